@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.adapter_format.quantisation import FIELD, Quantisation, read_quantisation
+from loraplex.adapter_format.quantised_tensors import logical_tensors
 from loraplex.adapter_format.safetensors_header import (
     DTYPE_BYTES,
     TensorInfo,
@@ -21,7 +23,7 @@ from loraplex.adapter_format.safetensors_header import (
 )
 from loraplex.adapter_format.strict_json import read_object
 from loraplex.adapter_format.text_model import is_wrapper, plain_names, text_config
-from loraplex.errors import InvalidAdapter, InvalidRequest
+from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 
 LINEAR = "linear"
 EMBEDDING = "embedding"
@@ -94,18 +96,18 @@ def geometry_from_folder(path: Path) -> Geometry:
     """
     try:
         config = _read_json(path / "config.json", MAX_CONFIG_BYTES)
-        _refuse_quantised(config)
-        tensors = _tensor_table(path)
+        quantisation = quantisation_of(config)
+        tensors = _logical_tensors(path, quantisation)
         if is_wrapper(config):
             tensors = {plain: tensors[name] for plain, name in plain_names(tensors).items()}
             config = text_config(config, tensors)
-    except InvalidAdapter as error:
+    except (InvalidAdapter, Unsupported) as error:
         raise InvalidRequest(error.message, violations=error.violations) from error
     tied = config.get("tie_word_embeddings", _tied_by_default(tensors)) is True
     modules = _modules(tensors, tied)
     return Geometry(
         model_type=_string(config, "model_type"),
-        fingerprint=_fingerprint(config, modules),
+        fingerprint=_fingerprint(config, modules, quantisation),
         num_layers=_size(config, "num_hidden_layers"),
         vocab_size=_vocab_size(modules, config),
         tied_embeddings=tied,
@@ -123,20 +125,36 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, object]:
     return read_object(raw, path.name, max_bytes)
 
 
-def _refuse_quantised(config: dict[str, object]) -> None:
+def quantisation_of(config: Mapping[str, object]) -> Quantisation | None:
+    """How linears are stored; None where they are plain, or where their family knows it.
+
+    Raises:
+        Unsupported: naming what this build does not know.
+    """
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    if quantised is not None and (config.get("model_type"), method) not in _DEQUANTISED:
-        description = "quantised bases are not served; use the base in float16 or bfloat16"
-        raise InvalidRequest.field("config.json:quantization_config", "present", description)
+    if config.get("model_type") != "gpt_oss":
+        return read_quantisation(config)
+    if quantised is not None and method != "mxfp4":
+        raise Unsupported.field(FIELD, method, "is not served for gpt_oss; only mxfp4 is")
+    return None
 
 
-_DEQUANTISED = {("gpt_oss", "mxfp4")}
-"""(`model_type`, `quant_method`) of bases that workers dequantise when they load them."""
+def _logical_tensors(path: Path, quantisation: Quantisation | None) -> dict[str, TensorInfo]:
+    """All tensors of all files, by name; a quantised linear's weight is one matrix."""
+    table = _tensor_table(path)
+
+    def read(info: TensorInfo) -> bytes:
+        with table[info.name][0].open("rb") as file:
+            file.seek(info.begin)
+            return file.read(info.num_bytes)
+
+    tensors = {name: info for name, (_, info) in table.items()}
+    return logical_tensors(tensors, quantisation, read)
 
 
-def _tensor_table(path: Path) -> dict[str, TensorInfo]:
-    """All tensors of all files, by name."""
+def _tensor_table(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
+    """All tensors of all files, by name, with their files."""
     index = path / "model.safetensors.index.json"
     if not index.exists():
         refuse_pickled(path)
@@ -144,7 +162,7 @@ def _tensor_table(path: Path) -> dict[str, TensorInfo]:
     weight_map = _read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InvalidRequest.field(f"{index.name}:weight_map", weight_map, "must be an object")
-    table: dict[str, TensorInfo] = {}
+    table: dict[str, tuple[Path, TensorInfo]] = {}
     for name in sorted({str(file) for file in weight_map.values()}):
         if "/" in name or "\\" in name or not name.endswith(".safetensors"):
             raise InvalidRequest.field(f"{index.name}:weight_map", name, "is not a shard's name")
@@ -167,7 +185,7 @@ def refuse_pickled(folder: Path) -> None:
         raise InvalidRequest.field(pickles[0].name, str(pickles[0]), description)
 
 
-def _read_tensors(path: Path) -> dict[str, TensorInfo]:
+def _read_tensors(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
     try:
         file_size = path.stat().st_size
         prefix = read_prefix(path, path.name)
@@ -175,7 +193,7 @@ def _read_tensors(path: Path) -> dict[str, TensorInfo]:
         problem = error.strerror or "cannot be read"
         raise InvalidRequest.field(path.name, str(path), f"{problem}; a base needs it") from error
     header = parse_header(prefix, file_size, source=path.name, dtypes=DTYPE_BYTES)
-    return {info.name: info for info in header.tensors}
+    return {info.name: (path, info) for info in header.tensors}
 
 
 def _tied_by_default(tensors: dict[str, TensorInfo]) -> bool:
@@ -276,11 +294,15 @@ def _rotary_pairs(config: dict[str, object], modules: tuple[Module, ...]) -> int
     return 0
 
 
-def _fingerprint(config: dict[str, object], modules: tuple[Module, ...]) -> str:
-    identity = {
+def _fingerprint(
+    config: dict[str, object], modules: tuple[Module, ...], quantisation: Quantisation | None
+) -> str:
+    identity: dict[str, object] = {
         "config": {key: config[key] for key in IDENTITY_KEYS if config.get(key) is not None},
         "modules": [[m.name, m.kind, m.in_features, m.out_features, m.has_bias] for m in modules],
     }
+    if quantisation is not None:
+        identity["quantisation"] = quantisation.name
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 

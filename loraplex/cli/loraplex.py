@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from loraplex.cli import bench, completion, fetch, generate, top, usage, vectors
-from loraplex.cli.parsing import Parser, add_version
-from loraplex.cli.running import main_of
+if TYPE_CHECKING:
+    from loraplex.cli.parsing import Parser
 
 UP_SUMMARY = "Run registry, gateway and workers on this machine."
 SIMULATE_SUMMARY = "Run a trace through the scheduler and router under a virtual clock."
@@ -22,6 +22,10 @@ exit codes: 0 ok, 1 other, 2 usage, 4 conflict, 5 auth,
 
 def make_parser() -> Parser:
     """All sub-commands."""
+    # Loaded only now: `up` and `simulate` replace this process and need none of them.
+    from loraplex.cli import bench, completion, fetch, generate, top, usage, vectors
+    from loraplex.cli.parsing import Parser, add_version
+
     parser = Parser(
         prog="loraplex",
         description="Serve many LoRA adapters from one base model.",
@@ -49,6 +53,9 @@ def main() -> int:
         module = f"loraplex_services.{sys.argv[1]}"
         # -P: a module in the folder where the command is run must not be taken for one of ours.
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[2:]])
+
+    from loraplex.cli.running import main_of
+
     return main_of(make_parser(), sys.argv[1:])
 
 

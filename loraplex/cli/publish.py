@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
     from loraplex.adapter_format import Geometry
-    from loraplex.api.registry import Published
+    from loraplex.api.registry import AdapterVersion, Published
     from loraplex.client.publishing import Publication
     from loraplex.client.registry_client import RegistryClient
 
@@ -132,11 +133,24 @@ async def _upload_folder(args: argparse.Namespace, folder: Path, publication: Pu
         with ProgressBar(args.name) as bar:
             published = await client.upload(folder, publication, bar)
         print_warnings(published.warnings)
-        _print_published(published, args.json)
-        if args.when_loaded and args.wait:
-            version = published.version
-            for tag in [*args.tag, *([] if args.no_latest else ["latest"])]:
-                await until_moved(client, version.ref, tag, {version.version: 1})
+        if not (args.when_loaded and args.wait):
+            _print_published(published, args.json)
+        elif args.json:
+            try:
+                await _until_tagged(client, args, published.version)
+            finally:  # One object, with the tags as they are now; also where the wait has failed.
+                version = (await client.get(published.version.ref)).version
+                _print_published(replace(published, version=version), as_json=True)
+        else:
+            _print_published(published, as_json=False)
+            await _until_tagged(client, args, published.version)
+
+
+async def _until_tagged(
+    client: RegistryClient, args: argparse.Namespace, version: AdapterVersion
+) -> None:
+    for tag in [*args.tag, *([] if args.no_latest else ["latest"])]:
+        await until_moved(client, version.ref, tag, {version.version: 1})
 
 
 def _print_published(published: Published, as_json: bool) -> None:

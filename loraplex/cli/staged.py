@@ -38,12 +38,12 @@ async def until_moved(
         tag = next((tag for tag in tags if tag.tag == tag_name), None)
         if tag is not None and _sides(tag.targets) == wanted:
             return tag
-        place = f"{version_ref.partition(':')[0]}:{tag_name}"
+        moved = f"{version_ref.partition(':')[0]}:{tag_name}"
         if tag is not None and not tag.pending and tag.pending_reason:
-            problem = f"{place} stays where it was: {tag.pending_reason}"
+            problem = f"{moved} stays where it was: {tag.pending_reason}"
             raise Unavailable(problem, reason="NOT_LOADED")
         if tag is None or _sides(tag.pending) != wanted:
-            raise Conflict(f"{place} was moved elsewhere meanwhile; read it again, then decide")
+            raise Conflict(f"{moved} was moved elsewhere meanwhile; read it again, then decide")
         await asyncio.sleep(poll_s)
         poll_s = min(2 * poll_s, _MAX_POLL_S)
 

@@ -21,10 +21,11 @@ import numpy as np
 
 from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, geometry_from_folder
 from loraplex.adapter_format.added_tokens import TEXT_FILES
-from loraplex.adapter_format.geometry import EMBEDDING, LM_HEAD, Geometry
+from loraplex.adapter_format.geometry import EMBEDDING, LM_HEAD, Geometry, quantisation_of
+from loraplex.adapter_format.quantisation import FIELD
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TensorInfo
-from loraplex.errors import InvalidAdapter, Violation
+from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
 from loraplex.rewriting.checkpoint import Checkpoint, Edit, RowsOf, Source
 from loraplex.rewriting.merging import check_one_serving
 from loraplex.rewriting.tensors import Array, Opened, new_folder, open_adapter
@@ -79,6 +80,7 @@ def merge_into_base(
         AlreadyExists: `out` holds something.
     """
     geometry = geometry_from_folder(base)
+    _refuse_quantised(base)
     adapters = [open_adapter(folder, geometry) for folder, _ in folders]
     check_one_serving(folders, adapters)
     shares: dict[str, list[_Share]] = {}
@@ -99,6 +101,14 @@ def merge_into_base(
         geometry_from_folder(partial)
     max_rank = max(adapter.report.max_rank for adapter in adapters)
     return Merged(len(shares), max_rank, is_untied)
+
+
+def _refuse_quantised(base: Path) -> None:
+    """Raises InvalidRequest: what is merged would have to be quantised again."""
+    quantisation = quantisation_of(json.loads((base / "config.json").read_bytes()))
+    if quantisation is not None:
+        why = "is quantised; merge into the base in float16 or bfloat16, then quantise the result"
+        raise InvalidRequest.field(FIELD, quantisation.method, why)
 
 
 class _Plan:

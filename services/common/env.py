@@ -25,6 +25,7 @@ from loraplex_services.common.units import (
     parse_list,
     parse_memory,
     parse_share,
+    parse_store_url,
     parse_text,
     whole,
 )
@@ -46,8 +47,9 @@ KEY = path_knob("LORAPLEX_KEY", "tools all", "PEM private key of the certificate
 # Every server
 STATE_DIR = path_knob(
     "LORAPLEX_STATE_DIR",
-    "up registry",
-    "Where state lives; default ${XDG_STATE_HOME:-~/.local/state}/loraplex.",
+    "up registry worker",
+    "Where state lives; default ${XDG_STATE_HOME:-~/.local/state}/loraplex. For a worker, where "
+    "its disk cache lives; default a temporary folder.",
 )
 METRICS_LISTEN = listen_knob(
     "LORAPLEX_METRICS_LISTEN",
@@ -60,13 +62,6 @@ LOG_LEVEL: Knob[str] = Knob(
     "info",
     "up all",
     "Least severe level that is logged.",
-)
-LOG_FORMAT: Knob[str] = Knob(
-    "LORAPLEX_LOG_FORMAT",
-    choice("auto", "json", "text"),
-    "auto",
-    "up all",
-    "auto = text on a terminal, JSON lines elsewhere.",
 )
 DRAIN_S: Knob[float] = Knob(
     "LORAPLEX_DRAIN_S", parse_seconds, 20.0, "up all", "Longest drain after SIGTERM."
@@ -86,13 +81,6 @@ AUTH: Knob[str] = Knob(
     "off",
     "up registry gateway worker",
     "keys = callers need an API key.",
-)
-MAX_UNCHECKED_KEY_S: Knob[float] = Knob(
-    "LORAPLEX_MAX_UNCHECKED_KEY_S",
-    parse_seconds,
-    24 * 3600.0,
-    "gateway",
-    "How long an API key stays valid that the registry cannot check, because it is away.",
 )
 ADMIN_KEY_FILE = path_knob(
     "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
@@ -133,8 +121,12 @@ REGISTRY_SERVICE_LISTEN = listen_knob(
     "registry",
     "gRPC address for services, which must show a certificate signed by LORAPLEX_CA.",
 )
-OBJECTS = text_knob(
-    "LORAPLEX_OBJECTS", "registry worker", "Object store: file:///path or s3://bucket/prefix."
+OBJECTS: Knob[str] = Knob(
+    "LORAPLEX_OBJECTS",
+    parse_store_url,
+    "",
+    "registry worker",
+    "Object store: file:///path or s3://bucket/prefix.",
 )
 METADATA = text_knob(
     "LORAPLEX_METADATA",
@@ -164,11 +156,8 @@ MAX_REQUEST_S: Knob[float] = Knob(
     "gateway",
     "Deadline of requests that name none.",
 )
-MAX_QUEUED: Knob[int] = Knob(
-    "LORAPLEX_MAX_QUEUED", whole(), 4096, "gateway", "Requests that may wait; others get 429."
-)
-TOOL_FORMAT: Knob[str] = Knob(
-    "LORAPLEX_TOOL_FORMAT",
+TOOL_CALL_PARSER: Knob[str] = Knob(
+    "LORAPLEX_TOOL_CALL_PARSER",
     choice(
         "auto",
         "hermes",
@@ -184,8 +173,8 @@ TOOL_FORMAT: Knob[str] = Knob(
     "gateway",
     "How the bases write tool calls; auto = what the chat template shows.",
 )
-REASONING: Knob[str] = Knob(
-    "LORAPLEX_REASONING",
+REASONING_PARSER: Knob[str] = Knob(
+    "LORAPLEX_REASONING_PARSER",
     choice("auto", "think", "none"),
     "auto",
     "gateway",
@@ -201,19 +190,9 @@ LORA_ROOT = path_knob(
 WORKER_LISTEN = listen_knob(
     "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC server.", "127.0.0.1:50053"
 )
-WORKER_ID = text_knob(
-    "LORAPLEX_WORKER_ID", "worker", "Name in logs and responses; default: random."
-)
 MODEL = text_knob("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")
 SERVED_MODEL_NAME = text_knob(
     "LORAPLEX_SERVED_MODEL_NAME", "up worker", "Id of the base; default: hub id or folder name."
-)
-LOAD_FORMAT: Knob[str] = Knob(
-    "LORAPLEX_LOAD_FORMAT",
-    choice("auto", "dummy"),
-    "auto",
-    "up worker",
-    "dummy = random weights of the model's config, for benchmarks.",
 )
 DEVICE: Knob[str] = Knob(
     "LORAPLEX_DEVICE", choice("auto", "cpu", "cuda"), "auto", "up worker", "Where to compute."
@@ -294,9 +273,12 @@ HOST_CACHE_BYTES: Knob[int] = Knob(
     "worker",
     "On CUDA: pinned host memory for packed adapters; 0 = an eighth of the host's, at most 4 GiB.",
 )
-CACHE_DIR = path_knob("LORAPLEX_CACHE_DIR", "worker", "Disk cache of verified adapters.")
 CACHE_BYTES: Knob[int] = Knob(
-    "LORAPLEX_CACHE_BYTES", parse_bytes, 16 << 30, "worker", "Bound of the disk cache."
+    "LORAPLEX_CACHE_BYTES",
+    parse_bytes,
+    16 << 30,
+    "worker",
+    "Most bytes that the disk cache of verified adapters takes.",
 )
 
 # Worker: what a step holds
@@ -336,6 +318,20 @@ POLICY: Knob[str] = Knob(
 )
 
 # Switches of LORAPLEX_DEBUG
+LOG_FORMAT: Switch[str] = Switch(
+    "log-format",
+    choice("auto", "json", "text"),
+    "auto",
+    "up all",
+    "auto = text on a terminal, JSON lines elsewhere.",
+)
+LOAD_FORMAT: Switch[str] = Switch(
+    "load-format",
+    choice("auto", "dummy"),
+    "auto",
+    "worker",
+    "dummy = random weights of the model's config, for benchmarks.",
+)
 OVERLAP: Switch[str] = Switch(
     "overlap",
     choice("auto", "on", "off"),

@@ -175,8 +175,12 @@ MAX_WRONG_KEYS_PER_PEER = 60
 """Wrong API keys that one address may send at once before its unknown keys are refused."""
 WRONG_KEYS_PER_S = 1.0
 """How fast it may send further ones."""
-DEFAULT_MAX_UNCHECKED_S = 24 * 3600.0
-"""How long a key that cannot be checked stays valid, by default."""
+MAX_UNCHECKED_KEY_S = 24 * 3600
+"""How long a key that the registry cannot check, because it is away, stays valid at a gateway."""
+MAX_RUNNING = 4096
+"""Sequences that one gateway relays at a time."""
+MAX_QUEUED = 4096
+"""Requests that wait at one gateway."""
 
 
 def limits_of(method: str) -> MethodLimits:

@@ -19,6 +19,8 @@ from loraplex_services.common.log import setup_logging
 from loraplex_services.common.stacks import print_stacks_on_signal
 
 USAGE_STATUS = 2
+MAX_ERROR_BYTES = 4096
+"""Of an error that is written into a pipe; every system's pipes hold that much."""
 
 
 def die_with_parent() -> None:
@@ -40,19 +42,22 @@ def run_service(
     Args:
         service: "registry", "gateway" or "worker".
         serve: called once logging is set up; may raise InvalidRequest for a bad setting.
-        argv: arguments; those of the process by default. A service takes none but `--help`.
+        argv: arguments; those of the process by default. A service takes none but `--help` and,
+            from `loraplex up`, `--error-fd N`: where to write why it ends, instead of on stderr.
         new_loop: makes the event loop; asyncio's own by default.
 
     Returns:
         The exit status.
     """
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"python -m loraplex_services.{service}",
         description=f"Run one {service} in the foreground. Everything is set by environment "
         "variables; `loraplex up` starts a whole stack on one machine.",
         epilog=_variables(service),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(argv)
+    )
+    parser.add_argument("--error-fd", type=int, help=argparse.SUPPRESS)
+    error_fd = parser.parse_args(argv).error_fd
     try:
         setup_logging(service, env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
         variables.refuse_unreadable(os.environ)
@@ -60,12 +65,12 @@ def run_service(
             logging.getLogger(f"loraplex_services.{service}").warning(warning)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(_serve(serve))
-    except InvalidRequest as error:
-        print(f"{service}: {error.message}", file=sys.stderr)
-        return USAGE_STATUS
     except LoraplexError as error:
-        print(f"{service}: {error.message}", file=sys.stderr)
-        return codes_of(error).exit
+        if error_fd is None:
+            print(f"{service}: {error.message}", file=sys.stderr)
+        else:
+            os.write(error_fd, error.message.encode()[:MAX_ERROR_BYTES])
+        return USAGE_STATUS if isinstance(error, InvalidRequest) else codes_of(error).exit
     return 0
 
 

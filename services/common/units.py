@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from loraplex.units import parse_bytes
 
@@ -104,6 +105,19 @@ def _number(text: str, at_most: float, what: str) -> float:
     if not 0 < value <= at_most:
         raise ValueError(f"expected {what} and at most {at_most:g}")
     return value
+
+
+def parse_store_url(text: str) -> str:
+    """The address of an object store."""
+    url = text.strip()
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        is_good = parts.netloc in ("", "localhost") and parts.path not in ("", "/")
+    else:
+        is_good = parts.scheme == "s3" and parts.netloc != ""
+    if not is_good:
+        raise ValueError("must be file:///absolute/path or s3://bucket/prefix")
+    return url
 
 
 def parse_listen(text: str) -> str:

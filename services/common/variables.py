@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
@@ -25,23 +25,32 @@ def known_names() -> set[str]:
 _NOW_A_SWITCH = "it is a switch now: LORAPLEX_DEBUG={}=VALUE"
 GONE = {
     "LORAPLEX_ADAPTER_DTYPE": "it is called LORAPLEX_LORA_DTYPE now",
+    "LORAPLEX_CACHE_DIR": "a worker's disk cache is in LORAPLEX_STATE_DIR now",
     "LORAPLEX_FAILPOINTS": _NOW_A_SWITCH.format("failpoint"),
     "LORAPLEX_FIRST_TOKEN_S": "it is no longer read; requests bring first_token_s",
     "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
+    "LORAPLEX_LOAD_FORMAT": _NOW_A_SWITCH.format("load-format"),
+    "LORAPLEX_LOG_FORMAT": _NOW_A_SWITCH.format("log-format"),
     "LORAPLEX_MAX_BATCH": "it is called LORAPLEX_MAX_NUM_SEQS now",
-    "LORAPLEX_MAX_IN_FLIGHT": "it is no longer read; a gateway relays at most 4096 sequences, "
-    "and LORAPLEX_MAX_QUEUED limits how many requests wait",
+    "LORAPLEX_MAX_IN_FLIGHT": "it is no longer read; a gateway relays at most 4096 sequences",
     "LORAPLEX_MAX_IN_FLIGHT_PER_TENANT": "it is no longer read; set the limit of a tenant with "
     "`registry tenants set TENANT --max-concurrent N`",
     "LORAPLEX_MAX_NUM_TOKENS": "it is called LORAPLEX_MAX_NUM_BATCHED_TOKENS now",
+    "LORAPLEX_MAX_QUEUED": "it is no longer read; at most 4096 requests wait at a gateway, and "
+    "`registry tenants set TENANT --max-concurrent N` limits a tenant",
     "LORAPLEX_MAX_RESIDENT": "it is no longer read; a worker has 4096 slots for adapters",
+    "LORAPLEX_MAX_UNCHECKED_KEY_S": "it is no longer read; while the registry is away, a key is "
+    "accepted for one day at most, and not beyond its own expiry (`registry keys create --ttl`)",
     "LORAPLEX_OVERLAP": _NOW_A_SWITCH.format("overlap"),
     "LORAPLEX_PREFIX_CACHE": _NOW_A_SWITCH.format("prefix-cache"),
+    "LORAPLEX_REASONING": "it is called LORAPLEX_REASONING_PARSER now",
     "LORAPLEX_REPLACE_BASES": _NOW_A_SWITCH.format("replace-bases"),
     "LORAPLEX_STEP_TIMEOUT_S": _NOW_A_SWITCH.format("step-timeout-s"),
     "LORAPLEX_STEP_TRACE": _NOW_A_SWITCH.format("step-trace"),
     "LORAPLEX_TLS_SERVER_NAME": "it is no longer read; certificates of workers at dns:NAME:PORT "
     "must contain NAME",
+    "LORAPLEX_TOOL_FORMAT": "it is called LORAPLEX_TOOL_CALL_PARSER now",
+    "LORAPLEX_WORKER_ID": "it is no longer read; a worker is named after its socket or its host",
 }
 """Variables that were renamed or removed, and what to do. Ignoring one would hide the change."""
 
@@ -57,6 +66,15 @@ def refuse_unreadable(environ: Mapping[str, str]) -> None:
             raise InvalidRequest.field(
                 env.DEBUG.name, name, f"{name!r} is no switch; there are {', '.join(known)}"
             )
+
+
+def check_values(environ: Mapping[str, str], services: Collection[str]) -> None:
+    """Read what services read and `loraplex up` does not. Raises InvalidRequest for a bad value."""
+    settings: list[Knob[object] | Switch[object]] = [*env.ALL_KNOBS, *env.ALL_SWITCHES]
+    for setting in settings:
+        readers = set(setting.readers.split())
+        if "up" not in readers and {*services, "all"} & readers:
+            setting.read(environ)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

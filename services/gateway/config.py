@@ -5,13 +5,12 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
 from loraplex_services.common.addresses import is_local
-from loraplex_services.common.limits import DEFAULT_MAX_UNCHECKED_S
 from loraplex_services.common.service_token import read_service_token
 from loraplex_services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
 from loraplex_services.gateway.admission.queue import AdmissionLimits
@@ -35,10 +34,9 @@ class GatewayConfig:
     allowed_hosts: tuple[str, ...]
     insecure: bool
     """True if other machines may connect without auth."""
-    admission: AdmissionLimits
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     wants_keys: bool = False
     """True if every call needs an API key."""
-    max_unchecked_key_s: float = DEFAULT_MAX_UNCHECKED_S
     service_token: str = ""
     tls: TlsFiles = PLAIN
     """For the gRPC API, and for calls to the registry and workers."""
@@ -74,14 +72,12 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         drain_s=env.DRAIN_S.read(environ),
         allowed_hosts=env.ALLOWED_HOSTS.read(environ),
         insecure=env.INSECURE.read(environ),
-        admission=AdmissionLimits(max_waiting=env.MAX_QUEUED.read(environ)),
         tls=tls_files(environ),
         http_tls=http_tls_files(environ),
         service_token=read_service_token(env.SERVICE_TOKEN_FILE.read(environ)),
         wants_keys=env.AUTH.read(environ) == "keys",
-        max_unchecked_key_s=env.MAX_UNCHECKED_KEY_S.read(environ),
-        tool_format=env.TOOL_FORMAT.read(environ),
-        reasoning=env.REASONING.read(environ),
+        tool_format=env.TOOL_CALL_PARSER.read(environ),
+        reasoning=env.REASONING_PARSER.read(environ),
         replaces_bases=env.REPLACE_BASES.read(environ),
         lora_root=env.LORA_ROOT.read(environ),
         metadata_url=_shared_url(env.METADATA.read(environ)),

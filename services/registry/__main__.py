@@ -2,124 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import os
 import sys
 
-from loraplex.errors import Unavailable
-from loraplex_services.common import grpc_server
-from loraplex_services.common.metrics import MetricsServer
-from loraplex_services.common.objects import ObjectStore, open_store
-from loraplex_services.common.objects.probe import probe
 from loraplex_services.common.process import run_service
-from loraplex_services.common.redis_url import connect_redis
-from loraplex_services.common.signals import stop_event
-from loraplex_services.registry import layout
-from loraplex_services.registry.access.auth import caller_auth
-from loraplex_services.registry.api.server import service
-from loraplex_services.registry.assembly import Registry, assemble
-from loraplex_services.registry.config import RegistryConfig, from_env
-from loraplex_services.registry.index.catalog import Catalog
-from loraplex_services.registry.index.metadata_server import MetadataServer
-from loraplex_services.registry.layout import check_layout_number
-from loraplex_services.registry.maintenance.housekeeping import (
-    collect_regularly,
-    copy_regularly,
-    copy_usage_regularly,
-    expire_regularly,
-)
-from loraplex_services.registry.publish import failpoint
-
-logger = logging.getLogger(__name__)
-
-_CHECK_INTERVAL_S = 1.0
-_START_RETRY_S = 1.0
 
 
-async def run(config: RegistryConfig) -> None:
-    """Serve until a signal. Not ready before the store is proved safe and the index is there."""
-    stopping = stop_event()
-    failpoint.arm(config.failpoint)
-    store = open_store(config.objects_url)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(store.close)
-        metadata_url = await _metadata_url(config, stack)
-        catalog = Catalog(connect_redis(metadata_url))
-        stack.push_async_callback(catalog.close)
-        registry = assemble(store, catalog)
-        stack.push_async_callback(registry.validations.close)
-        running = await grpc_server.start(
-            [service(registry)],
-            config.listen,
-            auth=caller_auth(config, registry.keys),
-            tls=config.tls.server(),
-            service_listener=_service_listener(config),
-            setting="LORAPLEX_REGISTRY_LISTEN",
-        )
-        if config.metrics_listen:
-            metrics = MetricsServer(lambda: running.ready)
-            await metrics.start(config.metrics_listen)
-            stack.push_async_callback(metrics.stop)
-        keeper = asyncio.create_task(_become_ready(config, registry, running))
-        keeper.add_done_callback(lambda _: stopping.set())
-        stack.callback(keeper.cancel)
-        await grpc_server.serve(running, drain_s=config.drain_s, stopping=stopping)
-        if keeper.done():
-            keeper.result()
+async def _serve() -> None:
+    # Loaded only now: --help must not wait for gRPC.
+    from loraplex_services.registry.api.serving import serve
 
-
-def _service_listener(config: RegistryConfig) -> tuple[str, grpc_server.ServerTls] | None:
-    tls = config.tls.server(for_services=True)
-    return (config.service_listen, tls) if config.service_listen and tls else None
-
-
-async def _metadata_url(config: RegistryConfig, stack: contextlib.AsyncExitStack) -> str:
-    if config.metadata_url != "embedded":
-        return config.metadata_url
-    config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    server = MetadataServer(config.state_dir)
-    await server.start()
-    stack.push_async_callback(server.stop)
-    return server.url
-
-
-async def _become_ready(
-    config: RegistryConfig, registry: Registry, running: grpc_server.RunningServer
-) -> None:
-    """Check the store, update the index, become ready; then run the periodic tasks."""
-    while True:
-        try:
-            await _check_store(registry.store)
-            await registry.indexer.start()
-            if config.admin_key_file is not None:
-                await registry.keys.admit_first_admin(config.admin_key_file)
-            break
-        except Unavailable as error:
-            logger.warning("not ready yet", extra={"problem": error.message})
-            await asyncio.sleep(_START_RETRY_S)
-    await running.set_ready(True)
-    logger.info("ready", extra={"objects": registry.store.url})
-    await asyncio.gather(
-        registry.indexer.keep(_CHECK_INTERVAL_S),
-        collect_regularly(
-            registry.catalog, registry.collector, registry.audit, config.gc_interval_s
-        ),
-        copy_regularly(registry.catalog, registry.snapshots),
-        copy_usage_regularly(registry.catalog, registry.usage),
-        expire_regularly(registry.staging),
-    )
-
-
-async def _check_store(store: ObjectStore) -> None:
-    await probe(store)
-    await check_layout_number(store, layout.LAYOUT_KEY, layout.LAYOUT_NUMBER)
+    await serve()
 
 
 def main() -> int:
     """Returns the exit status."""
-    return run_service("registry", lambda: run(from_env(os.environ)))
+    return run_service("registry", _serve)
 
 
 if __name__ == "__main__":

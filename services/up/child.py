@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 
+from loraplex_services.common.process import MAX_ERROR_BYTES
 from loraplex_services.up.wiring import ChildSpec
 
 logger = logging.getLogger(__name__)
@@ -17,8 +18,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 STEADY_S = 30.0
 """A child that ran this long starts again without a growing pause."""
-HOPELESS_EXITS = (2, 4)
-"""Bad usage, and a name that is taken: the next start would end like this one."""
+FINAL_EXITS = (2, 3, 4, 5, 7)
+"""Bad usage; something refused, taken, forbidden or missing: the next start would end alike."""
 MAX_FAILED_STARTS = 3
 """Deaths before the child was ready once; then it is given up."""
 
@@ -29,7 +30,9 @@ class Child:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self.was_ready = False
-        """Set by whoever sees it ready: from then on it is restarted forever."""
+        """Set by whoever sees it ready: from then on it is restarted until `stop`."""
+        self.last_error = ""
+        """Why the last process ended, in its own words; "" = it did not say."""
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
@@ -48,13 +51,18 @@ class Child:
                 return code
             if not self.was_ready:
                 failed_starts += 1
-                if code in HOPELESS_EXITS or failed_starts >= MAX_FAILED_STARTS:
+                if code in FINAL_EXITS or failed_starts >= MAX_FAILED_STARTS:
                     return code
             if asyncio.get_running_loop().time() - started_s > STEADY_S:
                 pause_s = FIRST_PAUSE_S
             logger.warning(
                 "child ended, starting it again",
-                extra={"child": self.spec.name, "exit_code": code, "pause_s": pause_s},
+                extra={
+                    "child": self.spec.name,
+                    "exit_code": code,
+                    "reason": self.last_error,
+                    "pause_s": pause_s,
+                },
             )
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
@@ -62,19 +70,26 @@ class Child:
                 return code
 
     async def _run_once(self) -> int:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "loraplex_services.up.launch",
-            str(os.getpid()),
-            self.spec.module,
-            env=self.spec.environ,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
-            process_group=0,
-        )
-        logger.info("child started", extra={"child": self.spec.name, "pid": self._process.pid})
-        return await self._process.wait()
+        """Run one process to its end. Mutates `last_error`. Returns the exit code."""
+        errors, error_fd = os.pipe()
+        os.set_blocking(errors, False)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "loraplex_services.up.launch", str(os.getpid())),
+                *(self.spec.module, "--error-fd", str(error_fd)),
+                env=self.spec.environ,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+                pass_fds=[error_fd],
+                process_group=0,
+            )
+            logger.info("child started", extra={"child": self.spec.name, "pid": self._process.pid})
+            code = await self._process.wait()
+            self.last_error = _read_now(errors)
+            return code
+        finally:
+            os.close(errors)
+            os.close(error_fd)
 
     async def stop(self, grace_s: float) -> None:
         """Ask the process to drain; kill its group when it takes longer than `grace_s`."""
@@ -102,3 +117,11 @@ class Child:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
+
+
+def _read_now(pipe: int) -> str:
+    """What a pipe holds; "" if nothing."""
+    try:
+        return os.read(pipe, MAX_ERROR_BYTES).decode(errors="replace").strip()
+    except BlockingIOError:
+        return ""

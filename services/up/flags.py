@@ -54,7 +54,6 @@ class UpConfig:
     dtype: str
     attention_backend: str
     model_impl: str
-    load_format: str
     kv_memory: Memory
     gpu_memory_utilization: float
     """0 = chosen by the worker."""
@@ -101,7 +100,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         dtype=given("dtype", env.DTYPE),
         attention_backend=given("attention_backend", env.ATTENTION_BACKEND),
         model_impl=given("model_impl", env.MODEL_IMPL),
-        load_format=given("load_format", env.LOAD_FORMAT),
         kv_memory=given("kv_memory", env.KV_MEMORY),
         gpu_memory_utilization=given("gpu_memory_utilization", env.GPU_MEMORY_UTILIZATION),
         max_loras=given("max_loras", env.MAX_LORAS),
@@ -119,6 +117,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         log_format=env.LOG_FORMAT.read(environ),
     )
     _check_bind(config)
+    variables.check_values(environ, ("registry", "gateway", "worker"))
     return config
 
 
@@ -228,7 +227,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model-impl", metavar="NAME", help="model code: auto, native or transformers (auto)"
     )
-    parser.add_argument("--load-format", metavar="NAME", help="auto; dummy = random weights (auto)")
     parser.add_argument(
         "--kv-memory",
         metavar="BYTES|PERCENT",

@@ -13,14 +13,14 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main(parent_pid: int, module: str) -> None:
-    """Become `python -m module`."""
+def main(parent_pid: int, module: str, *arguments: str) -> None:
+    """Become `python -m module ARGUMENTS`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit("the supervisor is gone")
-    os.execv(sys.executable, [sys.executable, "-m", module])
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])

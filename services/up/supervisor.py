@@ -17,23 +17,25 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 TELL_EVERY_S = 15.0
-_TELLING_EXITS = range(2, 8)
+_KNOWN_EXITS = range(2, 8)
 """Exit codes of docs/reference/commands.md; a signal or a traceback says nothing more than 1."""
 KILL_MARGIN_S = 5.0
 """Beyond the drain time, for a child to close its files."""
 
 
 class ChildFailed(LoraplexError):
-    """A child ended before the stack was ready and would end again."""
+    """A child ended before the stack was ready, and the next one would end in the same way."""
 
     reason = "CHILD_FAILED"
 
-    def __init__(self, name: str, exit_code: int) -> None:
+    def __init__(self, name: str, exit_code: int, why: str) -> None:
+        """`why` is what the child said; "" = nothing but what it printed."""
         super().__init__(
-            f"the {name} ended with exit code {exit_code} and would again: its last lines above "
+            why
+            or f"{name} ended with exit code {exit_code} before it was ready: its last lines above "
             "say why"
         )
-        self.exit_code = exit_code if exit_code in _TELLING_EXITS else 1
+        self.exit_code = exit_code if exit_code in _KNOWN_EXITS else 1
         """What `up` ends with."""
 
 
@@ -56,17 +58,14 @@ class Supervisor:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        running = [
-            asyncio.create_task(child.keep_running(), name=child.spec.name)
-            for child in self._children
-        ]
+        running = [asyncio.create_task(child.keep_running()) for child in self._children]
         announcing = asyncio.create_task(self._announce())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([*running, stopping], return_when=asyncio.FIRST_COMPLETED)
-            failed = next((task for task in running if task.done()), None)
-            if failed is not None and self._signal is None:
-                raise ChildFailed(failed.get_name(), failed.result())
+            for child, task in zip(self._children, running, strict=True):
+                if task.done() and self._signal is None:
+                    raise ChildFailed(child.spec.name, task.result(), child.last_error)
         finally:
             announcing.cancel()
             await self._drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,11 +118,11 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
     return WorkerConfig(
         listen=env.WORKER_LISTEN.read(environ),
         metrics_listen=env.METRICS_LISTEN.read(environ),
-        worker_id=env.WORKER_ID.read(environ) or f"worker-{secrets.token_hex(4)}",
+        worker_id=_worker_id(env.WORKER_LISTEN.read(environ)),
         model=model,
         base_id=env.SERVED_MODEL_NAME.read(environ) or base_id_of(model),
         objects_url=objects_url,
-        cache_dir=env.CACHE_DIR.read(environ) or Path(tempfile.mkdtemp(prefix="loraplex-cache-")),
+        cache_dir=env.STATE_DIR.read(environ) or Path(tempfile.mkdtemp(prefix="loraplex-cache-")),
         cache_bytes=env.CACHE_BYTES.read(environ),
         drain_s=env.DRAIN_S.read(environ),
         step_timeout_s=env.STEP_TIMEOUT_S.read(environ),
@@ -149,6 +150,14 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         tensor_parallel=env.TENSOR_PARALLEL.read(environ),
         fully_sharded_loras=env.FULLY_SHARDED_LORAS.read(environ),
     )
+
+
+def _worker_id(listen: str) -> str:
+    """The name of the worker in logs and responses: that of its socket, which is its own, or that
+    of its host and a random suffix."""
+    if listen.startswith("unix:"):
+        return Path(listen.removeprefix("unix:")).stem
+    return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
 def _service_token(environ: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from loraplex.adapter_format import Geometry, Module, Report, read_folder, valid
 from loraplex.errors import InvalidAdapter
 
 PREFIX = "base_model.model."
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I32": 4}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "U8": 1, "F8_E4M3": 1, "I32": 4}
 NUM_LAYERS, HIDDEN, KV, INTERMEDIATE, VOCAB = 2, 8, 4, 12, 16
 
 LAYER_SHAPES = {

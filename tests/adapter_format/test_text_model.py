@@ -108,7 +108,7 @@ def test_a_missing_shard_of_a_wrapper_is_named(tmp_path: Path) -> None:
 
 
 def test_a_quantised_wrapper_is_refused_by_name(tmp_path: Path) -> None:
-    config = {**WRAPPER, "quantization_config": {"quant_method": "fp8"}}
+    config = {**WRAPPER, "quantization_config": {"quant_method": "quark"}}
     with pytest.raises(InvalidRequest) as error:
         geometry_from_folder(write(tmp_path, spelled(PLAIN_TENSORS, WRAPPED[0]), config))
     assert error.value.violations[0].field == "config.json:quantization_config"

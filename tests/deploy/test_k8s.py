@@ -244,7 +244,7 @@ def test_with_mtls_each_service_has_a_secret_of_its_own_and_starts_with_its_file
     secrets["/etc/loraplex/auth/service-token"] = str(tmp_path / "token")
     given = _environment(documents, name)
     environ = {key: secrets.get(value, value) for key, value in given.items()}
-    environ |= {"LORAPLEX_STATE_DIR": str(tmp_path), "LORAPLEX_CACHE_DIR": str(tmp_path)}
+    environ["LORAPLEX_STATE_DIR"] = str(tmp_path)
     modules = {"registry": registry_config, "gateway": gateway_config, "worker": worker_config}
     config = modules[name].from_env(environ)
     assert config.tls.proves_services

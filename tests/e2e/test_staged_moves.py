@@ -89,5 +89,13 @@ def test_upload_can_be_staged_too(stack: Stack, variants: list[Path]) -> None:
     assert digest_of(stack, 4) in resident(stack)
 
 
+def test_an_upload_that_waits_prints_the_tags_as_they_are_after_the_move(
+    stack: Stack, variants: list[Path]
+) -> None:
+    words = ("upload", str(variants[3]), "--name", "waited", "--tag", "prod", "--when-loaded=60s")
+    done = stack.run_registry(*words, "--wait", "--json")
+    assert sorted(json.loads(done.stdout)["tags"]) == ["latest", "prod"]
+
+
 def blob_path(state_dir: Path, sha256: str) -> Path:
     return next((state_dir / "objects").rglob(sha256))

@@ -32,7 +32,7 @@ def test_defaults_are_for_this_machine_only() -> None:
         ({"LORAPLEX_HTTP_LISTEN": "0.0.0.0:8080"}, "LORAPLEX_HTTP_LISTEN"),
         ({"LORAPLEX_GATEWAY_LISTEN": "[::]:50051"}, "LORAPLEX_HTTP_LISTEN"),
         ({"LORAPLEX_MAX_REQUEST_S": "soon"}, "LORAPLEX_MAX_REQUEST_S"),
-        ({"LORAPLEX_MAX_QUEUED": "-1"}, "LORAPLEX_MAX_QUEUED"),
+        ({"LORAPLEX_TOOL_CALL_PARSER": "xml"}, "LORAPLEX_TOOL_CALL_PARSER"),
         ({"LORAPLEX_AUTH": "keys"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
         ({"LORAPLEX_SERVICE_TOKEN_FILE": "/does/not/exist"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
     ],

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from loraplex_services.up import child as child_module
-from loraplex_services.up.child import HOPELESS_EXITS, MAX_FAILED_STARTS, Child
+from loraplex_services.up.child import FINAL_EXITS, MAX_FAILED_STARTS, Child
 from loraplex_services.up.wiring import ChildSpec
 
 REPO = Path(__file__).parents[2]
@@ -52,11 +52,24 @@ async def test_gives_up_after_failed_starts(tmp_path: Path) -> None:
     assert len((tmp_path / "ran").read_text()) == MAX_FAILED_STARTS
 
 
-@pytest.mark.parametrize("code", HOPELESS_EXITS)
-async def test_bad_usage_and_clashes_are_not_tried_again(tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize("code", FINAL_EXITS)
+async def test_a_start_that_can_never_succeed_is_not_tried_again(tmp_path: Path, code: int) -> None:
     child = _child(tmp_path, LOGS_AND_DIES.format(code=code))
     assert await child.keep_running() == code
     assert (tmp_path / "ran").read_text() == "x"
+
+
+async def test_what_a_child_says_of_its_end_is_kept(tmp_path: Path) -> None:
+    says = "import os, sys\nos.write(int(sys.argv[-1]), b'no such base')\nsys.exit(2)"
+    child = _child(tmp_path, says)
+    assert await child.keep_running() == 2
+    assert child.last_error == "no such base"
+
+
+async def test_a_child_that_says_nothing_has_no_last_words(tmp_path: Path) -> None:
+    child = _child(tmp_path, "import sys\nsys.exit(2)")
+    assert await child.keep_running() == 2
+    assert child.last_error == ""
 
 
 async def test_killed_child_starts_again_once_it_was_ready(tmp_path: Path) -> None:
@@ -85,7 +98,7 @@ async def test_child_has_a_process_group_of_its_own(tmp_path: Path) -> None:
     running = asyncio.create_task(child.keep_running())
     pid = await _pid(tmp_path)
     assert os.getpgid(pid) == pid != os.getpgid(0)
-    assert psutil.Process(pid).cmdline()[-2:] == ["-m", "work"]
+    assert psutil.Process(pid).cmdline()[-4:-1] == ["-m", "work", "--error-fd"]
     await child.stop(10)
     await running
 

@@ -172,3 +172,63 @@ def _check_commands(up: Up) -> None:
     bad = up.loraplex("generate", "mask", "x=", "--max-tokens", "-1")
     assert bad.returncode == 2
     assert "max_tokens" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "sentence"),
+    [
+        ({"LORAPLEX_OBJECTS": "ftp://host/path"}, (), "LORAPLEX_OBJECTS: must be file:///"),
+        ({"LORAPLEX_OBJECTS": "file:///dev/null/x"}, (), "LORAPLEX_OBJECTS: the folder cannot"),
+        ({"LORAPLEX_POLICY": "random"}, (), "LORAPLEX_POLICY: expected one of"),
+        ({"LORAPLEX_DEBUG": "overlap=mmx"}, (), "LORAPLEX_DEBUG: expected one of"),
+        ({"LORAPLEX_ADMIN_KEY_FILE": "/no/file"}, (), "LORAPLEX_ADMIN_KEY_FILE: cannot be read"),
+        ({}, ("--kv-memory", "1KiB"), "LORAPLEX_KV_MEMORY: must hold at least two blocks"),
+        ({}, ("--max-model-len", "1000000"), "LORAPLEX_MAX_MODEL_LEN: must be at most"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_start_that_can_never_succeed_ends_at_its_first_try_with_one_sentence(
+    variables: dict[str, str], flags: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    _assert_refused(tmp_path, variables, flags, sentence)
+
+
+def test_a_device_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    _assert_refused(tmp_path, {}, ("--device", "cuda"), "LORAPLEX_DEVICE: this torch finds no CUDA")
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ("no json", "LORAPLEX_MODEL: must hold a JSON object"),
+        ('{"model_type": "llama"}', "config.json:"),
+        ('{"model_type": "nonesuch"}', "LORAPLEX_MODEL: the transformers library cannot load it"),
+    ],
+)
+def test_a_folder_that_is_no_base_ends_the_start(
+    config: str, sentence: str, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(config)
+    _assert_refused(tmp_path, {}, ("--model", str(base)), sentence)
+
+
+def _assert_refused(
+    folder: Path, variables: dict[str, str], flags: tuple[str, ...], sentence: str
+) -> None:
+    done = subprocess.run(
+        [*UP, "--state-dir", str(folder / "s"), *flags],
+        capture_output=True,
+        text=True,
+        env={**ENVIRON, **variables},
+        cwd=REPO,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "starting it again" not in done.stderr
+    [said] = [line for line in done.stderr.splitlines() if line.startswith("loraplex up: ")]
+    assert said.removeprefix("loraplex up: ").startswith(sentence), done.stderr
+    assert done.stderr.rstrip().endswith(said), "it is the last line"

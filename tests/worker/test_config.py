@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,19 @@ from loraplex_services.worker.config import MAX_RESIDENT, base_id_of, from_env
 GOOD = {"LORAPLEX_MODEL": "org/model", "LORAPLEX_OBJECTS": "file:///objects"}
 
 
-def test_defaults_keep_the_door_on_this_machine() -> None:
+def test_by_default_only_this_machine_can_connect() -> None:
     config = from_env(GOOD)
     assert is_local(config.listen) and config.base_id == "org/model"
-    assert config.max_loras is None and config.worker_id.startswith("worker-")
+    assert config.max_loras is None and config.worker_id.startswith(socket.gethostname())
+
+
+def test_a_worker_is_named_after_its_socket() -> None:
+    one = from_env({**GOOD, "LORAPLEX_WORKER_LISTEN": "unix:/run/loraplex/worker-3.sock"})
+    assert one.worker_id == "worker-3"
+
+
+def test_workers_of_one_host_have_different_names() -> None:
+    assert from_env(GOOD).worker_id != from_env(GOOD).worker_id
 
 
 @pytest.mark.parametrize(
@@ -36,7 +46,7 @@ def test_a_bad_value_names_its_variable(changes: dict[str, str], named: str) -> 
     assert [violation.field for violation in caught.value.violations] == [named]
 
 
-def test_an_open_door_needs_a_token_or_consent(tmp_path: Path) -> None:
+def test_listening_beyond_loopback_needs_a_token_or_consent(tmp_path: Path) -> None:
     beyond = {**GOOD, "LORAPLEX_WORKER_LISTEN": "0.0.0.0:50053"}
     with pytest.raises(InvalidRequest):
         from_env(beyond)

@@ -50,11 +50,11 @@ class WorkerProcess:
             "LORAPLEX_MODEL": str(self.root / "base"),
             "LORAPLEX_OBJECTS": f"file://{self.root}/objects",
             "LORAPLEX_WORKER_LISTEN": self.address,
-            "LORAPLEX_CACHE_DIR": str(self.root / "cache"),
+            "LORAPLEX_STATE_DIR": str(self.root / "cache"),
             "LORAPLEX_KV_MEMORY": "4MiB",
             "LORAPLEX_DTYPE": "float32",
             "LORAPLEX_DEVICE": "cpu",
-            "LORAPLEX_LOG_FORMAT": "text",
+            "LORAPLEX_DEBUG": "log-format=text",
             **changes,
         }
 

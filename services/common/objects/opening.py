@@ -6,24 +6,29 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.objects.store import ObjectStore
+from loraplex_services.common.env import OBJECTS
+from loraplex_services.common.objects.store import ObjectStore, ObjectStoreError
+from loraplex_services.common.units import parse_store_url
 
 
 def open_store(url: str) -> ObjectStore:
     """Open `file:///path` or `s3://bucket/prefix`; the folder is created, the bucket is not.
 
     Raises:
-        InvalidRequest: the URL has another form.
+        InvalidRequest: the URL has another form, or the folder cannot be created.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path != "/":
-        from loraplex_services.common.objects.file import FileStore
-
-        return FileStore(Path(unquote(parts.path)))
-    if parts.scheme == "s3" and parts.netloc:
+    try:
+        parts = urlsplit(parse_store_url(url))
+    except ValueError as error:
+        raise InvalidRequest.field(OBJECTS.name, url, str(error)) from None
+    if parts.scheme == "s3":
         from loraplex_services.common.objects.s3 import S3Store
 
         return S3Store(parts.netloc, unquote(parts.path).strip("/"))
-    raise InvalidRequest.field(
-        "LORAPLEX_OBJECTS", url, "must be file:///absolute/path or s3://bucket/prefix"
-    )
+    from loraplex_services.common.objects.file import FileStore
+
+    try:
+        return FileStore(Path(unquote(parts.path)))
+    except ObjectStoreError as error:
+        description = f"the folder cannot be used: {error.message}"
+        raise InvalidRequest.field(OBJECTS.name, url, description) from None

@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
+from loraplex_services.common.limits import MAX_QUEUED, MAX_RUNNING
 from loraplex_services.gateway.admission.dispatch_window import InFlightTokens, Window
 from loraplex_services.gateway.admission.fairness import VirtualTokenCounters
 
@@ -30,8 +31,8 @@ MIN_IN_FLIGHT_TOKENS = 128
 class AdmissionLimits:
     """Bounds of one gateway."""
 
-    max_running: int = 4096
-    max_waiting: int = 4096
+    max_running: int = MAX_RUNNING
+    max_waiting: int = MAX_QUEUED
     max_running_per_tenant: int = 0
     """0 = no limit."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from loraplex.api_keys import TOKEN
 from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.limits import DEFAULT_MAX_UNCHECKED_S
+from loraplex_services.common.limits import MAX_UNCHECKED_KEY_S
 from loraplex_services.common.recent import Recent
 from loraplex_services.common.wrong_keys import WrongKeys
 from loraplex_services.gateway.event_loop import now_s
@@ -57,13 +57,10 @@ class KeyRing:
         check: KeyCheck,
         now: Callable[[], float] = now_s,
         unix_now: Callable[[], float] = time.time,
-        max_unchecked_s: float = DEFAULT_MAX_UNCHECKED_S,
     ) -> None:
-        """`max_unchecked_s` bounds how long a key stays valid that cannot be checked."""
         self._check = check
         self._now = now
         self._unix_now = unix_now
-        self._max_unchecked_s = max_unchecked_s
         self._wrong_keys = WrongKeys(now)
         # By sha256 of the token, so that no secrets are kept. Anybody can invent bad keys; they
         # must not displace good ones.
@@ -108,7 +105,7 @@ class KeyRing:
             self._wrong_keys.count()
             raise Unauthenticated(error.message, reason="INVALID_API_KEY") from None
         except LoraplexError:
-            if known is None or self._now() - known.answered_s > self._max_unchecked_s:
+            if known is None or self._now() - known.answered_s > MAX_UNCHECKED_KEY_S:
                 raise
             caller = self._unexpired(known.caller)
             self._known.put(key, _Known(self._now(), known.answered_s, caller))

@@ -12,8 +12,9 @@ from loraplex.refs import Ref, split_choice, why_missing
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.permissions import Access
-from loraplex_services.registry.index.catalog import Catalog, CatalogDown, Found
+from loraplex_services.registry.index.catalog import Catalog, Found
 from loraplex_services.registry.index.items import scope_of
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.index.watch import Batch, watch
 from loraplex_services.registry.records import (
     PRIVATE,

@@ -24,7 +24,7 @@ from loraplex_services.registry.api.usage import (
     since_from_proto,
 )
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.index.catalog import CatalogDown
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
 
 DEFAULT_PAGE_SIZE = 100

@@ -28,19 +28,24 @@ from __future__ import annotations
 import json
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
 
 import redis.asyncio
-from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from loraplex.errors import Unavailable
 from loraplex_services.registry.index.feed import EventFeed
 from loraplex_services.registry.index.gathering import RequestBatcher
 from loraplex_services.registry.index.items import Item, arguments_of
+from loraplex_services.registry.index.redis_calls import (
+    CatalogDown,
+    NoIndex,
+    text,
+    translated,
+    wait,
+)
+from loraplex_services.registry.index.usage_counters import UsageCounters
 from loraplex_services.registry.records import (
     AdapterRecord,
     BaseRecord,
@@ -60,29 +65,7 @@ _MAX_REPLACED = 8
 _MAX_FOUND_AT_ONCE = 64
 """References resolved in one round trip, during which Redis does nothing else."""
 
-_STATES = ("BUSY", "MISCONF", "NOREPLICAS")
-"""First words of errors without a type in redis-py that concern the server, not the command."""
-_FULL = "its memory is full; raise its maxmemory"
-
-_BEGUN = "begun"
-"""A field that keeps the hash of a day without counts."""
-_ADD_USAGE = """
-if not redis.call('SET', KEYS[1], 1, 'NX', 'EX', 86400) then return 0 end
-for i = 1, #ARGV, 3 do redis.call('HINCRBY', ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
-return 1
-"""
-
 T = TypeVar("T")
-
-
-class CatalogDown(Unavailable):
-    """Redis cannot be reached, or holds no index yet."""
-
-    reason = "INDEX_UNAVAILABLE"
-
-
-class NoIndex(CatalogDown):
-    """Redis is there, and holds no index or one that is older than what was read before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +92,7 @@ class Catalog:
         self._replaced: deque[str] = deque(maxlen=_MAX_REPLACED)
         self.feed = EventFeed(self.position, self.read_events)
         """The newest events, for watchers."""
+        self.usage_counters = UsageCounters(client, PREFIX)
         self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
         self._scripts = {
             name: client.register_script(
@@ -118,38 +102,37 @@ class Catalog:
             )
             for name in ("apply", "read", "resolve", "page", "switch", "release")
         }
-        self._add_usage = client.register_script(_ADD_USAGE)
 
     async def epoch(self) -> str | None:
         """The current index, or None where there is none."""
-        async with _translated():
+        async with translated():
             value = await self._redis.get(f"{PREFIX}epoch")
-            return None if value is None else _text(value)
+            return None if value is None else text(value)
 
     async def note_pending(self, scope: str) -> str:
         """Note that objects of `scope` are about to change; returns the operation's id."""
         operation = secrets.token_hex(8)
-        async with _translated():
+        async with translated():
             now = await self._redis.time()
             value = f"{int(now[0]) * 1000 + int(now[1]) // 1000} {scope}"
-            await _wait(self._redis.hset(f"{PREFIX}pending", operation, value))
+            await wait(self._redis.hset(f"{PREFIX}pending", operation, value))
         return operation
 
     async def pending(self) -> list[tuple[str, str, float]]:
         """(operation id, scope, age in seconds) of changes that were noted and not yet applied."""
-        async with _translated():
+        async with translated():
             now = await self._redis.time()
-            noted = await _wait(self._redis.hgetall(f"{PREFIX}pending"))
+            noted = await wait(self._redis.hgetall(f"{PREFIX}pending"))
         now_s = int(now[0]) + int(now[1]) / 1e6
-        split = [(_text(op), *_text(value).split(" ", 1)) for op, value in noted.items()]
+        split = [(text(op), *text(value).split(" ", 1)) for op, value in noted.items()]
         return [(op, scope, now_s - int(noted_ms) / 1000) for op, noted_ms, scope in split]
 
     async def forget_pending(self, operations: Iterable[str]) -> None:
         """Remove notes whose scopes were read again."""
         ids = list(operations)
         if ids:
-            async with _translated():
-                await _wait(self._redis.hdel(f"{PREFIX}pending", *ids))
+            async with translated():
+                await wait(self._redis.hdel(f"{PREFIX}pending", *ids))
 
     async def apply(self, scope: str, items: Sequence[Item], *, operation: str = "") -> None:
         """Write documents and their events atomically; older generations change nothing.
@@ -164,7 +147,7 @@ class Catalog:
         self, into_epoch: str, changes: Sequence[tuple[str, Sequence[Item]]]
     ) -> None:
         """Write documents into an index under construction, which has no watchers yet."""
-        async with _translated(), self._redis.pipeline(transaction=False) as pipe:
+        async with translated(), self._redis.pipeline(transaction=False) as pipe:
             for scope, items in changes:
                 change = arguments_of("", scope, items, with_events=False)
                 arguments: list[Any] = ["", 0, 0, into_epoch, *change]
@@ -190,7 +173,7 @@ class Catalog:
         documents)."""
         which = "all" if all_versions else "current"
         epoch, _, page = await self._at_position("page", [index, low, high, limit, which])
-        return epoch, [(_text(scope), _found(tags, versions, adapter))
+        return epoch, [(text(scope), _found(tags, versions, adapter))
                        for scope, adapter, tags, versions in page]  # fmt: skip
 
     async def bases(self) -> list[BaseRecord]:
@@ -215,7 +198,7 @@ class Catalog:
     async def staged_until(self, time_s: float) -> list[tuple[str, str]]:
         """(scope, tag) of staged moves that expired at this unix time or before."""
         values = await self._run("read", ["ZRANGEBYSCORE", "staged", "-inf", time_s])
-        return [(scope, tag) for tag, _, scope in (_text(v).partition(" ") for v in values)]
+        return [(scope, tag) for tag, _, scope in (text(v).partition(" ") for v in values)]
 
     async def position(self) -> tuple[str, int]:
         """(epoch, number of its last event) of the current index."""
@@ -227,17 +210,17 @@ class Catalog:
     ) -> list[tuple[int, dict[str, Any]]]:
         """(number, event) after a number, waiting up to `block_ms` for the first one."""
         stream = f"{PREFIX}{epoch}:events"
-        async with _translated():
+        async with translated():
             answer: Any = await self._redis.xread(
                 {stream: f"{after}-0"}, count=count, block=block_ms
             )
         entries = answer[0][1] if answer else []
-        return [(int(_text(id_).split("-")[0]), json.loads(f[b"e"])) for id_, f in entries]
+        return [(int(text(id_).split("-")[0]), json.loads(f[b"e"])) for id_, f in entries]
 
     async def begin_rebuild(self) -> str | None:
         """Take the rebuild lease; returns the new epoch, or None if another process rebuilds."""
         epoch = secrets.token_hex(8)
-        async with _translated():
+        async with translated():
             taken = await self._redis.set(f"{PREFIX}rebuild", epoch, nx=True, px=_REBUILD_LEASE_MS)
             if taken:
                 await self._redis.delete(f"{PREFIX}dirty")
@@ -245,7 +228,7 @@ class Catalog:
 
     async def extend_rebuild(self) -> None:
         """Extend the lease while documents are read. `switch` notices a lost lease."""
-        async with _translated():
+        async with translated():
             await self._redis.pexpire(f"{PREFIX}rebuild", _REBUILD_LEASE_MS)
 
     async def switch(self, epoch: str) -> list[str] | bool:
@@ -253,15 +236,15 @@ class Catalog:
 
         Returns True when done, False when the lease was lost, or the scopes to read once more.
         """
-        async with _translated():
+        async with translated():
             answer = await self._scripts["switch"](keys=[PREFIX], args=[epoch])
         if isinstance(answer, list):
-            return [_text(scope) for scope in answer]
-        return _text(answer) == "switched"
+            return [text(scope) for scope in answer]
+        return text(answer) == "switched"
 
     async def drop(self, epoch: str) -> None:
         """Remove an index that is no longer, or never became, the current one."""
-        async with _translated():
+        async with translated():
             batch: list[bytes] = []
             async for key in self._redis.scan_iter(match=f"{PREFIX}{epoch}:*", count=1000):
                 batch.append(key)
@@ -273,12 +256,12 @@ class Catalog:
 
     async def release_rebuild(self, epoch: str) -> None:
         """Release the lease after a failure."""
-        async with _translated():
+        async with translated():
             await self._scripts["release"](keys=[PREFIX], args=[epoch])
 
     async def check_keeps_keys(self) -> None:
         """Raises CatalogDown if Redis may evict keys: an incomplete index would look complete."""
-        async with _translated():
+        async with translated():
             info = await self._redis.info("memory")
         policy = info.get("maxmemory_policy", "")
         if info.get("maxmemory") and policy.startswith("allkeys"):
@@ -290,54 +273,21 @@ class Catalog:
     async def claim_interval(self, work: str, interval_s: float) -> bool:
         """Claim some periodic `work` for this interval; True for one process of all."""
         interval_ms = max(1, int(interval_s * 1000))
-        async with _translated():
+        async with translated():
             return bool(await self._redis.set(f"{PREFIX}turn:{work}", 1, nx=True, px=interval_ms))
 
     async def changes_since_snapshot(self) -> int | None:
         """Events since `note_snapshot`; None if there was none for this index."""
         epoch, sequence = await self.position()
-        async with _translated():
+        async with translated():
             noted = await self._redis.get(f"{PREFIX}snapshot")
-        then_epoch, _, then = _text(noted or b" 0").partition(" ")
+        then_epoch, _, then = text(noted or b" 0").partition(" ")
         return sequence - int(then) if then_epoch == epoch else None
 
     async def note_snapshot(self, epoch: str, sequence: int) -> None:
         """Record that a snapshot covers the objects up to this position."""
-        async with _translated():
+        async with translated():
             await self._redis.set(f"{PREFIX}snapshot", f"{epoch} {sequence}")
-
-    async def has_usage(self, day: str) -> bool:
-        """Whether there are counts of a day."""
-        async with _translated():
-            return bool(await self._redis.exists(f"{PREFIX}usage:{day}"))
-
-    async def usage_of_day(self, day: str) -> dict[str, int]:
-        """The counts of a day by field."""
-        async with _translated():
-            found = await _wait(self._redis.hgetall(f"{PREFIX}usage:{day}"))
-        numbers = {_text(name): int(number) for name, number in found.items()}
-        numbers.pop(_BEGUN, None)
-        return numbers
-
-    async def seed_usage(self, day: str, counts: Mapping[str, int], kept_days: int) -> None:
-        """Begin a day with counts that were copied before, where nothing was counted since."""
-        key = f"{PREFIX}usage:{day}"
-        async with _translated(), self._redis.pipeline(transaction=True) as pipe:
-            for name, number in {_BEGUN: 0, **counts}.items():
-                pipe.hsetnx(key, name, str(number))
-            pipe.expire(key, kept_days * 24 * 3600)
-            await pipe.execute()
-
-    async def add_usage(self, report_id: str, days: Mapping[str, Mapping[str, int]]) -> None:
-        """Add the counts of one report, once."""
-        arguments = [
-            part
-            for day, counts in days.items()
-            for name, number in counts.items()
-            for part in (f"{PREFIX}usage:{day}", name, number)
-        ]
-        async with _translated():
-            await self._add_usage(keys=[f"{PREFIX}usage-report:{report_id}"], args=arguments)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -363,9 +313,9 @@ class Catalog:
 
         Raises: NoIndex, also if the index is older than what was read before.
         """
-        async with _translated():
+        async with translated():
             answer = await self._scripts[script](keys=[PREFIX], args=[*self._seen, *arguments])
-        epoch, sequence = (_text(answer[0]), int(answer[1])) if answer is not None else ("", 0)
+        epoch, sequence = (text(answer[0]), int(answer[1])) if answer is not None else ("", 0)
         if not epoch or epoch in self._replaced:
             raise NoIndex("the index is being rebuilt", retry_after_s=1.0)
         seen_epoch, seen_sequence = self._seen
@@ -375,17 +325,6 @@ class Catalog:
         elif sequence > seen_sequence:  # Answers may overtake each other.
             self._seen = (epoch, sequence)
         return epoch, sequence, answer[2]
-
-
-@asynccontextmanager
-async def _translated() -> AsyncIterator[None]:
-    try:
-        yield
-    except (RedisError, OSError) as error:
-        if type(error) is ResponseError and not str(error).startswith(_STATES):
-            raise  # What no server would take is a bug here.
-        problem = _FULL if isinstance(error, OutOfMemoryError) else str(error)
-        raise CatalogDown(f"metadata server: {problem}", retry_after_s=1.0) from error
 
 
 def _found(tags: list[bytes], versions: list[bytes], adapter: bytes) -> Found:
@@ -399,12 +338,3 @@ def _found(tags: list[bytes], versions: list[bytes], adapter: bytes) -> Found:
 
 def _record(cls: Any, value: bytes) -> Any:
     return decode(cls, value.split(b" ", 1)[1])
-
-
-async def _wait(answer: Awaitable[Any] | Any) -> Any:
-    """redis-py types hash commands as 'maybe awaitable'."""
-    return await answer
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

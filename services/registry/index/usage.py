@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
-from loraplex_services.registry.index.catalog import Catalog, CatalogDown
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.redis_calls import CatalogDown
 
 MAX_DAYS = 400
 KEPT_DAYS = 40
@@ -60,14 +61,14 @@ class UsageBook:
 
     def __init__(self, store: ObjectStore, catalog: Catalog) -> None:
         self._store = store
-        self._catalog = catalog
+        self._counters = catalog.usage_counters
 
     async def add(self, report_id: str, days: Mapping[str, Counts]) -> None:
         """Add a report, once. Raises: CatalogDown."""
         for day in days:
-            if not await self._catalog.has_usage(day):
-                await self._catalog.seed_usage(day, await self._copy(day), KEPT_DAYS)
-        await self._catalog.add_usage(report_id, days)
+            if not await self._counters.has(day):
+                await self._counters.seed(day, await self._copy(day), KEPT_DAYS)
+        await self._counters.add(report_id, days)
 
     async def read(self, since: datetime.date, until: datetime.date) -> list[UsageDay]:
         """The days from one to another that have counts, oldest first."""
@@ -81,14 +82,14 @@ class UsageBook:
     async def copy(self, today: datetime.date) -> None:
         """Copy the newest days to the object store. Raises: CatalogDown."""
         for day in _days(today - datetime.timedelta(days=_COPIED_DAYS - 1), today):
-            counts = await self._catalog.usage_of_day(day)
+            counts = await self._counters.of_day(day)
             if counts:
                 step = functools.partial(_merged, day, counts)
                 await documents.change(self._store, layout.usage(day), UsageDay, step)
 
     async def _counts(self, day: str) -> Counts:
         try:
-            return await self._catalog.usage_of_day(day) or await self._copy(day)
+            return await self._counters.of_day(day) or await self._copy(day)
         except CatalogDown:
             return await self._copy(day)
 

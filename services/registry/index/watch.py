@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex.errors import Unavailable
-from loraplex_services.registry.index.catalog import Catalog, CatalogDown, Found
+from loraplex_services.registry.index.catalog import Catalog, Found
 from loraplex_services.registry.index.feed import MAX_READ, FeedLost
 from loraplex_services.registry.index.items import base_item, tag_item, version_item
+from loraplex_services.registry.index.redis_calls import CatalogDown
 
 _PAGE_SCOPES = 200
 _RETRY_S = 0.5

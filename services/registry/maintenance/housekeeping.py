@@ -8,7 +8,8 @@ import logging
 
 from loraplex.errors import LoraplexError
 from loraplex_services.registry.access.audit import Audit
-from loraplex_services.registry.index.catalog import Catalog, CatalogDown
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.index.usage import UsageBook
 from loraplex_services.registry.maintenance.gc import Collector
 from loraplex_services.registry.maintenance.snapshots import Snapshots

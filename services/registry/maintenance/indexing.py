@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
-from loraplex_services.registry.index.catalog import Catalog, CatalogDown, NoIndex
+from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import (
     BASES_SCOPE,
     Item,
@@ -20,6 +20,7 @@ from loraplex_services.registry.index.items import (
     tag_item,
     version_item,
 )
+from loraplex_services.registry.index.redis_calls import CatalogDown, NoIndex
 from loraplex_services.registry.maintenance.snapshots import Snapshots
 from loraplex_services.registry.publish.metrics import INDEX_LAG_S, REBUILDS
 from loraplex_services.registry.publish.publisher import Publisher

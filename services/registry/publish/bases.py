@@ -14,8 +14,9 @@ from loraplex.errors import (
 )
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
-from loraplex_services.registry.index.catalog import Catalog, CatalogDown
+from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import BASES_SCOPE, base_item
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.publish.base_names import is_copy
 from loraplex_services.registry.records import BaseRecord
 

@@ -12,6 +12,7 @@ from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.cpu import NativeAttention
+from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.cpu import NativeLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -49,6 +50,10 @@ class NativeOperators:
         if self._in_tiles:
             return TiledLinear(self.native, weight)
         return PackedLinear(self.native, as_published(weight))
+
+    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
+        """See Operators."""
+        return self.linear(weight.dequantised().to(dtype))
 
     def add_lora(self) -> AddLora:
         """See Operators."""

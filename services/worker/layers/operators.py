@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.mlp import Gate, plain_gate
@@ -12,6 +13,7 @@ from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, Loope
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.torch import VanillaAttention
+from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -47,6 +49,10 @@ class Operators(Protocol):
 
     def linear(self, weight: Tensor) -> BaseLinear:
         """A base product; the weight `[out, in]` is not needed afterwards."""
+        ...
+
+    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
+        """The same of a weight in codes, for inputs of a dtype."""
         ...
 
     def add_lora(self) -> AddLora:
@@ -88,6 +94,10 @@ class TorchOperators:
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""
         return DenseLinear(weight)
+
+    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
+        """Dequantised: there is no kernel for codes."""
+        return DenseLinear(weight.dequantised().to(dtype))
 
     def add_lora(self) -> AddLora:
         """See Operators."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
@@ -11,6 +12,7 @@ from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
 from loraplex_services.worker.ops.attention.triton_backend import triton_attention
+from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.triton import DeviceLora
@@ -40,6 +42,10 @@ class TritonOperators:
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""
         return self._torch.linear(weight)
+
+    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
+        """See Operators."""
+        return self._torch.coded_linear(weight, dtype)
 
     def add_lora(self) -> AddLora:
         """See Operators."""

@@ -20,6 +20,8 @@ from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.layers.sharded_lora import ShardedLora
 from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
 from loraplex_services.worker.model.load import Weights, Window, take_rows, take_window
+from loraplex_services.worker.ops.linear.coded import joined
+from loraplex_services.worker.ops.linear.stacked import StackedLinear
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear, WeightRows
 from loraplex_services.worker.ops.lora.torch import add_lora
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight
@@ -144,7 +146,7 @@ class Builder:
             cut: how ranks divide it.
             is_addend: where inputs are divided, leave the sum over the ranks to the caller.
         """
-        base = self.operators.linear(self.weight(modules, num_inputs, cut))
+        base = self._base(modules, num_inputs, cut)
         site_id = self.sites.add(layer, LINEAR, num_inputs, modules, cut)
         self.linears[site_id] = self._rows_of(base, modules, num_inputs)
         bias = None
@@ -157,6 +159,24 @@ class Builder:
         assert not (is_addend and has_bias), "each rank would add the bias"
         sum_ranks = self.operators.ranks.all_reduce if is_summed else None
         return LoraLinear(site_id, base, bias, self._add_lora(cut), sum_ranks)
+
+    def _base(self, modules: Modules, num_inputs: int, cut: Cut) -> BaseLinear:
+        """Stacked weights that keep the codes, and the scales, that the files have of each."""
+        names = [(f"{name}.weight", rows) for name, rows in modules]
+        found = [self.weights.take_codes(name, (rows, num_inputs)) for name, rows in names]
+        codes = [part for part in found if part is not None]
+        if not codes:
+            return self.operators.linear(self.weight(modules, num_inputs, cut))
+        operators, dtype = self.operators, self.weights.dtype
+        if len(codes) == len(found) and (stack := joined(codes)) is not None:
+            return operators.coded_linear(stack, dtype)
+        parts = [
+            operators.linear(self.weights.take(name, (rows, num_inputs)))
+            if part is None
+            else operators.coded_linear(part, dtype)
+            for part, (name, rows) in zip(found, names, strict=True)
+        ]
+        return StackedLinear(parts)
 
     def _add_lora(self, cut: Cut) -> AddLora:
         ranks = self.operators.ranks
@@ -244,21 +264,29 @@ class Builder:
         )
 
     def _head(self, embedding: Tensor) -> LoraLinear:
-        weight, name = embedding, "model.embed_tokens"
-        if not self.config.tied_embeddings:
-            weight, name = self._vocabulary_rows("lm_head.weight"), "lm_head"
-        elif self.weights.has("lm_head.weight"):
+        is_tied = self.config.tied_embeddings
+        name, table = ("model.embed_tokens", embedding) if is_tied else ("lm_head", None)
+        if is_tied and self.weights.has("lm_head.weight"):
             saved = self._vocabulary_rows("lm_head.weight")
             if not saved.equal(embedding):
                 description = "differs from the embedding, but tie_word_embeddings is true"
                 raise InvalidRequest.field("lm_head.weight", "present", description)
         vocab_size, width = self.config.vocab_size, self.config.hidden_size
-        base = self.operators.linear(weight)
+        base = self._head_base(name, table)
         site_id = self.sites.add(-1, LM_HEAD, width, [("lm_head", vocab_size)])
         self.linears[site_id] = self._rows_of(base, [(name, vocab_size)], width)
         if self.shard.size > 1:  # what adapters add to the head is computed on rank 0
             base = GatheredLinear(base, vocab_size, self.operators.ranks)
         return LoraLinear(site_id, base, None, self.operators.add_lora())
+
+    def _head_base(self, name: str, table: Tensor | None) -> BaseLinear:
+        """The head's product; `table` is its weight where that is the embedding."""
+        shape = self.config.vocab_size, self.config.hidden_size
+        if (codes := self.weights.take_codes(f"{name}.weight", shape)) is not None:
+            return self.operators.coded_linear(codes, self.weights.dtype)
+        if table is None:
+            table = self._vocabulary_rows(f"{name}.weight")
+        return self.operators.linear(table)
 
 
 def query_scales(config: ModelConfig, device: torch.device) -> Tensor | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
 
-QUANTISED = "quantised bases are not served; use the base in float16 or bfloat16"
 HARMLESS_KEYS = frozenset(
     """
     _attn_implementation _name_or_path architectures attention_dropout
@@ -100,19 +99,12 @@ class ConfigReader:
         for key, value in self._raw.items():
             if key in self._seen or key in HARMLESS_KEYS or key.startswith("_"):
                 continue
-            if key == "quantization_config" and value:
-                raise self.refuse(key, _method_of(value), QUANTISED)
             if value not in (None, False, [], {}, ""):
                 raise self.refuse(key, value, "is not known to this model family in this build")
 
     def refuse(self, key: str, value: object, description: str) -> Unsupported:
         """The error for one key."""
         return Unsupported.field(f"{self._source}{key}", value, description)
-
-
-def _method_of(quantization: object) -> object:
-    """The name of the method, where the config says it."""
-    return quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

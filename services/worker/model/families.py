@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.adapter_format.geometry import quantisation_of
 from loraplex.adapter_format.text_model import WRAPPERS, is_wrapper, plain_names, text_config
 from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.operators import Operators
@@ -83,7 +84,11 @@ def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         description = f"is not served by this build; known: {known}"
         raise Unsupported.field(f"{field}model_type", model_type, description)
-    reader = ConfigReader({k: v for k, v in raw.items() if k != "model_type"}, field)
+    handled = {"model_type"}
+    if model_type != "gpt_oss":  # whose files are quantised in a way of their own
+        quantisation_of(raw)
+        handled.add("quantization_config")
+    reader = ConfigReader({k: v for k, v in raw.items() if k not in handled}, field)
     config = family.read_config(reader, eos_token_ids(folder))
     reader.finish()
     return family, config

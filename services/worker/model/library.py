@@ -108,7 +108,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
             use_safetensors=True,
         )
     except (KeyError, OSError, RuntimeError, ValueError) as error:
-        why = f"the transformers library cannot load it: {error}"
+        first_line = str(error).partition("\n")[0]
+        why = f"the transformers library cannot load it: {first_line}"
         raise InvalidRequest.field("model", folder.name, why) from error
     return model.eval().requires_grad_(False)
 
@@ -116,7 +117,9 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 def _check_config(config: Any, classes: Any) -> None:
     """Refuse what is known to fail before any weight is read."""
     if getattr(config, "quantization_config", None) is not None:
-        raise _refused("config.json:quantization_config", "present", "only mxfp4 is served")
+        raise _refused(
+            "config.json:quantization_config", "present", "is not served through the library"
+        )
     if config.get_text_config() is not config:
         why = "is multimodal, and such bases do not run through the transformers library"
         raise _refused("config.json:model_type", config.model_type, why)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from loraplex.adapter_format.geometry import refuse_pickled
+from loraplex.adapter_format.quantised_tensors import FLOAT_DTYPES
 from loraplex.adapter_format.text_model import is_wrapper, plain_names
 from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.model.config_reader import read_json_object
+from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 from loraplex_services.worker.types.sharding import Span, within
 
@@ -33,8 +35,10 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old files carry and that are computed here."""
 
 
-HALF_DTYPES = frozenset({"BF16", "F16", "U8"})
-"""Types of files whose numbers half precision holds; U8 is four-bit numbers in pairs."""
+HALF_DTYPES = frozenset({"BF16", "F16", "U8", "I8", "I32", "F8_E4M3"})
+"""Types of files whose numbers half precision holds, codes of quantised weights among them."""
+SCALE_SUFFIXES = ("scale", "scale_inv", "scales")
+"""Of tensors that belong to codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,10 @@ class Weights(Protocol):
         Args:
             shape: of the whole tensor.
         """
+        ...
+
+    def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
+        """A weight `[out, in]` in codes; None where it is plain, or on ranks that have a part."""
         ...
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
@@ -150,20 +158,51 @@ class Checkpoint:
         Raises:
             InvalidRequest: when it is missing or its shape is another.
         """
-        if name not in self._file_of:
-            raise InvalidRequest.field(name, "missing", "the base's files lack this tensor")
+        self._check_present(name)
+        if dtype is None and not self.is_float(name):
+            why = "holds codes, and config.json has no quantization_config that explains them"
+            raise InvalidRequest.field(name, "quantised", why)
         path, inner = self._file_of[name]
         file = self._files[path]
         got, wanted = file.get_slice(inner).get_shape(), list(shape)
         if got != wanted:
             raise InvalidRequest.field(name, got, f"config.json asks for shape {wanted}")
         tensor = file.get_tensor(inner) if window is None else _read_window(file, inner, window)
-        self._left.discard(name)
-        self._taken_bytes += tensor.nbytes
-        self._progress("load", self._taken_bytes, self._total_bytes)
+        self._count(name, tensor)
         # A copy: a view would keep the whole file mapped, and its pages resident in addition to the
         # packed weights.
         return tensor.to(self._device, dtype or self.dtype, copy=True)
+
+    def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
+        """These files have none: see `quantised.QuantisedCheckpoint`."""
+        return None
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor in its own shape and type, on the model's device. Raises as `take` does."""
+        self._check_present(name)
+        path, inner = self._file_of[name]
+        tensor: Tensor = self._files[path].get_tensor(inner)
+        self._count(name, tensor)
+        return tensor.to(self._device, copy=True)
+
+    def is_float(self, name: str) -> bool:
+        """Whether a tensor holds numbers of at least half precision."""
+        path, inner = self._file_of[name]
+        dtype: str = self._files[path].get_slice(inner).get_dtype()
+        return dtype in FLOAT_DTYPES
+
+    def ignore(self, is_unused: Callable[[str], bool]) -> None:
+        """Do not mind the tensors that nobody took and that are not used."""
+        self._left -= {name for name in tuple(self._left) if is_unused(name)}
+
+    def _check_present(self, name: str) -> None:
+        if name not in self._file_of:
+            raise InvalidRequest.field(name, "missing", "the base's files lack this tensor")
+
+    def _count(self, name: str, tensor: Tensor) -> None:
+        self._left.discard(name)
+        self._taken_bytes += tensor.nbytes
+        self._progress("load", self._taken_bytes, self._total_bytes)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """See `Weights`; the files are opened anew for each read."""
@@ -249,7 +288,11 @@ def published(folder: Path) -> tuple[int, bool]:
     num_bytes, dtypes = 0, set()
     for path in _weight_files(folder):
         num_bytes += path.stat().st_size
-        dtypes |= {entry["dtype"] for entry in _header(path).values() if len(entry["shape"]) > 1}
+        dtypes |= {
+            entry["dtype"]
+            for name, entry in _header(path).items()
+            if len(entry["shape"]) > 1 and not name.endswith(SCALE_SUFFIXES)
+        }
     return num_bytes, dtypes <= HALF_DTYPES
 
 
@@ -305,6 +348,10 @@ class DummyWeights:
             return torch.full(tuple(shape), fill, dtype=dtype or self.dtype, device=self._device)
         tensor = torch.empty(tuple(shape), dtype=self.dtype, device=self._device)
         return tensor.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
+
+    def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
+        """There are none."""
+        return None
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """There are no files."""

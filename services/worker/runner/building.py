@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loraplex.adapter_format.geometry import Geometry
+from loraplex.adapter_format.geometry import Geometry, quantisation_of
 from loraplex.cli.progress import ProgressBar
 from loraplex.client.progress import Progress
 from loraplex.errors import InvalidRequest, LoraplexError
@@ -26,10 +26,12 @@ from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
+from loraplex_services.worker.model.config_reader import read_json_object
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
 from loraplex_services.worker.model.families import has_family, read_model_config
 from loraplex_services.worker.model.library import build_library_model
 from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
+from loraplex_services.worker.model.quantised import QuantisedCheckpoint
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
@@ -263,7 +265,9 @@ def _weights(
         return DummyWeights(dtype, device)
     if load_format != "auto":
         raise InvalidRequest.field("load_format", load_format, "must be auto or dummy")
-    return Checkpoint(folder, dtype, device, progress)
+    files = Checkpoint(folder, dtype, device, progress)
+    quantisation = quantisation_of(read_json_object(folder / "config.json"))
+    return files if quantisation is None else QuantisedCheckpoint(files, quantisation)
 
 
 def _model_info(

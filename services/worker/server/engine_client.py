@@ -15,7 +15,8 @@ import sys
 import time
 from typing import Protocol
 
-from loraplex.errors import LoraplexError, Unavailable
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable, Unsupported
+from loraplex_services.common import variables
 from loraplex_services.worker.types.messages import (
     Command,
     EngineConfig,
@@ -183,7 +184,7 @@ class EngineClient:
             self._is_up = True
             self._listener.engine_up(message, time.time_ns() // 1_000_000)
         else:
-            raise message.error.to_error()
+            raise _by_setting(message.error.to_error())
 
     async def _watch(self) -> None:
         """Ask for signs of life once the engine is up; kill it when none comes."""
@@ -242,3 +243,13 @@ def _engine_cannot_start(code: int) -> Unavailable:
 
 def _engine_lost() -> Unavailable:
     return Unavailable("the engine was lost", reason="ENGINE_LOST", retry_after_s=1.0)
+
+
+def _by_setting(error: LoraplexError) -> LoraplexError:
+    """The error of an engine, which knows settings as fields, under the name that users set."""
+    if isinstance(error, InvalidRequest | Unsupported):
+        for violation in error.violations:
+            name = f"LORAPLEX_{violation.field.upper()}"
+            if name in variables.known_names():
+                return type(error).field(name, violation.value, violation.description)
+    return error

@@ -24,7 +24,7 @@ from loraplex.errors import (
 from loraplex.refs import Ref
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2, worker_pb2
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.limits import DEFAULT_MAX_UNCHECKED_S, MAX_WRONG_KEYS_PER_PEER
+from loraplex_services.common.limits import MAX_UNCHECKED_KEY_S, MAX_WRONG_KEYS_PER_PEER
 from loraplex_services.common.wrong_keys import current_peer, peer_of_host
 from loraplex_services.gateway.registry.keyring import FRESH_S, MAX_REFUSED, KeyRing
 from tests.gateway.conftest import Stack, eventually
@@ -115,9 +115,9 @@ async def test_a_key_that_cannot_be_checked_works_for_a_bounded_time() -> None:
     ring = registry.ring()
     await ring.caller(f"Bearer {READER}")
     registry.error = Unavailable("away")
-    for registry.now_s in range(0, int(DEFAULT_MAX_UNCHECKED_S), 3600):
+    for registry.now_s in range(0, int(MAX_UNCHECKED_KEY_S), 3600):
         await ring.caller(f"Bearer {READER}")
-    registry.now_s = DEFAULT_MAX_UNCHECKED_S + 10
+    registry.now_s = MAX_UNCHECKED_KEY_S + 10
     with pytest.raises(Unavailable):
         await ring.caller(f"Bearer {READER}")
 

@@ -28,7 +28,7 @@ from loraplex_services.registry.access import keys as keys_module
 from loraplex_services.registry.access.auth import KeyAuth
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.index.catalog import CatalogDown
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from tests.adapter_format.builders import tiny_geometry
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import upload

@@ -9,7 +9,7 @@ import redis.asyncio
 
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.index.catalog import CatalogDown
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from tests.registry.house import publish
 
 

@@ -18,8 +18,9 @@ from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.lookup import Cursor, Query
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.assembly import Registry, assemble
-from loraplex_services.registry.index.catalog import PREFIX, Catalog, CatalogDown
+from loraplex_services.registry.index.catalog import PREFIX, Catalog
 from loraplex_services.registry.index.metadata_server import MetadataServer
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
 from loraplex_services.registry.records import TenantRecord
 from tests.registry.house import publish, tiny_base

@@ -43,7 +43,7 @@ class Stage:
 def set_stage(base_name: str, root: Path, num_ranks: int = 1, fully_sharded: bool = False) -> Stage:
     """Make the base and one adapter per feature, load everything."""
     base = make_base(base_name, root / "base")
-    return _stage(
+    return stage_of(
         base, features_of(base), root, num_ranks=num_ranks, fully_sharded_loras=fully_sharded
     )
 
@@ -54,10 +54,11 @@ def set_library_stage(base_name: str, root: Path) -> Stage:
     refused = REFUSED.get(base_name, ())
     features = [f for f in LIBRARY_FEATURES if f in features_of(base) and f not in refused]
     model_impl = "auto" if base_name in LIBRARY_BASES else "transformers"
-    return _stage(base, features, root, model_impl=model_impl)
+    return stage_of(base, features, root, model_impl=model_impl)
 
 
-def _stage(base: TinyBase, features: Sequence[str], root: Path, **settings: Any) -> Stage:
+def stage_of(base: TinyBase, features: Sequence[str], root: Path, **settings: Any) -> Stage:
+    """A base that is on disk, with one adapter per feature."""
     adapters = {name: make_adapter(base, name, root / name) for name in features}
     runner = parity_runner(base.folder, arena_bytes=64 << 20, overlap="on", **settings)
     driver = Driver(runner)

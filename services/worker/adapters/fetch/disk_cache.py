@@ -179,7 +179,7 @@ class DiskCache:
         except OSError:
             os.close(lock)
             raise InvalidRequest.field(
-                "LORAPLEX_CACHE_DIR",
+                "LORAPLEX_STATE_DIR",
                 str(root),
                 "another worker uses this folder: give each worker its own",
             ) from None

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from loraplex.adapter_format.geometry import quantisation_of
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.layers.ranks import Ranks
+from loraplex_services.worker.model.config_reader import read_json_object
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.runner.parallel.collectives import join
 from loraplex_services.worker.runner.parallel.followers import Followers
@@ -48,6 +50,9 @@ def check_group(model_dir: Path, model_impl: str, device: torch.device, num_rank
         why = "serves a base on one rank only; leave out --tensor-parallel"
         raise Unsupported.field("model_impl", model_impl, why)
     _, config = read_model_config(model_dir)
+    if (quantisation := quantisation_of(read_json_object(model_dir / "config.json"))) is not None:
+        why = "is served by one rank only; leave out --tensor-parallel"
+        raise Unsupported.field("config.json:quantization_config", quantisation.method, why)
     if config.model_type not in PARALLEL_FAMILIES:
         known = ", ".join(sorted(PARALLEL_FAMILIES))
         why = f"is served by one rank only; tensor parallelism knows {known}"

@@ -1,0 +1,47 @@
+"""What every call to Redis needs: errors of ours instead of its own, and text instead of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+
+from loraplex.errors import Unavailable
+
+_STATES = ("BUSY", "MISCONF", "NOREPLICAS")
+"""First words of errors without a type in redis-py that concern the server, not the command."""
+_FULL = "its memory is full; raise its maxmemory"
+
+
+class CatalogDown(Unavailable):
+    """Redis cannot be reached, or holds no index yet."""
+
+    reason = "INDEX_UNAVAILABLE"
+
+
+class NoIndex(CatalogDown):
+    """Redis is there, and holds no index or one that is older than what was read before."""
+
+
+@asynccontextmanager
+async def translated() -> AsyncIterator[None]:
+    """Raises CatalogDown where Redis, or the connection to it, fails."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        if type(error) is ResponseError and not str(error).startswith(_STATES):
+            raise  # What no server would take is a bug here.
+        problem = _FULL if isinstance(error, OutOfMemoryError) else str(error)
+        raise CatalogDown(f"metadata server: {problem}", retry_after_s=1.0) from error
+
+
+async def wait(answer: Awaitable[Any] | Any) -> Any:
+    """Await an answer: redis-py types hash commands as 'maybe awaitable'."""
+    return await answer
+
+
+def text(value: Any) -> str:
+    """An answer as text."""
+    return value.decode() if isinstance(value, bytes) else str(value)

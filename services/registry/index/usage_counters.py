@@ -1,0 +1,59 @@
+"""Counts of usage in Redis: one hash for each day."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import redis.asyncio
+
+from loraplex_services.registry.index.redis_calls import text, translated, wait
+
+_BEGUN = "begun"
+"""A field that keeps the hash of a day without counts."""
+_ADD_USAGE = """
+if not redis.call('SET', KEYS[1], 1, 'NX', 'EX', 86400) then return 0 end
+for i = 1, #ARGV, 3 do redis.call('HINCRBY', ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+return 1
+"""
+
+
+class UsageCounters:
+    """Every method raises CatalogDown if Redis is unavailable."""
+
+    def __init__(self, client: redis.asyncio.Redis, prefix: str) -> None:
+        self._redis = client
+        self._prefix = prefix
+        self._add_usage = client.register_script(_ADD_USAGE)
+
+    async def has(self, day: str) -> bool:
+        """Whether there are counts of a day."""
+        async with translated():
+            return bool(await self._redis.exists(f"{self._prefix}usage:{day}"))
+
+    async def of_day(self, day: str) -> dict[str, int]:
+        """The counts of a day by field."""
+        async with translated():
+            found = await wait(self._redis.hgetall(f"{self._prefix}usage:{day}"))
+        numbers = {text(name): int(number) for name, number in found.items()}
+        numbers.pop(_BEGUN, None)
+        return numbers
+
+    async def seed(self, day: str, counts: Mapping[str, int], kept_days: int) -> None:
+        """Begin a day with counts that were copied before, where nothing was counted since."""
+        key = f"{self._prefix}usage:{day}"
+        async with translated(), self._redis.pipeline(transaction=True) as pipe:
+            for name, number in {_BEGUN: 0, **counts}.items():
+                pipe.hsetnx(key, name, str(number))
+            pipe.expire(key, kept_days * 24 * 3600)
+            await pipe.execute()
+
+    async def add(self, report_id: str, days: Mapping[str, Mapping[str, int]]) -> None:
+        """Add the counts of one report, once."""
+        arguments = [
+            part
+            for day, counts in days.items()
+            for name, number in counts.items()
+            for part in (f"{self._prefix}usage:{day}", name, number)
+        ]
+        async with translated():
+            await self._add_usage(keys=[f"{self._prefix}usage-report:{report_id}"], args=arguments)

@@ -1,0 +1,1 @@
+"""Layouts of quantised weights in files, one module each: files -> `CodedWeight`."""

@@ -1,0 +1,113 @@
+"""The weights of a quantised base: codes where a kernel reads them, dequantised elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from loraplex.adapter_format.quantisation import (
+    AWQ,
+    BLOCKS,
+    BNB4,
+    BNB8,
+    GPTQ,
+    PACKED,
+    PLAIN,
+    Quantisation,
+)
+from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.worker.model.formats import awq, bitsandbytes, compressed_tensors, gptq
+from loraplex_services.worker.model.formats.words import ReadWeight
+from loraplex_services.worker.model.load import Checkpoint, Window
+from loraplex_services.worker.ops.linear.coded import CodedWeight
+from loraplex_services.worker.ops.linear.torch import WeightRows
+
+logger = logging.getLogger(__name__)
+
+READERS: Mapping[str, ReadWeight] = {
+    AWQ: awq.read,
+    BLOCKS: compressed_tensors.read_plain,
+    BNB4: bitsandbytes.read_four_bits,
+    BNB8: bitsandbytes.read_eight_bits,
+    GPTQ: gptq.read,
+    PACKED: compressed_tensors.read_packed,
+    PLAIN: compressed_tensors.read_plain,
+}
+_PACKED_NAMES = ("qweight", "weight_packed")
+_UNUSED = (
+    ".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".q_scale", ".output_scale",
+    ".activation_scale_inv",
+)  # fmt: skip
+"""Scales of activations and of the KV cache, which are not quantised here."""
+
+
+class QuantisedCheckpoint:
+    """Implements `load.Weights` over files some of whose linears are quantised."""
+
+    def __init__(self, files: Checkpoint, quantisation: Quantisation) -> None:
+        self.dtype = files.dtype
+        self._files = files
+        self._quantisation = quantisation
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold it, in codes or not."""
+        return self._files.has(name) or self._module_in_codes(name) is not None
+
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        window: Window | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """See `load.Weights`; codes are dequantised."""
+        coded = self.take_codes(name, shape)
+        if coded is None:
+            return self._files.take(name, shape, window, dtype)
+        assert window is None, "ranks refuse quantised bases"
+        return coded.dequantised().to(dtype or self.dtype)
+
+    def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
+        """A weight as it is stored; None where it is not in codes.
+
+        Raises:
+            InvalidRequest: it does not fit the config.
+        """
+        module = self._module_in_codes(name)
+        if module is None:
+            return None
+        scheme = self._quantisation.scheme_of(module)
+        if scheme is None:
+            why = "holds codes, but no group of quantization_config names it"
+            raise InvalidRequest.field(module, "quantised", why)
+        num_outputs, num_inputs = shape
+        return READERS[scheme.layout](self._files, module, (num_outputs, num_inputs), scheme)
+
+    def _module_in_codes(self, name: str) -> str | None:
+        module, _, last = name.rpartition(".")
+        if last != "weight":
+            return None
+        if any(self._files.has(f"{module}.{packed}") for packed in _PACKED_NAMES):
+            return module
+        is_coded = self._files.has(name) and not self._files.is_float(name)
+        return module if is_coded else None
+
+    def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
+        """Raises Unsupported: ranks refuse quantised bases before this."""
+        why = "is served by one rank only; leave out --tensor-parallel"
+        raise Unsupported.field("config.json:quantization_config", self._quantisation.method, why)
+
+    def finish(self) -> None:
+        """See `load.Weights`."""
+        self._files.ignore(self._is_unused)
+        self._files.finish()
+
+    def _is_unused(self, name: str) -> bool:
+        """Activations are not quantised here; and writers of GPTQ files add biases of zeros."""
+        module, _, last = name.rpartition(".")
+        if last == "bias" and self._files.has(f"{module}.qweight"):
+            return not self._files.stored(name).any()
+        return name.endswith(_UNUSED)

@@ -1,0 +1,92 @@
+"""A weight kept as small codes, whatever file format it came in.
+
+W[o, order[i]] = (value(codes[o, i]) - zeros[o, g]) * scales[o, g]        g = i // group_size
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """`[out, in]`; made when a base is loaded, and then packed for a kernel or dequantised."""
+
+    scheme: str
+    """Names the format and its parameters."""
+    codes: Tensor
+    """`[out, in]`: int8 and float8 are values; uint8 are places in `table`."""
+    scales: Tensor
+    """`[out, groups]`, of the floating-point type in the files."""
+    group_size: int
+    """Inputs that share a scale; the last group may have fewer."""
+    zeros: Tensor | None = None
+    """float32 `[out, groups]`, integral."""
+    table: Tensor | None = None
+    """float32 `[16]`, of uint8 codes."""
+    order: Tensor | None = None
+    """int64 `[in]`: which input each column belongs to; None = its own."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows."""
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Columns."""
+        return self.codes.shape[1]
+
+    def rows(self, begin: int, end: int) -> CodedWeight:
+        """Rows [begin, end); shares memory."""
+        own = slice(begin, end)
+        zeros = None if self.zeros is None else self.zeros[own]
+        return replace(self, codes=self.codes[own], scales=self.scales[own], zeros=zeros)
+
+    def dequantised(self) -> Tensor:
+        """float32 `[out, in]`: exactly what the codes say, rounded once."""
+        if self.table is not None:
+            values = self.table.to(self.codes.device)[self.codes.int()]
+        else:
+            values = self.codes.float()
+        groups = torch.arange(self.in_features, device=values.device) // self.group_size
+        if self.zeros is not None:
+            values = values - self.zeros[:, groups]
+        values = values * self.scales.float()[:, groups]
+        if self.order is None:
+            return values
+        return torch.empty_like(values).index_copy_(1, self.order.to(values.device), values)
+
+
+def joined(parts: list[CodedWeight]) -> CodedWeight | None:
+    """The same outputs one after another, each with its own scales; None where they differ in what
+    a kernel reads for all rows at once."""
+    first = parts[0]
+    for part in parts[1:]:
+        alike = part.codes.dtype is first.codes.dtype and part.group_size == first.group_size
+        alike = alike and (part.zeros is None) == (first.zeros is None)
+        alike = alike and part.scales.shape[1] == first.scales.shape[1]
+        alike = alike and _equal(part.table, first.table) and _equal(part.order, first.order)
+        if not alike:
+            return None
+    scales = [part.scales for part in parts]
+    if len({part.scales.dtype for part in parts}) > 1:
+        scales = [part.float() for part in scales]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat(scales),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.equal(b)

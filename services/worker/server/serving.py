@@ -1,0 +1,130 @@
+"""The API server process, which answers at once. The model loads in an engine process meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+from loraplex.errors import InvalidRequest
+from loraplex_services.common import env, grpc_server
+from loraplex_services.common.metrics import MetricsServer
+from loraplex_services.common.objects.opening import open_store
+from loraplex_services.common.service_token import ServiceAuth
+from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
+from loraplex_services.worker.adapters.fetch.source import AdapterSource
+from loraplex_services.worker.config import MAX_RESIDENT, WorkerConfig, from_env
+from loraplex_services.worker.grammars.checker import GrammarChecker
+from loraplex_services.worker.server.api_server import ApiServer
+from loraplex_services.worker.server.base_files import fetch_model, find_model, read_tokenizer
+from loraplex_services.worker.server.engine_client import EngineClient
+from loraplex_services.worker.server.metrics import AdapterCollector, OfModel
+from loraplex_services.worker.server.servicer import worker_service
+from loraplex_services.worker.server.status import StatusBoard
+
+logger = logging.getLogger(__name__)
+
+
+async def serve() -> None:
+    """Run until SIGTERM, then let running requests end.
+
+    Raises:
+        LoraplexError: the worker cannot serve as it is configured or installed.
+    """
+    config = from_env(os.environ)
+    _check_torch()
+    status = StatusBoard()
+    ready_changed = asyncio.Event()
+    api_server = ApiServer(status, config.max_request_adapters, lambda _: ready_changed.set())
+    server = await grpc_server.start(
+        [worker_service(config, api_server)],
+        [config.listen],
+        auth=_auth(config),
+        tls=config.tls.server(for_services=True),
+        setting=env.WORKER_LISTEN.name,
+    )
+    metrics = MetricsServer(lambda: status.is_ready, OfModel(config.base_id))
+    AdapterCollector(status, MAX_RESIDENT).register()
+    if config.metrics_listen:
+        await metrics.start(config.metrics_listen)
+    tasks = [
+        asyncio.create_task(
+            grpc_server.serve(server, drain=api_server.finish, drain_s=config.drain_s)
+        ),
+        asyncio.create_task(_run_engine(config, api_server)),
+        asyncio.create_task(_report_ready(server, status, ready_changed)),
+    ]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        api_server.close()
+        await metrics.stop()
+        await server.stop(0)
+
+
+def _check_torch() -> None:
+    """Only the engine process imports torch; without it every engine would end at its start."""
+    if importlib.util.find_spec("torch") is None:
+        raise InvalidRequest(
+            "torch is not installed: run `pip install torch`, or on a machine without a GPU "
+            "`pip install torch --index-url https://download.pytorch.org/whl/cpu`",
+            reason="NOT_INSTALLED",
+        )
+
+
+def _auth(config: WorkerConfig) -> ServiceAuth | None:
+    """Unix sockets cannot show certificates: who may open one is a service."""
+    by_certificate = config.tls.proves_services and not config.listen.startswith("unix:")
+    if not (config.service_token or by_certificate):
+        return None
+    return ServiceAuth(config.service_token, config.service_names)
+
+
+async def _run_engine(config: WorkerConfig, api_server: ApiServer) -> None:
+    """Find the model, open the caches, keep an engine running. Ends only with an error."""
+    model_dir = await _model_dir(config)
+    bundle = await asyncio.to_thread(read_tokenizer, model_dir)
+    disk = await asyncio.to_thread(
+        DiskCache, config.cache_dir, config.cache_bytes, api_server.adapter_gone
+    )
+    source = AdapterSource(open_store(config.objects_url), disk)
+    client = EngineClient(
+        config.engine(model_dir), api_server, step_timeout_s=config.step_timeout_s
+    )
+    grammars = GrammarChecker(model_dir / "tokenizer.json")
+    api_server.connect(client, source, disk, bundle, grammars)
+    try:
+        await client.run()
+    finally:
+        await source.close()
+        await grammars.close()
+        disk.close()
+
+
+async def _model_dir(config: WorkerConfig) -> Path:
+    if not config.model.startswith("s3://"):
+        return await asyncio.to_thread(find_model, config.model)
+    store = open_store(config.model)
+    try:
+        name = hashlib.sha256(config.model.encode()).hexdigest()[:16]
+        return await fetch_model(store, config.cache_dir / "models" / name)
+    finally:
+        await store.close()
+
+
+async def _report_ready(
+    server: grpc_server.RunningServer, status: StatusBoard, changed: asyncio.Event
+) -> None:
+    while True:
+        await changed.wait()
+        changed.clear()
+        await server.set_ready(status.is_ready)
+        logger.info("ready" if status.is_ready else "not ready", extra={"epoch": status.epoch})

@@ -1,0 +1,239 @@
+"""Tiny bases written in the layouts of quantised files, and the weights that those files mean.
+
+The codes, scales and zero points are drawn here and packed by this module alone, so the weights
+that transformers computes with owe nothing to the readers that are judged.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.worker.parity.bases import TinyBase
+
+GROUP = 32
+PLAIN_MODULES = ("layers.0.mlp.down_proj", "layers.1.self_attn.v_proj")
+"""Linears that the config leaves out: one alone, and one of three that are stacked."""
+NF4 = torch.tensor(
+    [
+        -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+        0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+    ]
+)  # fmt: skip
+Packed = tuple[dict[str, Tensor], Tensor]
+"""(tensors by the end of their names, the weight they mean in float32)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to store a base."""
+
+    config: dict[str, Any]
+    pack: Callable[[Tensor], Packed]
+
+
+def _groups(num_inputs: int, size: int = GROUP) -> Tensor:
+    """The group of each input."""
+    return torch.arange(num_inputs) // size
+
+
+def _largest(weight: Tensor, groups: Tensor) -> Tensor:
+    """Largest magnitude of each group of each row."""
+    size = len(weight), int(groups.max()) + 1
+    index = groups.expand_as(weight)
+    return torch.zeros(size).scatter_reduce(1, index, weight.abs(), "amax").clamp(min=1e-3)
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """`[rows, n]` small integers -> int32 words along the rows, lowest bits first."""
+    per_word = 32 // bits
+    padding = -codes.shape[1] % per_word
+    codes = torch.nn.functional.pad(codes.long(), (0, padding))
+    shifts = torch.arange(per_word) * bits
+    words = (codes.view(len(codes), -1, per_word) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def _asymmetric(weight: Tensor, groups: Tensor, bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, zero points, float16 scales)."""
+    middle = 1 << (bits - 1)
+    scales = (_largest(weight, groups) / (middle - 1)).half()
+    zeros = middle + torch.arange(scales.numel()).view(scales.shape) % 3 - 1
+    steps = (weight / scales.float()[:, groups]).round() + zeros[:, groups]
+    return steps.clamp(0, (1 << bits) - 1).long(), zeros, scales
+
+
+def _meaning(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
+    return (codes.float() - zeros.float()[:, groups]) * scales.float()[:, groups]
+
+
+def _gptq(weight: Tensor, *, in_order: bool, bits: int = 4) -> Packed:
+    num_inputs = weight.shape[1]
+    groups = _groups(num_inputs)
+    if not in_order:
+        shuffled = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
+        groups = groups[shuffled]
+    codes, zeros, scales = _asymmetric(weight, groups, bits)
+    tensors = {
+        "qweight": _words(codes, bits).T,
+        "qzeros": _words((zeros - 1).T, bits),
+        "scales": scales.T,
+        "g_idx": groups.int(),
+        "bias": torch.zeros(len(weight)).half(),
+    }
+    return tensors, _meaning(codes, zeros, scales, groups)
+
+
+def _awq(weight: Tensor) -> Packed:
+    groups = _groups(weight.shape[1])
+    codes, zeros, scales = _asymmetric(weight, groups)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def packed(values: Tensor) -> Tensor:
+        columns = values.T.reshape(values.shape[1], -1, 8)[:, :, order]
+        return _words(columns.flatten(1), 4)
+
+    tensors = {"qweight": packed(codes), "qzeros": packed(zeros), "scales": scales.T}
+    return tensors, _meaning(codes, zeros, scales, groups)
+
+
+def _packed(weight: Tensor) -> Packed:
+    groups = _groups(weight.shape[1])
+    scales = (_largest(weight, groups) / 7).bfloat16()
+    codes = (weight / scales.float()[:, groups]).round().clamp(-8, 7)
+    tensors = {
+        "weight_packed": _words(codes + 8, 4),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, codes * scales.float()[:, groups]
+
+
+def _int8(weight: Tensor) -> Packed:
+    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    codes = (weight / scales.float()).round().clamp(-128, 127)
+    return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float()
+
+
+def _bnb8(weight: Tensor) -> Packed:
+    largest = weight.abs().amax(1)
+    codes = (weight * 127 / largest[:, None]).round()
+    tensors = {
+        "weight": codes.to(torch.int8),
+        "SCB": largest,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return tensors, codes * (largest[:, None] / 127)
+
+
+def _nf4(weight: Tensor) -> Packed:
+    flat = weight.flatten()
+    blocks = _groups(len(flat), 64)
+    absmax = _largest(flat[None], blocks)[0]
+    codes = (flat / absmax[blocks])[:, None].sub(NF4).abs().argmin(1)
+    pairs = codes.view(-1, 2)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [*weight.shape]}
+    tensors = {
+        "weight": (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)[:, None],
+        "weight.absmax": absmax,
+        "weight.quant_map": NF4,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
+    return tensors, (NF4[codes] * absmax[blocks]).view(weight.shape)
+
+
+def _float8(weight: Tensor) -> Packed:
+    scales = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    codes = (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
+
+
+def _blocks(weight: Tensor) -> Packed:
+    rows, columns = _groups(len(weight)), _groups(weight.shape[1], 64)
+    count = int(rows.max()) + 1, int(columns.max()) + 1
+    scales = torch.zeros(count)
+    for i in range(count[0]):
+        scales[i] = _largest(weight[rows == i], columns).amax(0) / 448
+    spread = scales[rows][:, columns]
+    codes = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
+
+
+def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True, **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *(f"model.{name}" for name in PLAIN_MODULES)],
+    }
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
+_NOT = {"modules_to_not_convert": ["lm_head", *PLAIN_MODULES]}
+_BNB = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", *PLAIN_MODULES]}
+LAYOUTS = {
+    "ct-int8": Layout(
+        _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}), _int8
+    ),
+    "ct-int4": Layout(
+        _compressed(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
+        ),
+        _packed,
+    ),
+    "ct-fp8": Layout(
+        _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+        _float8,
+    ),
+    "fp8-blocks": Layout(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+        | {"weight_block_size": [GROUP, 64], **_NOT},
+        _blocks,
+    ),
+    "gptq": Layout({**_GPTQ, "desc_act": False}, lambda w: _gptq(w, in_order=True)),
+    "gptq-act-order": Layout({**_GPTQ, "desc_act": True}, lambda w: _gptq(w, in_order=False)),
+    "gptq-int8": Layout(
+        {**_GPTQ, "bits": 8, "desc_act": False}, lambda w: _gptq(w, in_order=True, bits=8)
+    ),
+    "awq": Layout(
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}
+        | {"version": "gemm", **_NOT},
+        _awq,
+    ),
+    "bnb-nf4": Layout({**_BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _nf4),
+    "bnb-int8": Layout({**_BNB, "load_in_8bit": True}, _bnb8),
+}
+
+
+def quantised_base(base: TinyBase, layout_name: str, folder: Path) -> TinyBase:
+    """A copy of a base in a layout, with the model that its files mean."""
+    layout, model = LAYOUTS[layout_name], copy.deepcopy(base.model)
+    parameters = dict(model.named_parameters())
+    tensors = load_file(base.folder / "model.safetensors")
+    for name in list(tensors):
+        module = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or module.endswith(PLAIN_MODULES):
+            continue
+        packed, meaning = layout.pack(tensors.pop(name).float())
+        tensors |= {f"{module}.{end}": t.clone().contiguous() for end, t in packed.items()}
+        parameters[name].data.copy_(meaning)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((base.folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": layout.config})
+    )
+    return TinyBase(f"{base.name}-{layout_name}", folder, model)
