@@ -19,6 +19,7 @@ from loraplex_services.common.knob import (
     text_knob,
 )
 from loraplex_services.common.units import (
+    ATTENTION_ENTRY_POINTS,
     Memory,
     choice,
     parse_bool,
@@ -221,10 +222,17 @@ CPU_ISA: Knob[str] = Knob(
 )
 ATTENTION_BACKEND: Knob[str] = Knob(
     "LORAPLEX_ATTENTION_BACKEND",
-    choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
+    choice(
+        "auto",
+        "vanilla",
+        "cpu",
+        "triton",
+        not_yet=["flashinfer"],
+        entry_points=ATTENTION_ENTRY_POINTS,
+    ),
     "auto",
     "up worker",
-    "Kernels of attention and LoRA: triton, cpu (compiled), or vanilla (plain torch, anywhere).",
+    "Kernels of attention and LoRA: triton, cpu (compiled), vanilla (plain torch), or a package's.",
 )
 MODEL_IMPL: Knob[str] = Knob(
     "LORAPLEX_MODEL_IMPL",
