@@ -22,9 +22,7 @@ def registered_backend(name: str) -> type[AttentionBackend] | None:
         return None
     if len(found) > 1:
         packages = ", ".join(sorted(point.dist.name for point in found if point.dist))
-        raise _refused(
-            name, f"is registered by several packages: {packages}"
-        )
+        raise _refused(name, f"is registered by several packages: {packages}")
     [point] = found
     try:
         backend = point.load()

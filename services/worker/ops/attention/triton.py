@@ -91,10 +91,9 @@ def attend_contexts(
         shape.scale,
         shape.softcap or 0.0,
         shape.window or 0,
-        **context_constants(shape, tiling, planes[0].shape[2]),
+        **context_constants(shape, tiling, planes[0].shape[2], is_full=is_full),
         HAS_SINKS=sinks is not None,
         WIDEN=must_widen(q.dtype),
-        IS_FULL=is_full,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -155,12 +154,15 @@ def _strides(
     return k_plane.stride(0), q.stride(0), out.stride(0), tables.stride(0)
 
 
-def context_constants(shape: HeadShape, tiling: Tiling, block_tokens: int) -> dict[str, Any]:
+def context_constants(
+    shape: HeadShape, tiling: Tiling, block_tokens: int, *, is_full: bool = False
+) -> dict[str, Any]:
     """Compile-time arguments of `attend_contexts` besides WIDEN."""
     block_rows = tiling.block_queries // shape.block_shared
     return _constants(shape, tiling, block_tokens) | {
         "BLOCK_ROWS": block_rows,
         "HAS_WINDOW": shape.window is not None,
+        "IS_FULL": is_full,
     }
 
 
