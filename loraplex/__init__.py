@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from loraplex.client.vectors import Embeddings, Score, Scores
     from loraplex.errors import LoraplexError
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "AdapterVersion": "api.registry",
     "BlockingInference": "client.blocking",

@@ -1,8 +1,12 @@
 """References: how people name an adapter, a version or a split side. Pure text, no network.
 
 ref    = [tenant "/"] name [":" (tag | "v" number) | "@sha256:" 64 hex]
-tenant = name = [a-z0-9][a-z0-9._-]{0,95}
+tenant = [a-z0-9][a-z0-9._-]{0,95}
+name   = [A-Za-z0-9][A-Za-z0-9._-]{0,95}, the same in upper and lower case
 tag    = [a-z0-9_][a-z0-9._-]{0,63}, never v[0-9]+
+
+People see a name as it was first published. Everything that compares names uses it in lower case,
+as `Ref` and `parse_name` give it.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ MAX_VERSION = 10**10 - 1
 _MAX_SHOWN = 8
 """Versions and tags that one error names."""
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
+_TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _TAG = re.compile(r"[a-z0-9_][a-z0-9._-]{0,63}")
 _NUMBERED = re.compile(r"v[0-9]+")
 _VERSION = re.compile(r"v([1-9][0-9]{0,9})")
@@ -35,7 +40,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A parsed reference. Exactly one of tag, version and digest is set."""
+    """A parsed reference, its name in lower case. Exactly one of tag, version and digest is set."""
 
     tenant: str
     name: str
@@ -76,31 +81,43 @@ def parse_ref(text: str, default_tenant: str = DEFAULT_TENANT, *, field: str = "
 def parse_name(
     text: str, default_tenant: str = DEFAULT_TENANT, *, field: str = "name"
 ) -> tuple[str, str]:
-    """Split `[tenant/]name` into (tenant, name). Raises InvalidRequest on other spellings."""
+    """Split `[tenant/]name` into (tenant, name in lower case). Raises InvalidRequest."""
     head, slash, tail = text.partition("/")
     tenant, name = (head, tail) if slash else (default_tenant, head)
-    if _NAME.fullmatch(tenant) and _NAME.fullmatch(name):
-        return tenant, name
+    if _TENANT.fullmatch(tenant) and _NAME.fullmatch(name):
+        return tenant, name.lower()
     fixed = _corrected(name, MAX_NAME_CHARS, "/")
     if slash:
-        fixed = f"{_corrected(tenant, MAX_NAME_CHARS, '/')}/{fixed}"
+        fixed = f"{_corrected(tenant.lower(), MAX_NAME_CHARS, '/')}/{fixed}"
     raise InvalidRequest.field(
         field,
         text,
-        "names are 1-96 lower-case letters, digits, '.', '_' or '-' and begin with a letter or "
-        f"digit, optionally after a tenant and '/'; try {fixed!r}",
+        "names are 1-96 letters, digits, '.', '_' or '-' and begin with a letter or digit, "
+        f"optionally after a tenant in lower case and '/'; try {fixed!r}",
     )
 
 
 def check_name(name: str, *, field: str = "name") -> str:
-    """Return `name` if it is a legal adapter or tenant name without a '/'."""
+    """Return `name` as it is spelled if it is a legal adapter name without a '/'."""
     if _NAME.fullmatch(name):
         return name
     raise InvalidRequest.field(
         field,
         name,
+        "must be 1-96 letters, digits, '.', '_' or '-' and begin with a letter or digit; "
+        f"try {_corrected(name, MAX_NAME_CHARS)!r}",
+    )
+
+
+def check_tenant(tenant: str, *, field: str = "tenant") -> str:
+    """Return `tenant` if it is a legal tenant."""
+    if _TENANT.fullmatch(tenant):
+        return tenant
+    raise InvalidRequest.field(
+        field,
+        tenant,
         "must be 1-96 lower-case letters, digits, '.', '_' or '-' and begin with a letter or "
-        f"digit; try {_corrected(name, MAX_NAME_CHARS)!r}",
+        f"digit; try {_corrected(tenant.lower(), MAX_NAME_CHARS)!r}",
     )
 
 
@@ -116,7 +133,7 @@ def check_tag(tag: str, *, field: str = "tag") -> str:
         field,
         tag,
         "must be 1-64 lower-case letters, digits, '_', '.' or '-' and not begin with '.' or '-'; "
-        f"try {_corrected(tag, MAX_TAG_CHARS)!r}",
+        f"try {_corrected(tag.lower(), MAX_TAG_CHARS)!r}",
     )
 
 
@@ -204,5 +221,5 @@ def split_choice(targets: Sequence[W], key: str) -> W:
 
 def _corrected(text: str, max_chars: int, also: str = "") -> str:
     """The nearest legal spelling of `text`."""
-    lowered = re.sub(r"[^a-z0-9._-]+", "-", text.strip().lower())
-    return lowered.strip("-._" + also)[:max_chars].rstrip("-") or "my-adapter"
+    joined = re.sub(r"[^A-Za-z0-9._-]+", "-", text.strip())
+    return joined.strip("-._" + also)[:max_chars].rstrip("-") or "my-adapter"

@@ -10,7 +10,7 @@
 # BUILD_FLAGS    more options for every build, such as --build-arg TORCH_INDEX=URL or --volume DIR:DIR:ro
 set -eu
 cd "$(dirname "$0")/.."
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' loraplex/__init__.py)
 
 # One line for each image: tag, Dockerfile, build arguments.
 table() {

@@ -57,6 +57,11 @@ COUNTS = {
     "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
     "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
     "MAX_LARGE_BODY_S": "seconds for such a body to arrive",
+    "MAX_STORED_RESPONSE_BYTES": "bytes of the responses that one gateway keeps for "
+    "`previous_response_id`; beyond it, the tenant that holds most loses its oldest",
+    "MAX_STORED_RESPONSE_BYTES_PER_TENANT": "of these for one tenant, which then loses its oldest",
+    "MAX_HISTORY_RESPONSES": "stored responses that one conversation may consist of",
+    "MAX_RESPONSE_METADATA": "entries in `metadata` of a response",
     "MAX_UPLOAD_STREAMS": "streams of uploads that one registry reads at a time; others wait",
     "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "
@@ -76,6 +81,8 @@ COUNTS = {
 NUMBERS = {
     "KEY_LIFETIME_S": "lifetime of an API key in seconds; 0 = it does not expire",
     "WAIT_S": "seconds that a tag waits for its adapter to be loaded",
+    "KEPT_VERSIONS": "`keep_versions` of an upload; 0 = all versions are kept",
+    "EPHEMERAL_S": "`ttl_s` of an upload, in seconds; 0 = the version is not ephemeral",
     "QUOTA": "`max_bytes`, `max_versions` and `max_concurrent` of a tenant; 0 = no limit",
     "RATE_PER_S": "`requests_per_s` and `tokens_per_s` of a tenant; 0 = no limit",
     "FAIRNESS_WEIGHT": "`fairness_weight` of a tenant; 0 = 1",

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.wheels import PACKAGES, ROOT, build_wheel
+from tests.wheels import PACKAGES, ROOT, build_client_wheel, build_wheel
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STUBS = ROOT / "loraplex" / "v1"
@@ -128,6 +128,24 @@ def test_wheel_holds_every_file_of_the_packages(tmp_path: Path) -> None:
     wanted = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".md", ".pyc")}
     assert wanted - held == set()
     assert held - wanted == set()
+
+
+def test_the_client_wheel_is_the_package_and_holds_no_server(tmp_path: Path) -> None:
+    with zipfile.ZipFile(build_client_wheel(tmp_path / "wheel")) as wheel:
+        held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    files = {path for path in (ROOT / "loraplex").rglob("*") if path.is_file()}
+    wanted = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".md", ".pyc")}
+    assert held == wanted
+
+
+def test_the_client_asks_for_what_the_package_asks_for() -> None:
+    client = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
+    for key in ("dependencies", "requires-python", "scripts", "license", "classifiers"):
+        assert client[key] == PROJECT[key]
+    extras = PROJECT["optional-dependencies"]
+    assert client["optional-dependencies"] == {
+        name: extras[name] for name in ("convert", "sources", "sign")
+    }
 
 
 def test_sdk_import_brings_in_no_server_library_and_no_torch() -> None:

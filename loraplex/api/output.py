@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    ABORT = "abort"
 
 
 class Candidate(NamedTuple):
@@ -30,6 +32,28 @@ class TokenLogprob:
     logprob: float
     top: tuple[Candidate, ...] = ()
     """Best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Consecutive output tokens of one choice that the same adapters computed."""
+
+    start: int
+    """Output position of the first of them, counted from 0."""
+    num_tokens: int
+    digests: tuple[str, ...]
+    """Empty for the base."""
+
+
+def joined_spans(spans: Iterable[WeightSpan]) -> tuple[WeightSpan, ...]:
+    """The same spans, in order, with neighbours of the same adapters as one."""
+    joined: list[WeightSpan] = []
+    for span in spans:
+        if joined and joined[-1].digests == span.digests:
+            before = joined.pop()
+            span = WeightSpan(before.start, before.num_tokens + span.num_tokens, span.digests)
+        joined.append(span)
+    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ class AdapterVersion:
     """A rotary embedding of its own, JSON as in config.json; "" = its base's."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end its output; empty: the base's."""
+    expires_unix_s: float = 0.0
+    """When an ephemeral version is deleted; 0 = it stays."""
 
     @property
     def ref(self) -> str:

@@ -77,6 +77,7 @@ def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
         num_labels=message.pooling.num_labels,
         rope_scaling=message.rope_scaling,
         eos_token_ids=tuple(message.eos_token_ids),
+        expires_unix_s=message.expires_unix_s,
     )
 
 

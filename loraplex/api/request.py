@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,18 @@ class ChatPrompt:
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 
+class UpdatePolicy(enum.StrEnum):
+    """What becomes of a running request when a tag that it named moves."""
+
+    FINISH = "finish"
+    """It ends with the version that it began with."""
+    FOLLOW = "follow"
+    """It goes on with the new version, which computes the prompt and the output so far again."""
+    FOLLOW_KEEP_PREFIX = "follow_keep_prefix"
+    """The same, with the KV of the tokens so far as the old version computed it, where that is
+    still cached."""
+
+
 @dataclass(frozen=True, slots=True)
 class AskedAdapter:
     """One adapter of a request as the caller names it."""
@@ -75,6 +88,7 @@ class GenerateRequest:
     split_key: str = ""
     first_token_s: float | None = None
     """Limit on the time to first token; None = only the deadline counts."""
+    on_update: UpdatePolicy = UpdatePolicy.FINISH
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +118,15 @@ class AdapterSet:
         """Hash that keys the prefix cache and accounting."""
         text = ";".join(f"{digest}*{weight!r}" for digest, weight in self.adapters)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """Tokens of a request whose KV may stay as other adapters computed it."""
+
+    adapters: AdapterSet
+    num_tokens: int
+    """From the start of the prompt; those of the part before, if any, included."""
 
 
 BASE_ONLY = AdapterSet()
@@ -138,6 +161,8 @@ class WorkerRequest:
     """W3C traceparent; may be empty."""
     grammar: Grammar | None = None
     grammar_tokens: GrammarTokens = field(default_factory=GrammarTokens)
+    kept: Sequence[KeptPrefix] = ()
+    """Which other adapters computed its first tokens, in order."""
     pooling: Pooling = Pooling.NONE
     """With one: a vector and no output."""
 

@@ -18,9 +18,11 @@ from loraplex.api.request import (
     AskedAdapter,
     ChatPrompt,
     GenerateRequest,
+    KeptPrefix,
     Prompt,
     TextPrompt,
     TokenPrompt,
+    UpdatePolicy,
     WorkerRequest,
 )
 from loraplex.api.sampling import Grammar, GrammarTokens, Sampling, SamplingParams
@@ -100,6 +102,8 @@ def generate_request_to_proto(request: GenerateRequest) -> inference_pb2.Generat
                 prompt_into(message, value)
             case Sampling():
                 message.sampling.CopyFrom(sampling_to_proto(value))
+            case UpdatePolicy():
+                message.on_update = _UPDATE_POLICIES[value]
             case (AskedAdapter(), *_):
                 message.adapters.extend(
                     inference_pb2.WeightedAdapter(ref=each.ref, weight=each.weight)
@@ -135,6 +139,11 @@ def worker_request_to_proto(request: WorkerRequest) -> worker_pb2.WorkerRequest:
                 for token_id, text in value.added:
                     message.grammar_tokens.add(token_id=token_id, content=text)
                 message.grammar_eos_ids.extend(value.eos_ids)
+            case (KeptPrefix(), *_):
+                for part in value:
+                    kept = message.kept.add(num_tokens=part.num_tokens)
+                    for digest, weight in part.adapters.adapters:
+                        kept.adapters.add(digest=digest, weight=weight)
             case Pooling():
                 message.pooling = pooling_to_proto(value)
                 message.pools = value is Pooling.LAST
@@ -188,11 +197,24 @@ def _adapter_set(messages: Iterable[worker_pb2.WorkerAdapter]) -> AdapterSet:
     return AdapterSet.of((each.digest, each.weight) for each in messages)
 
 
+def _kept(messages: Iterable[worker_pb2.KeptPrefix]) -> tuple[KeptPrefix, ...]:
+    return tuple(KeptPrefix(_adapter_set(each.adapters), each.num_tokens) for each in messages)
+
+
+_UPDATE_POLICIES = {
+    UpdatePolicy.FINISH: inference_pb2.UPDATE_POLICY_FINISH,
+    UpdatePolicy.FOLLOW: inference_pb2.UPDATE_POLICY_FOLLOW,
+    UpdatePolicy.FOLLOW_KEEP_PREFIX: inference_pb2.UPDATE_POLICY_FOLLOW_KEEP_PREFIX,
+}
+_UPDATE_POLICY_OF = {number: policy for policy, number in _UPDATE_POLICIES.items()}
+
 _GENERATE_READERS: dict[str, Callable[[Any], object]] = {
     "sampling": sampling_from_proto,
     "adapters": _asked_adapters,
+    "on_update": lambda number: _UPDATE_POLICY_OF.get(number, UpdatePolicy.FINISH),
 }
 _WORKER_READERS: dict[str, Callable[[Any], object]] = {
     "adapters": _adapter_set,
     "grammar": grammar_from_proto,
+    "kept": _kept,
 }

@@ -26,6 +26,7 @@ _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
 }
 _FINISH_REASON_OF = {number: reason for reason, number in _FINISH_REASONS.items()}
 _POOLINGS = {

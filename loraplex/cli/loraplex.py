@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
 UP_SUMMARY = "Run registry, gateway and workers on this machine."
 SIMULATE_SUMMARY = "Run a trace through the scheduler and router under a virtual clock."
+NO_SERVERS = (
+    "this is loraplex-client, which has no servers: run `pip uninstall loraplex-client`, then "
+    "`pip install 'loraplex[local]'`"
+)
 EPILOG = """example:
   loraplex up --model ./llama-3-8b
   loraplex generate support "Hello" --max-tokens 32
@@ -50,6 +55,9 @@ def make_parser() -> Parser:
 def main() -> int:
     """Entry point of the console script. `up` and `simulate` replace this process by theirs."""
     if sys.argv[1:2] in (["up"], ["simulate"]):
+        if importlib.util.find_spec("loraplex_services") is None:
+            print(f"loraplex {sys.argv[1]}: {NO_SERVERS}", file=sys.stderr)
+            return 1
         module = f"loraplex_services.{sys.argv[1]}"
         # -P: a module in the folder where the command is run must not be taken for one of ours.
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[2:]])

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import loraplex
 from loraplex.client.settings import DEFAULT_GATEWAY, DEFAULT_REGISTRY
 from loraplex.units import parse_bytes, parse_seconds
 
@@ -53,12 +54,8 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 
 class _Version(argparse.Action):
-    """Reads the version only when it is asked for, which costs time."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from importlib.metadata import version
-
-        print(f"{parser.prog} {version('loraplex')}")
+        print(f"{parser.prog} {loraplex.__version__}")
         parser.exit(0)
 
 

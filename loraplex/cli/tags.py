@@ -255,7 +255,7 @@ async def _matching(client: RegistryClient, args: argparse.Namespace) -> list[st
     found = [
         (version.tenant, version.name)
         async for version in client.list(tenant=tenant, labels=dict(args.label))
-        if fnmatch.fnmatchcase(version.name, pattern)
+        if fnmatch.fnmatchcase(version.name.lower(), pattern.lower())
     ]
     if not found:
         raise NotFound(f"no adapter matches {args.ref!r} and the labels")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraplex.api.load import RecentLoad
-from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage
+from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage, WeightSpan
 from loraplex.api.residency import AdapterResidency, WorkerLoad
 
 
@@ -30,6 +30,8 @@ class Piece:
     index: int
     text: str
     token_ids: tuple[int, ...]
+    digests: tuple[str, ...] = ()
+    """Of the adapters that computed `token_ids`; empty for the base."""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
@@ -39,7 +41,7 @@ class Piece:
     stop_reason: str = ""
     """The matched stop string, or the id that stopped, as text."""
     served_by: ServedBy | None = None
-    """In the first piece of each choice."""
+    """In the first piece of each choice, and in the first with tokens of other adapters."""
     usage: Usage | None = None
     """In the last piece of the stream."""
     timings: Timings | None = None
@@ -55,7 +57,10 @@ class Choice:
     stop_reason: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     served_by: ServedBy | None = None
+    """What ran it first."""
     timings: Timings | None = None
+    spans: tuple[WeightSpan, ...] = ()
+    """Which adapters computed which tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ def piece(message: pb.GenerateResponse) -> Piece:
         index=message.index,
         text=message.text,
         token_ids=tuple(message.token_ids),
+        digests=tuple(message.digests),
         logprobs=logprobs_from_proto(message.logprobs),
         prompt_token_ids=tuple(message.prompt_token_ids),
         prompt_logprobs=prompt_logprobs_from_proto(message.prompt_logprobs),

@@ -8,14 +8,15 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from loraplex.api.output import ServedBy, Usage
+from loraplex.api.output import ServedBy, Usage, WeightSpan, joined_spans
+from loraplex.api.request import UpdatePolicy
 from loraplex.api.sampling import Sampling
 from loraplex.client import generation_wire, settings, vectors
 from loraplex.client.channel import Channel
 from loraplex.client.generation import Choice, Completion, Fetched, Model, Piece, Prompt, Status
 from loraplex.client.settings import Credentials
 from loraplex.client.vectors import Embeddings, Scores
-from loraplex.errors import Unavailable
+from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from loraplex.v1 import inference_pb2 as pb
 
@@ -57,6 +58,7 @@ class InferenceClient:
         *,
         adapters: Mapping[str, float] | None = None,
         first_token_s: float | None = None,
+        on_update: str = UpdatePolicy.FINISH,
     ) -> AsyncGenerator[Piece, None]:
         """Stream the output of one prompt. Closing the iterator cancels the request.
 
@@ -66,9 +68,17 @@ class InferenceClient:
             adapters: weight by reference, to combine several; `model` is then the base id.
             first_token_s: how long the first token may take; what cannot make that is given up
                 at once (`DeadlineExceeded`). None = as long as the call's deadline allows.
+            on_update: what becomes of the request if the tag that `model` names moves: "finish"
+                with the same version, "follow" the tag from the next token on, or
+                "follow_keep_prefix", without computing the tokens so far again.
         """
         request = generation_wire.generate_request(
-            model, prompt, sampling, adapters, first_token_s=first_token_s
+            model,
+            prompt,
+            sampling,
+            adapters,
+            first_token_s=first_token_s,
+            on_update=_update_policy(on_update),
         )
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         async with aclosing(self._channel.stream(stub.Generate, request)) as responses:
@@ -83,12 +93,18 @@ class InferenceClient:
         *,
         adapters: Mapping[str, float] | None = None,
         first_token_s: float | None = None,
+        on_update: str = UpdatePolicy.FINISH,
     ) -> Completion:
         """Collect the whole output of one prompt. Arguments as for `generate`."""
         pieces = [
             piece
             async for piece in self.generate(
-                model, prompt, sampling, adapters=adapters, first_token_s=first_token_s
+                model,
+                prompt,
+                sampling,
+                adapters=adapters,
+                first_token_s=first_token_s,
+                on_update=on_update,
             )
         ]
         return collect(pieces)
@@ -187,7 +203,26 @@ def _choice(pieces: list[Piece]) -> Choice:
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
         served_by=served_by,
         timings=last.timings,
+        spans=_spans(pieces),
     )
+
+
+def _spans(pieces: list[Piece]) -> tuple[WeightSpan, ...]:
+    spans = []
+    start = 0
+    for piece in pieces:
+        if piece.token_ids:
+            spans.append(WeightSpan(start, len(piece.token_ids), piece.digests))
+            start += len(piece.token_ids)
+    return joined_spans(spans)
+
+
+def _update_policy(value: str) -> UpdatePolicy:
+    try:
+        return UpdatePolicy(value)
+    except ValueError:
+        known = ", ".join(UpdatePolicy)
+        raise InvalidRequest.field("on_update", value, f"must be one of {known}") from None
 
 
 def _ended_early() -> Unavailable:

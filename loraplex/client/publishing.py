@@ -44,6 +44,10 @@ class Publication:
     """Reference this version was made from."""
     when_loaded_s: float = 0.0
     """Stage tag moves until gateways have the version loaded, for at most this long."""
+    keep_versions: int = 0
+    """Above 0: this is one of a row of updates, and of those so many are kept, the newest."""
+    ttl_s: float = 0.0
+    """Above 0: an ephemeral version, deleted so many seconds after its publication."""
     signing_key: Path | None = None
     """PEM of an EC private key to sign the files with."""
     signature: Path | None = None
@@ -65,6 +69,8 @@ class Publication:
             allow_missing=self.allow_missing,
             parent=self.parent,
             when_loaded_s=self.when_loaded_s,
+            keep_versions=self.keep_versions,
+            ttl_s=self.ttl_s,
         )
 
 

@@ -30,7 +30,7 @@ class FileSpec(_message.Message):
     def __init__(self, path: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class PublishOptions(_message.Message):
-    __slots__ = ("name", "tags", "no_latest", "base_id", "visibility", "labels", "strict", "parent", "when_loaded_s", "signatures", "allow_missing")
+    __slots__ = ("name", "tags", "no_latest", "base_id", "visibility", "labels", "strict", "parent", "when_loaded_s", "signatures", "allow_missing", "keep_versions", "ttl_s")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,8 @@ class PublishOptions(_message.Message):
     WHEN_LOADED_S_FIELD_NUMBER: _ClassVar[int]
     SIGNATURES_FIELD_NUMBER: _ClassVar[int]
     ALLOW_MISSING_FIELD_NUMBER: _ClassVar[int]
+    KEEP_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     tags: _containers.RepeatedScalarFieldContainer[str]
     no_latest: bool
@@ -60,7 +62,9 @@ class PublishOptions(_message.Message):
     when_loaded_s: float
     signatures: _containers.RepeatedCompositeFieldContainer[Signature]
     allow_missing: bool
-    def __init__(self, name: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., no_latest: bool = ..., base_id: _Optional[str] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., strict: bool = ..., parent: _Optional[str] = ..., when_loaded_s: _Optional[float] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ..., allow_missing: bool = ...) -> None: ...
+    keep_versions: int
+    ttl_s: float
+    def __init__(self, name: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., no_latest: bool = ..., base_id: _Optional[str] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., strict: bool = ..., parent: _Optional[str] = ..., when_loaded_s: _Optional[float] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ..., allow_missing: bool = ..., keep_versions: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class CreateUploadRequest(_message.Message):
     __slots__ = ("options", "files")
@@ -163,7 +167,7 @@ class ValidateAdapterResponse(_message.Message):
     def __init__(self, warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., base_id: _Optional[str] = ..., max_rank: _Optional[int] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("tenant", "name", "version", "digest", "base_id", "base_fingerprint", "created_unix_s", "creator", "labels", "parent", "files", "max_rank", "num_modules", "warnings", "deleted", "tags", "visibility", "size_bytes", "shared_with", "peft_version", "signers", "pullable", "pooling", "rope_scaling", "eos_token_ids")
+    __slots__ = ("tenant", "name", "version", "digest", "base_id", "base_fingerprint", "created_unix_s", "creator", "labels", "parent", "files", "max_rank", "num_modules", "warnings", "deleted", "tags", "visibility", "size_bytes", "shared_with", "peft_version", "signers", "pullable", "pooling", "rope_scaling", "eos_token_ids", "expires_unix_s")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +200,7 @@ class AdapterVersion(_message.Message):
     POOLING_FIELD_NUMBER: _ClassVar[int]
     ROPE_SCALING_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     name: str
     version: int
@@ -221,7 +226,8 @@ class AdapterVersion(_message.Message):
     pooling: AdapterPooling
     rope_scaling: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., base_id: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileSpec, _Mapping]]] = ..., max_rank: _Optional[int] = ..., num_modules: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., deleted: bool = ..., tags: _Optional[_Iterable[str]] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., size_bytes: _Optional[int] = ..., shared_with: _Optional[_Iterable[str]] = ..., peft_version: _Optional[str] = ..., signers: _Optional[_Iterable[str]] = ..., pullable: bool = ..., pooling: _Optional[_Union[AdapterPooling, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    expires_unix_s: float
+    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., base_id: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileSpec, _Mapping]]] = ..., max_rank: _Optional[int] = ..., num_modules: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., deleted: bool = ..., tags: _Optional[_Iterable[str]] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., size_bytes: _Optional[int] = ..., shared_with: _Optional[_Iterable[str]] = ..., peft_version: _Optional[str] = ..., signers: _Optional[_Iterable[str]] = ..., pullable: bool = ..., pooling: _Optional[_Union[AdapterPooling, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., expires_unix_s: _Optional[float] = ...) -> None: ...
 
 class AdapterPooling(_message.Message):
     __slots__ = ("task_type", "num_labels", "labels", "problem_type", "pad_token_id", "pooling", "normalize")

@@ -73,7 +73,7 @@ class WorkerSampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("request_id", "tenant", "priority", "fairness_weight", "cache_salt", "remaining_s", "trace", "prompt_ids", "output_ids", "adapters", "sampling", "sample_index", "grammar", "pools", "pooling", "grammar_tokens", "grammar_eos_ids", "remaining_first_token_s")
+    __slots__ = ("request_id", "tenant", "priority", "fairness_weight", "cache_salt", "remaining_s", "trace", "prompt_ids", "output_ids", "adapters", "sampling", "sample_index", "grammar", "pools", "pooling", "grammar_tokens", "grammar_eos_ids", "remaining_first_token_s", "kept")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class WorkerRequest(_message.Message):
     GRAMMAR_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_EOS_IDS_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     priority: int
@@ -110,7 +111,16 @@ class WorkerRequest(_message.Message):
     grammar_tokens: _containers.RepeatedCompositeFieldContainer[GrammarToken]
     grammar_eos_ids: _containers.RepeatedScalarFieldContainer[int]
     remaining_first_token_s: float
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., cache_salt: _Optional[str] = ..., remaining_s: _Optional[float] = ..., trace: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., sample_index: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., pools: bool = ..., pooling: _Optional[_Union[_common_pb2.Pooling, str]] = ..., grammar_tokens: _Optional[_Iterable[_Union[GrammarToken, _Mapping]]] = ..., grammar_eos_ids: _Optional[_Iterable[int]] = ..., remaining_first_token_s: _Optional[float] = ...) -> None: ...
+    kept: _containers.RepeatedCompositeFieldContainer[KeptPrefix]
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., cache_salt: _Optional[str] = ..., remaining_s: _Optional[float] = ..., trace: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., sample_index: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., pools: bool = ..., pooling: _Optional[_Union[_common_pb2.Pooling, str]] = ..., grammar_tokens: _Optional[_Iterable[_Union[GrammarToken, _Mapping]]] = ..., grammar_eos_ids: _Optional[_Iterable[int]] = ..., remaining_first_token_s: _Optional[float] = ..., kept: _Optional[_Iterable[_Union[KeptPrefix, _Mapping]]] = ...) -> None: ...
+
+class KeptPrefix(_message.Message):
+    __slots__ = ("adapters", "num_tokens")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[WorkerAdapter]
+    num_tokens: int
+    def __init__(self, adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class GrammarToken(_message.Message):
     __slots__ = ("token_id", "content", "special")

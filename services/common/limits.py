@@ -135,6 +135,10 @@ YEAR_S = 365.0 * 24 * 3600
 KEY_LIFETIME_S = NumberLimits(0, 100 * YEAR_S)
 WAIT_S = NumberLimits(0, YEAR_S)
 """How long a tag waits until its adapter is loaded."""
+KEPT_VERSIONS = NumberLimits(0, 1000)
+"""Versions of a row of updates that are kept; 0 = all."""
+EPHEMERAL_S = NumberLimits(0, 30.0 * 24 * 3600)
+"""How long an ephemeral version lives; 0 = it is none."""
 QUOTA = NumberLimits(0, float(1 << 62))
 """Bytes, versions and sequences of a tenant; 0 = no limit."""
 RATE_PER_S = NumberLimits(0, 1e12)
@@ -158,6 +162,13 @@ MAX_LARGE_BODIES = 8
 MAX_LARGE_BODIES_PER_TENANT = 2
 MAX_LARGE_BODY_S = 60
 """For a large HTTP body to arrive."""
+MAX_STORED_RESPONSE_BYTES = 128 * MIB
+"""JSON of the responses that one gateway keeps for `previous_response_id`, over all tenants."""
+MAX_STORED_RESPONSE_BYTES_PER_TENANT = 16 * MIB
+MAX_HISTORY_RESPONSES = 1024
+"""Stored responses that one conversation may consist of."""
+MAX_RESPONSE_METADATA = 16
+"""Entries of `metadata` of a response, with keys of 64 and values of 512 characters."""
 MAX_UPLOAD_STREAMS = 32
 """Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
 MAX_UPLOAD_STREAMS_PER_TENANT = 8

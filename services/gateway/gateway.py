@@ -32,12 +32,18 @@ from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.app import ConsoleEndpoints
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
+from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
 from loraplex_services.gateway.http.guard import HostRule
+from loraplex_services.gateway.http.lora_folders import LoraFolders
+from loraplex_services.gateway.http.messages.endpoints import MessagesEndpoints
+from loraplex_services.gateway.http.pauses import PauseEndpoints
+from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoints
 from loraplex_services.gateway.http.server import HttpServer
-from loraplex_services.gateway.http.tokenize import TokenizeEndpoints
+from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
 from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.registry.keyring import KeyRing
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.registrar import BaseRegistrar
@@ -118,11 +124,13 @@ class Gateway:
         self._concurrency = TenantConcurrency(self._rate_limit_store, self._controller)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._adapter_text = AdapterText(self._registry.read_files)
+        self._live = LiveRequests(self._resolver, self._fleet)
         self._generation = Generation(
             self._resolver,
             self._fleet,
             self._adapter_text,
             Relay(self._fleet),
+            self._live,
             self._controller,
             TenantRates(self._rate_limit_store),
             self._concurrency,
@@ -223,20 +231,33 @@ class Gateway:
         console = ConsoleEndpoints(
             context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
         )
-        endpoints = OpenAIEndpoints(self._generation, self._resolver, context)
-        tokenize = TokenizeEndpoints(
-            context.caller,
-            self._resolver,
-            self._fleet,
-            self._adapter_text,
-            self._generation.charge_request,
+        root = self._config.lora_root
+        folders = LoraFolders(self._registry_of, root, self._resolver) if root is not None else None
+        answering = Answering(
+            self._generation,
+            folders,
+            tool_format=self._config.tool_format,
+            reasoning=self._config.reasoning,
         )
+        encoder = PromptEncoder(
+            self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
+        )
+        endpoints = OpenAIEndpoints(self._generation, answering, self._resolver, context)
+        tokenize = TokenizeEndpoints(context.caller, encoder)
+        responses = ResponsesEndpoints(context.caller, answering, encoder)
+        messages = MessagesEndpoints(context.caller, answering, encoder)
         usage = UsageEndpoint(context.caller, self._registry.usage)
-        others = [*tokenize.routes(), *usage.routes(), *console.routes()]
-        if self._config.lora_root is not None:
-            others += AliasEndpoints(
-                context.caller, self._registry_of, self._config.lora_root
-            ).routes()
+        pauses = PauseEndpoints(context.caller, self._live)
+        others = [
+            *tokenize.routes(),
+            *responses.routes(),
+            *messages.routes(),
+            *pauses.routes(),
+            *usage.routes(),
+            *console.routes(),
+        ]
+        if folders is not None:
+            others += AliasEndpoints(context.caller, self._registry_of, folders).routes()
         return endpoints.app(self._host_rule(), others)
 
     def _registry_of(self, api_key: str) -> RegistryClient:
@@ -249,8 +270,6 @@ class Gateway:
             not_ready_reason=self.readiness.missing,
             shows_metrics=self._config.is_local or self._keys is not None,
             keys=self._keys,
-            tool_format=self._config.tool_format,
-            reasoning=self._config.reasoning,
         )
 
     def _host_rule(self) -> HostRule | None:

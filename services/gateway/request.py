@@ -15,7 +15,7 @@ from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
-from loraplex.api.output import FinishReason, Timings, TokenLogprob
+from loraplex.api.output import FinishReason, Timings, TokenLogprob, WeightSpan
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import (
     ChatPrompt,
@@ -124,6 +124,8 @@ class Tokens:
     cached_tokens: int = 0
     timings: Timings | None = None
     worker_id: str = ""
+    digests: tuple[str, ...] = ()
+    """Of the adapters that computed `token_ids`."""
     pooled: tuple[float, ...] = ()
     """The vector of a job that pools."""
 
@@ -144,6 +146,8 @@ class TextDelta:
     cached_tokens: int = 0
     timings: Timings | None = None
     worker_id: str = ""
+    spans: tuple[WeightSpan, ...] = ()
+    """The adapters that computed `token_ids`."""
     pooled: tuple[float, ...] = ()
     """The vector that a call for one ends with."""
 

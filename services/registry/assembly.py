@@ -21,6 +21,7 @@ from loraplex_services.registry.publish.bases import Bases
 from loraplex_services.registry.publish.blobs import Blobs
 from loraplex_services.registry.publish.deletion import Deletion
 from loraplex_services.registry.publish.publisher import Publisher
+from loraplex_services.registry.publish.retention import Retention
 from loraplex_services.registry.publish.scanning import Scans
 from loraplex_services.registry.publish.staging import Staging
 from loraplex_services.registry.publish.tags import Tags
@@ -43,6 +44,7 @@ class Registry:
     blobs: Blobs
     publisher: Publisher
     deletion: Deletion
+    retention: Retention
     sharing: AdapterSharing
     signatures: Signatures
     staging: Staging
@@ -81,6 +83,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         scans,
         validations,
     )
+    deletion = Deletion(store, catalog, tags, versions, audit, signatures)
     snapshots = Snapshots(store)
     indexer = Indexer(store, catalog, uploads, publisher, snapshots)
     catalog.make_index = indexer.ensure
@@ -95,7 +98,8 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         uploads=uploads,
         blobs=blobs,
         publisher=publisher,
-        deletion=Deletion(store, catalog, tags, versions, audit, signatures),
+        deletion=deletion,
+        retention=Retention(catalog, deletion),
         signatures=signatures,
         staging=staging,
         sharing=AdapterSharing(store, catalog, versions, audit),

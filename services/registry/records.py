@@ -66,6 +66,7 @@ class VersionRecord:
 
     tenant: str
     name: str
+    """In lower case."""
     version: int
     digest: str
     base_id: str
@@ -90,8 +91,18 @@ class VersionRecord:
     """JSON of the adapter's own `RopeScaling`; "" = the same as its base."""
     eos_token_ids: tuple[int, ...] = ()
     """Empty: the base's end its output."""
+    spelling: str = ""
+    """The name as people see it; "" = in lower case."""
+    keep_versions: int = 0
+    """Above 0: one of a row of updates, of which so many are kept."""
+    expires_s: float = 0.0
+    """When an ephemeral version is deleted; 0 = never."""
     purged: bool = False
     """Deleted with --purge: the bytes need not be retained."""
+
+    @property
+    def shown_name(self) -> str:
+        return self.spelling or self.name
 
     @property
     def deleted(self) -> bool:

@@ -51,6 +51,8 @@ class Tally:
     steps: int = 0
     loads: int = 0
     preemptions: int = 0
+    place_idle_s: float = 0.0
+    """Slot seconds that were idle because adapters were being copied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +126,7 @@ class Simulation:
         assert not self._flights, "requests left over"
         self.tally.steps = sum(w.view().load.steps for w in self._workers)
         self.tally.preemptions = sum(w.engine.scheduler.num_preemptions for w in self._workers)
+        self.tally.place_idle_s = sum(worker.place_idle_s for worker in self._workers)
         return [self._outcomes[number] for number in range(len(trace))]
 
     def check_integrity(self) -> None:

@@ -37,6 +37,7 @@ class SimulatedWorker:
         self.clock = VirtualClock()
         self._runner = TimedRunner(costs, config.arena_bytes, self.clock, seed=index)
         self.engine = Engine(self._runner, config, self.clock)
+        self._max_running = config.max_running
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()
         self._fetched: set[str] = set()
@@ -54,6 +55,8 @@ class SimulatedWorker:
         self._output: StepOutput | None = None
         """Of the step under way."""
         self._view: WorkerView | None = None
+        self.place_idle_s = 0.0
+        """Over all slots: how long one was free for a request that waited for a copy."""
 
     def submit(self, moment_s: float, command: Submit, ranks: dict[str, int]) -> None:
         """Deliver a request at `moment_s`, fetching what adapters it needs (rank by digest)."""
@@ -106,14 +109,24 @@ class SimulatedWorker:
 
     def _step(self, now_s: float) -> StepOutput:
         """Its output belongs to the moment at which the clock stands then."""
+        self._count_idle_places(now_s - self.clock.now_s)
         self.clock.advance_to(now_s)
         commands: list[Command] = []
         while self._inbox and self._inbox[0][0] <= now_s:
             commands.append(heapq.heappop(self._inbox)[2])
+        begin_s = self.clock.now_s
         output = self.engine.step(commands)
+        self._count_idle_places(self.clock.now_s - begin_s)
         self._stalls = 0 if commands or output.tokens or output.failures else self._stalls + 1
         assert self._stalls < DEADLOCK_STALLS, "requests wait for something that never comes"
         return output
+
+    def _count_idle_places(self, elapsed_s: float) -> None:
+        scheduler = self.engine.scheduler
+        num_free = self._max_running - scheduler.num_running
+        if scheduler.is_full:  # memory holds for one of them at least
+            num_free = min(num_free, 1)
+        self.place_idle_s += min(num_free, scheduler.num_awaiting_copies) * max(0.0, elapsed_s)
 
     def _take_in(self, output: StepOutput) -> None:
         """What a gateway hears of a step."""

@@ -12,9 +12,11 @@ from loraplex.api.request import (
     AskedAdapter,
     ChatPrompt,
     GenerateRequest,
+    KeptPrefix,
     Prompt,
     TextPrompt,
     TokenPrompt,
+    UpdatePolicy,
     WorkerRequest,
     shared_fields,
 )
@@ -39,6 +41,7 @@ ASKED = GenerateRequest(
     priority=-2,
     split_key="k",
     first_token_s=1.5,
+    on_update=UpdatePolicy.FOLLOW_KEEP_PREFIX,
 )
 JOB = WorkerRequest(
     request_id="r",
@@ -56,6 +59,7 @@ JOB = WorkerRequest(
     trace="00-1-2-01",
     grammar=Grammar(regex="a+"),
     grammar_tokens=GrammarTokens(((5, "<x>"),), (6,)),
+    kept=(KeptPrefix(AdapterSet((("sha256:c", 1.0),)), 5),),
     pooling=Pooling.MEAN,
 )
 

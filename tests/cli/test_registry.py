@@ -163,7 +163,7 @@ def test_unknown_adapter_exits_7(registry: Any) -> None:
 def test_misspelled_name_exits_2_with_the_corrected_spelling(registry: Any, adapter: Path) -> None:
     code, error = registry.error("upload", str(adapter), "--name", "My Adapter")
     assert code == 2
-    assert "my-adapter" in error["message"]
+    assert "My-Adapter" in error["message"]
 
 
 def test_watch_reports_an_upload_and_an_interrupt_exits_130(registry: Any, adapter: Path) -> None:

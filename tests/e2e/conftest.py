@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -17,10 +18,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    lora_root = tmp_path_factory.mktemp("lora-root")
+    shutil.copytree(DEMO / "adapters", lora_root, dirs_exist_ok=True)
+    shutil.copytree(DEMO / "adapters" / "upper", lora_root / "loras" / "Woof")
     running = start(
         tmp_path_factory.mktemp("stack") / "state",
         *("--dtype", "float32"),
-        environment={"LORAPLEX_LORA_ROOT": str(DEMO / "adapters")},
+        environment={"LORAPLEX_LORA_ROOT": str(lora_root)},
     )
     try:
         running.publish(*ADAPTERS)

@@ -18,7 +18,7 @@ import pytest
 
 from loraplex_services.worker.native.build import BuildFailed, build_library
 from loraplex_services.worker.native.isa import TORCH, choose_isa
-from tests.wheels import ROOT, build_wheel
+from tests.wheels import ROOT, build_client_wheel, build_wheel
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -75,7 +75,18 @@ class Installation:
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     root = tmp_path_factory.mktemp("installed")
-    wheel = build_wheel(root / "wheel")
+    return install(build_wheel(root / "wheel"), root)
+
+
+@pytest.fixture(scope="module")
+def client_only(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    root = tmp_path_factory.mktemp("client")
+    client = install(build_client_wheel(root / "wheel"), root)
+    client.link(CLIENT)
+    return client
+
+
+def install(wheel: Path, root: Path) -> Installation:
     venv.create(root / "venv", symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(root / "venv"), "install"]
     options = ["--no-deps", "--no-index", "--no-compile", "--quiet", str(wheel)]
@@ -150,3 +161,38 @@ def test_a_worker_without_torch_ends_with_one_line(installation: Installation) -
     assert status == 2
     [line] = errors.splitlines()
     assert line.startswith("worker: torch is not installed: run `pip install torch`")
+
+
+def test_a_client_is_installed_without_any_code_of_the_servers(client_only: Installation) -> None:
+    code = "import loraplex, importlib.util as u; print(loraplex.BlockingInference.__module__,"
+    code += " loraplex.__file__, u.find_spec('loraplex_services'), u.find_spec('services'))"
+    status, output, errors = client_only.run("python", "-P", "-c", code)
+    assert status == 0, errors
+    module, file, *servers = output.split()
+    assert module == "loraplex.client.blocking" and servers == ["None", "None"]
+    assert Path(file).is_relative_to(client_only.packages)
+    assert not list(client_only.packages.glob("*services*"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["loraplex --help", "loraplex generate --help", "registry --help", "registry upload --help"],
+)
+def test_the_commands_of_a_client_show_their_help(client_only: Installation, command: str) -> None:
+    status, output, errors = client_only.run(*command.split())
+    assert (status, errors) == (0, "") and "example:" in output
+
+
+@pytest.mark.parametrize("command", ["up", "simulate"])
+def test_a_client_says_what_its_servers_need(client_only: Installation, command: str) -> None:
+    status, _, errors = client_only.run("loraplex", command, "--help")
+    assert status == 1
+    [line] = errors.splitlines()
+    assert line.startswith(f"loraplex {command}: this is loraplex-client, which has no servers")
+
+
+def test_both_distributions_say_the_same_version(
+    client_only: Installation, installation: Installation
+) -> None:
+    versions = [one.run("loraplex", "--version")[1] for one in (client_only, installation)]
+    assert versions[0] == versions[1] != ""

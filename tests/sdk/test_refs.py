@@ -12,6 +12,7 @@ from loraplex.refs import (
     Ref,
     check_name,
     check_tag,
+    check_tenant,
     parse_name,
     parse_ref,
     parse_version,
@@ -20,6 +21,7 @@ from loraplex.refs import (
 
 DIGEST = "sha256:" + "0af3" * 16
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,95}", fullmatch=True)
+SPELLED = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", fullmatch=True)
 TAGS = st.from_regex(r"[a-z0-9_][a-z0-9._-]{0,63}", fullmatch=True).filter(
     lambda tag: not re.fullmatch(r"v[0-9]+", tag)
 )
@@ -60,6 +62,19 @@ def test_printing_and_parsing_are_inverse(tenant: str, name: str, tag: str) -> N
         assert parse_ref(str(ref)) == ref
 
 
+@given(SPELLED)
+def test_names_are_the_same_in_upper_and_lower_case(name: str) -> None:
+    assert check_name(name) == name
+    assert parse_name(name) == parse_name(name.swapcase()) == ("default", name.lower())
+    assert parse_ref(f"{name}:prod") == parse_ref(f"{name.upper()}:prod")
+
+
+@pytest.mark.parametrize("tenant", ["Acme", "a b", "", "-a", "a/b", "t" * 97])
+def test_tenants_are_in_lower_case(tenant: str) -> None:
+    with pytest.raises(InvalidRequest, match="try '"):
+        check_tenant(tenant)
+
+
 @given(st.text(max_size=120))
 def test_any_text_parses_or_is_refused_naming_the_field(text: str) -> None:
     try:
@@ -83,8 +98,8 @@ def test_corrected_name_in_a_refusal_parses(text: str, tenanted: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "suggestion"),
     [
-        ("My Adapter", "'my-adapter'"),
-        ("Acme/Upper", "'acme/upper'"),
+        ("My Adapter", "'My-Adapter'"),
+        ("Acme/Upper", "'acme/Upper'"),
         ("-x", "'x'"),
         ("a/b/c", "'a/b-c'"),
         ("", "'my-adapter'"),

@@ -130,5 +130,5 @@ def _buckets(histogram: Histogram) -> list[tuple[float | None, float]]:
 def found(listings: Iterable[Listing], search: str, limit: int) -> tuple[list[Listing], int]:
     """The first `limit` listings whose name or tenant contains the text, and their total number."""
     needle = search.strip().lower()
-    matching = [one for one in listings if needle in f"{one.tenant}/{one.name}"]
+    matching = [one for one in listings if needle in f"{one.tenant}/{one.name}".lower()]
     return matching[:limit], len(matching)

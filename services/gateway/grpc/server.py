@@ -134,11 +134,15 @@ class ResponseWriter:
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
         self._begun: set[int] = set()
+        self._digests: dict[int, tuple[str, ...]] = {}
+        """The adapters that computed the last tokens of each choice."""
         self._num_finished = 0
 
     def message(self, text_delta: TextDelta) -> inference_pb2.GenerateResponse | None:
         """The message for a text delta; None if it contains nothing."""
         is_first = text_delta.index not in self._begun
+        digests = text_delta.spans[0].digests if text_delta.spans else ()
+        is_other = self._digests.get(text_delta.index) != digests
         if not (is_first or text_delta.text or text_delta.token_ids or text_delta.finish_reason):
             return None
         message = inference_pb2.GenerateResponse(
@@ -147,7 +151,12 @@ class ResponseWriter:
             text=text_delta.text,
             token_ids=text_delta.token_ids,
             logprobs=[logprob_to_proto(entry) for entry in text_delta.logprobs],
+            digests=digests,
         )
+        if text_delta.spans and is_other:
+            self._digests[text_delta.index] = digests
+            served_by = self._prepared.served_by(text_delta.worker_id, digests)
+            message.served_by.CopyFrom(served_by_to_proto(served_by))
         if is_first:
             self._begin(message, text_delta)
         if text_delta.finish_reason is not None:
@@ -158,7 +167,9 @@ class ResponseWriter:
         """Mutates: message."""
         prepared = self._prepared
         self._begun.add(text_delta.index)
-        message.served_by.CopyFrom(served_by_to_proto(prepared.served_by(text_delta.worker_id)))
+        if not message.HasField("served_by"):
+            served_by = prepared.served_by(text_delta.worker_id)
+            message.served_by.CopyFrom(served_by_to_proto(served_by))
         if prepared.resolved.echo:
             message.text = prepared.prompt_text() + message.text
         if text_delta.index == 0:

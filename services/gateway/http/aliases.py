@@ -1,36 +1,35 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter as vLLM's users call them, where allowed.
+"""The calls by which vLLM's users load and unload adapters, where the operator allows them.
 
 Loading publishes a folder of this machine in the registry, with the caller's key; unloading deletes
-what was published this way. Folders outside the one that the operator opened are out of reach.
+what was published this way.
 """
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
-from loraplex.errors import (
-    AdapterNotFound,
-    LoraplexError,
-    NotFound,
-    PermissionDenied,
-    Violation,
-)
+from loraplex.errors import AdapterNotFound, PermissionDenied
 from loraplex.refs import check_name
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.json_body import read_json
-from loraplex_services.gateway.request import with_names
+from loraplex_services.gateway.http.lora_folders import LABEL, SOURCE, LoraFolders
 
-_LABEL, _SOURCE = "published-by", "load_lora_adapter"
-_LABELS = {_LABEL: _SOURCE}
+_LOADS = {
+    "/v1/load_lora_adapter": False,
+    "/load_lora_adapter": True,
+    "/skyrl/v1/load_lora_adapter": True,
+}
+"""Whether a call replaces what has the name unless it says so itself: vLLM's does not, those that
+prime-rl and SkyRL add to it do."""
+_UNLOADS = ("/v1/unload_lora_adapter", "/unload_lora_adapter")
 
 
 class AliasEndpoints:
@@ -40,75 +39,61 @@ class AliasEndpoints:
         self,
         caller: Callable[[Request], Awaitable[Caller]],
         client: Callable[[str], RegistryClient],
-        root: Path,
+        folders: LoraFolders,
     ) -> None:
-        """
-        Args:
-            client: the registry as seen by the holder of an API key ("" without keys).
-            root: the folder that adapters may be loaded from.
-        """
+        """`client`: the registry as seen by the holder of an API key ("" without keys)."""
         self._caller = caller
         self._client = client
-        self._root = root.resolve()
+        self._folders = folders
 
     def routes(self) -> list[Route]:
-        """Both paths."""
-        return [
-            Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+        """All paths."""
+        loads = [
+            Route(path, functools.partial(self.load, in_place=in_place), methods=["POST"])
+            for path, in_place in _LOADS.items()
         ]
+        return loads + [Route(path, self.unload, methods=["POST"]) for path in _UNLOADS]
 
-    async def load(self, request: Request) -> Response:
-        """POST /v1/load_lora_adapter: the same content again is the same version."""
+    async def load(self, request: Request, *, in_place: bool) -> Response:
+        """POST load_lora_adapter: a name that exists is replaced only in place."""
         caller = await self._caller(request)
         body = Body(await read_json(request, caller.tenant))
         name, folder = _name(body), body.text("lora_path") or ""
-        body.flag("load_inplace")
+        in_place = body.flag("load_inplace", default=in_place)
+        body.integer("lora_int_id")
+        body.flag("is_3d_lora_weight")
         body.finish()
-        path = await asyncio.to_thread(self._inside, folder)
-        publication = Publication(name, labels=_LABELS)
-        async with self._client(_key(request)) as registry:
-            try:
-                await registry.upload(path, publication)
-            except LoraplexError as error:
-                raise with_names(error, {"name": "lora_name"}) from None
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+        version = await self._folders.load(
+            api_key_of(request), caller.tenant, name, folder, in_place=in_place
+        )
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{name}' added successfully.",
+            headers={"x-loraplex-adapter": version.ref, "x-loraplex-digest": version.digest},
+        )
 
     async def unload(self, request: Request) -> Response:
-        """POST /v1/unload_lora_adapter: deletes all versions, if `load` made them."""
+        """POST unload_lora_adapter: deletes all versions, if `load` made them."""
         caller = await self._caller(request)
         body = Body(await read_json(request, caller.tenant))
         name = _name(body)
         body.integer("lora_int_id")
         body.finish()
-        async with self._client(_key(request)) as registry:
-            found = [version async for version in registry.list(name=name, all_versions=True)]
+        async with self._client(api_key_of(request)) as registry:
+            found = [
+                version
+                async for version in registry.list(
+                    tenant=caller.tenant, name=name, all_versions=True
+                )
+            ]
             if not found:
                 raise AdapterNotFound(name)
-            if any(version.labels.get(_LABEL) != _SOURCE for version in found):
+            if any(version.labels.get(LABEL) != SOURCE for version in found):
                 raise PermissionDenied(
                     f"{name!r} has versions that were not loaded here; use `registry delete`"
                 )
             await registry.delete(name, every=True, force=True)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
-    def _inside(self, folder: str) -> Path:
-        """The folder with links resolved. Raises: NotFound unless it is below the root."""
-        try:
-            path = (self._root / folder).resolve()
-            is_there = bool(folder) and path.is_relative_to(self._root) and path.is_dir()
-        except (OSError, ValueError):
-            is_there = False
-        if not is_there:
-            why = "there is no such folder in LORAPLEX_LORA_ROOT on the gateway's machine"
-            raise NotFound(f"lora_path: {why}", violations=[Violation("lora_path", "", why)])
-        return path
-
 
 def _name(body: Body) -> str:
     return check_name(body.text("lora_name") or "", field="lora_name")
-
-
-def _key(request: Request) -> str:
-    """The registry authorises these calls by the caller's own key."""
-    return request.headers.get("authorization", "").partition(" ")[2].strip()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
@@ -24,11 +24,13 @@ IGNORED = frozenset(
 side of a split."""
 
 DEFAULTS: Mapping[str, tuple[object, ...]] = {
+    "async": (False,),
     "audio": (),
     "beam_width": (1,),
     "chat_template": ("",),
     "chat_template_kwargs": ({},),
     "detokenize": (True,),
+    "defer_loading": (False,),
     "documents": ([],),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
@@ -39,7 +41,6 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "padding": (False,),
     "parallel_tool_calls": (True, False),
-    "prompt_logprobs": (),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -104,6 +105,12 @@ class Body:
             raise bad_type(self._prefix + name, value, "a whole number")
         return value
 
+    def count(self, name: str) -> int | None:
+        """An integer field that may also be true, which means 1, or false, which means none."""
+        if isinstance(self._left.get(name), bool):
+            return int(self.flag(name)) or None
+        return self.integer(name)
+
     def number(self, name: str) -> float | None:
         """A number field."""
         value = self._left.pop(name, None)
@@ -150,6 +157,10 @@ class Body:
     def raw(self, name: str) -> Any:
         """A field of any type; None if absent."""
         return self._left.pop(name, None)
+
+    def named(self, names: Collection[str]) -> dict[str, Any]:
+        """Those of these fields that the body has, unread."""
+        return {name: self._left.pop(name) for name in list(self._left) if name in names}
 
     def finish(self) -> None:
         """Refuse the fields that were not read. Raises: Unsupported naming the field."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt
+from starlette.requests import Request
+
+from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt, UpdatePolicy
 from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
@@ -32,6 +34,16 @@ class Origin:
     timeout_s: float | None = None
 
 
+def origin_of(request: Request, tenant: str) -> Origin:
+    """Where a request of a tenant comes from."""
+    return Origin(
+        request_id=request.state.request_id,
+        tenant=tenant,
+        split_key=request.headers.get("x-loraplex-split-key", ""),
+        trace=request.headers.get("traceparent", ""),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class OpenAICall:
     """One HTTP request: a call per prompt, and how to format the answer."""
@@ -48,6 +60,8 @@ class OpenAICall:
     tool_use: ToolUse = field(default_factory=ToolUse)
     grammar: Grammar | None = None
     """The response format; answers that are calls need not match it."""
+    tokens_as_ids: bool = False
+    """Logprobs show tokens as `token_id:N`."""
     include_reasoning: bool = True
     """False drops thoughts from the answer."""
 
@@ -57,12 +71,12 @@ def parse_completion(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     body = Body(fields)
     special = body.flag("add_special_tokens", default=True)
     prompts = parse_prompts("prompt", body.raw("prompt"), special)
-    asked = _sampling(
-        body, max_tokens=body.integer("max_tokens"), logprobs=body.integer("logprobs")
+    asked = read_sampling(
+        body, max_tokens=body.integer("max_tokens"), logprobs=body.count("logprobs")
     )
     if (best_of := body.integer("best_of")) not in (None, 1, asked.n):
         raise Unsupported.field("best_of", best_of, "only best_of equal to n is served")
-    return _call(body, fields, origin, prompts, asked, is_chat=False)
+    return call_of(body, fields, origin, prompts, asked, is_chat=False)
 
 
 def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
@@ -78,19 +92,21 @@ def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
             raise InvalidRequest.field("top_logprobs", top, "needs logprobs: true")
         top = None
     logprobs = (top or 0) if wants_logprobs else None
-    asked = _sampling(
+    asked = read_sampling(
         body, max_tokens=limit if limit is not None else max_tokens, logprobs=logprobs
     )
     if asked.echo:
         raise Unsupported.field("echo", True, "only completions can echo the prompt")
-    call = _call(body, fields, origin, [prompt], asked, is_chat=True, must_call=tool_use.must_call)
+    call = call_of(
+        body, fields, origin, [prompt], asked, is_chat=True, must_call=tool_use.must_call
+    )
     call = replace(call, tool_use=tool_use, include_reasoning=include_reasoning)
     if limit is not None:
         call.field_names["max_tokens"] = "max_completion_tokens"
     return call
 
 
-def _call(
+def call_of(
     body: Body,
     fields: dict[str, Any],
     origin: Origin,
@@ -100,37 +116,28 @@ def _call(
     is_chat: bool,
     must_call: bool = False,
 ) -> OpenAICall:
+    """What is common to all calls that generate. Raises: InvalidRequest, Unsupported."""
     model = body.text("model")
     if not model:
         raise InvalidRequest.field("model", model or "", "name a base or an adapter")
     stream = body.flag("stream")
     _check_sequences(len(prompts), asked.n or 1)
     include_usage, continuous_usage = _stream_options(body.raw("stream_options"), stream)
+    if stream and asked.prompt_logprobs is not None:
+        raise Unsupported.field(
+            "prompt_logprobs", asked.prompt_logprobs, "are not part of streams; leave out stream"
+        )
     return_token_ids = body.flag("return_token_ids")
-    adapters = _adapters(body.raw("adapters"))
-    cache_salt, priority = body.text("cache_salt") or "", body.integer("priority") or 0
-    if not -(1 << 31) <= priority < 1 << 31:
-        raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
-    first_token_s = body.number("first_token_s")
-    truncation = body.integer("truncate_prompt_tokens")
+    tokens_as_ids = body.flag("return_tokens_as_token_ids")
     grammar, grammar_field = _answer_grammar(body, prompts[0], must_call=must_call)
-    asked = replace(asked, grammar=grammar)
+    first = _first_call(body, origin, model, prompts[0], replace(asked, grammar=grammar))
     body.finish()
     calls = tuple(
-        GenerateCall(
+        replace(
+            first,
             request_id=origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{index}",
-            tenant=origin.tenant,
-            model=model,
             prompt=prompt,
-            sampling=asked,
-            adapters=adapters,
-            cache_salt=cache_salt,
-            priority=priority,
             split_key=split_key_of(fields, origin, prompt),
-            timeout_s=origin.timeout_s,
-            first_token_s=first_token_s,
-            trace=origin.trace,
-            truncate_prompt_tokens=truncation,
         )
         for index, prompt in enumerate(prompts)
     )
@@ -145,7 +152,39 @@ def _call(
         return_token_ids,
         names,
         grammar=grammar,
+        tokens_as_ids=tokens_as_ids,
     )
+
+
+def _first_call(
+    body: Body, origin: Origin, model: str, prompt: Prompt, asked: Sampling
+) -> GenerateCall:
+    """The call of one prompt; those of others differ by prompt, id and split key."""
+    priority = body.integer("priority") or 0
+    if not -(1 << 31) <= priority < 1 << 31:
+        raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
+    return GenerateCall(
+        tenant=origin.tenant,
+        model=model,
+        prompt=prompt,
+        sampling=asked,
+        adapters=_adapters(body.raw("adapters")),
+        cache_salt=body.text("cache_salt") or "",
+        priority=priority,
+        timeout_s=origin.timeout_s,
+        first_token_s=body.number("first_token_s"),
+        on_update=_update_policy(body.text("on_update")),
+        trace=origin.trace,
+        truncate_prompt_tokens=body.integer("truncate_prompt_tokens"),
+    )
+
+
+def _update_policy(value: str | None) -> UpdatePolicy:
+    try:
+        return UpdatePolicy(value or UpdatePolicy.FINISH)
+    except ValueError:
+        known = ", ".join(UpdatePolicy)
+        raise InvalidRequest.field("on_update", value or "", f"must be one of {known}") from None
 
 
 def _answer_grammar(body: Body, prompt: Prompt, *, must_call: bool) -> tuple[Grammar | None, str]:
@@ -161,7 +200,8 @@ def _answer_grammar(body: Body, prompt: Prompt, *, must_call: bool) -> tuple[Gra
     return (None, "tools") if grammar is None or must_call else (grammar, name)
 
 
-def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
+def read_sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    """The sampling fields of a body. Raises: InvalidRequest."""
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=body.integer("min_tokens"),
@@ -178,6 +218,7 @@ def _sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> Sa
         frequency_penalty=body.number("frequency_penalty"),
         logit_bias=body.bias("logit_bias"),
         logprobs=logprobs,
+        prompt_logprobs=body.count("prompt_logprobs"),
         n=body.integer("n"),
         echo=body.flag("echo"),
         allowed_token_ids=body.ids("allowed_token_ids"),

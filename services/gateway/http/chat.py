@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loraplex.api.output import FinishReason
-from loraplex_services.gateway.http.calls import OpenAICall
+from loraplex.errors import LoraplexError
+from loraplex_services.gateway.http.chat_answers import ChatAnswers
+from loraplex_services.gateway.http.errors import error_object
 from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
+    UnsentSpans,
     prompt_id_fields,
     token_id_fields,
 )
-from loraplex_services.gateway.http.logprobs import chat_logprobs
-from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.http.logprobs import chat_logprobs, prompt_logprob_maps
 from loraplex_services.gateway.request import TextDelta
-from loraplex_services.gateway.text.detokenize import decode_all
-from loraplex_services.gateway.tools.answer import AnswerParser
 from loraplex_services.gateway.tools.reader import Delta, ToolCall
-from loraplex_services.gateway.tools.readers import reader_of
 
 _CHUNK = "chat.completion.chunk"
-_TAIL_TOKENS = 8
-"""Enough of the end of a prompt to see whether it ends inside a thought."""
 
 
 class ChatFormatter:
@@ -32,59 +28,51 @@ class ChatFormatter:
         self._info = info
         self._begun: set[int] = set()
         """Indices of choices whose role has been sent."""
-        self._answers: dict[int, AnswerParser] = {}
-        self._offsets: dict[int, list[int]] = {}
-        """Where the tokens of each choice begin, up to the end of its thought."""
+        self._unsent = UnsentSpans()
+        self._answers = ChatAnswers(info)
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
+        self._unsent.add(text_delta)
         if text_delta.index not in self._begun:
             chunks.append(self._opening(text_delta))
             self._begun.add(text_delta.index)
-        delta = _formatted(self._read(text_delta), self._info.call.include_reasoning)
+        delta = _formatted(self._answers.read(text_delta), self._info.call.include_reasoning)
         shows_ids = self._info.call.return_token_ids or self._wants_logprobs(text_delta.index)
         if delta or text_delta.finish_reason or (shows_ids and text_delta.token_ids):
             if not delta and not text_delta.finish_reason:
                 delta = {"content": ""}
-            chunks.append(self._chunk([self._choice(text_delta, "delta", delta)]))
+            choice = self._choice(text_delta, "delta", delta)
+            choice |= self._info.weights(text_delta.index, self._unsent.take(text_delta.index))
+            chunks.append(self._chunk([choice]))
         return chunks
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return self._info.object(_CHUNK, []) | {"usage": self._usage()}
+    def ending(self) -> list[dict[str, Any]]:
+        if not self._info.call.include_usage:
+            return []
+        return [self._info.object(_CHUNK, []) | {"usage": self._answers.usage()}]
+
+    def failure(self, error: LoraplexError) -> dict[str, Any]:
+        return error_object(error)
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
         formatted = [
             self._choice(
-                text_delta, "message", self._message(self._read(text_delta)), with_prompt=True
+                text_delta,
+                "message",
+                self._message(self._answers.read(text_delta)),
+                with_prompt=True,
             )
+            | self._info.weights(text_delta.index, text_delta.spans)
             for text_delta in choices
         ]
-        body = self._info.object("chat.completion", formatted) | {"usage": self._usage()}
+        body = self._info.object("chat.completion", formatted) | {
+            "usage": self._answers.usage(),
+            "prompt_logprobs": prompt_logprob_maps(
+                self._info.of_choice(0), choices[0].prompt_logprobs
+            ),
+        }
         return body | prompt_id_fields(self._info)
-
-    def _read(self, text_delta: TextDelta) -> Delta:
-        """The new parts of a choice's answer, by kind."""
-        if text_delta.index not in self._answers:
-            prepared = self._info.of_choice(text_delta.index)
-            self._answers[text_delta.index] = answer_parser(prepared, self._info.call)
-        reply = self._answers[text_delta.index]
-        if reply.may_think:
-            self._offsets.setdefault(text_delta.index, []).extend(text_delta.offsets)
-        delta = reply.feed(text_delta.text)
-        if text_delta.finish_reason is not None:
-            rest = reply.finish()
-            delta.content += rest.content
-            delta.reasoning += rest.reasoning
-            delta.calls += rest.calls
-        return delta
-
-    def _usage(self) -> dict[str, Any]:
-        num_reasoning = 0
-        for index, offsets in self._offsets.items():
-            begin, end = self._answers[index].thought_chars
-            num_reasoning += sum(begin <= offset < end for offset in offsets)
-        details = {"reasoning_tokens": num_reasoning}
-        return self._info.usage() | {"completion_tokens_details": details}
 
     def _message(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -130,10 +118,9 @@ class ChatFormatter:
 
     def _finish_reason(self, text_delta: TextDelta) -> str | None:
         """`tool_calls` if the answer contains calls, unless the caller named the function."""
-        reason = text_delta.finish_reason
-        if reason is FinishReason.STOP and not self._info.call.tool_use.named:
-            return "tool_calls" if self._answers[text_delta.index].num_calls else reason
-        return reason
+        if not self._info.call.tool_use.named and self._answers.ends_with_calls(text_delta):
+            return "tool_calls"
+        return text_delta.finish_reason
 
     def _chunk(self, choices: list[dict[str, Any]], num_unsent: int = 0) -> dict[str, Any]:
         return self._info.object(_CHUNK, choices) | self._info.chunk_usage(num_unsent)
@@ -144,25 +131,9 @@ class ChatFormatter:
     def _logprobs(self, text_delta: TextDelta) -> dict[str, Any] | None:
         prepared = self._info.of_choice(text_delta.index)
         num_top = prepared.call.sampling.logprobs
-        return None if num_top is None else chat_logprobs(prepared.tokens, text_delta, num_top)
-
-
-def answer_parser(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
-    """The parser of one answer. In a response format all of it is content or calls, and never a
-    thought."""
-    style = prepared.style
-    thinks = style.thinks and call.grammar is None
-    return AnswerParser(
-        thinks=thinks,
-        is_thinking=thinks and ends_in_thought(prepared),
-        tools=reader_of(style.tool_format, call.tool_use),
-    )
-
-
-def ends_in_thought(prepared: PreparedRequest) -> bool:
-    """Whether the prompt opened a thought, which the answer continues."""
-    tail = prepared.prompt_ids[-_TAIL_TOKENS:]
-    return decode_all(prepared.tokens, tail, skip_special=False).rstrip().endswith("<think>")
+        if num_top is None:
+            return None
+        return chat_logprobs(self._info.names(text_delta.index), text_delta, num_top)
 
 
 def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from loraplex.errors import LoraplexError
+from loraplex_services.gateway.http.errors import error_object
 from loraplex_services.gateway.http.formatting import (
     ResponseInfo,
+    UnsentSpans,
     prompt_id_fields,
     token_id_fields,
 )
-from loraplex_services.gateway.http.logprobs import completion_logprobs, joined, prompt_logprobs
+from loraplex_services.gateway.http.logprobs import (
+    completion_logprobs,
+    joined,
+    prompt_logprob_maps,
+    prompt_logprobs,
+)
 from loraplex_services.gateway.request import TextDelta
 
 _KIND = "text_completion"
@@ -23,8 +31,10 @@ class CompletionFormatter:
         self._info = info
         self._begun: set[int] = set()
         """Indices of the choices that have been started."""
+        self._unsent = UnsentSpans()
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+        self._unsent.add(text_delta)
         choice = self._choice(text_delta, is_first=text_delta.index not in self._begun)
         says_nothing = not (
             choice["text"] or choice["finish_reason"] or choice["logprobs"] or text_delta.token_ids
@@ -32,18 +42,31 @@ class CompletionFormatter:
         hides_ids = not self._info.call.return_token_ids and choice["logprobs"] is None
         if says_nothing or (hides_ids and not choice["text"] and not choice["finish_reason"]):
             return []
+        choice |= self._info.weights(text_delta.index, self._unsent.take(text_delta.index))
         extra = {} if self._begun else prompt_id_fields(self._info)
         self._begun.add(text_delta.index)
         chunk = self._info.object(_KIND, [choice]) | self._info.chunk_usage()
         return [chunk | extra]
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return self._info.object(_KIND, []) | {"usage": self._info.usage()}
+    def ending(self) -> list[dict[str, Any]]:
+        if not self._info.call.include_usage:
+            return []
+        return [self._info.object(_KIND, []) | {"usage": self._info.usage()}]
+
+    def failure(self, error: LoraplexError) -> dict[str, Any]:
+        return error_object(error)
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
-        formatted = [self._choice(text_delta, is_first=True) for text_delta in choices]
+        formatted = [self._whole(text_delta) for text_delta in choices]
         body = self._info.object(_KIND, formatted) | {"usage": self._info.usage()}
         return body | prompt_id_fields(self._info)
+
+    def _whole(self, choice: TextDelta) -> dict[str, Any]:
+        prepared = self._info.of_choice(choice.index)
+        return self._choice(choice, is_first=True) | {
+            "prompt_logprobs": prompt_logprob_maps(prepared, choice.prompt_logprobs),
+            **self._info.weights(choice.index, choice.spans),
+        }
 
     def _choice(self, text_delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
         echo = self._echo(text_delta.index) if is_first else ""
@@ -66,11 +89,12 @@ class CompletionFormatter:
             return None
         shift = len(self._echo(text_delta.index))
         offsets = [shift + offset for offset in text_delta.offsets]
-        lists = completion_logprobs(prepared.tokens, text_delta.logprobs, offsets)
+        names = self._info.names(text_delta.index)
+        lists = completion_logprobs(names, text_delta.logprobs, offsets)
         if not (is_first and prepared.resolved.echo):
             return lists
         prompt = prompt_logprobs(
-            prepared.tokens,
+            names,
             prepared.prompt_ids,
             text_delta.prompt_logprobs,
             skip_special=prepared.resolved.text.skip_special,

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from typing import Any
 
-from loraplex.errors import LoraplexError, NotFound, codes_of
+from loraplex.errors import AdapterNotFound, LoraplexError, NotFound, codes_of
+
+MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = defaultdict(
+    lambda: "api_error",
+    {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        409: "invalid_request_error",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    },
+)
+"""Anthropic's types of errors by HTTP status."""
+_MODEL_REASONS = (NotFound.reason, AdapterNotFound.reason)
+"""Of errors that mean a model unless they name a field."""
 
 
 def error_object(error: LoraplexError) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
     param = error.violations[0].field if error.violations else None
     code = error.reason.lower()
-    if isinstance(error, NotFound):
+    if isinstance(error, NotFound) and error.reason in _MODEL_REASONS:
         param, code = param or "model", "model_not_found"
     return {
         "error": {
@@ -25,9 +44,18 @@ def error_object(error: LoraplexError) -> dict[str, Any]:
     }
 
 
-def error_body(error: LoraplexError) -> bytes:
-    """The object as ASCII JSON."""
-    return json.dumps(error_object(error)).encode()
+def messages_error(error: LoraplexError) -> dict[str, Any]:
+    """The object of the Messages API, in which the message alone names the field."""
+    return {
+        "type": "error",
+        "error": {"type": _MESSAGES_TYPES[codes_of(error).http], "message": error.message},
+    }
+
+
+def error_body(error: LoraplexError, path: str = "") -> bytes:
+    """The object as ASCII JSON, in the shape of the API at a path."""
+    is_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+    return json.dumps(messages_error(error) if is_messages else error_object(error)).encode()
 
 
 def error_headers(error: LoraplexError) -> dict[str, str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from loraplex.api.output import WeightSpan, joined_spans
+from loraplex.errors import LoraplexError
 from loraplex_services.gateway.http.calls import OpenAICall
+from loraplex_services.gateway.http.logprobs import TokenNames
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import Target, TextDelta
 
@@ -29,6 +32,10 @@ class ResponseInfo:
     def of_choice(self, index: int) -> PreparedRequest:
         """The prompt that a choice belongs to."""
         return self.prepared[index // self.num_choices]
+
+    def names(self, index: int) -> TokenNames:
+        """How logprobs of a choice show its tokens."""
+        return TokenNames(self.of_choice(index).tokens, self.call.tokens_as_ids)
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A response or chunk without usage."""
@@ -69,6 +76,23 @@ class ResponseInfo:
         usage = {"prompt_tokens": prompt, "completion_tokens": completion}
         return {"usage": {**usage, "total_tokens": prompt + completion}}
 
+    def weights(self, index: int, spans: Iterable[WeightSpan]) -> dict[str, Any]:
+        """The field of a choice that says which weights computed its tokens; none for the base."""
+        labels = self.of_choice(index).labels
+        if not labels:
+            return {}
+        return {
+            "weights": [
+                {
+                    "start": span.start,
+                    "length": span.num_tokens,
+                    "adapters": [labels[digest] for digest in span.digests],
+                    "digests": list(span.digests),
+                }
+                for span in joined_spans(spans)
+            ]
+        }
+
     def headers(self) -> dict[str, str]:
         """Of the whole call."""
         return headers_of(self.prepared[0].target)
@@ -83,6 +107,21 @@ def headers_of(target: Target) -> dict[str, str]:
         "x-loraplex-adapter": ", ".join(adapter.label for adapter in adapters),
         "x-loraplex-digest": ", ".join(adapter.digest for adapter in adapters),
     }
+
+
+class UnsentSpans:
+    """The adapters of tokens that no chunk of a stream has contained yet, by choice."""
+
+    def __init__(self) -> None:
+        self._spans: dict[int, list[WeightSpan]] = {}
+
+    def add(self, text_delta: TextDelta) -> None:
+        """Take note of a text delta's tokens."""
+        self._spans.setdefault(text_delta.index, []).extend(text_delta.spans)
+
+    def take(self, index: int) -> list[WeightSpan]:
+        """Those of a choice that goes out now."""
+        return self._spans.pop(index, [])
 
 
 @dataclass(slots=True)
@@ -103,17 +142,21 @@ class CollectedChoice:
             finish_reason=text_deltas[-1].finish_reason,
             stop_reason=text_deltas[-1].stop_reason,
             prompt_logprobs=text_deltas[0].prompt_logprobs,
+            spans=joined_spans(span for text_delta in text_deltas for span in text_delta.spans),
         )
 
 
 class Formatter(Protocol):
-    """Completions or chat."""
+    """Turns the output of one request into the objects of one API."""
 
     def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
         """Stream objects for a text delta; empty if it contains nothing new for this caller."""
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last stream object with include_usage."""
+    def ending(self) -> list[dict[str, Any]]:
+        """Stream objects that follow the last text delta."""
+
+    def failure(self, error: LoraplexError) -> dict[str, Any]:
+        """The last stream object of an answer that fails after its beginning was sent."""
 
     def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
         """The one object of a response that is not streamed; `choices` in order of index."""

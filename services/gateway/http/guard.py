@@ -9,6 +9,7 @@ import secrets
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.errors import LoraplexError, PermissionDenied, codes_of
@@ -62,7 +63,8 @@ class Guard:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = sent["request-id"] = request_id
             elif not message.get("more_body") and not intake.is_over and "expect" not in headers:
                 await send({**message, "more_body": True})
                 await intake.discard()
@@ -71,7 +73,7 @@ class Guard:
 
         host = headers.get("host", "")
         if self._hosts and scope["path"] not in _PROBES and not self._hosts.allows(host):
-            await _refuse(send_with_id, _bad_host())
+            await _refuse(send_with_id, _bad_host(), scope["path"])
             return
         await self._app(scope, intake, send_with_id)
 
@@ -121,8 +123,8 @@ def _bad_host() -> LoraplexError:
     )
 
 
-async def _refuse(send: Send, error: LoraplexError) -> None:
-    body = error_body(error)
+async def _refuse(send: Send, error: LoraplexError, path: str) -> None:
+    body = error_body(error, path)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -130,3 +132,14 @@ async def _refuse(send: Send, error: LoraplexError) -> None:
     start = {"type": "http.response.start", "status": codes_of(error).http, "headers": headers}
     await send(start)
     await send({"type": "http.response.body", "body": body})
+
+
+def authorization_of(request: Request) -> str:
+    """The header with the caller's key, also if it came as Anthropic's clients send it."""
+    key = request.headers.get("x-api-key", "")
+    return request.headers.get("authorization", f"Bearer {key}" if key else "")
+
+
+def api_key_of(request: Request) -> str:
+    """The key that a request was sent with; "" without one."""
+    return authorization_of(request).partition(" ")[2].strip()

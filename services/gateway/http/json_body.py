@@ -44,11 +44,12 @@ class LargeBodies:
                     f"the body took longer than {MAX_LARGE_BODY_S} s to arrive",
                     reason="BODY_TOO_SLOW",
                 ) from None
-            if len(raw) <= MAX_SMALL_BODY_BYTES:
-                return parse_object(raw)
-            return await self._parse(raw, tenant)
+            return await self.parse(raw, tenant)
 
-    async def _parse(self, raw: bytes, tenant: str) -> dict[str, Any]:
+    async def parse(self, raw: bytes, tenant: str) -> dict[str, Any]:
+        """A JSON object; large ones wait. Raises: InvalidRequest, ResourceExhausted."""
+        if len(raw) <= MAX_SMALL_BODY_BYTES:
+            return parse_object(raw)
         await self._parsed.take(tenant, "large bodies")
         begin_s = time.perf_counter()
         try:

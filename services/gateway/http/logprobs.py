@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from loraplex.api.output import TokenLogprob
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.text.detokenize import TokenBytes, token_text
 
@@ -13,23 +15,38 @@ LEAST_LOGPROB = -9999.0
 """OpenAI's replacement for -Infinity, which JSON lacks."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How one response shows tokens: by their text, or as `token_id:N`."""
+
+    tokens: TokenBytes
+    as_ids: bool = False
+
+    def of(self, token_id: int) -> tuple[str, bytes]:
+        """A token by itself, and its bytes."""
+        if not self.as_ids:
+            return token_text(self.tokens, token_id)
+        shown = f"token_id:{token_id}"
+        return shown, shown.encode()
+
+
 def completion_logprobs(
-    tokens: TokenBytes, entries: Sequence[TokenLogprob], offsets: Sequence[int]
+    names: TokenNames, entries: Sequence[TokenLogprob], offsets: Sequence[int]
 ) -> dict[str, Any]:
     """The four parallel lists of completions, an entry per generated token.
 
     `offsets` are the characters of the choice's text before each token.
     """
     return {
-        "tokens": [token_text(tokens, entry.token_id)[0] for entry in entries],
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_top(tokens, entry) for entry in entries],
+        "tokens": [names.of(entry.token_id)[0] for entry in entries],
+        "token_logprobs": [finite(entry.logprob) for entry in entries],
+        "top_logprobs": [_top(names, entry) for entry in entries],
         "text_offset": list(offsets),
     }
 
 
 def prompt_logprobs(
-    tokens: TokenBytes,
+    names: TokenNames,
     prompt_ids: Sequence[int],
     entries: Sequence[TokenLogprob | None],
     *,
@@ -37,28 +54,41 @@ def prompt_logprobs(
 ) -> dict[str, Any]:
     """The same lists for an echoed prompt, whose first token has no logprob."""
     lists: dict[str, Any] = {
-        "tokens": [token_text(tokens, token_id)[0] for token_id in prompt_ids],
+        "tokens": [names.of(token_id)[0] for token_id in prompt_ids],
         "token_logprobs": [],
         "top_logprobs": [],
         "text_offset": [],
     }
-    detokenizer = tokens.detokenizer(skip_special=skip_special, is_start=True)
+    detokenizer = names.tokens.detokenizer(skip_special=skip_special, is_start=True)
     num_chars = 0
     padded = [*entries, *[None] * (len(prompt_ids) - len(entries))]
     for token_id, entry in zip(prompt_ids, padded, strict=True):
-        lists["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
-        lists["top_logprobs"].append(None if entry is None else _top(tokens, entry))
+        lists["token_logprobs"].append(None if entry is None else finite(entry.logprob))
+        lists["top_logprobs"].append(None if entry is None else _top(names, entry))
         lists["text_offset"].append(num_chars)
         num_chars += len(detokenizer.push(token_id))
     return lists
 
 
-def chat_logprobs(tokens: TokenBytes, text_delta: TextDelta, num_top: int) -> dict[str, Any]:
+def prompt_logprob_maps(
+    prepared: PreparedRequest, entries: Sequence[TokenLogprob | None]
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's `prompt_logprobs`: per prompt token an object by token id, the token itself first.
+
+    The first position has none. The rank of a token outside the most likely ones is null. Returns
+    None unless the caller asked for them.
+    """
+    if prepared.call.sampling.prompt_logprobs is None:
+        return None
+    return [None if entry is None else _by_id(prepared.tokens, entry) for entry in entries]
+
+
+def chat_logprobs(names: TokenNames, text_delta: TextDelta, num_top: int) -> dict[str, Any]:
     """`content` with token, logprob, bytes and the most likely alternatives."""
     content = []
     for entry in text_delta.logprobs:
-        shown = _chat_token(tokens, entry.token_id, entry.logprob)
-        shown["top_logprobs"] = [_chat_token(tokens, i, lp) for i, lp in entry.top[:num_top]]
+        shown = _chat_token(names, entry.token_id, entry.logprob)
+        shown["top_logprobs"] = [_chat_token(names, i, lp) for i, lp in entry.top[:num_top]]
         content.append(shown)
     return {"content": content, "refusal": None}
 
@@ -68,18 +98,31 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {name: [*first[name], *second[name]] for name in first}
 
 
-def _chat_token(tokens: TokenBytes, token_id: int, logprob: float) -> dict[str, Any]:
-    text, data = token_text(tokens, token_id)
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+def _by_id(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, Any]:
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
+    return {
+        str(token_id): {
+            "logprob": finite(logprob),
+            "rank": ranks.get(token_id),
+            "decoded_token": token_text(tokens, token_id)[0],
+        }
+        for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)
+    }
 
 
-def _top(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, float]:
+def _chat_token(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    text, data = names.of(token_id)
+    return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+
+def _top(names: TokenNames, entry: TokenLogprob) -> dict[str, float]:
     """Best first, always including the token itself; of equal texts the most likely one counts."""
     top: dict[str, float] = {}
     for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-        top.setdefault(token_text(tokens, token_id)[0], _finite(logprob))
+        top.setdefault(names.of(token_id)[0], finite(logprob))
     return top
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A logprob as JSON can say it."""
     return max(logprob, LEAST_LOGPROB)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -19,25 +21,52 @@ logger = logging.getLogger(__name__)
 
 COMMENT_INTERVAL_S = 10.0
 _COMMENT = b": waiting\n\n"
-_DONE = b"data: [DONE]\n\n"
 
 Renamed = Callable[[LoraplexError], LoraplexError]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """How the objects of a stream become events."""
+
+    is_named: bool = False
+    """Each event has the name that its object holds in `type`."""
+    last: bytes = b""
+    """What follows the last object."""
+
+    def event(self, chunk: Mapping[str, Any]) -> bytes:
+        """One object as an event."""
+        content = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+        name = f"event: {chunk['type']}\n" if self.is_named else ""
+        return f"{name}data: {content}\n\n".encode()
+
+
+CHUNKS = StreamFormat(last=b"data: [DONE]\n\n")
+"""Of completions and chat."""
 
 
 class EventStream:
     """An ASGI response that sends chunks as events.
 
     The status line is sent with the first chunk or comment, so that an error before that has its
-    own status. A later error is sent as one event, and the stream ends without [DONE].
+    own status. A later error is sent as one event, after which the stream ends.
     """
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes], headers: dict[str, str], renamed: Renamed
+        self,
+        chunks: AsyncGenerator[Mapping[str, Any]],
+        headers: dict[str, str],
+        stream_format: StreamFormat,
+        renamed: Renamed,
+        failure: Callable[[LoraplexError], Mapping[str, Any]],
     ) -> None:
+        """`failure` is the last object of a stream that fails after it has begun."""
         self._chunks = chunks
         self._headers = headers
+        self._format = stream_format
         self._renamed = renamed
+        self._failure = failure
         self._has_begun = False
         self._sent_s = time.monotonic()
         self._sending = asyncio.Lock()
@@ -46,32 +75,32 @@ class EventStream:
         """Send all events; ends early if the client disconnects."""
         comments = asyncio.create_task(self._comment(send))
         try:
-            await until_gone(receive, self._stream(send))
+            await until_gone(receive, self._stream(scope, send))
         except ClientDisconnect:
             logger.debug("client disconnected")
         finally:
             comments.cancel()
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
         try:
             async with aclosing(self._chunks) as chunks:
                 async for chunk in chunks:
-                    await self._send(send, b"data: " + chunk + b"\n\n")
-            await self._send(send, _DONE, more=False)
+                    await self._send(send, self._format.event(chunk))
+            await self._send(send, self._format.last, more=False)
         except LoraplexError as error:
-            await self._fail(send, self._renamed(error))
+            await self._fail(scope, send, self._renamed(error))
         except Exception:
             logger.exception("stream failed")
-            await self._fail(send, LoraplexError("internal error"))
+            await self._fail(scope, send, LoraplexError("internal error"))
 
-    async def _fail(self, send: Send, error: LoraplexError) -> None:
+    async def _fail(self, scope: Scope, send: Send, error: LoraplexError) -> None:
         if self._has_begun:
-            await self._send(send, b"data: " + error_body(error) + b"\n\n", more=False)
+            await self._send(send, self._format.event(self._failure(error)), more=False)
             return
         headers = {**self._headers, **error_headers(error), "content-type": "application/json"}
         self._has_begun = True
         await send(_start(codes_of(error).http, headers))
-        await send({"type": "http.response.body", "body": error_body(error)})
+        await send({"type": "http.response.body", "body": error_body(error, scope["path"])})
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         async with self._sending:

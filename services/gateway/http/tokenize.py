@@ -23,23 +23,60 @@ from loraplex_services.gateway.text.tokenizer import ServedBase, check_ids
 from loraplex_services.gateway.workers.fleet import Fleet
 
 
-class TokenizeEndpoints:
-    """Endpoints over the tokenizers of bases and adapters."""
+class PromptEncoder:
+    """Turns prompts into token ids as requests would, without a worker."""
 
     def __init__(
         self,
-        caller: Callable[[Request], Awaitable[Caller]],
         resolver: Resolver,
         fleet: Fleet,
         adapter_text: AdapterText,
         charge: Callable[[str], Awaitable[object]],
     ) -> None:
         """`charge(tenant)` counts a request for its rate. Raises ResourceExhausted."""
-        self._caller = caller
         self._charge = charge
         self._resolver = resolver
         self._fleet = fleet
         self._adapter_text = adapter_text
+
+    async def encode(
+        self, model: str | None, tenant: str, prompt: Prompt, field: str
+    ) -> tuple[ServedBase, tuple[int, ...]]:
+        """The tokens of a prompt that came in `field`, and what they belong to.
+
+        Raises: InvalidRequest, NotFound, ResourceExhausted, Unavailable.
+        """
+        served = await self.served(model, tenant, prompt)
+        try:
+            return served, await served.tokenizer.encode(prompt, served.model, tenant)
+        except LoraplexError as error:
+            raise with_names(error, {"prompt": field, "messages": field}) from None
+
+    async def served(self, model: str | None, tenant: str, prompt: Prompt) -> ServedBase:
+        """The tokenizer of a model, by default the first base, for one request of a tenant.
+
+        Raises: NotFound, ResourceExhausted, Unavailable.
+        """
+        await self._charge(tenant)
+        bases = self._resolver.bases()
+        model = model or next(iter(bases), None)
+        if model is None:
+            raise Unavailable("no worker is ready; retry shortly", retry_after_s=1.0)
+        call = GenerateCall(model=model, prompt=prompt, tenant=tenant)
+        target = await self._resolver.target(call)
+        served = self._fleet.served(target.base_id)
+        tokenizer = await self._adapter_text.tokenizer(served, target, tenant)
+        return ServedBase(served.model.under(target.adapters), tokenizer)
+
+
+class TokenizeEndpoints:
+    """Endpoints over the tokenizers of bases and adapters."""
+
+    def __init__(
+        self, caller: Callable[[Request], Awaitable[Caller]], encoder: PromptEncoder
+    ) -> None:
+        self._caller = caller
+        self._encoder = encoder
 
     def routes(self) -> list[Route]:
         """Both paths."""
@@ -51,17 +88,12 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
-        await self._charge(caller.tenant)
         body = Body(await read_json(request, caller.tenant))
         model = body.text("model")
         shows_names = body.flag("return_token_strs")
         prompt, field = _prompt(body)
         body.finish()
-        served = await self._served(model, caller, prompt)
-        try:
-            ids = await served.tokenizer.encode(prompt, served.model, caller.tenant)
-        except LoraplexError as error:
-            raise with_names(error, {"prompt": field}) from None
+        served, ids = await self._encoder.encode(model, caller.tenant, prompt, field)
         name_of = served.tokenizer.tokens.name_of
         return JSONResponse(
             {
@@ -75,11 +107,10 @@ class TokenizeEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
-        await self._charge(caller.tenant)
         body = Body(await read_json(request, caller.tenant))
         model, ids = body.text("model"), body.ids("tokens")
         body.finish()
-        served = await self._served(model, caller, TokenPrompt(ids))
+        served = await self._encoder.served(model, caller.tenant, TokenPrompt(ids))
         if len(ids) > served.model.max_model_len:
             raise InvalidRequest.field(
                 "tokens", len(ids), f"at most {served.model.max_model_len} tokens, the context"
@@ -91,18 +122,6 @@ class TokenizeEndpoints:
         return JSONResponse(
             {"prompt": decode_all(served.tokenizer.tokens, ids, skip_special=False)}
         )
-
-    async def _served(self, model: str | None, caller: Caller, prompt: Prompt) -> ServedBase:
-        """The tokenizer of a model, by default the first base. Raises: NotFound, Unavailable."""
-        bases = self._resolver.bases()
-        model = model or next(iter(bases), None)
-        if model is None:
-            raise Unavailable("no worker is ready; retry shortly", retry_after_s=1.0)
-        call = GenerateCall(model=model, prompt=prompt, tenant=caller.tenant)
-        target = await self._resolver.target(call)
-        served = self._fleet.served(target.base_id)
-        tokenizer = await self._adapter_text.tokenizer(served, target, caller.tenant)
-        return ServedBase(served.model.under(target.adapters), tokenizer)
 
 
 def _prompt(body: Body) -> tuple[Prompt, str]:

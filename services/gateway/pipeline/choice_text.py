@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loraplex.api.output import FinishReason
+from loraplex.api.output import FinishReason, WeightSpan
 from loraplex_services.gateway.request import TextDelta, TextRules, Tokens
 from loraplex_services.gateway.text.detokenize import TokenBytes
 
@@ -150,6 +150,7 @@ class ChoiceText:
             cached_tokens=event.cached_tokens,
             timings=event.timings,
             worker_id=event.worker_id,
+            spans=(WeightSpan(event.position, num_kept, event.digests),) if num_kept else (),
             pooled=event.pooled,
         )
 

@@ -7,7 +7,6 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
 
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.output import FinishReason, Usage
@@ -30,16 +29,18 @@ from loraplex_services.gateway.metrics import (
 )
 from loraplex_services.gateway.pipeline.call_limits import check_call, truncation_of
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
+from loraplex_services.gateway.pipeline.live import LiveRequests, check_update_policy
 from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
-from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest, scaled
 from loraplex_services.gateway.pipeline.recent import CANCELLED, OK
 from loraplex_services.gateway.pipeline.sampling import resolve
 from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory
-from loraplex_services.gateway.request import GenerateCall, RunningAdapter, Target, TextDelta
+from loraplex_services.gateway.request import GenerateCall, Target, TextDelta
 from loraplex_services.gateway.routing.relay import Relay
 from loraplex_services.gateway.routing.router import are_on_a_device, can_start_within
+from loraplex_services.gateway.routing.steering import Steering
 from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.workers.fleet import Fleet
 
@@ -69,6 +70,7 @@ class Generation:
         fleet: Fleet,
         adapter_text: AdapterText,
         relay: Relay,
+        live: LiveRequests,
         controller: AdmissionController,
         rates: TenantRates,
         concurrency: TenantConcurrency,
@@ -81,6 +83,7 @@ class Generation:
         self._fleet = fleet
         self._adapter_text = adapter_text
         self._relay = relay
+        self._live = live
         self._controller = controller
         self._rates = rates
         self._concurrency = concurrency
@@ -116,6 +119,7 @@ class Generation:
         arrival_s = now_s()
         limits = await self.charge_request(call.tenant)
         target = await self._resolver.target(call)
+        check_update_policy(call, target)
         pooling = choose_pooling(call, target.adapters)
         served = self._fleet.served(target.base_id)
         model = served.model.under(target.adapters)
@@ -131,10 +135,11 @@ class Generation:
             fills_context=isinstance(call.prompt, ChatPrompt),
             draw_seed=self._draw_seed,
         )
+        target = scaled(target, resolved.scale)
         timeout_s = min(call.timeout_s or self._max_request_s, self._max_request_s)
         return PreparedRequest(
             call=call,
-            target=replace(target, adapters=_scaled(target, resolved.scale)),
+            target=target,
             base=served.model,
             tokens=tokenizer.tokens,
             style=tokenizer.style,
@@ -147,6 +152,7 @@ class Generation:
             pooling=pooling,
             grammar_tokens=_grammar_tokens(target, tokenizer.added),
             usage=Usage(prompt_tokens=len(prompt_ids)),
+            labels={adapter.digest: adapter.label for adapter in target.adapters},
         )
 
     async def charge_request(self, tenant: str) -> TenantLimits:
@@ -195,8 +201,9 @@ class Generation:
     async def _counted(self, prepared: PreparedRequest) -> TextDeltas:
         base_id = prepared.base.base_id
         async with (
+            self._live.entered(prepared) as steering,
             self._admitted(prepared) as permit,
-            aclosing(self._choices(prepared)) as text_deltas,
+            aclosing(self._choices(prepared, steering)) as text_deltas,
         ):
             PROMPT_TOKENS.labels(base_id).inc(prepared.usage.prompt_tokens)
             is_first = True
@@ -250,20 +257,22 @@ class Generation:
         if not can_start_within(views, len(prepared.prompt_ids), left_s):
             raise deadline_infeasible()
 
-    def _choices(self, prepared: PreparedRequest) -> TextDeltas:
+    def _choices(self, prepared: PreparedRequest, steering: Steering) -> TextDeltas:
         count = prepared.resolved.num_choices
         if count == 1:
-            return self._choice(prepared, 0)
-        return interleaved([self._choice(prepared, index) for index in range(count)])
+            return self._choice(prepared, 0, steering)
+        return interleaved([self._choice(prepared, index, steering) for index in range(count)])
 
-    async def _choice(self, prepared: PreparedRequest, index: int) -> TextDeltas:
+    async def _choice(
+        self, prepared: PreparedRequest, index: int, steering: Steering
+    ) -> TextDeltas:
         sampling = prepared.resolved.sampling
         is_silent = not prepared.resolved.emits_tokens and sampling.prompt_logprobs is None
         if is_silent and not prepared.pooling:
             yield TextDelta(index, finish_reason=FinishReason.LENGTH)
             return
         text = ChoiceText(index, prepared.tokens, prepared.resolved.text)
-        async with aclosing(self._relay.stream(prepared.job(index))) as events:
+        async with aclosing(self._relay.stream(prepared.job(index), steering)) as events:
             async for event in events:
                 if not prepared.resolved.emits_tokens:
                     yield _prompt_only(text.add(event))
@@ -302,10 +311,6 @@ async def interleaved(sources: list[TextDeltas]) -> TextDeltas:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _scaled(target: Target, scale: float) -> tuple[RunningAdapter, ...]:
-    return tuple(replace(a, weight=a.weight * scale) for a in target.adapters)
 
 
 def _prompt_only(text_delta: TextDelta) -> TextDelta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.api.output import ServedBy, Usage
@@ -11,7 +12,13 @@ from loraplex.api.request import AdapterSet, TextPrompt, WorkerRequest
 from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
-from loraplex_services.gateway.request import GenerateCall, ServedModel, Target, WorkerJob
+from loraplex_services.gateway.request import (
+    GenerateCall,
+    RunningAdapter,
+    ServedModel,
+    Target,
+    WorkerJob,
+)
 from loraplex_services.gateway.text.chat_style import ChatStyle
 from loraplex_services.gateway.text.detokenize import TokenBytes, decode_all
 
@@ -37,6 +44,24 @@ class PreparedRequest:
     """None = only the deadline counts."""
     usage: Usage = field(default_factory=Usage)
     """Counts grow while the request runs."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """tenant/name:vN by digest of the adapters that it has run with; grows if it follows a tag."""
+
+    @property
+    def adapter_set(self) -> AdapterSet:
+        """The adapters that it begins with."""
+        return adapter_set(self.target)
+
+    def note_labels(self, target: Target) -> None:
+        """Remember what adapters are called. Mutates: labels."""
+        self.labels.update((adapter.digest, adapter.label) for adapter in target.adapters)
+
+    def can_follow(self, target: Target) -> bool:
+        """Whether the request may go on with a target: its tokens mean the same there."""
+        return (self.target.base_id, *map(_token_facts, self.target.adapters)) == (
+            target.base_id,
+            *map(_token_facts, target.adapters),
+        )
 
     def prompt_text(self) -> str:
         """The prompt as text, for echo."""
@@ -58,7 +83,7 @@ class PreparedRequest:
             request_id=call.request_id,
             tenant=call.tenant,
             prompt_ids=self.prompt_ids,
-            adapters=AdapterSet.of((a.digest, a.weight) for a in self.target.adapters),
+            adapters=self.adapter_set,
             sampling=replace(sampling, max_tokens=0) if self.pooling else sampling,
             sample_index=sample_index,
             cache_salt=call.cache_salt or call.tenant,
@@ -71,12 +96,12 @@ class PreparedRequest:
         )
         return WorkerJob(request, self.base.base_id, self.deadline_s, self.first_token_due_s)
 
-    def served_by(self, worker_id: str) -> ServedBy:
-        """What runs the request, on this worker."""
-        adapters = self.target.adapters
+    def served_by(self, worker_id: str, digests: Sequence[str] | None = None) -> ServedBy:
+        """What runs the request, with these adapters (None = those that it begins with)."""
+        digests = self.adapter_set.digests if digests is None else digests
         return ServedBy(
-            adapters=tuple(adapter.label for adapter in adapters),
-            digests=tuple(adapter.digest for adapter in adapters),
+            adapters=tuple(self.labels[digest] for digest in digests),
+            digests=tuple(digests),
             worker_id=worker_id,
             base_id=self.base.base_id,
         )
@@ -111,3 +136,19 @@ class PreparedRequest:
     def max_output(self) -> int:
         """The most tokens that one choice may generate."""
         return self.resolved.sampling.max_tokens if self.resolved.emits_tokens else 0
+
+
+def adapter_set(target: Target) -> AdapterSet:
+    """The adapters of a target as workers know them."""
+    return AdapterSet.of((adapter.digest, adapter.weight) for adapter in target.adapters)
+
+
+def scaled(target: Target, scale: float) -> Target:
+    """A target with its adapters' weights multiplied."""
+    adapters = tuple(replace(each, weight=each.weight * scale) for each in target.adapters)
+    return replace(target, adapters=adapters)
+
+
+def _token_facts(adapter: RunningAdapter) -> tuple[object, ...]:
+    """What tokens mean under an adapter, and how long a sequence may be."""
+    return adapter.text_files, adapter.rope_scaling, adapter.eos_token_ids, adapter.task

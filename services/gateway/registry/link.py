@@ -21,7 +21,7 @@ from loraplex_services.common.callers import Caller
 from loraplex_services.common.grpc_channels import OpenChannel, open_channel
 from loraplex_services.gateway.registry.convert import version_from_wire
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Version
+from loraplex_services.gateway.registry.snapshot import Adapter, RegistrySnapshot, Version
 
 logger = logging.getLogger(__name__)
 
@@ -260,10 +260,16 @@ class _Watch:
         if message.snapshot_begin:
             self._building = RegistrySnapshot()
         snapshot = self._building if self._building is not None else self._resolver.snapshot
+        moved: set[Adapter] = set()
         for event in message.events:
             _apply_event(snapshot, event)
+            if event.WhichOneof("change") == "tag":
+                moved.add((event.tag.tenant, event.tag.name.lower()))
         if message.snapshot_end and self._building is not None:
             self._resolver.snapshot, self._building = self._building, None
+            self._resolver.on_moves(None)
+        elif moved and self._building is None:
+            self._resolver.on_moves(moved)
         if self._building is None:
             self.resume_token = message.resume_token
 

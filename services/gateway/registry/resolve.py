@@ -7,7 +7,7 @@ before it counts as missing. While the registry is unavailable, the last snapsho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from loraplex.errors import (
     Violation,
 )
 from loraplex.refs import Ref, parse_ref, why_missing
-from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Version
+from loraplex_services.gateway.registry.snapshot import Adapter, RegistrySnapshot, Version
 from loraplex_services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
 
 MAX_ADAPTERS = 8
@@ -43,6 +43,8 @@ class Resolver:
         self._registry = registry
         self._bases = bases
         self.snapshot = RegistrySnapshot()
+        self.on_moves: Callable[[Collection[Adapter] | None], None] = lambda adapters: None
+        """Called after tags moved, with their adapters; None = any may have moved."""
 
     async def target(self, call: GenerateCall) -> Target:
         """The base and adapters of a call. Raises: NotFound, InvalidRequest, Unavailable."""
@@ -77,6 +79,11 @@ class Resolver:
         version = await self._find(parse_ref(model, tenant, field="model"), tenant, "")
         self._check_served(version, model)
         return version
+
+    async def refresh(self, ref: str) -> None:
+        """Take over from the registry what a reference means now, so that the next request sees
+        it. Raises: Unavailable."""
+        await self._ask(parse_ref(ref), "")
 
     async def _on_base(self, call: GenerateCall) -> Target:
         if len(call.adapters) > MAX_ADAPTERS:
@@ -145,6 +152,7 @@ class Resolver:
         self.snapshot.put_version(version)
         for tag in tags:
             self.snapshot.put_tag(tag)
+        self.on_moves({(version.tenant, version.name.lower())})
         return self.snapshot.find(ref, split_key) or version
 
 

@@ -14,7 +14,7 @@ from loraplex.api.registry import Tag
 from loraplex.refs import LATEST, Ref, split_choice
 
 Adapter = tuple[str, str]
-"""(tenant, name)."""
+"""(tenant, name in lower case)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Version:
 
     tenant: str
     name: str
+    """As it was first published."""
     number: int
     digest: str
     base_id: str
@@ -97,7 +98,7 @@ class RegistrySnapshot:
 
     def version(self, tenant: str, name: str, number: int) -> Version | None:
         """One version that is not deleted."""
-        return self.find(Ref(tenant, name, version=number), "")
+        return self.find(Ref(tenant, name.lower(), version=number), "")
 
     def find(self, ref: Ref, split_key: str) -> Version | None:
         """The version that a reference means; None if the snapshot lacks it. Checks no access."""
@@ -128,7 +129,9 @@ class RegistrySnapshot:
         if not versions:
             return None
         tags = sorted(entry.tags.values(), key=lambda tag: tag.tag)
-        return Listing(owner, name, tuple(versions), tuple(tag for tag in tags if tag.targets))
+        return Listing(
+            owner, versions[0].name, tuple(versions), tuple(tag for tag in tags if tag.targets)
+        )
 
     def labels(self, tenant: str | None = None) -> dict[str, str]:
         """tenant/name:vN of every digest that is not deleted, and that `tenant` may run if one is
@@ -147,7 +150,7 @@ class RegistrySnapshot:
         return sum(_newest(entry) is not None for entry in self._entries.values())
 
     def _entry(self, tenant: str, name: str) -> _Entry:
-        return self._entries.setdefault((tenant, name), _Entry())
+        return self._entries.setdefault((tenant, name.lower()), _Entry())
 
     @staticmethod
     def _number(entry: _Entry, ref: Ref, split_key: str) -> int:

@@ -15,15 +15,18 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from loraplex.api.output import FinishReason
-from loraplex.api.request import WorkerRequest
+from loraplex.api.request import KeptPrefix, WorkerRequest
 from loraplex.errors import DeadlineExceeded, LoraplexError, Unavailable
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.metrics import CONTINUATIONS, RETRIES
 from loraplex_services.gateway.request import Tokens, WorkerJob
 from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
+from loraplex_services.gateway.routing.steering import Interrupted, Steering
 from loraplex_services.gateway.workers.token_stream import TokenStream
 from loraplex_services.gateway.workers.view import WorkerView
 
+_MAX_KEPT = 256
+"""Switches after which a prefix is computed anew."""
 _NO_WORKER = "NO_READY_WORKER"
 _BACK_OFF_S, _MOST_BACK_OFF_S = 0.05, 1.0
 """Doubled at each failure in a row; used only if every worker has been tried."""
@@ -54,8 +57,16 @@ class RelayedJob:
     """One job and its attempts on workers."""
 
     def __init__(
-        self, workers: WorkerPool, limits: RelayLimits, job: WorkerJob, request: RoutingRequest
+        self,
+        workers: WorkerPool,
+        limits: RelayLimits,
+        job: WorkerJob,
+        request: RoutingRequest,
+        steering: Steering,
     ) -> None:
+        self._steering = steering
+        self._kept: list[KeptPrefix] = []
+        """What earlier adapters computed, if the request keeps that."""
         self._workers = workers
         self._limits = limits
         self._job = job
@@ -68,30 +79,57 @@ class RelayedJob:
         """Addresses of the workers tried since then."""
         self._last = ""
         """Address of the last worker tried."""
+        self._stays = False
+        """Whether the next attempt goes there again, where its prefix is cached."""
 
     async def tokens(self) -> AsyncGenerator[Tokens]:
         """Yield each position once and in order. Raises: LoraplexError."""
         while True:
             try:
+                await self._steering.until_running(self._job.deadline_s)
+                if self._steering.is_aborted:
+                    break
+                self._follow()
                 view = await self._pick()
                 async with aclosing(self._attempt(view)) as events:
                     async for tokens in events:
                         yield tokens
                         if tokens.finish_reason is not None:
                             return
+            except Interrupted:
+                self._tried.discard(self._last)
+                self._stays = True
             except Unavailable as error:
                 await self._recover(error)
+        yield Tokens((), len(self._emitted), finish_reason=FinishReason.ABORT)
+
+    def _follow(self) -> None:
+        """Take over the adapters that the request is to run with from here on."""
+        request, adapters = self._job.request, self._steering.adapters
+        if request.adapters == adapters:
+            return
+        if self._steering.keeps_prefix and len(self._kept) < _MAX_KEPT:
+            # The KV of the last token was not computed yet.
+            num_tokens = len(request.prompt_ids) + len(self._emitted) - 1
+            self._kept.append(KeptPrefix(request.adapters, num_tokens))
+        else:
+            self._kept.clear()
+        request = replace(request, adapters=adapters, kept=tuple(self._kept))
+        self._job = replace(self._job, request=request)
+        self._request = replace(self._request, key=_replica_key(request), digests=adapters.digests)
 
     async def _attempt(self, view: WorkerView) -> AsyncGenerator[Tokens]:
         """Yield the new tokens of one attempt. Raises: LoraplexError."""
         stream = self._submit(view)
         left_s = self._job.deadline_s - now_s()
         timer = asyncio.get_running_loop().call_later(left_s, stream.fail, _deadline_passed())
+        adapters = self._job.request.adapters
         try:
-            while True:
-                tokens = self._new_part(await stream.next())
-                if tokens is not None:
-                    yield tokens
+            with self._steering.attempt(view.address, adapters, stream.fail):
+                while True:
+                    tokens = self._new_part(await stream.next())
+                    if tokens is not None:
+                        yield replace(tokens, digests=adapters.digests)
         finally:
             timer.cancel()
             stream.cancel()
@@ -171,6 +209,11 @@ class RelayedJob:
     def _choose(self) -> WorkerView | None:
         """A worker not tried since the last new token, or else any."""
         views = self._workers.views(self._job.base_id)
+        if self._stays:
+            self._stays = False
+            same = [v for v in views if v.address == self._last and v.takes_requests]
+            if same:
+                return same[0]
         others = [view for view in views if view.address not in self._tried]
         return choose(others, self._request) or choose(views, self._request)
 
@@ -206,8 +249,11 @@ class Relay:
         """Jobs on adapters that have not ended."""
         return self._replica_counts.total
 
-    async def stream(self, job: WorkerJob) -> AsyncGenerator[Tokens]:
+    async def stream(
+        self, job: WorkerJob, steering: Steering | None = None
+    ) -> AsyncGenerator[Tokens]:
         """Tokens of a job, each position once and in order, until one event has a finish reason.
+        `steering` may change the job meanwhile.
 
         Closing the iterator cancels the job at its worker.
 
@@ -218,7 +264,8 @@ class Relay:
         num_replicas = self._replica_counts.start(key, num_workers) if digests else 0
         request = RoutingRequest(key, digests, len(job.request.prompt_ids), num_replicas)
         try:
-            run = RelayedJob(self._workers, self._limits, job, request)
+            steering = steering or Steering(job.request.adapters)
+            run = RelayedJob(self._workers, self._limits, job, request, steering)
             async with aclosing(run.tokens()) as events:
                 async for tokens in events:
                     yield tokens

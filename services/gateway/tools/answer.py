@@ -39,6 +39,8 @@ class AnswerParser:
         self._num_chars = 0
         """Characters fed so far, until the content begins."""
         self._thought_chars = (0, 0)
+        self.content_begin = 0
+        """Character offset in the answer at which its content begins, once the thought is over."""
 
     @property
     def num_calls(self) -> int:
@@ -114,6 +116,7 @@ class AnswerParser:
             self._state, self._buffer = _State.THOUGHT, after
             end = self._num_chars - len(after) - len(mark)
             self._thought_chars = (self._thought_chars[0], end)
+            self.content_begin = end + len(mark)
             return thought.rstrip()
         end = settled(self._buffer, _CLOSES)
         thought, self._buffer = self._buffer[:end], self._buffer[end:]

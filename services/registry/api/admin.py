@@ -7,7 +7,7 @@ from typing import Any
 
 from loraplex.api.registry_wire import tenant_to_proto
 from loraplex.errors import InvalidRequest, PermissionDenied
-from loraplex.refs import check_name, check_tag, parse_name, parse_ref
+from loraplex.refs import check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import current_caller
@@ -106,7 +106,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Any) -> pb.CreateKeyResponse:
         access = caller_access()
-        tenant = check_name(request.tenant or access.tenant, field="tenant")
+        tenant = check_tenant(request.tenant or access.tenant, field="tenant")
         access.require("admin", tenant)
         record, token = await self._registry.keys.create(
             tenant, request.scopes, request.ttl_s, request.description
@@ -154,7 +154,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
 
     async def SetTenant(self, request: pb.SetTenantRequest, context: Any) -> pb.SetTenantResponse:
         access = caller_access()
-        tenant = check_name(request.tenant.tenant, field="tenant.tenant")
+        tenant = check_tenant(request.tenant.tenant, field="tenant.tenant")
         if {*request.fields} == {"signature_keys"}:
             access.require("admin", tenant)
         else:
@@ -190,7 +190,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access.require("publisher", tenant)
         wanted = Wanted(
             int(request.visibility),
-            tuple(check_name(other, field="shared_with") for other in request.shared_with),
+            tuple(check_tenant(other, field="shared_with") for other in request.shared_with),
             request.pullable if request.HasField("pullable") else None,
         )
         record = await self._registry.sharing.set(tenant, name, wanted, access.actor)

@@ -22,7 +22,7 @@ from loraplex.api.registry_wire import targets_to_proto, tenant_limits
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
-from loraplex_services.common.limits import WAIT_S
+from loraplex_services.common.limits import EPHEMERAL_S, KEPT_VERSIONS, WAIT_S
 from loraplex_services.registry.access.lookup import Cursor, ResolvedVersion
 from loraplex_services.registry.access.signatures import Offered, checked_keys
 from loraplex_services.registry.publish.uploads import FileState, Options
@@ -63,6 +63,12 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
     if not message.no_latest:
         tags.append(LATEST)
     WAIT_S.check("options.when_loaded_s", message.when_loaded_s)
+    KEPT_VERSIONS.check("options.keep_versions", message.keep_versions)
+    EPHEMERAL_S.check("options.ttl_s", message.ttl_s)
+    if message.ttl_s and message.visibility == pb.VISIBILITY_PUBLIC:
+        raise InvalidRequest.field(
+            "options.visibility", "public", "an ephemeral version is private; leave out one of both"
+        )
     if message.visibility == pb.VISIBILITY_SHARED:
         description = "an upload makes an adapter private or public; share it afterwards"
         raise InvalidRequest.field("options.visibility", "shared", description)
@@ -80,6 +86,9 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
         allow_missing=message.allow_missing,
         parent=message.parent,
         when_loaded_s=message.when_loaded_s,
+        keep_versions=message.keep_versions,
+        spelling=message.name.rpartition("/")[2],
+        ttl_s=message.ttl_s,
     )
 
 
@@ -124,7 +133,7 @@ def version_to_proto(
     """
     message = pb.AdapterVersion(
         tenant=record.tenant,
-        name=record.name,
+        name=record.shown_name,
         version=record.version,
         digest=record.digest,
         base_id=record.base_id,
@@ -139,6 +148,7 @@ def version_to_proto(
         size_bytes=record.size_bytes,
         peft_version=record.peft_version,
         rope_scaling=record.rope_scaling,
+        expires_unix_s=record.expires_s,
     )
     for file in record.files:
         message.files.add(path=file.path, size=file.size, sha256=file.sha256)

@@ -13,7 +13,7 @@ from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
 from loraplex.api.format_wire import files_from_proto, violation_to_proto
 from loraplex.api.registry import TagTarget
 from loraplex.errors import DeadlineExceeded, InvalidRequest, NotFound, Unsupported
-from loraplex.refs import check_name, check_tag, parse_name, parse_ref
+from loraplex.refs import check_name, check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common import grpc_server
@@ -99,6 +99,7 @@ class RegistryService(AdminService):
             await signatures.check_upload(options.tenant, options.signatures)
             done = await self._registry.publisher.finish(session)
         await signatures.keep(done.version, options.signatures)
+        self._registry.retention.published(done.version)
         place = (done.version.tenant, done.version.name)
         tags = (await self._registry.lookup.everything(*place)).tags
         return pb.FinishUploadResponse(
@@ -161,9 +162,9 @@ class RegistryService(AdminService):
         access = caller_access()
         access.require("reader")
         query = Query(
-            tenant=request.tenant and check_name(request.tenant, field="tenant"),
-            name=request.name and check_name(request.name),
-            name_prefix=request.name_prefix,
+            tenant=request.tenant and check_tenant(request.tenant, field="tenant"),
+            name=request.name and check_name(request.name).lower(),
+            name_prefix=request.name_prefix.lower(),
             base_id=request.base_id,
             labels=tuple(request.labels.items()),
             all_versions=request.all_versions,

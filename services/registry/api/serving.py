@@ -107,11 +107,16 @@ async def _become_ready(
     await asyncio.gather(
         registry.indexer.keep(_CHECK_INTERVAL_S),
         collect_regularly(
-            registry.catalog, registry.collector, registry.audit, config.gc_interval_s
+            registry.catalog,
+            registry.collector,
+            registry.audit,
+            registry.retention,
+            config.gc_interval_s,
         ),
         copy_regularly(registry.catalog, registry.snapshots),
         copy_usage_regularly(registry.catalog, registry.usage),
-        expire_regularly(registry.staging),
+        expire_regularly(registry.staging, registry.retention),
+        registry.retention.run(),
     )
 
 

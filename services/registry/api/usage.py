@@ -60,7 +60,7 @@ def entries_to_proto(days: Iterable[UsageDay], tenant: str, model: str) -> list[
         pb.UsageEntry(day=day.day, tenant=key.tenant, model=key.model, **counters)
         for day in days
         for key, counters in by_key(day.counts).items()
-        if tenant in ("", key.tenant) and model in ("", key.model)
+        if tenant in ("", key.tenant) and model.lower() in ("", key.model.lower())
     ]
 
 

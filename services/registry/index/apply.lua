@@ -92,6 +92,14 @@ for _, item in ipairs(change.items) do
         redis.call('ZREM', ns .. 'staged', staged)
       end
     end
+    if item.expires_s and item.expires_s > 0 then
+      local expiring = string.format('%d ', item.number) .. change.scope
+      if item.generation == 1 then
+        redis.call('ZADD', ns .. 'expiring', item.expires_s, expiring)
+      else
+        redis.call('ZREM', ns .. 'expiring', expiring)
+      end
+    end
     for _, event in ipairs(item.events) do
       if event.generation > have and max_events > 0 then
         sequence = redis.call('INCR', ns .. 'seq')

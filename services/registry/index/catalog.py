@@ -16,6 +16,7 @@ from the objects when it is found empty or behind. All keys, with their prefix `
     <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, newest, adapter
     <epoch>:t:<scope>        HASH tag -> tag
     <epoch>:staged           ZSET of "<tag> <scope>" by the time that its staged move ends
+    <epoch>:expiring         ZSET of "<number> <scope>" of ephemeral versions by their end
     <epoch>:bases            HASH base id -> base without its modules
     <epoch>:use:<tenant>     HASH bytes, versions: what quotas count
     <epoch>:blobs:<tenant>   HASH sha256 -> number of live versions that have this file
@@ -199,6 +200,12 @@ class Catalog:
         """(scope, tag) of staged moves that expired at this unix time or before."""
         values = await self._run("read", ["ZRANGEBYSCORE", "staged", "-inf", time_s])
         return [(scope, tag) for tag, _, scope in (text(v).partition(" ") for v in values)]
+
+    async def expired(self, time_s: float) -> list[tuple[str, int]]:
+        """(scope, number) of ephemeral versions that ended at this unix time or before."""
+        values = await self._run("read", ["ZRANGEBYSCORE", "expiring", "-inf", time_s])
+        split = (text(value).partition(" ") for value in values)
+        return [(scope, int(number)) for number, _, scope in split]
 
     async def position(self) -> tuple[str, int]:
         """(epoch, number of its last event) of the current index."""

@@ -44,7 +44,8 @@ class Item:
     doc: dict[str, Any]
     events: tuple[IndexEvent, ...]
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What `apply.lua` derives more from: use, digest, number, visibility, staged_until_s."""
+    """What `apply.lua` derives more from: use, digest, number, visibility, and the ends of staged
+    moves and ephemeral versions."""
 
 
 def arguments_of(
@@ -89,7 +90,12 @@ def version_item(record: VersionRecord, adapter: AdapterRecord | None) -> Item:
         record.generation,
         doc,
         (_version_event(record.generation, doc, adapter),),
-        {"use": use, "digest": record.digest, "number": record.version},
+        {
+            "use": use,
+            "digest": record.digest,
+            "number": record.version,
+            "expires_s": record.expires_s,
+        },
     )
 
 

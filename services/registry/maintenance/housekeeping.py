@@ -11,8 +11,9 @@ from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.index.usage import UsageBook
-from loraplex_services.registry.maintenance.gc import Collector
+from loraplex_services.registry.maintenance.gc import MIN_AGE_S, Collector
 from loraplex_services.registry.maintenance.snapshots import Snapshots
+from loraplex_services.registry.publish.retention import Retention
 from loraplex_services.registry.publish.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -27,18 +28,30 @@ SNAPSHOT_CHANGES = 1000
 
 
 async def collect_regularly(
-    catalog: Catalog, collector: Collector, audit: Audit, interval_s: float
+    catalog: Catalog,
+    collector: Collector,
+    audit: Audit,
+    retention: Retention,
+    interval_s: float,
 ) -> None:
-    """Collect garbage once per interval, however many registries there are; 0 = never.
+    """Collect garbage once per interval, however many registries there are; 0 = never. While
+    versions are retired, collect once per hour, as each update of a large adapter leaves as many
+    bytes.
 
     The metadata server decides which registry does it. That only saves work: collectors may run
     at the same time.
     """
+    num_collected = 0
     while interval_s:
         await asyncio.sleep(min(interval_s, _CHECK_S))
+        num_retired = retention.num_retired
         try:
-            if await catalog.claim_interval("gc", interval_s):
+            is_due = await catalog.claim_interval("gc", interval_s)
+            if num_retired > num_collected and interval_s > MIN_AGE_S:
+                is_due = await catalog.claim_interval("gc-retired", MIN_AGE_S) or is_due
+            if is_due:
                 await collect_once(collector, audit)
+                num_collected = num_retired
         except LoraplexError as error:
             logger.warning("garbage not collected", extra={"problem": error.message})
         except Exception:
@@ -53,18 +66,20 @@ async def collect_once(collector: Collector, audit: Audit) -> None:
         await audit.write(ACTOR, "", "gc", "blobs", details=details)
 
 
-async def expire_regularly(staging: Staging) -> None:
-    """Drop staged moves that are late. Every registry does this; the first one succeeds."""
+async def expire_regularly(staging: Staging, retention: Retention) -> None:
+    """Drop staged moves that are late, and ephemeral versions whose time is over. Every registry
+    does this; the first one succeeds."""
     while True:
         await asyncio.sleep(_EXPIRE_CHECK_S)
         try:
             await staging.expire()
+            await retention.expire()
         except CatalogDown:
             continue  # The task that keeps the index logs this.
         except LoraplexError as error:
-            logger.warning("staged moves not checked", extra={"problem": error.message})
+            logger.warning("ends not checked", extra={"problem": error.message})
         except Exception:
-            logger.exception("staged moves not checked")
+            logger.exception("ends not checked")
 
 
 async def copy_regularly(catalog: Catalog, snapshots: Snapshots) -> None:

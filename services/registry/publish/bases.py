@@ -83,7 +83,7 @@ class Bases:
 
     async def check_adapter_name(self, tenant: str, name: str) -> None:
         """Check that an adapter does not take a base's id. Raises AlreadyExists."""
-        ids = {base.base_id for base in await self.summaries()}
+        ids = {base.base_id.lower() for base in await self.summaries()}
         for taken in (name, f"{tenant}/{name}"):
             if taken in ids:
                 raise AlreadyExists(f"{taken!r} is the id of a base; choose another adapter name")
@@ -132,7 +132,7 @@ class Bases:
 
     async def _check_no_adapter(self, base_id: str) -> None:
         tenant, slash, name = base_id.partition("/")
-        places = [(tenant, name)] if slash else [("default", base_id)]
+        places = [(tenant, name.lower())] if slash else [("default", base_id.lower())]
         for place in places:
             prefix = layout.versions_folder(*place)
             if "/" in place[1] or not _plain(prefix):

@@ -13,7 +13,7 @@ from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.inspection import Inspected, Source
 from loraplex_services.registry.publish.uploads import Uploads, UploadSession
 
-BLOB_FRESH_S = 12 * 3600.0
+BLOB_FRESH_S = 1800.0
 """Blobs older than this are written again before they are referred to: half of the age at which
 the collector removes unreferenced ones."""
 

@@ -71,6 +71,10 @@ class Deletion:
             raise AdapterNotFound(f"{tenant}/{name}")
         return await self._delete(tenant, name, numbers, mover, purge=purge)
 
+    async def retire(self, tenant: str, name: str, numbers: Sequence[int], mover: str) -> None:
+        """Delete versions whose bytes need not be retained. Tags on them fall back as above."""
+        await self._delete(tenant, name, numbers, mover, purge=True)
+
     async def _delete(
         self, tenant: str, name: str, numbers: Sequence[int], mover: str, *, purge: bool
     ) -> list[VersionRecord]:

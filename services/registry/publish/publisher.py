@@ -39,7 +39,13 @@ from loraplex_services.registry.publish.metrics import UPLOADS
 from loraplex_services.registry.publish.scanning import Scans
 from loraplex_services.registry.publish.staging import Staging
 from loraplex_services.registry.publish.tags import TagAddress, Tags
-from loraplex_services.registry.publish.uploads import Finished, Intent, Uploads, UploadSession
+from loraplex_services.registry.publish.uploads import (
+    Finished,
+    Intent,
+    Options,
+    Uploads,
+    UploadSession,
+)
 from loraplex_services.registry.publish.validation import Validations
 from loraplex_services.registry.records import (
     PRIVATE,
@@ -181,7 +187,14 @@ class Publisher:
         wanted = await self._record(session, inspected, [source.file for source in sources])
         while True:
             records = await self._versions.of(options.tenant, options.name)
-            same = next((r for r in reversed(records) if _same_content(r, wanted)), None)
+            same = next(
+                (
+                    record
+                    for record in reversed(records)
+                    if _same_content(record, wanted) and _lives_as_long(record, options)
+                ),
+                None,
+            )
             generations = await self._tag_generations(options.tenant, options.name, options.tags)
             if same is not None:
                 intent = Intent(same.digest, same.version, generations)
@@ -192,7 +205,16 @@ class Publisher:
             await self._uploads.intend(session.upload_id, intent)
             failpoint("publish.intent")
             number = max((record.version for record in records), default=0) + 1
-            record = dataclasses.replace(wanted, version=number, created_s=now_s())
+            created_s = now_s()
+            expires_s = created_s + options.ttl_s if options.ttl_s else 0.0
+            spelling = records[0].shown_name if records else options.spelling
+            record = dataclasses.replace(
+                wanted,
+                version=number,
+                created_s=created_s,
+                expires_s=expires_s,
+                spelling="" if spelling == options.name else spelling,
+            )
             key = layout.version(options.tenant, options.name, number)
             if await documents.create(self._store, key, record):
                 return record, True
@@ -224,6 +246,7 @@ class Publisher:
             pooling=inspected.report.pooling,
             rope_scaling=scaling.to_json() if scaling else "",
             eos_token_ids=inspected.report.config.eos_token_ids,
+            keep_versions=options.keep_versions,
         )
 
     async def _tag_generations(self, tenant: str, name: str, tags: Sequence[str]) -> dict[str, int]:
@@ -343,6 +366,15 @@ def _same_content(record: VersionRecord, wanted: VersionRecord) -> bool:
         and record.digest == wanted.digest
         and _extra_files(record) == _extra_files(wanted)
     )
+
+
+def _lives_as_long(record: VersionRecord, options: Options) -> bool:
+    """Whether a version stays for as long as a publication asks, or half of its time to live."""
+    if record.keep_versions and not (options.keep_versions or options.ttl_s):
+        return False
+    if not record.expires_s:
+        return True
+    return bool(options.ttl_s) and record.expires_s - now_s() >= options.ttl_s / 2
 
 
 def _extra_files(record: VersionRecord) -> set[File]:

@@ -43,6 +43,12 @@ class Options:
     allow_missing: bool = False
     parent: str = ""
     when_loaded_s: float = 0.0
+    keep_versions: int = 0
+    """Above 0: older versions that were published so are retired."""
+    spelling: str = ""
+    """The name as the client spelled it."""
+    ttl_s: float = 0.0
+    """Above 0: the version is ephemeral."""
     signatures: tuple[SignatureRecord, ...] = ()
     """Checked signatures, to be kept with the version."""
 

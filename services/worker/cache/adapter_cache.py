@@ -173,7 +173,8 @@ class AdapterCache:
             return True
         if not self._reclaimer.reclaim(adapter.num_blocks, now, protected):
             return False
-        if not self._free_slots and not self._evict_one(protected):
+        kept = ({*protected, *self._reclaimer.spared}, protected)
+        if not self._free_slots and not any(map(self._evict_one, kept)):
             return False
         adapter.tier = Tier.LOADING
         adapter.slot = self._free_slots.pop()

@@ -6,7 +6,9 @@ A full block is known by its KV group and the hash of everything that decides it
     root  = H(base, KV format, rope variant, adapter set, tenant, salt)
 
 so that no tenant, adapter set or salt ever meets another's blocks. An activated LoRA joins the
-chain where it is invoked: before that place, blocks are those of the base.
+chain where it is invoked: before that place, blocks are those of the base. In the same way, a
+request that follows its tag may keep blocks that other adapters computed: its own adapters join
+the chain behind those that are still here.
 
 A block is used by any number of requests, and idle when by none; idle blocks count as free. They
 go one by one, least recently used first and the end of a sequence before its beginning, so what is
@@ -22,7 +24,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from loraplex.api.pooling import Pooling
-from loraplex.api.request import AdapterSet
+from loraplex.api.request import AdapterSet, KeptPrefix
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout, kv_owner
 from loraplex_services.worker.cache.reclaimer import Offer, reuse_probability
@@ -79,10 +81,20 @@ class PrefixCache:
         """Tokens from the start whose KV is cached: whole blocks, never all known tokens.
 
         Full groups need every block; windowed ones those that the next token can still see.
+        Mutates: what the request keeps of other adapters' KV, if less of it is here.
         """
         needs_all = request.sampling.prompt_logprobs is not None or request.pooling is Pooling.MEAN
+        if not self._enabled or needs_all or request.adapters_from:
+            self._keep_at_most(request, 0)
         if not self._enabled or needs_all:
             return 0
+        num_tokens = self._num_cached(request)
+        if request.kept and num_tokens < self._kept_end(request):
+            self._keep_at_most(request, num_tokens)
+            num_tokens = self._num_cached(request)
+        return num_tokens
+
+    def _num_cached(self, request: Request) -> int:
         windows, size = self._layout.windows, self._layout.tokens_per_block
         runs = [0] * len(windows)
         best = 0
@@ -204,6 +216,40 @@ class PrefixCache:
         self._by_key[key] = self._by_block[block] = CachedBlock(key, block, num_users=1)
         return block
 
+    def _kept_end(self, request: Request) -> int:
+        """The first token behind the last whole block that other adapters computed."""
+        size = self._layout.tokens_per_block
+        return max(part.num_tokens // size * size for part in request.kept)
+
+    def _keep_at_most(self, request: Request, num_tokens: int) -> None:
+        """What follows is computed by the request's own adapters. Mutates: request."""
+        if not request.kept:
+            return
+        parts = []
+        end = 0
+        for part in request.kept:
+            if end < (new_end := min(part.num_tokens, num_tokens)):
+                parts.append(KeptPrefix(part.adapters, new_end))
+                end = new_end
+        request.kept = tuple(parts)
+        del request.prefix_hashes[end // self._layout.tokens_per_block :]
+
+    def _joining(self, request: Request, start: int) -> bytes:
+        """What a block from `start` on differs by from the one before it, besides its tokens."""
+        size = self._layout.tokens_per_block
+        if 0 < request.adapters_from and start <= request.adapters_from < start + size:
+            return repr((request.adapters.key(), request.adapters_from)).encode()
+        if not request.kept:
+            return b""
+        before, now = self._computed_by(request, start - 1), self._computed_by(request, start)
+        return repr((now.key(), start)).encode() if start and before != now else b""
+
+    def _computed_by(self, request: Request, position: int) -> AdapterSet:
+        """The adapters that compute the block of a position."""
+        size = self._layout.tokens_per_block
+        parts = (p.adapters for p in request.kept if position < p.num_tokens // size * size)
+        return next(parts, request.adapters)
+
     def _hash(self, request: Request, index: int) -> bytes:
         """Of block `index`; extends the request's chain as far as needed."""
         chain, size = request.prefix_hashes, self._layout.tokens_per_block
@@ -211,15 +257,14 @@ class PrefixCache:
             start = len(chain) * size
             tokens = array("q", request.tokens(start, start + size)).tobytes()
             previous = chain[-1] if chain else self._root(request)
-            if 0 < request.adapters_from and start <= request.adapters_from < start + size:
-                joined = repr((request.adapters.key(), request.adapters_from))
-                previous = hashlib.sha256(previous + joined.encode()).digest()
+            if joining := self._joining(request, start):
+                previous = hashlib.sha256(previous + joining).digest()
             chain.append(hashlib.sha256(previous + tokens).digest())
         return chain[index]
 
     def _root(self, request: Request) -> bytes:
         """The salt may be a user's: it divides a tenant's blocks, and never leads to another's."""
         rope = request.is_long, request.rope.key if request.rope else ""
-        adapters = AdapterSet() if request.adapters_from else request.adapters
+        adapters = AdapterSet() if request.adapters_from else self._computed_by(request, 0)
         parts = (self._base_key, rope, adapters.key(), request.tenant, request.cache_salt)
         return hashlib.sha256(repr(parts).encode()).digest()

@@ -62,6 +62,8 @@ class Reclaimer:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._sources: list[Idle] = []
+        self.spared: Collection[str] = ()
+        """Adapters of requests that start soon, given up only if all else would not be enough."""
 
     def add(self, source: Idle) -> None:
         """Take idle blocks from `source` too."""
@@ -77,9 +79,12 @@ class Reclaimer:
         Returns False, freeing nothing, when that cannot be reached.
         """
         if self._coming < num_blocks:
-            if self._coming + self.idle_blocks(protected) < num_blocks:
-                return False
-            self._give_up_until(num_blocks, now, protected)
+            kept: Collection[str] = {*protected, *self.spared}
+            if self._coming + self.idle_blocks(kept) < num_blocks:
+                kept = protected
+                if self._coming + self.idle_blocks(kept) < num_blocks:
+                    return False
+            self._give_up_until(num_blocks, now, kept)
         return self._arena.num_free >= num_blocks
 
     @property

@@ -97,20 +97,23 @@ class AdapterLoads:
         pending.add_done_callback(lambda _: self.wake())
         self._copying.append((load, pending))
 
-    def await_copies(self, num_rows: int, step_s: float) -> bool:
+    def await_copies(self, num_rows: int, num_wanted: int, step_s: float) -> bool:
         """Wait for the copies under way where that gains more than it costs: all rows of the step
         that is about to run wait, and requests that would come a step later do not. False when
         there was nothing to wait for, or it would have taken too long, as measured recently.
 
         Args:
             num_rows: of the step, without what is being copied.
+            num_wanted: requests that would join the step. Nobody waits for adapters that are copied
+                ahead of requests that cannot start yet.
             step_s: how long a step takes.
         """
-        if not self._copying:
+        num_wanted = min(num_wanted, len(self._copying))
+        if not num_wanted:
             return False
         patience_s = MAX_IDLE_WAIT_S
         if num_rows:
-            patience_s = min(len(self._copying) / num_rows, MAX_WAIT_SHARE) * step_s
+            patience_s = min(num_wanted / num_rows, MAX_WAIT_SHARE) * step_s
         if len(self._copying) * self._times.copies.quantile(0.5) > patience_s:
             return False
         self._runner.await_copies(patience_s)

@@ -300,7 +300,8 @@ class Engine:
         it. True when an adapter may have arrived."""
         num_changes = self.cache.num_changes
         self._carry_out(now)
-        if self._loads.await_copies(num_rows, self._stats.step_s):
+        num_wanted = self.scheduler.num_awaiting_copies
+        if self._loads.await_copies(num_rows, num_wanted, self._stats.step_s):
             self._collect(now)
         return self.cache.num_changes > num_changes
 

@@ -8,27 +8,28 @@ prefixes, and as the last resort those of the request that arrived last, which i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 
-from loraplex.errors import LoraplexError, ResourceExhausted
+from loraplex.errors import LoraplexError
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout, kv_owner
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
-from loraplex_services.worker.scheduling.admission import peak_kv_blocks, too_large
 from loraplex_services.worker.scheduling.block_allocator import BlockAllocator
 from loraplex_services.worker.scheduling.budget import TokenBudget
 from loraplex_services.worker.scheduling.deadlines import Deadlines
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
+from loraplex_services.worker.scheduling.lookahead import Lookahead
 from loraplex_services.worker.scheduling.policies import (
     FIRST_COME,
     Policy,
     QueueView,
     ServiceCounters,
-    reserved_slots,
     running_order,
 )
 from loraplex_services.worker.scheduling.queue import WaitingQueue
+from loraplex_services.worker.scheduling.room import Room
 from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
 from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
@@ -38,6 +39,8 @@ MAX_LOADS_PER_STEP = 16
 """Copies of adapters to the device begun with one step."""
 MAX_PASSED_OVER = 16
 """Long prompts that wait for another to end; short ones behind more of them are not looked for."""
+MAX_SPARED = 64
+"""Adapters of the first waiting requests that are evicted only if nothing else is idle."""
 REWALK_S = 0.1
 """The queue is searched again at least this often, because ages and estimates change."""
 
@@ -65,7 +68,10 @@ class Scheduler:
         self._counters = counters
         self._waiting = WaitingQueue(cache.residency_of, policy)
         self._running = RunningBatch()
+        self._room = Room(limits, layout, arena, cache, self._running, counters)
         self._allocator = BlockAllocator(layout, arena, prefixes, reclaimer, self._running)
+        self._reclaimer = reclaimer
+        self._lookahead = Lookahead(layout, arena, cache, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
         """State and time of the last walk over the queue, if nothing came of it."""
         self._num_changes = 0
@@ -81,6 +87,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.is_full = False
         """Memory or the step's token budget kept a request waiting, at the last look."""
+        self.num_awaiting_copies = 0
+        """Requests that had a slot and memory, but not their adapters, at the last look."""
 
     @property
     def waiting(self) -> Collection[Request]:
@@ -115,7 +123,7 @@ class Scheduler:
         self._num_changes += 1
         measure(request, self._limits.rope_switch_len)
         self._waiting.push(request)
-        if (error := self._too_large(request)) is not None:
+        if (error := self._room.too_large(request)) is not None:
             self._lost.append((request, error))
         self._deadlines.watch(request)
 
@@ -271,7 +279,7 @@ class Scheduler:
         that could matter, or `REWALK_S` have passed.
         """
         if not self._waiting and not self._cache.has_prefetches:
-            self.is_full = False
+            self.is_full, self.num_awaiting_copies, self._reclaimer.spared = False, 0, ()
             return []
         state = self._num_changes + self._cache.num_changes
         if self._idle_walk is not None:
@@ -287,15 +295,16 @@ class Scheduler:
         """Rows of requests that start, and whether the next walk could end otherwise though
         nothing else has changed."""
         rows: list[PlannedRow] = []
-        ahead: set[str] = set()
+        ahead: dict[str, None] = {}
         loads_left = MAX_LOADS_PER_STEP
         num_passed_over = 0
         may_repeat = budget <= 0
-        self.is_full = False
+        self.is_full, self.num_awaiting_copies = False, 0
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
         walk = self._waiting.walk(view, self._cache.take_moved())
         while (request := next(walk, None)) is not None:
-            if not self._has_slot(request, now):
+            if not self._room.has_slot(request, now):
+                self._lookahead.load(request, walk, ahead, now)
                 break
             digests = request.adapters.digests
             is_ready = self._cache.ready(digests)
@@ -305,10 +314,11 @@ class Scheduler:
             if request.is_held or self._is_lost(request, now):
                 may_repeat = True
                 continue
-            if not self._has_room(request):
+            if not self._room.has_memory(request):
                 self.is_full = True
+                self._lookahead.load(request, walk, ahead, now)
                 break
-            ahead.update(digests)
+            ahead.update(dict.fromkeys(digests))
             if is_ready and request.adapters_ready_s is None:
                 request.adapters_ready_s = now
             if is_ready and self._awaits_its_turn(request, budget):
@@ -317,7 +327,7 @@ class Scheduler:
                 if num_passed_over >= MAX_PASSED_OVER:
                     walk.skip_flow()
                 continue
-            if is_ready and not self._too_many_adapters(digests):
+            if is_ready and not self._room.has_too_many_adapters(digests):
                 row = self._start(request, budget, now) if budget else None
                 if row is not None:
                     rows.append(row)
@@ -330,24 +340,20 @@ class Scheduler:
                 walk.skip_flow()
                 continue
             if not is_ready:
+                self.num_awaiting_copies += 1
                 loads_left = loads_left - 1 if self._cache.load(digests, ahead, now) else 0
                 walk.takes_absent = loads_left > 0
                 may_repeat = may_repeat or not loads_left
             if now - request.arrival_s >= self._limits.max_overtaking_s:
                 walk.takes_ready = False  # nobody overtakes it; what comes behind may load
             walk.skip_flow()
+        self._reclaimer.spared = frozenset(islice(ahead, MAX_SPARED))
         self._cache.load_prefetches(ahead, now)
         return rows, may_repeat or bool(rows) or bool(self._arena.num_retiring)
 
-    def _has_slot(self, request: Request, now: float) -> bool:
-        num_free = self._limits.max_running - len(self._running)
-        if self._counters is None or num_free > reserved_slots(self._limits.max_running):
-            return num_free > 0
-        return num_free > 0 and self._counters.tenants.is_least_served(request.tenant, now)
-
     def _is_lost(self, request: Request, now: float) -> bool:
         """True for what `expired` returns: it must not start."""
-        error = self._too_large(request) or self._deadlines.too_late(request, now)
+        error = self._room.too_large(request) or self._deadlines.too_late(request, now)
         if error is not None:
             self._lost.append((request, error))
         return error is not None
@@ -376,25 +382,3 @@ class Scheduler:
         if not self.budget.is_cutting or not 0 < budget < request.num_pending:
             return False
         return request.num_pending - self._prefixes.match(request) > budget
-
-    def _too_many_adapters(self, digests: tuple[str, ...]) -> bool:
-        limit = self._limits.max_loras
-        return limit is not None and len(self._cache.in_use.union(digests)) > limit
-
-    def _has_room(self, request: Request) -> bool:
-        """The peak test, for which all that run are looked at only where not all of them could
-        reach their full length; true when nothing runs, as `_too_large` has been asked."""
-        if not self._running:
-            return True
-        adapters = self._cache.held_blocks + self._cache.new_blocks(request.adapters.digests)
-        left = self._arena.num_blocks - adapters
-        num_tokens = self._running.max_num_tokens + request.max_num_tokens
-        if self._layout.most_blocks(num_tokens, len(self._running) + 1) <= left:
-            return True
-        return peak_kv_blocks((*self._running, request), self._layout) <= left
-
-    def _too_large(self, request: Request) -> ResourceExhausted | None:
-        """Refuses what would wait forever; adapters not fetched yet count nothing."""
-        known = [digest for digest in request.adapters.digests if self._cache.known([digest])]
-        left = self._arena.num_blocks - self._cache.pinned_blocks
-        return too_large(request, self._layout, self._cache.unpinned_blocks(known), left)

@@ -30,6 +30,10 @@ class IntakeLimits:
     """In one request."""
 
 
+MAX_KEPT = 256
+"""Parts of a prefix that other adapters computed."""
+
+
 def check_request(request: WorkerRequest, limits: IntakeLimits) -> None:
     """Raises InvalidRequest naming the first bad field."""
     if not request.request_id or len(request.request_id) > MAX_ID_CHARS:
@@ -50,6 +54,8 @@ def check_request(request: WorkerRequest, limits: IntakeLimits) -> None:
     _check_ids("output_ids", request.output_ids, limits.vocab_size)
     _check_lengths(request, limits)
     _check_adapters(request, limits)
+    if len(request.kept) > MAX_KEPT:
+        _refuse("kept", f"{len(request.kept)} parts", f"at most {MAX_KEPT}")
     _check_sampling(request.sampling, limits)
     if not (math.isfinite(request.fairness_weight) and request.fairness_weight > 0):
         _refuse("fairness_weight", request.fairness_weight, "must be above 0")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from loraplex.api.pooling import Pooling
-from loraplex.api.request import BASE_ONLY, AdapterSet
+from loraplex.api.request import BASE_ONLY, AdapterSet, KeptPrefix
 from loraplex.api.sampling import SamplingParams
 
 RELEASED_BLOCK = -1
@@ -74,6 +74,8 @@ class Request:
     arrival_s: float = 0.0
     output_ids: list[int] = field(default_factory=list)
     pooling: Pooling = Pooling.NONE
+    kept: Sequence[KeptPrefix] = ()
+    """Tokens from the start whose KV may be what other adapters computed, while it is cached."""
     constraint: Constraint | None = None
     """Set where the request has a grammar, before it is scheduled."""
     rope: OwnRope | None = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+import loraplex
 from tests.gateway.conftest import Stack
 from tests.gateway.tiny_tokenizer import BOS_ID
 
@@ -166,4 +166,4 @@ async def test_what_the_reference_lists_as_not_yet_is_refused_by_name(stack: Sta
 async def test_the_version_is_that_of_the_package(stack: Stack) -> None:
     await stack.start()
     answer: Any = await stack.openai().get(f"{stack.url}/version", cast_to=object)
-    assert answer == {"version": metadata.version("loraplex")}
+    assert answer == {"version": loraplex.__version__}

@@ -308,7 +308,7 @@ async def test_unknown_model_is_not_found(stack: Stack) -> None:
         ({"extra_body": {"structured_outputs": {"xml": "a"}}}, "xml"),
         ({"extra_body": {"guided_choice": ["a" * (1 << 18)]}}, "guided_choice"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
-        ({"model": "Upper"}, "model"),
+        ({"model": "Up per"}, "model"),
     ],
     ids=str,
 )

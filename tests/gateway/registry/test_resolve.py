@@ -186,8 +186,18 @@ async def test_weight_out_of_range_is_named(resolver: Resolver, weight: float) -
 
 
 async def test_badly_spelled_model_shows_the_right_spelling(resolver: Resolver) -> None:
-    with pytest.raises(InvalidRequest, match="'upper'"):
-        await resolver.target(replace(CALL, model="Upper"))
+    with pytest.raises(InvalidRequest, match="'Up-per'"):
+        await resolver.target(replace(CALL, model="Up per"))
+
+
+async def test_names_are_found_in_any_case_and_shown_as_published(resolver: Resolver) -> None:
+    resolver.snapshot.put_version(replace(_version(1), name="Policy-Step"))
+    resolver.snapshot.put_tag(replace(_tag({1: 1}), name="policy-step"))
+    for spelled in ("Policy-Step", "policy-step:v1", "POLICY-STEP:latest"):
+        target = await resolver.target(replace(CALL, model=spelled))
+        assert target.adapters[0].label == "default/Policy-Step:v1"
+    shown = [getattr(model, "name", "") for model in resolver.models("default")]
+    assert "Policy-Step" in shown
 
 
 def test_models_list_own_adapters_before_public_ones(resolver: Resolver) -> None:

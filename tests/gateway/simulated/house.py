@@ -20,6 +20,7 @@ from loraplex_services.gateway.admission.rate_limit_store import RedisRateLimitS
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory
@@ -73,6 +74,7 @@ class SimulatedGateway:
             self.fleet,
             AdapterText(house.registry.read_files),
             self.relay,
+            LiveRequests(self.resolver, self.fleet),
             self.controller,
             TenantRates(self.rate_limit_store),
             self.concurrency,

@@ -39,7 +39,7 @@ SERVICE_TOKEN = "a-token-that-services-share"
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (pb.PublishOptions(name="SQL"), "options.name"),
+        (pb.PublishOptions(name="s q l"), "options.name"),
         (pb.PublishOptions(name="sql", tags=["v3"]), "options.tags"),
         (pb.PublishOptions(name="sql", labels={"": "x"}), "options.labels[]"),
         (pb.PublishOptions(name="sql", labels={str(n): "" for n in range(65)}), "options.labels"),

@@ -14,6 +14,7 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.downloads import chunks_of
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.maintenance.gc import MIN_AGE_S, RETENTION_S, Collector
+from loraplex_services.registry.publish.uploads import SESSION_MAX_AGE_S
 from tests.registry.house import ANY_AGE_S, adapter_files, opened, orphans, publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -54,7 +55,7 @@ async def test_old_unreferenced_blobs_and_dead_uploads_go(
     await publish(registry, "sql", 1)
     await registry.store.put(layout.blob("a" * 64), b"left over")
     await opened(registry, "abandoned", adapter_files(2))
-    _age(objects_folder, MIN_AGE_S + 60)
+    _age(objects_folder, max(MIN_AGE_S, SESSION_MAX_AGE_S) + 60)
     planned = await Collector(registry.store).collect(dry_run=True)
     assert len(await orphans(registry)) == 1
     done = await Collector(registry.store).collect()

@@ -56,7 +56,9 @@ async def test_collection_goes_on_by_itself_until_it_is_stopped(
     registry: Registry,
 ) -> None:
     collecting = asyncio.create_task(
-        collect_regularly(registry.catalog, _eager(registry), registry.audit, 0.01)
+        collect_regularly(
+            registry.catalog, _eager(registry), registry.audit, registry.retention, 0.01
+        )
     )
     for _ in range(2):
         await registry.store.put(ORPHAN, b"nobody's")
@@ -67,5 +69,7 @@ async def test_collection_goes_on_by_itself_until_it_is_stopped(
 
 
 async def test_an_interval_of_zero_means_never(registry: Registry) -> None:
-    await collect_regularly(registry.catalog, _eager(registry), registry.audit, 0.0)
+    await collect_regularly(
+        registry.catalog, _eager(registry), registry.audit, registry.retention, 0.0
+    )
     assert await registry.catalog.claim_interval("gc", 1.0)

@@ -340,3 +340,21 @@ async def test_every_publication_is_in_the_audit_log(registry: Registry) -> None
         ("tester", "version.publish", "default/sql:v1", done.version.digest)
     ]
     assert more == ""
+
+
+async def test_a_name_stays_as_it_was_first_spelled_and_is_found_in_any_case(
+    registry: Registry,
+) -> None:
+    first = await publish(registry, "policy", 1, spelling="Policy-Step")
+    assert (first.version.name, first.version.shown_name) == ("policy", "Policy-Step")
+    second = await publish(registry, "policy", 2, spelling="POLICY-step")
+    assert (second.version.version, second.version.shown_name) == (2, "Policy-Step")
+    for spelled in ("policy", "Policy", "POLICY:latest"):
+        found = await registry.lookup.resolve(parse_ref(spelled), ROOT)
+        assert found.version.version == 2
+
+
+async def test_a_base_s_id_is_taken_in_any_case(registry: Registry) -> None:
+    [base] = await registry.bases.summaries()
+    with pytest.raises(AlreadyExists, match="id of a base"):
+        await registry.bases.check_adapter_name("default", base.base_id.lower())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.api.request import AdapterSet
+from loraplex.api.request import AdapterSet, KeptPrefix
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout, grow_tables, release_tables
@@ -160,3 +160,60 @@ def test_windowed_groups_need_only_what_the_window_sees() -> None:
     assert again.block_tables[1][:2] == [RELEASED_BLOCK] * 2
     stage.end(again)
     assert stage.run([1] * 12 + [2]) == 0, "12 tokens need blocks 1 and 2 of the window"
+
+
+OLD, NEW, NEWER = (AdapterSet(((f"sha256:{name}", 1.0),)) for name in ("a", "b", "c"))
+
+
+def test_a_request_may_keep_what_other_adapters_computed() -> None:
+    stage = Stage()
+    stage.run([1] * 14, adapters=OLD)
+    kept = (KeptPrefix(OLD, 14),)
+    assert stage.run([1] * 14, adapters=NEW, kept=kept) == 12
+    assert stage.run([1] * 14, adapters=NEW) == 0
+
+
+def test_what_follows_kept_blocks_is_shared_only_behind_the_same_ones() -> None:
+    stage = Stage()
+    stage.run([1] * 9, adapters=OLD)
+    kept = (KeptPrefix(OLD, 8),)
+    assert stage.run([1] * 20, adapters=NEW, kept=kept) == 8
+    assert stage.run([1] * 20, adapters=NEW, kept=kept) == 16
+    assert stage.run([1] * 20, adapters=NEW) == 0
+    assert stage.run([1] * 20, adapters=OLD) == 8
+    longer = (*kept, KeptPrefix(NEW, 17))
+    assert stage.run([1] * 20, adapters=NEWER, kept=longer) == 16
+    assert stage.run([1] * 20, adapters=NEWER, kept=(KeptPrefix(OLD, 4),)) == 4
+
+
+def test_kept_blocks_that_are_gone_are_computed_by_the_request_s_own_adapters() -> None:
+    stage = Stage()
+    kept = (KeptPrefix(OLD, 12),)
+    assert stage.run([1] * 14, adapters=NEW, kept=kept) == 0
+    assert stage.run([1] * 14, adapters=NEW) == 12
+    assert stage.run([1] * 14, adapters=OLD) == 0
+    short = Stage()
+    short.run([1] * 5, adapters=OLD)
+    request = short.start([1] * 14, adapters=NEW, kept=kept)
+    assert request.num_cached == 4
+    assert request.kept == (KeptPrefix(OLD, 4),)
+    short.end(request)
+    assert short.run([1] * 14, adapters=OLD) == 4
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt_logprobs": 1}, {"adapters_from": 6}], ids=["logprobs", "activated"]
+)
+def test_requests_that_compute_everything_keep_nothing(fields: dict[str, int]) -> None:
+    stage = Stage()
+    stage.run([1] * 14, adapters=OLD)
+    request = stage.start([1] * 14, adapters=NEW, kept=(KeptPrefix(OLD, 12),), **fields)
+    assert (request.num_cached, request.kept) == (0, ())
+    stage.end(request)
+    assert stage.run([1] * 14, adapters=OLD) == 12
+
+
+def test_a_disabled_cache_keeps_nothing() -> None:
+    stage = Stage(enabled=False)
+    request = stage.start([1] * 14, adapters=NEW, kept=(KeptPrefix(OLD, 12),))
+    assert request.num_cached == 0

@@ -17,7 +17,7 @@ from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
-from loraplex_services.worker.types.residency import Load
+from loraplex_services.worker.types.residency import Evict, Load
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
 
 STEP_S = 1.0
@@ -61,7 +61,8 @@ class InFlight(NamedTuple):
 class Stage:
     """A scheduler with its arena and cache, and the engine's part of a step without a model.
 
-    With `overlaps`, a step lands when the next one has been planned and launched.
+    With `overlaps`, a step lands when the next one has been planned and launched. A copy ends with
+    the step that is planned `copy_steps` after the one that began it.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Stage:
         counters: ServiceCounters | None = None,
         prefix_cache: bool = True,
         overlaps: bool = False,
+        copy_steps: int = 0,
         **limits: int,
     ) -> None:
         bounds = SchedulerLimits(**{"max_step_tokens": 16, "max_running": 6, **limits})
@@ -101,6 +103,12 @@ class Stage:
         self.reasons: dict[str, str] = {}
         self.is_measuring = True
         self.overlaps = overlaps
+        self.copy_steps = copy_steps
+        self.copies: deque[tuple[float, str]] = deque()
+        """When each ends."""
+        self.wronged: set[str] = set()
+        """Adapters of the next requests that the latest plan evicted although it left at least as
+        many blocks of others idle."""
         self.in_flight: deque[InFlight] = deque()
         self.stopping: set[str] = set()
         """Requests whose next token ends them."""
@@ -121,12 +129,19 @@ class Stage:
             self.scheduler.remove(request.request_id, self.now)
             self.lost.append(request.request_id)
             self.reasons[request.request_id] = error.reason
+        spared = set(self.reclaimer.spared)
         plan = self.scheduler.plan(self.now)
-        for action in self.cache.take_actions():
+        actions = self.cache.take_actions()
+        others = self.cache.idle_blocks(spared.union(self.reclaimer.spared))
+        evicted = {action.digest for action in actions if isinstance(action, Evict)}
+        self.wronged = {d for d in evicted & spared if SIZES[d] <= others}
+        for action in actions:
             if isinstance(action, Load):
                 for step in self.in_flight:
                     assert not set(action.blocks) & set().union(*step.blocks.values()), "in use"
-                self.cache.loaded(action.digest)
+                self.copies.append((self.now + self.copy_steps * STEP_S, action.digest))
+        while self.copies and self.copies[0][0] <= self.now:
+            self.cache.loaded(self.copies.popleft()[1])
         self.check(plan)
         if plan.rows:
             self.in_flight.append(

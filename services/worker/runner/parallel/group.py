@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+import loraplex
 from loraplex.adapter_format.geometry import quantisation_of
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.layers.ranks import Ranks
@@ -93,7 +93,7 @@ def join_and_build(
     info = runner.model_info()
     ready = RankReady(
         torch_version=str(torch.__version__),
-        release=_release(),
+        release=loraplex.__version__,
         base=runner.layout.base_key,
         dtype=info.dtype,
         arithmetic=info.numerics_fingerprint,
@@ -101,11 +101,3 @@ def join_and_build(
         block_bytes=runner.block_bytes,
     )
     return runner, ready
-
-
-def _release() -> str:
-    """Version of this package, where it is installed."""
-    try:
-        return metadata.version("loraplex")
-    except metadata.PackageNotFoundError:
-        return ""

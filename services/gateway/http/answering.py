@@ -1,0 +1,183 @@
+"""Runs one parsed request and sends its answer, whole or as a stream, whatever the API."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.errors import LoraplexError
+from loraplex_services.gateway.http.calls import OpenAICall
+from loraplex_services.gateway.http.chat_answers import ends_in_thought
+from loraplex_services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo
+from loraplex_services.gateway.http.guard import api_key_of
+from loraplex_services.gateway.http.lora_folders import LoraFolders
+from loraplex_services.gateway.http.sse import EventStream, Renamed, StreamFormat, until_gone
+from loraplex_services.gateway.metrics import REQUESTS
+from loraplex_services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest
+from loraplex_services.gateway.request import with_names
+from loraplex_services.gateway.text.chat_style import overridden
+from loraplex_services.gateway.tools.call_grammar import call_grammar
+
+
+class Answering:
+    """The one path of generated text from the pipeline to HTTP."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        folders: LoraFolders | None,
+        *,
+        tool_format: str,
+        reasoning: str,
+    ) -> None:
+        """
+        Args:
+            folders: published when a request names them; None = there are none.
+            tool_format, reasoning: how answers are parsed; "auto" = as each base's chat template
+                shows.
+        """
+        self._generation = generation
+        self._folders = folders
+        self._tool_format = tool_format
+        self._reasoning = reasoning
+
+    async def answer(
+        self,
+        request: Request,
+        call: OpenAICall,
+        answer_id: str,
+        formatter_of: Callable[[ResponseInfo], Formatter],
+        stream_format: StreamFormat,
+    ) -> Any:
+        """An ASGI response. Raises: what `Generation.prepare` and `Generation.run` raise."""
+        call = await self._adopted(request, call)
+
+        def renamed(error: LoraplexError) -> LoraplexError:
+            return with_names(error, call.field_names)
+
+        try:
+            prepared = await self._generation.prepare_all(call.calls)
+            prepared = [self._styled(each, call) for each in prepared]
+        except LoraplexError as error:
+            raise renamed(error) from None
+        info = ResponseInfo(answer_id, int(time.time()), call, prepared)
+        formatter = formatter_of(info)
+        text_deltas = self._text_deltas(prepared)
+        if call.stream:
+            chunks = _with_outcome_counted(_chunks(text_deltas, formatter))
+            return EventStream(chunks, info.headers(), stream_format, renamed, formatter.failure)
+        return await _complete_response(request, text_deltas, info, formatter, renamed)
+
+    async def _adopted(self, request: Request, call: OpenAICall) -> OpenAICall:
+        """The call with the reference of its folder, if its model names one."""
+        if self._folders is None:
+            return call
+        tenant = call.calls[0].tenant
+        model = await self._folders.adopted(api_key_of(request), tenant, call.model)
+        return replace(call, calls=tuple(replace(each, model=model) for each in call.calls))
+
+    def _styled(self, prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
+        """Apply the settings for tool calls and reasoning; constrain calls to their schemas.
+
+        If marks of tool calls are special tokens, the text keeps them. Raises: InvalidRequest.
+        """
+        style = overridden(prepared.style, self._tool_format, self._reasoning)
+        resolved = prepared.resolved
+        if call.tool_use.tools and style.marks_are_special:
+            text = replace(resolved.text, skip_special=False)
+            resolved = replace(resolved, text=text)
+        prepared = replace(prepared, style=style, resolved=resolved)
+        if not call.tool_use.tools:
+            return prepared
+        grammar = call_grammar(
+            style,
+            call.tool_use,
+            call.grammar,
+            prepared.tokens.added_id,
+            is_thinking=style.thinks and ends_in_thought(prepared),
+        )
+        return prepared.kept_to(grammar)
+
+    def _text_deltas(self, prepared: Sequence[PreparedRequest]) -> TextDeltas:
+        """Text deltas of all prompts, with choices numbered prompt-major."""
+        if len(prepared) == 1:
+            return self._generation.run(prepared[0])
+        count = prepared[0].resolved.num_choices
+        runs = [
+            _shifted(self._generation.run(each), index * count)
+            for index, each in enumerate(prepared)
+        ]
+        return interleaved(runs)
+
+
+def json_response(body: Mapping[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """A body as compact UTF-8."""
+    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return Response(content, media_type="application/json", headers=headers)
+
+
+async def _shifted(text_deltas: TextDeltas, by: int) -> TextDeltas:
+    async with aclosing(text_deltas):
+        async for text_delta in text_deltas:
+            yield replace(text_delta, index=text_delta.index + by)
+
+
+async def _chunks(
+    text_deltas: TextDeltas, formatter: Formatter
+) -> AsyncGenerator[Mapping[str, Any]]:
+    async with aclosing(text_deltas):
+        async for text_delta in text_deltas:
+            for chunk in formatter.chunks(text_delta):
+                yield chunk
+    for chunk in formatter.ending():
+        yield chunk
+
+
+async def _with_outcome_counted(
+    chunks: AsyncGenerator[Mapping[str, Any]],
+) -> AsyncGenerator[Mapping[str, Any]]:
+    """Count the outcome of a stream."""
+    outcome = "cancelled"
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+        outcome = "ok"
+    except LoraplexError as error:
+        outcome = error.reason.lower()
+        raise
+    finally:
+        REQUESTS.labels("http", outcome).inc()
+
+
+async def _complete_response(
+    request: Request,
+    text_deltas: TextDeltas,
+    info: ResponseInfo,
+    formatter: Formatter,
+    renamed: Renamed,
+) -> Response:
+    choices: dict[int, CollectedChoice] = {}
+
+    async def collect() -> None:
+        async with aclosing(text_deltas):
+            async for text_delta in text_deltas:
+                choices.setdefault(text_delta.index, CollectedChoice()).text_deltas.append(
+                    text_delta
+                )
+
+    try:
+        await until_gone(request.receive, collect())
+    except LoraplexError as error:
+        raise renamed(error) from None
+    body = formatter.full_body([choices[index].sum() for index in sorted(choices)])
+    REQUESTS.labels("http", "ok").inc()
+    return json_response(body, info.headers())

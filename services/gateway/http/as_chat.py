@@ -1,0 +1,167 @@
+"""Requests of other APIs as chats: one set of rules, with the names that the caller used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex_services.gateway.http.body import Body, bad_type
+from loraplex_services.gateway.http.calls import OpenAICall, Origin, parse_chat
+from loraplex_services.gateway.request import with_names
+
+SHARED_FIELDS = frozenset(
+    {
+        *("adapters", "allowed_token_ids", "bad_token_ids", "cache_salt", "chat_template_kwargs"),
+        *("first_token_s", "frequency_penalty", "ignore_eos", "include_stop_str_in_output"),
+        *("logit_bias", "lora_scale", "min_p", "min_tokens", "presence_penalty", "priority"),
+        *("repetition_penalty", "seed", "skip_special_tokens", "stop_token_ids", "temperature"),
+        *("top_k", "top_p", "truncate_prompt_tokens"),
+    }
+)
+"""Fields of chat that every API here takes under the same name."""
+
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
+
+
+def parse_as_chat(
+    fields: dict[str, Any], origin: Origin, names: Mapping[str, str], function: str
+) -> OpenAICall:
+    """A chat's call from a chat's body.
+
+    Args:
+        names: what the caller calls fields of chat.
+        function: what follows `tools[i]` where the caller describes a function.
+
+    Raises: InvalidRequest, Unsupported, with the caller's names.
+    """
+
+    def named(field: str) -> str:
+        return names.get(field, _FUNCTION.sub(rf"\1{function}", field))
+
+    try:
+        call = parse_chat(fields, origin)
+    except LoraplexError as error:
+        raise with_names(error, {v.field: named(v.field) for v in error.violations}) from None
+    for ours, name in call.field_names.items():
+        call.field_names[ours] = named(name)
+    call.field_names.setdefault("stop", named("stop"))
+    return call
+
+
+class ChatMessages:
+    """Builds the messages of a chat. What an assistant says in one turn becomes one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def system(self, text: str) -> None:
+        """Instructions. Those that open the conversation become one message, because templates
+        know one only."""
+        if self.messages and all(each["role"] == "system" for each in self.messages):
+            self.messages[0]["content"] += f"\n\n{text}"
+        else:
+            self.messages.append({"role": "system", "content": text})
+
+    def user(self, text: str, *, joins: bool = False) -> None:
+        """What the user says; with `joins`, consecutive texts become one message."""
+        if joins and self.messages and self.messages[-1]["role"] == "user":
+            self.messages[-1]["content"] += f"\n{text}"
+        else:
+            self.messages.append({"role": "user", "content": text})
+
+    def thought(self, text: str) -> None:
+        """A thought, which opens a turn unless the turn consists of thoughts so far."""
+        turn = self._turn()
+        if turn["content"] is not None or "tool_calls" in turn:
+            turn = self._new_turn()
+        turn["reasoning"] = f"{turn['reasoning']}\n{text}" if "reasoning" in turn else text
+
+    def said(self, text: str, *, joins: bool = False) -> None:
+        """What the assistant says; opens a turn after other text unless it joins, and after
+        calls."""
+        turn = self._turn()
+        if "tool_calls" in turn or (turn["content"] is not None and not joins):
+            turn = self._new_turn()
+        turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"
+
+    def called(self, call_id: str, name: str, arguments: object) -> None:
+        """A call of the assistant; `arguments` are JSON or an object."""
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        self._turn().setdefault("tool_calls", []).append(call)
+
+    def result(self, call_id: str, text: str, **fields: object) -> None:
+        """What a call returned."""
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text, **fields})
+
+    def _turn(self) -> dict[str, Any]:
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            return self.messages[-1]
+        return self._new_turn()
+
+    def _new_turn(self) -> dict[str, Any]:
+        self.messages.append({"role": "assistant", "content": None})
+        return self.messages[-1]
+
+
+def joined_text(value: Any, field: str, kinds: Mapping[str, str], separator: str) -> str:
+    """Text, or the text of a list of parts.
+
+    Args:
+        kinds: types of parts that hold text, and the field that holds it.
+
+    Raises: Unsupported for other parts, naming them; InvalidRequest.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise bad_type(field, value, "a string or a list of parts")
+    return separator.join(
+        _part_text(part, f"{field}[{index}]", kinds) for index, part in enumerate(value)
+    )
+
+
+def _part_text(part: Any, field: str, kinds: Mapping[str, str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        named = f"is of type {kind[:32]!r}" if isinstance(kind, str) else "has no type"
+        raise Unsupported.field(
+            field, "", f"{named}, but only {' and '.join(kinds)} are served here; send text"
+        )
+    text = part.get(kinds[kind])
+    if not isinstance(text, str):
+        raise bad_type(f"{field}.{kinds[kind]}", text, "a string")
+    return text
+
+
+def objects(value: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a list with the names of their fields. Raises: InvalidRequest."""
+    if not isinstance(value, list):
+        raise bad_type(field, value, "a list of objects")
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise bad_type(f"{field}[{index}]", item, "an object")
+    return [(f"{field}[{index}]", item) for index, item in enumerate(value)]
+
+
+def required_text(body: Body, name: str, field: str) -> str:
+    """A text that may not be missing. Raises: InvalidRequest."""
+    text = body.text(name)
+    if text is None:
+        raise InvalidRequest.field(f"{field}.{name}", "", "is missing")
+    return text
+
+
+def choice_of(value: Any, field: str, kinds: Mapping[str, Callable[[Body], Any]]) -> Any:
+    """Reads an object by its `type`. Raises: InvalidRequest, Unsupported."""
+    if not isinstance(value, dict):
+        raise bad_type(field, value, "an object with a type")
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise Unsupported.field(f"{field}.type", "", f"must be one of {', '.join(kinds)}")
+    body = Body({name: item for name, item in value.items() if name != "type"}, f"{field}.")
+    chosen = kinds[kind](body)
+    body.finish()
+    return chosen

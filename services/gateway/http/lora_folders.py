@@ -1,0 +1,121 @@
+"""Adapters in folders of this machine, published when a caller loads or names them.
+
+Folders outside the one that the operator opened are out of reach. Everything is done with the
+caller's own key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from loraplex.adapter_format import CONFIG_FILE
+from loraplex.api.registry import AdapterVersion
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
+from loraplex.errors import InvalidRequest, LoraplexError, NotFound, PermissionDenied, Violation
+from loraplex.refs import parse_name, parse_ref
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.request import with_names
+
+LABEL, SOURCE = "published-by", "load_lora_adapter"
+KEPT_VERSIONS = 4
+"""Loads of one name that are kept: requests that run finish with the version they began with."""
+
+
+class LoraFolders:
+    """The folders below one root."""
+
+    def __init__(
+        self, client: Callable[[str], RegistryClient], root: Path, resolver: Resolver
+    ) -> None:
+        """
+        Args:
+            client: the registry as seen by the holder of an API key ("" without keys).
+            root: the folder that adapters may be loaded from.
+        """
+        self._client = client
+        self._root = root.resolve()
+        self._resolver = resolver
+        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """One load of a name at a time, so that the second sees the first."""
+
+    async def load(
+        self, api_key: str, tenant: str, name: str, folder: str, *, in_place: bool
+    ) -> AdapterVersion:
+        """Publish a folder; the same content again is the same version.
+
+        Raises: NotFound, InvalidRequest if the name exists and `in_place` is False, or why the
+        registry refuses.
+        """
+        path = await asyncio.to_thread(self._inside, folder)
+        place = parse_name(name, tenant, field="lora_name")
+        publication = Publication(name, labels={LABEL: SOURCE}, keep_versions=KEPT_VERSIONS)
+        lock = self._locks.setdefault(place, asyncio.Lock())
+        async with lock, self._client(api_key) as registry:
+            if not in_place and [v async for v in registry.list(tenant=place[0], name=place[1])]:
+                raise _already_loaded(name)
+            try:
+                version = (await registry.upload(path, publication)).version
+            except LoraplexError as error:
+                raise with_names(error, {"name": "lora_name"}) from None
+        await self._resolver.refresh(version.ref)
+        return version
+
+    async def adopted(self, api_key: str, tenant: str, model: str) -> str:
+        """The reference to use for a model string: if it names no adapter but a folder, the folder
+        is published first, its path with `--` for each `/`. Raises as `load` does."""
+        name = model.replace("/", "--")
+        if model in self._resolver.bases() or self._is_known(model, tenant):
+            return model
+        if not await asyncio.to_thread(self._holds_adapter, model):
+            return model
+        try:
+            if not self._is_known(name, tenant):
+                await self.load(api_key, tenant, name, model, in_place=False)
+        except (NotFound, PermissionDenied):
+            return model
+        except InvalidRequest as error:
+            return name if error.reason == _LOADED else model
+        return name
+
+    def _is_known(self, model: str, tenant: str) -> bool:
+        try:
+            ref = parse_ref(model, tenant)
+        except InvalidRequest:
+            return False
+        return self._resolver.snapshot.find(ref, "") is not None
+
+    def _holds_adapter(self, folder: str) -> bool:
+        try:
+            return (self._inside(folder) / CONFIG_FILE).is_file()
+        except NotFound:
+            return False
+
+    def _inside(self, folder: str) -> Path:
+        """The folder with links resolved. Raises: NotFound unless it is below the root."""
+        try:
+            path = (self._root / folder).resolve()
+            is_there = bool(folder) and path.is_relative_to(self._root) and path.is_dir()
+        except (OSError, ValueError):
+            is_there = False
+        if not is_there:
+            why = "there is no such folder in LORAPLEX_LORA_ROOT on the gateway's machine"
+            raise NotFound(f"lora_path: {why}", violations=[Violation("lora_path", "", why)])
+        return path
+
+
+_LOADED = "ALREADY_LOADED"
+
+
+def _already_loaded(name: str) -> InvalidRequest:
+    """In vLLM's words: clients know the case by them."""
+    why = (
+        f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
+        "place, set 'load_inplace' to True."
+    )
+    error = InvalidRequest.field("lora_name", name, why)
+    error.reason = _LOADED
+    return error

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: bodies become chats, answers become content blocks and events."""

@@ -1,0 +1,60 @@
+"""/v1/messages and its count of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.http.answering import Answering, json_response
+from loraplex_services.gateway.http.calls import origin_of
+from loraplex_services.gateway.http.errors import MESSAGES_PATH
+from loraplex_services.gateway.http.json_body import read_json
+from loraplex_services.gateway.http.messages.formatter import MessagesFormatter
+from loraplex_services.gateway.http.messages.parse import parse_messages
+from loraplex_services.gateway.http.sse import StreamFormat
+from loraplex_services.gateway.http.tokenize import PromptEncoder
+
+_EVENTS = StreamFormat(is_named=True)
+
+
+class MessagesEndpoints:
+    """Endpoints over the one path of generated text."""
+
+    def __init__(
+        self,
+        caller: Callable[[Request], Awaitable[Caller]],
+        answering: Answering,
+        encoder: PromptEncoder,
+    ) -> None:
+        self._caller = caller
+        self._answering = answering
+        self._encoder = encoder
+
+    def routes(self) -> list[Route]:
+        """Both paths."""
+        return [
+            Route(MESSAGES_PATH, self.create, methods=["POST"]),
+            Route(f"{MESSAGES_PATH}/count_tokens", self.count, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Any:
+        """POST /v1/messages."""
+        caller = await self._caller(request)
+        fields = await read_json(request, caller.tenant)
+        call = parse_messages(fields, origin_of(request, caller.tenant))
+        answer_id = f"msg_{request.state.request_id}"
+        return await self._answering.answer(request, call, answer_id, MessagesFormatter, _EVENTS)
+
+    async def count(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
+        caller = await self._caller(request)
+        fields = await read_json(request, caller.tenant)
+        origin = origin_of(request, caller.tenant)
+        [call] = parse_messages(fields, origin, generates=False).calls
+        _, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, "messages")
+        return json_response({"input_tokens": len(ids)})

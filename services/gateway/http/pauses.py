@@ -1,0 +1,101 @@
+"""/pause, /resume and /is_paused, as trainers call vLLM: for all models or for one adapter.
+
+Only this gateway is concerned: trainers call every server that they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from loraplex.errors import InvalidRequest, PermissionDenied, Unsupported
+from loraplex.refs import parse_name
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.pipeline.live import EVERYTHING, LiveRequests, PauseMode
+from loraplex_services.gateway.registry.keyring import require_admin, sees_all_adapters
+from loraplex_services.gateway.registry.snapshot import Adapter
+
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+_PARAMETERS = ("mode", "model", "clear_cache", "wait_for_inflight_requests")
+
+
+class PauseEndpoints:
+    """Endpoints over the running requests."""
+
+    def __init__(self, caller: Callable[[Request], Awaitable[Caller]], live: LiveRequests) -> None:
+        self._caller = caller
+        self._live = live
+
+    def routes(self) -> list[Route]:
+        """All paths."""
+        return [
+            Route("/pause", self.pause, methods=["POST"]),
+            Route("/resume", self.resume, methods=["POST"]),
+            Route("/is_paused", self.is_paused, methods=["GET"]),
+        ]
+
+    async def pause(self, request: Request) -> Response:
+        """POST /pause?mode=abort|wait|keep&model=NAME: answers when the pause has begun."""
+        scope = await self._scope(request)
+        mode = _mode(request)
+        _flag(request, "clear_cache")
+        await self._live.pause(scope, mode)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        """POST /resume?model=NAME."""
+        self._live.resume(await self._scope(request))
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        """GET /is_paused?model=NAME."""
+        scope = await self._scope(request)
+        return JSONResponse({"is_paused": scope in self._live.paused()})
+
+    async def _scope(self, request: Request) -> Adapter:
+        """What the caller names and may pause. Raises: PermissionDenied, InvalidRequest."""
+        caller = await self._caller(request)
+        require_admin(caller)
+        _check_origin(request)
+        for name in request.query_params:
+            if name not in _PARAMETERS:
+                raise Unsupported.field(name, "", "this parameter is unknown; leave it out")
+        model = request.query_params.get("model", "")
+        if not model:
+            if not sees_all_adapters(caller):
+                raise PermissionDenied(
+                    "only the first admin key may pause all models; name one of yours with model="
+                )
+            return EVERYTHING
+        scope = parse_name(model, caller.tenant, field="model")
+        if scope[0] != caller.tenant and not sees_all_adapters(caller):
+            raise PermissionDenied("only its own tenant's admin may pause an adapter")
+        return scope
+
+
+def _mode(request: Request) -> PauseMode:
+    waits = _flag(request, "wait_for_inflight_requests")
+    value = request.query_params.get("mode", PauseMode.WAIT if waits else PauseMode.ABORT)
+    try:
+        return PauseMode(value)
+    except ValueError:
+        known = ", ".join(PauseMode)
+        raise InvalidRequest.field("mode", value[:32], f"must be one of {known}") from None
+
+
+def _flag(request: Request, name: str) -> bool:
+    """A boolean parameter. (Nothing stale can be cached: every cache is keyed by the digest of the
+    weights. So `clear_cache` is read, and there is nothing to clear.)"""
+    value = request.query_params.get(name, "false").lower()
+    if value not in _FLAGS:
+        raise InvalidRequest.field(name, value[:32], "must be true or false")
+    return _FLAGS[value]
+
+
+def _check_origin(request: Request) -> None:
+    """Without a body to check, a page of another site could send this. Raises: PermissionDenied."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise PermissionDenied("pages of other sites may not pause models")

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: bodies become chats, answers become items and events."""

@@ -1,0 +1,197 @@
+"""/v1/responses: create, count, read, continue and delete."""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from loraplex.errors import InvalidRequest
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.http.answering import Answering, json_response
+from loraplex_services.gateway.http.body import bad_type
+from loraplex_services.gateway.http.calls import origin_of
+from loraplex_services.gateway.http.json_body import LargeBodies, read_json
+from loraplex_services.gateway.http.responses.formatter import ResponsesFormatter
+from loraplex_services.gateway.http.responses.parse import (
+    History,
+    ResponsesCall,
+    parse_responses,
+)
+from loraplex_services.gateway.http.responses.store import ResponseStore, StoredResponse
+from loraplex_services.gateway.http.sse import StreamFormat
+from loraplex_services.gateway.http.tokenize import PromptEncoder
+
+_EVENTS = StreamFormat(is_named=True)
+_STEM_CHARS = 32
+"""Characters of an id that response and items share, after the prefix."""
+
+
+class ResponsesEndpoints:
+    """Endpoints over the one path of generated text, and a store of what it made."""
+
+    def __init__(
+        self,
+        caller: Callable[[Request], Awaitable[Caller]],
+        answering: Answering,
+        encoder: PromptEncoder,
+    ) -> None:
+        self._caller = caller
+        self._answering = answering
+        self._encoder = encoder
+        self._store = ResponseStore()
+
+    def routes(self) -> list[Route]:
+        """All paths."""
+        one = "/v1/responses/{response_id}"
+        return [
+            Route("/v1/responses", self.create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.count, methods=["POST"]),
+            Route(one, self.read, methods=["GET"]),
+            Route(one, self.delete, methods=["DELETE"]),
+            Route(f"{one}/cancel", self.cancel, methods=["POST"]),
+            Route(f"{one}/input_items", self.input_items, methods=["GET"]),
+        ]
+
+    async def create(self, request: Request) -> Any:
+        """POST /v1/responses."""
+        caller = await self._caller(request)
+        call = await self._parsed(request, caller)
+        keep = functools.partial(self._keep, caller.tenant, call)
+        return await self._answering.answer(
+            request,
+            call.chat,
+            f"resp_{secrets.token_hex(_STEM_CHARS // 2)}",
+            lambda info: ResponsesFormatter(info, call, keep),
+            _EVENTS,
+        )
+
+    async def count(self, request: Request) -> Response:
+        """POST /v1/responses/input_tokens: the tokens of the same body's prompt."""
+        caller = await self._caller(request)
+        [call] = (await self._parsed(request, caller)).chat.calls
+        _, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, "input")
+        return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+    async def read(self, request: Request) -> Response:
+        """GET /v1/responses/{id}."""
+        stored = await self._stored(request, ("include",))
+        return Response(stored.response, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/responses/{id}."""
+        stored = await self._stored(request)
+        self._store.delete((await self._caller(request)).tenant, stored.response_id)
+        return json_response({"id": stored.response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/responses/{id}/cancel: refused, because none runs in the background."""
+        stored = await self._stored(request)
+        why = "is finished; to cancel one that runs, close its connection"
+        raise InvalidRequest.field("response_id", stored.response_id, why)
+
+    async def input_items(self, request: Request) -> Response:
+        """GET /v1/responses/{id}/input_items: what this request sent, newest first by default."""
+        stored = await self._stored(request, ("after", "include", "limit", "order"))
+        query = request.query_params
+        items = json.loads(stored.items)
+        if _choice(query, "order", ("desc", "asc")) == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if after := query.get("after"):
+            if after not in ids:
+                raise InvalidRequest.field("after", after, "no such item in this response")
+            items = items[ids.index(after) + 1 :]
+        page = items[: _limit(query.get("limit"))]
+        return json_response(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(page) < len(items),
+            }
+        )
+
+    async def _parsed(self, request: Request, caller: Caller) -> ResponsesCall:
+        fields = await read_json(request, caller.tenant)
+        origin = origin_of(request, caller.tenant)
+        return parse_responses(fields, origin, await self._history(request, caller, fields))
+
+    async def _history(self, request: Request, caller: Caller, fields: dict[str, Any]) -> History:
+        """What a request continues, and how it finds the items that it refers to."""
+        previous_id = fields.get("previous_response_id")
+        if previous_id is None:
+            return History(find=functools.partial(self._item, caller.tenant))
+        if not isinstance(previous_id, str) or not previous_id:
+            raise bad_type("previous_response_id", previous_id, "the id of a response")
+        stored = self._store.history(caller.tenant, previous_id)
+        parts = [b"[%b,%b]" % (each.items, each.response) for each in stored]
+        bodies: LargeBodies = request.state.large_bodies
+        parsed = await bodies.parse(b'{"turns":[%b]}' % b",".join(parts), caller.tenant)
+        items = [
+            item for given, response in parsed["turns"] for item in (*given, *response["output"])
+        ]
+        return History(items, functools.partial(self._item, caller.tenant))
+
+    def _item(self, tenant: str, item_id: str) -> Mapping[str, Any] | None:
+        """An output item of a stored response. The ids of both have a part in common."""
+        stem = item_id.partition("_")[2][:_STEM_CHARS]
+        stored = self._store.find(tenant, f"resp_{stem}")
+        output = json.loads(stored.response)["output"] if stored is not None else []
+        return next((item for item in output if item["id"] == item_id), None)
+
+    def _keep(self, tenant: str, call: ResponsesCall, response: dict[str, Any]) -> None:
+        if not call.stores:
+            return
+        stem = response["id"].partition("_")[2]
+        items = [
+            {"id": f"in_{stem}{index:04x}", **_spelled_out(item)}
+            for index, item in enumerate(call.items)
+        ]
+        stored = StoredResponse(response["id"], call.previous_id, _raw(response), _raw(items))
+        self._store.put(tenant, stored)
+
+    async def _stored(self, request: Request, parameters: Sequence[str] = ()) -> StoredResponse:
+        for name in request.query_params:
+            if name.removesuffix("[]") not in parameters:
+                raise InvalidRequest.field(name, "", "this parameter is unknown or not served")
+        tenant = (await self._caller(request)).tenant
+        return self._store.get(tenant, request.path_params["response_id"])
+
+
+def _spelled_out(item: Mapping[str, Any]) -> dict[str, Any]:
+    """An input item in its long form: a message with its type and a list of parts."""
+    if "role" not in item:
+        return dict(item)
+    content = item["content"]
+    if isinstance(content, str):
+        is_answer = item["role"] == "assistant"
+        part: dict[str, Any] = {"type": "output_text" if is_answer else "input_text"}
+        content = [part | {"text": content} | ({"annotations": []} if is_answer else {})]
+    return {"type": "message", **item, "content": content}
+
+
+def _raw(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _choice(query: Mapping[str, str], name: str, options: Sequence[str]) -> str:
+    """A parameter; the first option by default. Raises: InvalidRequest."""
+    if (value := query.get(name, options[0])) not in options:
+        raise InvalidRequest.field(name, value, f"must be {' or '.join(options)}")
+    return value
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return 20
+    if not text.isdecimal() or not 1 <= int(text) <= 100:
+        raise InvalidRequest.field("limit", text, "must be a whole number from 1 to 100")
+    return int(text)

@@ -1,0 +1,131 @@
+"""Input items of the Responses API as the messages of a chat."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loraplex.errors import InvalidRequest, NotFound, Unsupported, Violation
+from loraplex_services.gateway.http.as_chat import ChatMessages, joined_text, required_text
+from loraplex_services.gateway.http.body import Body
+
+_TEXTS = {"input_text": "text", "text": "text"}
+_ANSWERS = {"output_text": "text", "refusal": "refusal", **_TEXTS}
+_THOUGHTS = {"reasoning_text": "text", "summary_text": "text"}
+_UNUSED = ("id", "status", "phase")
+"""Of items, fields that say nothing to the model."""
+_THOUGHT_MARK = "loraplex-thought:"
+
+Find = Callable[[str], Mapping[str, Any] | None]
+"""A stored item by its id."""
+
+
+def encoded_thought(text: str) -> str:
+    """A thought as `encrypted_content`: encoded, not encrypted, since `content` shows it."""
+    return _THOUGHT_MARK + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
+
+
+def add_item(messages: ChatMessages, item: Mapping[str, Any], field: str, find: Find) -> None:
+    """Append an item to a chat. Raises: InvalidRequest, NotFound, Unsupported."""
+    kind = item.get("type") or ("message" if "role" in item else "item_reference")
+    if kind == "item_reference":
+        item = _referenced(item, field, find)
+        kind = item["type"]
+    add = _ADDERS.get(kind) if isinstance(kind, str) else None
+    if add is None:
+        shown = kind[:32] if isinstance(kind, str) else ""
+        raise Unsupported.field(
+            field, "", f"items of type {shown!r} are not served; there are {', '.join(_ADDERS)}"
+        )
+    body = Body({name: value for name, value in item.items() if name != "type"}, f"{field}.")
+    for name in _UNUSED:
+        body.raw(name)
+    add(messages, body, field)
+    body.finish()
+
+
+def _referenced(item: Mapping[str, Any], field: str, find: Find) -> Mapping[str, Any]:
+    body = Body({name: value for name, value in item.items() if name != "type"}, f"{field}.")
+    item_id = required_text(body, "id", field)
+    body.finish()
+    found = find(item_id)
+    if found is None:
+        why = "this gateway keeps no item with this id; send the item itself"
+        violation = Violation(f"{field}.id", "", why)
+        raise NotFound(f"{field}.id: {why}", reason="ITEM_NOT_FOUND", violations=[violation])
+    return found
+
+
+def _add_message(messages: ChatMessages, body: Body, field: str) -> None:
+    role, content = required_text(body, "role", field), body.raw("content")
+    if role == "assistant":
+        messages.said(joined_text(content, f"{field}.content", _ANSWERS, ""))
+        return
+    text = joined_text(content, f"{field}.content", _TEXTS, "")
+    if role in ("system", "developer"):
+        messages.system(text)
+    elif role == "user":
+        messages.user(text)
+    else:
+        why = "must be user, assistant, system or developer"
+        raise InvalidRequest.field(f"{field}.role", role, why)
+
+
+def full_name(namespace: str, name: str) -> str:
+    """The name under which the model knows a function of a namespace."""
+    return f"{namespace}__{name}"
+
+
+def _add_call(messages: ChatMessages, body: Body, field: str) -> None:
+    call_id, name = required_text(body, "call_id", field), required_text(body, "name", field)
+    if namespace := body.text("namespace"):
+        name = full_name(namespace, name)
+    arguments = body.text("arguments") or "{}"
+    messages.called(call_id, name, _json(arguments, f"{field}.arguments"))
+
+
+def _json(text: str, field: str) -> str:
+    """The same text. Raises: InvalidRequest if it is not JSON."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest.field(field, "", "must be JSON") from None
+    return text
+
+
+def _add_result(messages: ChatMessages, body: Body, field: str) -> None:
+    call_id = required_text(body, "call_id", field)
+    messages.result(call_id, joined_text(body.raw("output"), f"{field}.output", _TEXTS, "\n"))
+
+
+def _add_thought(messages: ChatMessages, body: Body, field: str) -> None:
+    """The thought itself, else what this server encoded, else a summary from elsewhere."""
+    content = joined_text(body.raw("content") or [], f"{field}.content", _THOUGHTS, "\n")
+    encoded = _decoded(body.text("encrypted_content"), f"{field}.encrypted_content")
+    summary = joined_text(body.raw("summary") or [], f"{field}.summary", _THOUGHTS, "\n")
+    if text := content or encoded or summary:
+        messages.thought(text)
+
+
+def _decoded(text: str | None, field: str) -> str:
+    if not text:
+        return ""
+    try:
+        if not text.startswith(_THOUGHT_MARK):
+            raise ValueError
+        raw = base64.b64decode(text.removeprefix(_THOUGHT_MARK), validate=True)
+        return raw.decode()
+    except (ValueError, binascii.Error):
+        why = "was not made by this server; leave the item out"
+        raise InvalidRequest.field(field, "", why) from None
+
+
+_ADDERS: Mapping[str, Callable[[ChatMessages, Body, str], None]] = {
+    "message": _add_message,
+    "function_call": _add_call,
+    "function_call_output": _add_result,
+    "reasoning": _add_thought,
+}

@@ -1,0 +1,97 @@
+"""POST /inference/v1/generate: token ids in, token ids out, as vLLM's training clients call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from loraplex.api.output import TokenLogprob
+from loraplex.api.request import TokenPrompt
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex_services.gateway.http.body import Body, bad_type
+from loraplex_services.gateway.http.calls import OpenAICall, Origin, call_of, read_sampling
+from loraplex_services.gateway.http.errors import error_object
+from loraplex_services.gateway.http.formatting import ResponseInfo
+from loraplex_services.gateway.http.logprobs import finite, prompt_logprob_maps
+from loraplex_services.gateway.request import TextDelta
+
+_PREFIX = "sampling_params."
+
+
+def parse_generate(fields: dict[str, Any], origin: Origin) -> OpenAICall:
+    """Body of /inference/v1/generate. Raises: InvalidRequest, Unsupported."""
+    body = Body(fields)
+    ids = body.ids("token_ids")
+    if not ids:
+        raise InvalidRequest.field("token_ids", "", "send at least one token id")
+    params = body.raw("sampling_params")
+    if not isinstance(params, dict):
+        raise bad_type("sampling_params", params, "an object")
+    origin = replace(origin, request_id=body.text("request_id") or origin.request_id)
+    options = Body(params, _PREFIX)
+    options.raw("output_kind")  # How vLLM's engine hands tokens to its own server.
+    asked = read_sampling(
+        options, max_tokens=options.integer("max_tokens"), logprobs=options.count("logprobs")
+    )
+    if asked.echo:
+        raise Unsupported.field(_PREFIX + "echo", True, "prompt_logprobs cover the prompt")
+    options.finish()
+    call = call_of(body, fields, origin, [TokenPrompt(ids)], asked, is_chat=False)
+    names = {name: _PREFIX + name for name in params}
+    return replace(call, field_names={**call.field_names, **names, "prompt": "token_ids"})
+
+
+class GenerateFormatter:
+    """Formats the output of one request, streamed or complete."""
+
+    def __init__(self, info: ResponseInfo) -> None:
+        self._info = info
+
+    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+        if not text_delta.token_ids and text_delta.finish_reason is None:
+            return []
+        return [self._body([self._choice(text_delta)])]
+
+    def ending(self) -> list[dict[str, Any]]:
+        if not self._info.call.include_usage:
+            return []
+        return [self._body([]) | {"usage": self._info.usage()}]
+
+    def failure(self, error: LoraplexError) -> dict[str, Any]:
+        return error_object(error)
+
+    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+        prompt = prompt_logprob_maps(self._info.of_choice(0), choices[0].prompt_logprobs)
+        return self._body([self._choice(choice) for choice in choices]) | {
+            "prompt_logprobs": prompt,
+            "usage": self._info.usage(),
+        }
+
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "request_id": self._info.prepared[0].call.request_id,
+            "model": self._info.call.model,
+            "choices": choices,
+        }
+
+    def _choice(self, text_delta: TextDelta) -> dict[str, Any]:
+        asked = self._info.of_choice(text_delta.index).call.sampling.logprobs
+        entries = [_entry(entry, asked or 0) for entry in text_delta.logprobs]
+        return {
+            "index": text_delta.index,
+            "logprobs": None if asked is None else {"content": entries},
+            "finish_reason": text_delta.finish_reason,
+            "stop_reason": text_delta.stop_reason,
+            "token_ids": list(text_delta.token_ids),
+            **self._info.weights(text_delta.index, text_delta.spans),
+        }
+
+
+def _entry(entry: TokenLogprob, num_top: int) -> dict[str, Any]:
+    top = [_token(token_id, logprob) for token_id, logprob in entry.top[:num_top]]
+    return {**_token(entry.token_id, entry.logprob), "top_logprobs": top}
+
+
+def _token(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "logprob": finite(logprob), "bytes": None}

@@ -1,0 +1,194 @@
+"""The requests that run at this gateway, and what changes them from outside: pauses and tag moves.
+
+A request that follows its tag goes on with the new version as soon as the workers that run it have
+loaded that; until then it goes on with the old one. Nothing else waits for the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import AsyncGenerator, Collection, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from loraplex.api.request import UpdatePolicy
+from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError
+from loraplex.refs import parse_ref
+from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.pipeline.prepared import PreparedRequest, adapter_set, scaled
+from loraplex_services.gateway.registry.resolve import Resolver
+from loraplex_services.gateway.registry.snapshot import Adapter
+from loraplex_services.gateway.request import GenerateCall, Target
+from loraplex_services.gateway.routing.steering import Steering
+
+logger = logging.getLogger(__name__)
+
+EVERYTHING: Adapter = ("", "")
+"""The scope of a pause of all models."""
+LOAD_TIMEOUT_S = 60.0
+
+
+class PauseMode(enum.StrEnum):
+    """What becomes of running requests when their model is paused, as in vLLM."""
+
+    ABORT = "abort"
+    """They end at once with what they have generated."""
+    WAIT = "wait"
+    """They end as usual, and the pause begins then."""
+    KEEP = "keep"
+    """They stand still, and go on afterwards where they were."""
+
+
+class LoadingWorkers(Protocol):
+    """The part of the fleet that switches need."""
+
+    async def load(self, address: str, digest: str, timeout_s: float) -> None: ...
+
+
+class LiveRequest:
+    """A request from its admission to its end."""
+
+    def __init__(self, prepared: PreparedRequest) -> None:
+        policy = prepared.call.on_update
+        self.prepared = prepared
+        self.follows = policy is not UpdatePolicy.FINISH
+        keeps_prefix = policy is UpdatePolicy.FOLLOW_KEEP_PREFIX
+        self.steering = Steering(prepared.adapter_set, keeps_prefix=keeps_prefix)
+        self.scopes = {EVERYTHING, *_adapters_of(prepared)}
+        self.is_switching = False
+        self.ended = asyncio.Event()
+
+
+class LiveRequests:
+    """All of them."""
+
+    def __init__(self, resolver: Resolver, workers: LoadingWorkers) -> None:
+        """Follows the tags of `resolver` from now on."""
+        self._resolver = resolver
+        self._workers = workers
+        self._live: set[LiveRequest] = set()
+        self._paused: dict[Adapter, PauseMode] = {}
+        self._resumed = asyncio.Event()
+        self._loads: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """By worker and digest."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        resolver.on_moves = self._moved
+
+    def paused(self) -> dict[Adapter, PauseMode]:
+        """What is paused, and how."""
+        return dict(self._paused)
+
+    @asynccontextmanager
+    async def entered(self, prepared: PreparedRequest) -> AsyncGenerator[Steering]:
+        """Wait until the request's model is not paused, then count it as running.
+
+        Raises: DeadlineExceeded.
+        """
+        live = LiveRequest(prepared)
+        await self._until_not_paused(live)
+        self._live.add(live)
+        try:
+            yield live.steering
+        finally:
+            self._live.discard(live)
+            live.ended.set()
+
+    async def pause(self, scope: Adapter, mode: PauseMode) -> None:
+        """Keep new requests of a scope waiting; returns when its running ones are as `mode`
+        says."""
+        self._paused[scope] = mode
+        running = [live for live in self._live if scope in live.scopes]
+        if mode is PauseMode.KEEP:
+            await asyncio.gather(*(live.steering.hold() for live in running))
+            return
+        for live in running:
+            if mode is PauseMode.ABORT:
+                live.steering.abort()
+        await asyncio.gather(*(live.ended.wait() for live in running))
+
+    def resume(self, scope: Adapter) -> None:
+        """End the pause of a scope, if there is one."""
+        self._paused.pop(scope, None)
+        for live in self._live:
+            if not self._is_paused(live):
+                live.steering.release()
+        self._resumed.set()
+        self._resumed = asyncio.Event()
+
+    def _is_paused(self, live: LiveRequest) -> bool:
+        return any(scope in live.scopes for scope in self._paused)
+
+    async def _until_not_paused(self, live: LiveRequest) -> None:
+        try:
+            async with asyncio.timeout(max(live.prepared.deadline_s - now_s(), 0.0)):
+                while self._is_paused(live):
+                    await self._resumed.wait()
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the model was paused") from None
+
+    def _moved(self, adapters: Collection[Adapter] | None) -> None:
+        """Tags of these adapters moved, or of any."""
+        for live in self._live:
+            is_meant = adapters is None or not live.scopes.isdisjoint(adapters)
+            if live.follows and is_meant and not live.is_switching:
+                live.is_switching = True
+                self._spawn(self._switch(live))
+
+    async def _switch(self, live: LiveRequest) -> None:
+        """Bring a request to what its tags point at, however often they move meanwhile."""
+        try:
+            while (target := await self._new_target(live)) is not None:
+                addresses = live.steering.addresses
+                digests = [adapter.digest for adapter in target.adapters]
+                loads = [self._load(address, d) for address in addresses for d in digests]
+                await asyncio.gather(*loads)
+                live.prepared.note_labels(target)
+                live.steering.switch(adapter_set(target))
+        except LoraplexError as error:
+            logger.warning("a request keeps its version", extra={"reason": error.reason})
+        finally:
+            live.is_switching = False
+
+    async def _new_target(self, live: LiveRequest) -> Target | None:
+        """What the request's tags point at now; None if it need not, or cannot, go there."""
+        if live.ended.is_set():
+            return None
+        prepared = live.prepared
+        target = scaled(await self._resolver.target(prepared.call), prepared.resolved.scale)
+        is_new = adapter_set(target) != live.steering.adapters
+        return target if is_new and prepared.can_follow(target) else None
+
+    async def _load(self, address: str, digest: str) -> None:
+        """Load an adapter on a worker, once for all requests that wait for it."""
+        key = (address, digest)
+        if key not in self._loads:
+            loading = self._spawn(self._workers.load(address, digest, LOAD_TIMEOUT_S))
+            loading.add_done_callback(lambda _: self._loads.pop(key, None))
+            self._loads[key] = loading
+        await asyncio.shield(self._loads[key])
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def check_update_policy(call: GenerateCall, target: Target) -> None:
+    """Raises: InvalidRequest if a request is to follow and names no tag, or not only tags."""
+    if call.on_update is UpdatePolicy.FINISH:
+        return
+    refs = [asked.ref for asked in call.adapters] or [call.model]
+    if not target.adapters or any(parse_ref(ref, call.tenant).tag is None for ref in refs):
+        raise InvalidRequest.field(
+            "on_update", call.on_update, "only a tag can be followed: name NAME or NAME:TAG"
+        )
+
+
+def _adapters_of(prepared: PreparedRequest) -> set[Adapter]:
+    """The adapters that a request runs with, by tenant and name in lower case."""
+    names = (adapter.label.rpartition(":")[0] for adapter in prepared.target.adapters)
+    split = (name.partition("/") for name in names)
+    return {(tenant, name.lower()) for tenant, _, name in split}

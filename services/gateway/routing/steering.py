@@ -1,0 +1,97 @@
+"""What may change about a request while it runs: its adapters, and whether it may run at all.
+
+The choices of a request share one `Steering`. A change interrupts the attempts under way at their
+workers. The relay then submits the request again with the tokens that were emitted, just as after a
+failed worker, so each attempt has one set of adapters, and each token is known to come from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from loraplex.api.request import AdapterSet
+from loraplex.errors import DeadlineExceeded, LoraplexError
+from loraplex_services.gateway.event_loop import now_s
+
+
+class Interrupted(LoraplexError):
+    """An attempt was ended on purpose. It never leaves the gateway."""
+
+    reason = "INTERRUPTED"
+
+
+class Steering:
+    """The wanted state of one request."""
+
+    def __init__(self, adapters: AdapterSet, *, keeps_prefix: bool = False) -> None:
+        """`keeps_prefix`: after a switch, cached KV of the old adapters is used."""
+        self.adapters = adapters
+        self.keeps_prefix = keeps_prefix
+        self.is_aborted = False
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._attempts: dict[Callable[[LoraplexError], None], str] = {}
+        """Ends an attempt; with the address of its worker."""
+        self._none_running = asyncio.Event()
+        self._none_running.set()
+
+    @property
+    def addresses(self) -> set[str]:
+        """The workers that run it now."""
+        return set(self._attempts.values())
+
+    @contextmanager
+    def attempt(
+        self, address: str, adapters: AdapterSet, end: Callable[[LoraplexError], None]
+    ) -> Iterator[None]:
+        """An attempt on a worker; `end` ends it with an error.
+
+        Raises: Interrupted if that is not what is wanted any more.
+        """
+        if self.is_aborted or not self._may_run.is_set() or adapters != self.adapters:
+            raise Interrupted("interrupted")
+        self._attempts[end] = address
+        self._none_running.clear()
+        try:
+            yield
+        finally:
+            del self._attempts[end]
+            if not self._attempts:
+                self._none_running.set()
+
+    def switch(self, adapters: AdapterSet) -> None:
+        """Go on with other adapters."""
+        self.adapters = adapters
+        self._interrupt()
+
+    async def hold(self) -> None:
+        """Freeze: returns once no worker is asked for more tokens."""
+        self._may_run.clear()
+        self._interrupt()
+        await self._none_running.wait()
+
+    def release(self) -> None:
+        """Go on after `hold`."""
+        self._may_run.set()
+
+    def abort(self) -> None:
+        """End it with what it has generated."""
+        self.is_aborted = True
+        self._may_run.set()
+        self._interrupt()
+
+    async def until_running(self, deadline_s: float) -> None:
+        """Wait while it is held. Raises: DeadlineExceeded."""
+        if self._may_run.is_set():
+            return
+        try:
+            async with asyncio.timeout(max(deadline_s - now_s(), 0.0)):
+                await self._may_run.wait()
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the model was paused") from None
+
+    def _interrupt(self) -> None:
+        for end in list(self._attempts):
+            end(Interrupted("interrupted"))

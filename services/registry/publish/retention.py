@@ -1,0 +1,76 @@
+"""Retires versions: old ones of a row of updates, and ephemeral ones whose time is over.
+
+Nobody waits for it. What a crash leaves is retired after the next publication of the same name, or
+by the next look at the clock. The bytes are collected later, so that a request which runs with a
+retired version can still move to another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from loraplex.errors import AdapterNotFound, LoraplexError
+from loraplex_services.registry.index.catalog import Catalog
+from loraplex_services.registry.index.items import scope_of
+from loraplex_services.registry.publish.deletion import Deletion
+from loraplex_services.registry.records import VersionRecord, now_s
+
+logger = logging.getLogger(__name__)
+
+ACTOR = "registry"
+"""The actor in the audit log."""
+
+
+class Retention:
+    """Deletes versions that were published to be replaced."""
+
+    def __init__(self, catalog: Catalog, deletion: Deletion) -> None:
+        self._catalog = catalog
+        self._deletion = deletion
+        self._updated: dict[tuple[str, str], int] = {}
+        """Adapters with a new update, and how many of their updates are kept."""
+        self._wake = asyncio.Event()
+        self.num_retired = 0
+        """Versions, since the registry started."""
+
+    def published(self, version: VersionRecord) -> None:
+        """Have the row of updates looked at that a new version belongs to, if any."""
+        if version.keep_versions:
+            self._updated[version.tenant, version.name] = version.keep_versions
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Retire what `published` named, one adapter after another, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._updated:
+                (tenant, name), kept = self._updated.popitem()
+                try:
+                    await self.retire(tenant, name, kept)
+                except LoraplexError as error:
+                    logger.warning("versions not retired", extra={"problem": error.message})
+                except Exception:
+                    logger.exception("versions not retired")
+
+    async def retire(self, tenant: str, name: str, kept: int) -> None:
+        """Delete all but the newest `kept` of the versions that were published as updates. Versions
+        with a tag stay."""
+        found = await self._catalog.find(scope_of(tenant, name), "all")
+        updates = [r.version for r in found.versions if r.keep_versions and not r.deleted]
+        tagged = {target.version for tag in found.tags for target in (*tag.targets, *tag.pending)}
+        old = [number for number in sorted(updates)[:-kept] if number not in tagged]
+        if old:
+            await self._deletion.retire(tenant, name, old, ACTOR)
+            self.num_retired += len(old)
+
+    async def expire(self) -> None:
+        """Delete the ephemeral versions whose time is over, with their tags."""
+        for scope, number in await self._catalog.expired(now_s()):
+            tenant, _, name = scope.partition("/")
+            try:
+                await self._deletion.version(tenant, name, number, ACTOR, force=True, purge=True)
+                self.num_retired += 1
+            except AdapterNotFound:
+                continue  # Another registry was first.

@@ -1,0 +1,135 @@
+"""Updates of one adapter are retired, and ephemeral versions go when their time is over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from loraplex.errors import AdapterNotFound, InvalidRequest
+from loraplex.refs import parse_ref
+from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.registry import layout
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.api.convert import options_from_proto
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.publish import publisher, retention
+from tests.registry.house import publish
+
+ROOT = Access("default", "", frozenset({"root", "admin"}))
+
+
+async def _live(registry: Registry, name: str) -> list[int]:
+    found = await registry.lookup.everything("default", name)
+    return [version.version for version in found.versions if not version.deleted]
+
+
+async def _update(registry: Registry, name: str, seed: int, *tags: str) -> None:
+    done = await publish(registry, name, seed, *tags, keep_versions=2)
+    registry.retention.published(done.version)
+    await registry.retention.retire("default", name, 2)
+
+
+async def test_only_the_newest_updates_and_those_with_a_tag_stay(registry: Registry) -> None:
+    await publish(registry, "policy", 1)
+    await _update(registry, "policy", 2, "best")
+    for seed in range(3, 7):
+        await _update(registry, "policy", seed)
+    assert await _live(registry, "policy") == [1, 2, 5, 6]
+    latest = await registry.lookup.resolve(parse_ref("policy"), ROOT)
+    assert latest.version.version == 6
+
+
+async def test_an_update_that_latest_points_at_again_stays(registry: Registry) -> None:
+    for seed in (1, 2, 3):
+        await publish(registry, "policy", seed, keep_versions=2)
+    await publish(registry, "policy", 1, keep_versions=2)
+    await registry.retention.retire("default", "policy", 2)
+    assert await _live(registry, "policy") == [1, 2, 3]
+
+
+async def test_bytes_of_a_retired_version_wait_for_the_collector_and_no_longer(
+    registry: Registry,
+) -> None:
+    for seed in (1, 2, 3):
+        await _update(registry, "policy", seed)
+    key = layout.version("default", "policy", 1)
+    assert b'"purged":true' in (await registry.store.get(key)).data
+    assert registry.retention.num_retired == 1
+
+
+async def test_the_task_retires_what_was_published(registry: Registry) -> None:
+    for seed in (1, 2, 3):
+        done = await publish(registry, "policy", seed, keep_versions=1)
+        registry.retention.published(done.version)
+    task = asyncio.create_task(registry.retention.run())
+    while await _live(registry, "policy") != [3]:
+        await asyncio.sleep(0.01)
+    task.cancel()
+
+
+async def test_a_lasting_publication_of_an_update_is_a_version_of_its_own(
+    registry: Registry,
+) -> None:
+    update = await publish(registry, "policy", 1, keep_versions=1)
+    lasting = await publish(registry, "policy", 1)
+    assert (update.version.version, lasting.version.version) == (1, 2)
+    again = await publish(registry, "policy", 1, keep_versions=1)
+    assert (again.version.version, again.created) == (2, False)
+
+
+async def test_an_ephemeral_version_ends_with_its_time(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    assert done.version.expires_s == pytest.approx(done.version.created_s + 60.0)
+    await registry.retention.expire()
+    assert await _live(registry, "doc-1") == [1]
+    monkeypatch.setattr(retention, "now_s", lambda: done.version.expires_s + 1)
+    await registry.retention.expire()
+    assert await _live(registry, "doc-1") == []
+    with pytest.raises(AdapterNotFound):
+        await registry.lookup.resolve(parse_ref("doc-1"), ROOT)
+    await registry.retention.expire()
+    assert registry.retention.num_retired == 1
+
+
+async def test_a_rebuilt_index_knows_when_ephemeral_versions_end(registry: Registry) -> None:
+    done = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    await registry.indexer.rebuild()
+    assert await registry.catalog.expired(done.version.expires_s) == [("default/doc-1", 1)]
+    assert await registry.catalog.expired(done.version.expires_s - 1) == []
+
+
+async def test_the_same_content_is_published_anew_before_its_time_is_over(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    again = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    assert again.version.version == 1
+    monkeypatch.setattr(publisher, "now_s", lambda: first.version.created_s + 40.0)
+    late = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    assert (late.version.version, late.created) == (2, True)
+    assert late.version.digest == first.version.digest
+    lasting = await publish(registry, "doc-1", 1)
+    assert (lasting.version.version, lasting.version.expires_s) == (3, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (pb.PublishOptions(name="a", ttl_s=-1), "options.ttl_s"),
+        (pb.PublishOptions(name="a", ttl_s=float("nan")), "options.ttl_s"),
+        (pb.PublishOptions(name="a", ttl_s=31 * 86_400.0), "options.ttl_s"),
+        (pb.PublishOptions(name="a", keep_versions=1001), "options.keep_versions"),
+        (
+            pb.PublishOptions(name="a", ttl_s=1, visibility=pb.VISIBILITY_PUBLIC),
+            "options.visibility",
+        ),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_option(options: pb.PublishOptions, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        options_from_proto(options, "default")
+    assert caught.value.violations[0].field == field
