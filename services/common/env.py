@@ -19,7 +19,7 @@ from loraplex_services.common.knob import (
     text_knob,
 )
 from loraplex_services.common.units import (
-    ATTENTION_ENTRY_POINTS,
+    ATTENTION_GROUP,
     Memory,
     choice,
     parse_bool,
@@ -222,14 +222,7 @@ CPU_ISA: Knob[str] = Knob(
 )
 ATTENTION_BACKEND: Knob[str] = Knob(
     "LORAPLEX_ATTENTION_BACKEND",
-    choice(
-        "auto",
-        "vanilla",
-        "cpu",
-        "triton",
-        not_yet=["flashinfer"],
-        entry_points=ATTENTION_ENTRY_POINTS,
-    ),
+    choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"], group=ATTENTION_GROUP),
     "auto",
     "up worker",
     "Kernels of attention and LoRA: triton, cpu (compiled), vanilla (plain torch), or a package's.",

@@ -43,21 +43,19 @@ def parse_list(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
-ATTENTION_ENTRY_POINTS = "loraplex.attention_backends"
+ATTENTION_GROUP = "loraplex.attention_backends"
 """Entry points by which a package registers attention backends."""
 
 
-def choice(
-    *options: str, not_yet: Sequence[str] = (), entry_points: str = ""
-) -> Callable[[str], str]:
+def choice(*options: str, not_yet: Sequence[str] = (), group: str = "") -> Callable[[str], str]:
     """A parser of one of `options`. Those in `not_yet` are refused with a sentence of their own.
 
     Args:
-        entry_points: a group of entry points, whose names are options, too. Nothing is imported.
+        group: of entry points, whose names are options, too. Nothing is imported.
     """
 
     def parse(text: str) -> str:
-        registered = _registered(entry_points) if text.strip() not in options else ()
+        registered = _registered(group) if text.strip() not in options else ()
         if text.strip() in registered:
             return text.strip()
         if text.strip() in not_yet:
@@ -67,11 +65,11 @@ def choice(
             )
         if text.strip() not in options:
             known = ", ".join((*options, *registered))
-            others = f", or a name that a package registers in {entry_points}"
-            raise ValueError(f"expected one of {known}{others if entry_points else ''}")
+            others = f", or a name that a package registers in {group}"
+            raise ValueError(f"expected one of {known}{others if group else ''}")
         return text.strip()
 
-    parse.__name__ = "|".join((*options, "NAME") if entry_points else options)
+    parse.__name__ = "|".join((*options, "NAME") if group else options)
     return parse
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.units import ATTENTION_ENTRY_POINTS
+from loraplex_services.common.units import ATTENTION_GROUP
 from loraplex_services.worker.ops.attention.backend import AttentionBackend
 
 
@@ -17,7 +17,7 @@ def registered_backend(name: str) -> type[AttentionBackend] | None:
     Raises:
         InvalidRequest: several packages register the name, or it names no `AttentionBackend`.
     """
-    found = tuple(entry_points(group=ATTENTION_ENTRY_POINTS, name=name))
+    found = tuple(entry_points(group=ATTENTION_GROUP, name=name))
     if not found:
         return None
     if len(found) > 1:

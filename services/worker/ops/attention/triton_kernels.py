@@ -34,7 +34,7 @@ def attend_contexts(
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys that t sees.
 
     Grid: (KV head, tile). `tiles [n, 5]` int32: sequence, first token row, end row, position of the
-    first row, keys of the sequence. `tables [sequences, blocks]` int32. IS_FULL: all keys are seen.
+    first row, keys of the sequence. `tables [sequences, blocks]` int32.
     """
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + tile * TILE_WORDS).to(tl.int64)
@@ -57,11 +57,10 @@ def attend_contexts(
     values = tl.zeros((BLOCK_ROWS * BLOCK_SHARED, BLOCK_DIM), tl.float32)
 
     end = start + row_end - row_begin
-    if IS_FULL:
+    if IS_FULL:  # every row sees what the last one of its sequence does
         end = tl.load(tiles + tile * TILE_WORDS + 4)
+        start = end - 1
     begin, all_begin, all_end = _ranges(start, end, window, BLOCK_KEYS, HAS_WINDOW)
-    if IS_FULL:
-        all_end = end // BLOCK_KEYS * BLOCK_KEYS
     if HAS_WINDOW:
         top, total, values = _attend_keys(
             query, top, total, values, k_head, v_head, table, plane_stride, begin,
@@ -98,9 +97,7 @@ def _softmax_begin(sinks, head, has_sink, HAS_SINKS: tl.constexpr):
 @triton.jit
 def _load_query(q_at, mask, WIDEN: tl.constexpr):
     query = tl.load(q_at, mask=mask, other=0.0)
-    if WIDEN:
-        query = query.to(tl.float32)
-    return query
+    return query.to(tl.float32) if WIDEN else query
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,12 +89,9 @@ def test_the_backend_of_the_page_serves_the_tokens_of_vanilla(
 
 
 def test_the_backend_of_the_page_fulfils_the_contract(toy: type[AttentionBackend]) -> None:
-    maker = AttentionMaker(toy, name="toy")
-    exec(
-        code("python", "contract.cases"),
-        {"contract": contract, "torch": torch, "ToyAttention": toy},
-    )
-    assert maker.name == "toy"
+    names: dict[str, Any] = {"contract": contract, "torch": torch, "ToyAttention": toy}
+    exec(code("python", "contract.cases"), names)
+    assert names["maker"].name == "toy"
 
 
 def test_a_registered_name_is_a_value_of_the_setting(toy: type[AttentionBackend]) -> None:

@@ -7,7 +7,10 @@ import torch
 
 from loraplex_services.worker.ops.attention.backend import AttentionMask
 from loraplex_services.worker.ops.attention.metadata import StaticInputs
-from loraplex_services.worker.ops.attention.triton_backend import triton_attention
+from loraplex_services.worker.ops.attention.triton_backend import (
+    TritonAttentionMetadata,
+    triton_attention,
+)
 from tests.worker.ops.attention import contract
 
 # The interpreter is slow: each value of each dimension, and not all of their combinations.
@@ -38,6 +41,7 @@ def test_metadata_of_captured_steps_keeps_the_tensors_it_was_made_with() -> None
     rows = torch.tensor([0, 1], dtype=torch.int32)
     inputs = StaticInputs((places,), (tables,), rows, max_keys=64)
     metadata = bench.maker.graph_metadata(bench.kv, positions, inputs)
+    assert isinstance(metadata, TritonAttentionMetadata)
     assert metadata.is_cuda_graph and metadata.num_generations == 2
     assert metadata.seq_lens_cuda.tolist() == [1, 1]
     kept = metadata.position_ids, metadata.tables[0], metadata.places[0], metadata.decode_rows
@@ -48,8 +52,8 @@ def test_metadata_of_captured_steps_keeps_the_tensors_it_was_made_with() -> None
         for plane, values in zip(bench.kv.planes(0), (k, v), strict=True):
             plane[2, :, :last] = values[:last].transpose(0, 1)
         metadata.begin_forward()
-        parts = [torch.cat((x[last : last + 1], x[:1])).flatten(1) for x in (q, k, v)]
-        outputs.append(bench.layer.forward(*parts, metadata, AttentionMask.CAUSAL)[0])
+        new_q, new_k, new_v = (torch.cat((x[last : last + 1], x[:1])).flatten(1) for x in (q, k, v))
+        outputs.append(bench.layer.forward(new_q, new_k, new_v, metadata, AttentionMask.CAUSAL)[0])
     assert kept[0].data_ptr() == positions.data_ptr() and kept[3].data_ptr() == rows.data_ptr()
     for last, found in zip((3, 4), outputs, strict=True):
         expected = contract.attention(
