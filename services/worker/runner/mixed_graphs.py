@@ -145,6 +145,17 @@ class MixedInputs:
         return metadata
 
 
+def first_rows(rotations: Sequence[CosSin], num_tokens: int) -> list[CosSin]:
+    """By layer, cosines and sines of the first token rows. Layers share a few tensors, each of
+    which is cut once."""
+    cut: dict[int, CosSin] = {}
+    for turns in rotations:
+        if id(turns) not in cut:
+            cos, sin = turns
+            cut[id(turns)] = cos[:num_tokens], sin[:num_tokens]
+    return [cut[id(turns)] for turns in rotations]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """The attention of one layer, which follows a segment."""
@@ -188,16 +199,6 @@ class MixedGraph:
         """One for each segment."""
         return len(self.segments)
 
-    def rotations(self, num_tokens: int) -> list[CosSin]:
-        """By layer, what the first segment computes for the first token rows. Layers share a few
-        tensors, each of which is cut once."""
-        cut: dict[int, CosSin] = {}
-        for turns in self.batch.attention.rotations:
-            if id(turns) not in cut:
-                cos, sin = turns
-                cut[id(turns)] = cos[:num_tokens], sin[:num_tokens]
-        return [cut[id(turns)] for turns in self.batch.attention.rotations]
-
     def replay(
         self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
     ) -> Tensor:
@@ -205,7 +206,7 @@ class MixedGraph:
         buffer, num_tokens = self.inputs.buffer, step.num_token_rows
         buffer.fill(step, step.runs)
         buffer.take_outputs(before)
-        rotations = self.rotations(num_tokens)
+        rotations = first_rows(self.batch.attention.rotations, num_tokens)
         metadata = self.inputs.metadata(step, self.attended[:num_tokens], rotations)
         for segment in self.segments:
             for pending_copy in pending_copies:
