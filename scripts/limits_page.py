@@ -30,6 +30,10 @@ Calls per tenant are those that the keys of one tenant may have open at one proc
 callers without auth are not counted. A call beyond the limit is refused with `RESOURCE_EXHAUSTED`
 and the reason `TOO_MANY_CALLS`.
 
+A registry answers 200 calls per second of each tenant, and a gateway does as many reads. The last
+column says how many calls a call counts as. A call that comes too early waits for its time, and is
+refused with the same reason if that takes too long. Refusals are sent a second late.
+
 """
 
 POOLS = """\
@@ -54,6 +58,8 @@ COUNTS = {
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
     "MAX_SMALL_BODY_BYTES": "bytes of an HTTP body that is read at once; larger ones wait for each "
     "other, and are parsed in a fifth of the gateway's time at most",
+    "MAX_JSON_COMMAS": "commas in an HTTP body; they bound the values that are parsed at once",
+    "MAX_JSON_BRACKETS": "opening brackets and braces in an HTTP body",
     "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
     "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
     "MAX_LARGE_BODY_S": "seconds for such a body to arrive",
@@ -66,6 +72,7 @@ COUNTS = {
     "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "
     "`DEADLINE_EXCEEDED`; what arrived is kept",
+    "MAX_CALL_WAIT_S": "seconds that a call waits for its time in the rate of its tenant",
     "MAX_CHARS_PER_TOKEN": "characters of a prompt per token of the model's context; a longer text "
     "is refused before it is tokenized",
     "MAX_WRONG_KEYS_PER_PEER": "wrong API keys from one address (IPv6: a network of 64 bits) at "
@@ -92,12 +99,16 @@ NUMBERS = {
 def page() -> Iterator[str]:
     """The lines of the page."""
     yield from INTRODUCTION.splitlines()
-    yield "| method | largest message | open calls per tenant |"
-    yield "|---|---|---|"
+    yield "| method | largest message | open calls per tenant | counts as |"
+    yield "|---|---|---|---|"
     for method, row in sorted(limits.METHODS.items()):
         yield _row(f"`{method.removeprefix('/loraplex.v1.')}`", row)
+    yield _row("every other method of `RegistryService`", limits.REGISTRY_DEFAULT)
     yield _row("every other gRPC method", limits.DEFAULT)
     yield _row("every HTTP endpoint (body)", limits.HTTP_BODY)
+    yield _row("`GET /v1/models/{ref}`", MethodLimits(num_calls=1))
+    yield _row("`GET /v1/models`, `/console`", MethodLimits(num_calls=limits.LIST_CALLS))
+    yield _row("`GET /v1/usage`", MethodLimits(num_calls=limits.USAGE_CALLS))
     yield ""
     yield "## Sizes within a request"
     yield ""
@@ -114,7 +125,10 @@ def page() -> Iterator[str]:
     for service, pools in limits.POOLS.items():
         for pool in pools:
             memory = _sized(pool.memory_bytes)
-            row = (service, pool.work, str(pool.num_processes), memory, f"{pool.timeout_s:g}")
+            seconds = f"{pool.timeout_s:g}"
+            if pool.cpu_s:
+                seconds += f", {pool.cpu_s:g} of processor time"
+            row = (service, pool.work, str(pool.num_processes), memory, seconds)
             yield f"| {' | '.join(row)} |"
     yield ""
     yield "## Numbers"
@@ -130,7 +144,8 @@ def page() -> Iterator[str]:
 
 def _row(name: str, row: MethodLimits) -> str:
     calls = str(row.max_calls_per_tenant or "no limit")
-    return f"| {name} | {_sized(row.max_message_bytes)} | {calls} |"
+    counts_as = str(row.num_calls or "not counted")
+    return f"| {name} | {_sized(row.max_message_bytes)} | {calls} | {counts_as} |"
 
 
 def _sized(num_bytes: int) -> str:

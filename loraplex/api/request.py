@@ -19,6 +19,8 @@ class TextPrompt:
 
     text: str
     add_special_tokens: bool = True
+    pair: str = ""
+    """A second text that follows it as the tokenizer joins pairs. It has no form in gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

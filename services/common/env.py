@@ -14,6 +14,7 @@ from loraplex_services.common.knob import (
     DEBUG_LIST,
     Knob,
     Switch,
+    choice_knob,
     listen_knob,
     path_knob,
     text_knob,
@@ -76,10 +77,9 @@ DEBUG: Knob[tuple[str, ...]] = Knob(
 )
 
 # Who may call
-AUTH: Knob[str] = Knob(
+AUTH = choice_knob(
     "LORAPLEX_AUTH",
-    choice("off", "keys"),
-    "off",
+    "off keys",
     "up registry gateway worker",
     "keys = callers need an API key.",
 )
@@ -198,25 +198,28 @@ SERVED_MODEL_NAME = text_knob(
 DEVICE: Knob[str] = Knob(
     "LORAPLEX_DEVICE", choice("auto", "cpu", "cuda"), "auto", "up worker", "Where to compute."
 )
-DTYPE: Knob[str] = Knob(
+DTYPE = choice_knob(
     "LORAPLEX_DTYPE",
-    choice("auto", "float32", "bfloat16", "float16"),
-    "auto",
+    "auto float32 bfloat16 float16",
     "up worker",
     "Arithmetic of the base; auto = bfloat16 on CUDA, and on CPUs with AMX or AVX-512 BF16 for "
     "larger half-precision bases; else float32.",
 )
-LORA_DTYPE: Knob[str] = Knob(
+LORA_DTYPE = choice_knob(
     "LORAPLEX_LORA_DTYPE",
-    choice("auto", "float32", "bfloat16", "float16", "int8"),
-    "auto",
+    "auto float32 bfloat16 float16 int8",
     "up worker",
     "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
 )
-CPU_ISA: Knob[str] = Knob(
+QUANTIZATION = choice_knob(
+    "LORAPLEX_QUANTIZATION",
+    "none int8 int4",
+    "up worker",
+    "Quantises the linears of a full-precision base when it is loaded; CPUs only.",
+)
+CPU_ISA = choice_knob(
     "LORAPLEX_CPU_ISA",
-    choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"),
-    "auto",
+    "auto amx avx512_bf16 avx512 avx2 generic torch",
     "worker",
     "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
 )
@@ -227,10 +230,9 @@ ATTENTION_BACKEND: Knob[str] = Knob(
     "up worker",
     "Kernels of attention and LoRA: triton, cpu (compiled), vanilla (plain torch), or a package's.",
 )
-MODEL_IMPL: Knob[str] = Knob(
+MODEL_IMPL = choice_knob(
     "LORAPLEX_MODEL_IMPL",
-    choice("auto", "native", "transformers"),
-    "auto",
+    "auto native transformers",
     "up worker",
     "native = our model code, transformers = that library's, auto = the latter where we have none.",
 )
@@ -310,10 +312,9 @@ MAX_STEP_S: Knob[float] = Knob(
     "worker",
     "Target time of a step in which requests decode; prompts are cut to meet it. 0 = no target.",
 )
-POLICY: Knob[str] = Knob(
+POLICY = choice_knob(
     "LORAPLEX_POLICY",
-    choice("fair", "fcfs", "clustered"),
-    "fair",
+    "fair fcfs clustered",
     "worker",
     "Order of waiting requests: fair to tenants and adapters, by arrival, or by resident adapters.",
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from google.protobuf.message import DecodeError
 
 from loraplex.api.error_wire import to_status
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
-from loraplex_services.common.limits import OpenCalls, check_message
+from loraplex_services.common.limits import OpenCalls, check_message, limits_of
 from loraplex_services.common.wrong_keys import current_peer, peer_of_grpc
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, auth: Auth | None) -> None:
-        self._auth = auth
-        self._open_calls = OpenCalls()
+        self._shared = _Shared(auth, OpenCalls(), CallRates(), DelayedRefusals())
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         """Handlers of methods, made when first called."""
 
@@ -52,7 +52,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or method.startswith(_OPEN_TO_ALL):
             return handler
         if method not in self._wrapped:
-            self._wrapped[method] = _rewrapped(handler, method, self._auth, self._open_calls)
+            self._wrapped[method] = _rewrapped(handler, method, self._shared)
         return self._wrapped[method]
 
 
@@ -60,15 +60,13 @@ def _text_metadata(entries: Any) -> dict[str, str]:
     return {key: value for key, value in entries or () if isinstance(value, str)}
 
 
-def _rewrapped(
-    handler: Any, method: str, auth: Auth | None, open_calls: OpenCalls
-) -> grpc.RpcMethodHandler[Any, Any]:
+def _rewrapped(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandler[Any, Any]:
     """The same handler with its behaviour wrapped.
 
     gRPC receives and parses the request of a unary method before it calls the handler. Every
     method is therefore registered as one that reads its requests itself, and as raw bytes.
     """
-    call = _Call(method, auth, open_calls, handler.request_deserializer)
+    call = _Call(method, shared, handler.request_deserializer)
     reads_stream, serializer = handler.request_streaming, handler.response_serializer
     if handler.response_streaming:
         inner = handler.unary_stream or handler.stream_stream
@@ -80,13 +78,35 @@ def _rewrapped(
 
 
 @dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all methods of one server share."""
+
+    auth: Auth | None
+    open_calls: OpenCalls
+    rates: CallRates
+    refusals: DelayedRefusals
+
+
+@dataclass(frozen=True, slots=True)
 class _Call:
     """What the wrappers of one method need."""
 
     method: str
-    auth: Auth | None
-    open_calls: OpenCalls
+    shared: _Shared
     parse: Callable[[bytes], Any]
+
+    @asynccontextmanager
+    async def admitted(self, context: Context) -> AsyncIterator[None]:
+        """Check who calls and how often, and count the call meanwhile. What is raised within ends
+        the call with its status."""
+        try:
+            caller = await _identify(self.method, self.shared.auth, context)
+            with self.shared.open_calls.counted(self.method, caller):
+                await self.shared.rates.wait(caller, limits_of(self.method).num_calls)
+                yield
+        except Exception as error:
+            await self.shared.refusals.delay(error)
+            await _abort(error, self.method, context)
 
     def parsed(self, raw: bytes) -> Any:
         """Raises: ResourceExhausted for a large message, InvalidRequest for a malformed one."""
@@ -125,14 +145,10 @@ def _wrapped_unary(
     inner: Any, call: _Call, *, reads_stream: bool
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def behaviour(_: Any, context: Context) -> Any:
-        try:
-            caller = await _identify(call.method, call.auth, context)
-            with call.open_calls.counted(call.method, caller):
-                if reads_stream:
-                    return await inner(_Requests(call, context), context)
-                return await inner(await call.only_request(context), context)
-        except Exception as error:
-            await _abort(error, call.method, context)
+        async with call.admitted(context):
+            if reads_stream:
+                return await inner(_Requests(call, context), context)
+            return await inner(await call.only_request(context), context)
 
     return behaviour
 
@@ -144,17 +160,11 @@ def _wrapped_stream(
         raise TypeError(f"{call.method}: streaming handlers must be async generator functions")
 
     async def behaviour(_: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            caller = await _identify(call.method, call.auth, context)
-            with call.open_calls.counted(call.method, caller):
-                request = (
-                    _Requests(call, context) if reads_stream else await call.only_request(context)
-                )
-                async with aclosing(inner(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-        except Exception as error:
-            await _abort(error, call.method, context)
+        async with call.admitted(context):
+            request = _Requests(call, context) if reads_stream else await call.only_request(context)
+            async with aclosing(inner(request, context)) as responses:
+                async for response in responses:
+                    yield response
 
     return behaviour
 

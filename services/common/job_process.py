@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import signal
 import struct
 import sys
 from collections.abc import Callable
@@ -28,11 +29,19 @@ def read_setup() -> bytes:
     return _read()
 
 
-def serve(answer: Callable[[bytes], bytes]) -> None:
-    """Report that the process is ready, then answer every job."""
+def serve(answer: Callable[[bytes], bytes], cpu_s: float = 0.0) -> None:
+    """Report that the process is ready, then answer every job.
+
+    Args:
+        cpu_s: a job that takes more processor time ends this process by SIGPROF; 0 = no limit.
+    """
     _write(b"")
     while True:
-        _write(answer(_read()))
+        job = _read()
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        result = answer(job)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _write(result)
 
 
 def _read() -> bytes:

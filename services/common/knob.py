@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.units import parse_list, parse_listen, parse_text
+from loraplex_services.common.units import choice, parse_list, parse_listen, parse_text
 
 T = TypeVar("T")
 
@@ -90,6 +90,12 @@ def debug_switches(environ: Mapping[str, str]) -> dict[str, str]:
 
 def text_knob(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:
     return Knob(name, parse_text, default, readers, doc)
+
+
+def choice_knob(name: str, values: str, readers: str, doc: str) -> Knob[str]:
+    """One of several words; the first is the default."""
+    words = values.split()
+    return Knob(name, choice(*words), words[0], readers, doc)
 
 
 def path_knob(name: str, readers: str, doc: str) -> Knob[Path | None]:

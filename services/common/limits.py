@@ -32,9 +32,13 @@ class MethodLimits:
     max_calls_per_tenant: int = 0
     """Calls that the keys of one tenant may have open at one process; 0 = no limit. Services and
     callers without auth are not limited."""
+    num_calls: int = 0
+    """How many calls one call counts as in its tenant's rate; 0 = it is not counted."""
 
 
 DEFAULT = MethodLimits()
+REGISTRY_DEFAULT = MethodLimits(num_calls=1)
+"""Every method of the registry counts."""
 
 _INFERENCE = "/loraplex.v1.InferenceService/"
 _REGISTRY = "/loraplex.v1.RegistryService/"
@@ -45,11 +49,19 @@ METHODS: Mapping[str, MethodLimits] = {
     _INFERENCE + "Embed": MethodLimits(max_message_bytes=4 * MIB),
     _INFERENCE + "Score": MethodLimits(max_message_bytes=4 * MIB),
     # A safetensors header of at most 8 MiB, and the config.
-    _REGISTRY + "ValidateAdapter": MethodLimits(max_message_bytes=9 * MIB, max_calls_per_tenant=2),
+    _REGISTRY + "ValidateAdapter": MethodLimits(
+        max_message_bytes=9 * MIB, max_calls_per_tenant=2, num_calls=10
+    ),
     # Chunks have at most 1 MiB.
-    _REGISTRY + "UploadPart": MethodLimits(max_message_bytes=2 * MIB, max_calls_per_tenant=32),
-    _REGISTRY + "DownloadAdapter": MethodLimits(max_calls_per_tenant=32),
-    _REGISTRY + "WatchAdapters": MethodLimits(max_calls_per_tenant=16),
+    _REGISTRY + "UploadPart": MethodLimits(
+        max_message_bytes=2 * MIB, max_calls_per_tenant=32, num_calls=1
+    ),
+    _REGISTRY + "DownloadAdapter": MethodLimits(max_calls_per_tenant=32, num_calls=1),
+    _REGISTRY + "WatchAdapters": MethodLimits(max_calls_per_tenant=16, num_calls=10),
+    # Pages have up to 1,000 entries; usage is read for up to 400 days.
+    _REGISTRY + "ListAdapters": MethodLimits(num_calls=10),
+    _REGISTRY + "ListAudit": MethodLimits(num_calls=10),
+    _REGISTRY + "ListUsage": MethodLimits(num_calls=20),
     _WORKER + "Session": MethodLimits(max_message_bytes=16 * MIB),
     _WORKER + "Generate": MethodLimits(max_message_bytes=16 * MIB),
 }
@@ -57,6 +69,17 @@ METHODS: Mapping[str, MethodLimits] = {
 
 HTTP_BODY = MethodLimits(max_message_bytes=8 * MIB)
 """Bodies of all HTTP endpoints of the gateway."""
+CALLS_PER_S = 200
+"""Calls of one tenant that one registry answers, and reads that one gateway does: `num_calls`. A
+publication takes five."""
+CALL_BURST = 200
+"""Calls that may come at once."""
+MAX_CALL_WAIT_S = 2
+"""A call that would have to wait longer for its time is refused."""
+LIST_CALLS = 10
+"""What a list of models, or of what the console shows, counts as."""
+USAGE_CALLS = 20
+"""What a report of usage counts as."""
 
 MAX_STREAMS_PER_CONNECTION = 4096
 """Calls that one HTTP/2 connection may have open."""
@@ -89,6 +112,9 @@ class PoolLimits:
     """Of each process."""
     timeout_s: float
     """For one job, once a process has it."""
+    cpu_s: float = 0.0
+    """Processor time of one job, which does not depend on how busy the machine is; 0 = no limit
+    but `timeout_s`."""
     max_wait_s: float = 30.0
     """For a process, before the job begins."""
     start_timeout_s: float = 30.0
@@ -99,17 +125,18 @@ class PoolLimits:
     """Answers that are remembered by their key."""
 
 
-# Together they leave the gateway's pod (2 GiB) 832 MiB, the registry's (1 GiB) 448 MiB and the
+# Together they leave the gateway's pod (3 GiB) 1600 MiB, the registry's (1 GiB) 448 MiB and the
 # worker's (8 GiB) 5 GiB. `tests/deploy` compares them with the manifests.
 TEMPLATES = PoolLimits(
     "chat templates", num_processes=3, memory_bytes=192 * MIB, timeout_s=2.0, max_wait_s=10.0
 )
 TOKENIZER_FILES = PoolLimits(
-    # Twice what the tokenizers of today's largest vocabularies take (25 MB of JSON: 325 MB).
+    # Tokenizers of today's largest vocabularies (25 MB of JSON) take 325 MB and 1.5 s.
     "tokenizer files",
-    num_processes=1,
-    memory_bytes=640 * MIB,
+    num_processes=2,
+    memory_bytes=448 * MIB,
     timeout_s=20.0,
+    cpu_s=10.0,
     max_wait_s=60.0,
     keeps_processes=False,
 )
@@ -118,6 +145,7 @@ GRAMMARS = PoolLimits(
     num_processes=2,
     memory_bytes=1536 * MIB,
     timeout_s=5.0,
+    cpu_s=1.0,  # schemas of hundreds of properties take 0.03
     start_timeout_s=60.0,  # for Python and a large vocabulary
     num_answers=1024,
 )
@@ -157,6 +185,10 @@ MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
 MAX_SMALL_BODY_BYTES = 256 * KIB
 """HTTP bodies beyond it wait for each other."""
+MAX_JSON_COMMAS = 1 << 20
+"""In an HTTP body, strings included: JSON with more has more values than tokens fit a context."""
+MAX_JSON_BRACKETS = 1 << 18
+"""Opening ones. Objects and lists take the most time to parse: these take 0.03 s."""
 MAX_LARGE_BODIES = 8
 """Large HTTP bodies that one gateway has in memory before they are parsed."""
 MAX_LARGE_BODIES_PER_TENANT = 2
@@ -196,7 +228,7 @@ MAX_QUEUED = 4096
 
 def limits_of(method: str) -> MethodLimits:
     """The limits of `/package.Service/Method`."""
-    return METHODS.get(method, DEFAULT)
+    return METHODS.get(method, REGISTRY_DEFAULT if method.startswith(_REGISTRY) else DEFAULT)
 
 
 def max_receive_bytes(services: Collection[str]) -> int:

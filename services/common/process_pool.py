@@ -8,6 +8,8 @@ ran out of time or killed its process is refused for a while without running aga
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 from collections.abc import Coroutine, Hashable
 from typing import Any
 
@@ -119,7 +121,7 @@ class ProcessPool:
         except (TimeoutError, EOFError, OSError) as failure:
             if self._is_closed:
                 raise Unavailable("the server stops", retry_after_s=1.0) from None
-            is_late = isinstance(failure, TimeoutError)
+            is_late = isinstance(failure, TimeoutError) or await _ran_out_of_cpu(process)
             if key is not None:
                 self._refused.put(key, (_now_s(), is_late))
             raise JobFailed(is_late=is_late, is_repeated=False) from None
@@ -197,6 +199,13 @@ class ProcessPool:
 
 async def _collect(process: asyncio.subprocess.Process) -> None:
     await process.communicate()
+
+
+async def _ran_out_of_cpu(process: asyncio.subprocess.Process) -> bool:
+    """Whether a process that does not answer any more ended by the timer of its job."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()  # changes nothing for one that has ended already
+    return await process.wait() == -signal.SIGPROF
 
 
 async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> bytes:

@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl, unquote
 
 import redis.asyncio
 from redis.asyncio.sentinel import Sentinel
+from redis.exceptions import ConnectionError as RedisGone
 from redis.exceptions import ReadOnlyError
 from redis.exceptions import TimeoutError as RedisTimedOut
 
@@ -26,10 +27,11 @@ _FORMS = (
 
 class BoundedRedis(redis.asyncio.Redis):
     """A command waits for one time-out in all: redis-py tries again after each, with pauses, and
-    asks an idle connection for its health first."""
+    asks an idle connection for its health first. Pipelines have no part in this."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Raises: RedisError; its TimeoutError after the time-out."""
+        """Raises: RedisError; its TimeoutError after the time-out, its ConnectionError also where
+        uvloop has another word for a connection that was reset."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
@@ -37,8 +39,17 @@ class BoundedRedis(redis.asyncio.Redis):
             # No primary any more: the address may lead to another one by now.
             await self.connection_pool.disconnect(inuse_connections=False)
             raise
+        except RuntimeError as error:
+            if not is_closed_transport(error):
+                raise
+            raise RedisGone(str(error)) from error
         except TimeoutError:
             raise RedisTimedOut(f"no answer within {_TIMEOUT_S:g} s") from None
+
+
+def is_closed_transport(error: RuntimeError) -> bool:
+    """Whether uvloop says that the peer closed a connection: asyncio raises ConnectionError."""
+    return "the handler is closed" in str(error)
 
 
 def connect_redis(url: str) -> redis.asyncio.Redis:

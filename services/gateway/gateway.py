@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -16,6 +17,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.common import grpc_server
 from loraplex_services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.grpc_channels import channel_opener
+from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.metrics import MetricsServer
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.common.signals import stop_event
@@ -42,6 +44,7 @@ from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoint
 from loraplex_services.gateway.http.server import HttpServer
 from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
+from loraplex_services.gateway.http.vectors import VectorEndpoints
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.live import LiveRequests
 from loraplex_services.gateway.registry.keyring import KeyRing
@@ -229,10 +232,14 @@ class Gateway:
     def _http_app(self) -> ASGIApp:
         context = self._app_context()
         console = ConsoleEndpoints(
-            context.caller, self._resolver, self._fleet, self._controller, self.readiness.missing
+            functools.partial(context.reader, num_calls=LIST_CALLS),
+            self._resolver,
+            self._fleet,
+            self._controller,
+            self.readiness.missing,
         )
         root = self._config.lora_root
-        folders = LoraFolders(self._registry_of, root, self._resolver) if root is not None else None
+        folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
         answering = Answering(
             self._generation,
             folders,
@@ -242,16 +249,20 @@ class Gateway:
         encoder = PromptEncoder(
             self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
         )
-        endpoints = OpenAIEndpoints(self._generation, answering, self._resolver, context)
+        endpoints = OpenAIEndpoints(answering, self._resolver, context)
         tokenize = TokenizeEndpoints(context.caller, encoder)
         responses = ResponsesEndpoints(context.caller, answering, encoder)
+        vectors = VectorEndpoints(context.caller, self._generation, self._resolver)
         messages = MessagesEndpoints(context.caller, answering, encoder)
-        usage = UsageEndpoint(context.caller, self._registry.usage)
+        usage = UsageEndpoint(
+            functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
+        )
         pauses = PauseEndpoints(context.caller, self._live)
         others = [
             *tokenize.routes(),
             *responses.routes(),
             *messages.routes(),
+            *vectors.routes(),
             *pauses.routes(),
             *usage.routes(),
             *console.routes(),

@@ -60,6 +60,7 @@ class UpConfig:
     max_loras: int
     max_lora_rank: int
     lora_dtype: str
+    quantization: str
     max_model_len: int
     """0 = that of the base."""
     max_num_seqs: int
@@ -105,6 +106,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         max_loras=given("max_loras", env.MAX_LORAS),
         max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
         lora_dtype=given("lora_dtype", env.LORA_DTYPE),
+        quantization=given("quantization", env.QUANTIZATION),
         max_model_len=given("max_model_len", env.MAX_MODEL_LEN),
         max_num_seqs=given("max_num_seqs", env.MAX_NUM_SEQS),
         max_num_batched_tokens=given("max_num_batched_tokens", env.MAX_NUM_BATCHED_TOKENS),
@@ -122,7 +124,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
 
 
 UNSUPPORTED = {
-    "--quantization": (("none",), "bases run in float32, bfloat16 or float16"),
     "--kv-cache-dtype": (("auto",), "the KV cache has the dtype of the base"),
 }
 """Flags to come: the values that mean what happens today, and what happens today."""
@@ -244,9 +245,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="of adapters: auto, float32, bfloat16, float16, int8 (auto)",
     )
-    parser.add_argument(
-        "--max-model-len", metavar="N", help="longest context in tokens (the base's)"
-    )
+    parser.add_argument("--quantization", metavar="NAME", help="at load: none, int8, int4 (none)")
+    parser.add_argument("--max-model-len", metavar="N", help="longest context (the base's)")
     parser.add_argument("--max-num-seqs", metavar="N", help="requests in one step (256)")
     parser.add_argument(
         "--max-num-batched-tokens", metavar="N", help="token budget of one step (2048)"

@@ -60,6 +60,7 @@ class WorkerConfig:
     prefix_cache: bool
     overlap: str
     adapter_dtype: str
+    quantization: str
     host_cache_bytes: int
     tensor_parallel: int
     fully_sharded_loras: bool
@@ -87,6 +88,7 @@ class WorkerConfig:
             prefix_cache=self.prefix_cache,
             overlap=self.overlap,
             adapter_dtype=self.adapter_dtype,
+            quantization=self.quantization,
             host_cache_bytes=self.host_cache_bytes,
             tensor_parallel=self.tensor_parallel,
             fully_sharded_loras=self.fully_sharded_loras,
@@ -146,6 +148,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
         adapter_dtype=env.LORA_DTYPE.read(environ),
+        quantization=env.QUANTIZATION.read(environ),
         host_cache_bytes=env.HOST_CACHE_BYTES.read(environ),
         tensor_parallel=env.TENSOR_PARALLEL.read(environ),
         fully_sharded_loras=env.FULLY_SHARDED_LORAS.read(environ),

@@ -14,7 +14,7 @@ from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import InvalidRequest, ResourceExhausted, Unauthenticated
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from loraplex_services.common import limits
+from loraplex_services.common import call_rates, limits
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.common.grpc_server import start
 
@@ -165,3 +165,22 @@ def test_counts_of_open_calls_do_not_outlive_the_calls() -> None:
 def test_number_that_is_not_finite_or_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(InvalidRequest):
         limits.KEY_LIFETIME_S.check("ttl_s", value)
+
+
+async def test_calls_of_a_tenant_beyond_its_rate_do_not_reach_the_server(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, channel = server
+    monkeypatch.setattr(call_rates, "CALL_BURST", 10)
+    monkeypatch.setattr(call_rates, "CALLS_PER_S", 1e-6)
+    monkeypatch.setattr(call_rates, "REFUSAL_DELAY_S", 0.0)
+    create = registry_pb2_grpc.RegistryServiceStub(channel).CreateUpload
+    request = pb.CreateUploadRequest()
+    answers = await asyncio.gather(
+        *(create(request, metadata=_key("globex")) for _ in range(50)), return_exceptions=True
+    )
+    refused = [from_rpc_error(a) for a in answers if isinstance(a, grpc.aio.AioRpcError)]
+    assert {error.reason for error in refused} == {"TOO_MANY_CALLS"}
+    assert (len(refused), servicer.num_calls) == (40, 10)
+    await create(request, metadata=_key("acme"))
+    await asyncio.gather(*(create(request, metadata=_key("gateway")) for _ in range(50)))

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
+from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as TimedOut
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import redis_url
 from loraplex_services.common.redis_url import connect_redis
+from tests.servers import running_metadata
 
 
 def test_plain_tls_and_socket_urls_are_understood() -> None:
@@ -66,3 +69,21 @@ async def test_a_server_that_hangs_is_waited_for_once(
     for writer in connections:
         writer.close()
     server.close()
+
+
+def test_a_connection_that_the_server_reset_is_an_error_of_redis_under_uvloop_too(
+    tmp_path: Path,
+) -> None:
+    """uvloop raises RuntimeError where asyncio raises ConnectionError."""
+
+    async def ask_again() -> None:
+        with running_metadata() as (url, _):
+            # A client of one connection sends without a look at it, as others do just before.
+            client = await connect_redis(url).client()
+            client.connection._writer.transport.abort()
+            await asyncio.sleep(0)
+            with pytest.raises(RedisError):
+                await client.ping()
+            await client.aclose()
+
+    uvloop.run(ask_again())

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from loraplex.errors import ResourceExhausted
+from loraplex_services.common.limits import POOLS, PoolLimits
 from loraplex_services.common.tenant_slots import TenantSlots
 
 pytestmark = pytest.mark.hostile
@@ -72,3 +73,10 @@ async def test_a_tenant_with_too_many_waiting_is_refused_and_others_are_not() ->
     for task in (*waiting, other):
         task.cancel()
     await asyncio.gather(*waiting, other, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "limits", [each for pools in POOLS.values() for each in pools], ids=lambda each: each.work
+)
+def test_no_tenant_can_hold_all_processes_of_a_pool(limits: PoolLimits) -> None:
+    assert limits.num_processes >= 2

@@ -125,7 +125,6 @@ def test_the_arena_is_given_in_bytes_or_percent() -> None:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--quantization", "fp8"),
         ("--kv-cache-dtype", "fp8"),
     ],
 )
@@ -135,7 +134,7 @@ def test_flags_to_come_are_refused_with_a_sentence(flag: str, value: str) -> Non
 
 
 def test_flags_to_come_may_ask_for_what_happens_today() -> None:
-    today = ["--quantization", "none", "--kv-cache-dtype", "auto"]
+    today = ["--kv-cache-dtype", "auto"]
     assert parse([*MODEL, *today], {}) == parse(MODEL, {})
 
 

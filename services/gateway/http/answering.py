@@ -40,12 +40,12 @@ class Answering:
     ) -> None:
         """
         Args:
-            folders: published when a request names them; None = there are none.
+            folders: those that are published when a request names them; None = there are none.
             tool_format, reasoning: how answers are parsed; "auto" = as each base's chat template
                 shows.
         """
-        self._generation = generation
         self._folders = folders
+        self._generation = generation
         self._tool_format = tool_format
         self._reasoning = reasoning
 
@@ -77,7 +77,7 @@ class Answering:
         return await _complete_response(request, text_deltas, info, formatter, renamed)
 
     async def _adopted(self, request: Request, call: OpenAICall) -> OpenAICall:
-        """The call with the reference of its folder, if its model names one."""
+        """The call for an adapter, if it named a folder."""
         if self._folders is None:
             return call
         tenant = call.calls[0].tenant

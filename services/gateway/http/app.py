@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -16,8 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import loraplex
-from loraplex.errors import LoraplexError, codes_of
+from loraplex.errors import LoraplexError, ResourceExhausted, codes_of
+from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.common.limits import LIST_CALLS
 from loraplex_services.gateway.http.answering import Answering, json_response
 from loraplex_services.gateway.http.calls import (
     OpenAICall,
@@ -27,25 +29,33 @@ from loraplex_services.gateway.http.calls import (
     parse_completion,
 )
 from loraplex_services.gateway.http.chat import ChatFormatter
-from loraplex_services.gateway.http.classify import classes_body, parse_classify
 from loraplex_services.gateway.http.completions import CompletionFormatter
-from loraplex_services.gateway.http.embeddings import embeddings_body, parse_embeddings
-from loraplex_services.gateway.http.errors import error_body, error_headers
-from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo, headers_of
+from loraplex_services.gateway.http.errors import MESSAGES_PATH, error_body, error_headers
+from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import Guard, HostRule, authorization_of
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.models import list_models, show_model
-from loraplex_services.gateway.http.sse import CHUNKS, until_gone
+from loraplex_services.gateway.http.sse import CHUNKS
 from loraplex_services.gateway.http.token_generate import GenerateFormatter, parse_generate
 from loraplex_services.gateway.metrics import REQUESTS
-from loraplex_services.gateway.pipeline.embedding import embed_all
-from loraplex_services.gateway.pipeline.generation import Generation
-from loraplex_services.gateway.pipeline.scoring import score_all
 from loraplex_services.gateway.registry.keyring import KeyRing, require_admin
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.request import with_names
 
 logger = logging.getLogger(__name__)
+
+NOT_SERVED = {
+    "/v1/batches": "there is no batch API; send the requests with a low priority instead",
+    "/v1/messages/batches": "there is no batch API; send the requests with a low priority instead",
+    "/v1/files": "the gateway stores no files; send what is needed with each request",
+    "/v1/responses/compact": "send the conversation as input and ask for a summary",
+    "/v1/conversations": "use previous_response_id, or send the conversation as input",
+    "/v1/audio": "only text is served",
+    "/v1/images": "only text is served",
+    "/v1/moderations": "use /classify with an adapter that was trained for it",
+    "/v1/fine_tuning": "train with PEFT and publish the adapter with `registry upload`",
+    "/tokenizer_info": "use /tokenize and /detokenize",
+}
+"""Paths that clients of other servers know, and what to do instead."""
 
 Parse = Callable[[dict[str, Any], Origin], OpenAICall]
 _FORMATTERS: dict[Parse, Callable[[ResponseInfo], Formatter]] = {
@@ -64,12 +74,33 @@ class AppContext:
     shows_metrics: bool
     keys: KeyRing | None
     """None if callers need no key."""
+    rates: CallRates = field(default_factory=CallRates)
+    """Of reads."""
+    refusals: DelayedRefusals = field(default_factory=DelayedRefusals)
 
     async def caller(self, request: Request) -> Caller:
-        """The caller of a request. Raises: Unauthenticated, PermissionDenied."""
+        """The caller of a request.
+
+        Raises: Unauthenticated, PermissionDenied, ResourceExhausted after too many wrong keys.
+        """
         if self.keys is None:
             return LOCAL
-        return await self.keys.caller(authorization_of(request))
+        try:
+            return await self.keys.caller(authorization_of(request))
+        except ResourceExhausted as error:
+            await self.refusals.delay(error)
+            raise
+
+    async def reader(self, request: Request, num_calls: int) -> Caller:
+        """The caller of a request that reads lists and reports, once it is within its tenant's
+        rate. Raises as `caller`, and ResourceExhausted for too many reads."""
+        caller = await self.caller(request)
+        try:
+            await self.rates.wait(caller, num_calls)
+        except ResourceExhausted as error:
+            await self.refusals.delay(error)
+            raise
+        return caller
 
 
 class OpenAIEndpoints:
@@ -77,12 +108,10 @@ class OpenAIEndpoints:
 
     def __init__(
         self,
-        generation: Generation,
         answering: Answering,
         resolver: Resolver,
         context: AppContext,
     ) -> None:
-        self._generation = generation
         self._resolver = resolver
         self._context = context
         self._answering = answering
@@ -93,8 +122,6 @@ class OpenAIEndpoints:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/inference/v1/generate", self.generate, methods=["POST"]),
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            Route("/classify", self.classify, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/", self.models, methods=["GET"]),
             Route("/v1/models/{ref:path}", self.model, methods=["GET"]),
@@ -126,45 +153,16 @@ class OpenAIEndpoints:
         """POST /inference/v1/generate."""
         return await self._complete(request, parse_generate)
 
-    async def embeddings(self, request: Request) -> Any:
-        """POST /v1/embeddings."""
-        caller = await self._context.caller(request)
-        call = parse_embeddings(
-            await read_json(request, caller.tenant), origin_of(request, caller.tenant)
-        )
-        try:
-            embed = embed_all(self._generation, call.calls, call.finish)
-            pooled = await until_gone(request.receive, embed)
-        except LoraplexError as error:
-            raise with_names(error, call.field_names) from None
-        REQUESTS.labels("http", "ok").inc()
-        return json_response(embeddings_body(call, pooled), headers_of(pooled.prepared[0].target))
-
-    async def classify(self, request: Request) -> Any:
-        """POST /classify."""
-        caller = await self._context.caller(request)
-        call = parse_classify(
-            await read_json(request, caller.tenant), origin_of(request, caller.tenant)
-        )
-        try:
-            score = score_all(self._generation, call.calls)
-            pooled, scores = await until_gone(request.receive, score)
-        except LoraplexError as error:
-            raise with_names(error, call.field_names) from None
-        REQUESTS.labels("http", "ok").inc()
-        body = classes_body(call, request.state.request_id, pooled, scores)
-        return json_response(body, headers_of(pooled.prepared[0].target))
-
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        tenant = (await self._context.caller(request)).tenant
+        tenant = (await self._context.reader(request, LIST_CALLS)).tenant
         return json_response(
             list_models(self._resolver.models(tenant), request.query_params, tenant)
         )
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{ref}."""
-        ref, tenant = request.path_params["ref"], (await self._context.caller(request)).tenant
+        ref, tenant = request.path_params["ref"], (await self._context.reader(request, 1)).tenant
         return json_response(show_model(await self._resolver.model(ref, tenant), ref))
 
     async def healthz(self, _: Request) -> Response:
@@ -189,11 +187,7 @@ class OpenAIEndpoints:
         caller = await self._context.caller(request)
         call = parse(await read_json(request, caller.tenant), origin_of(request, caller.tenant))
         return await self._answering.answer(
-            request,
-            call,
-            _completion_id(call, request),
-            _FORMATTERS[parse],
-            CHUNKS,
+            request, call, _completion_id(call, request), _FORMATTERS[parse], CHUNKS
         )
 
 
@@ -215,17 +209,22 @@ async def _on_error(request: Request, error: Exception) -> Response:
     )
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException), type(error)
-    body = {
-        "error": {
-            "message": f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": None,
-        }
-    }
+    path = request.url.path
+    for prefix, instead in NOT_SERVED.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            message = f"{path} is not served: {instead}"
+            break
+    else:
+        message = f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions"
+    if path.startswith(MESSAGES_PATH):
+        fault = {"type": "not_found_error", "message": message}
+        body: dict[str, Any] = {"type": "error", "error": fault}
+    else:
+        fields = {"param": None, "code": None}
+        body = {"error": {"message": message, "type": "invalid_request_error", **fields}}
     response = json_response(body, dict(error.headers or {}))
     response.status_code = error.status_code
     return response

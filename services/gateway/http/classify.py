@@ -48,7 +48,7 @@ def classes_body(
         {
             "index": index,
             "label": score.label or None,
-            "probs": list((score.probabilities if call.use_activation else ()) or score.logits),
+            "probs": shown_scores(call, score),
             "logits": list(score.logits),
             "num_classes": len(score.logits),
         }
@@ -62,3 +62,8 @@ def classes_body(
         "data": data,
         "usage": usage_of(pooled),
     }
+
+
+def shown_scores(call: ClassifyCall, score: PromptScore) -> list[float]:
+    """Probabilities, or logits if those are asked for or there is nothing else."""
+    return list((score.probabilities if call.use_activation else ()) or score.logits)

@@ -93,7 +93,7 @@ def embeddings_body(call: EmbeddingsCall, pooled: Pooled) -> dict[str, Any]:
         {
             "object": "embedding",
             "index": index,
-            "embedding": _base64(vector) if call.is_base64 else list(vector),
+            "embedding": encoded(vector, is_base64=call.is_base64),
         }
         for index, vector in enumerate(pooled.vectors)
     ]
@@ -106,5 +106,8 @@ def usage_of(pooled: Pooled) -> dict[str, int]:
     return {"prompt_tokens": count, "total_tokens": count}
 
 
-def _base64(vector: Sequence[float]) -> str:
+def encoded(vector: Sequence[float], *, is_base64: bool) -> list[float] | str:
+    """Numbers as JSON, or as base64 of little-endian float32."""
+    if not is_base64:
+        return list(vector)
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

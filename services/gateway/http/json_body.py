@@ -12,6 +12,8 @@ from starlette.requests import Request
 from loraplex.errors import DeadlineExceeded, InvalidRequest
 from loraplex_services.common.limits import (
     HTTP_BODY,
+    MAX_JSON_BRACKETS,
+    MAX_JSON_COMMAS,
     MAX_LARGE_BODIES,
     MAX_LARGE_BODIES_PER_TENANT,
     MAX_LARGE_BODY_S,
@@ -50,6 +52,7 @@ class LargeBodies:
         """A JSON object; large ones wait. Raises: InvalidRequest, ResourceExhausted."""
         if len(raw) <= MAX_SMALL_BODY_BYTES:
             return parse_object(raw)
+        _check_values(raw)
         await self._parsed.take(tenant, "large bodies")
         begin_s = time.perf_counter()
         try:
@@ -90,6 +93,21 @@ async def _read_capped(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise _too_large()
     return bytes(body)
+
+
+def _check_values(raw: bytes) -> None:
+    """Raises InvalidRequest if the body has so many values that parsing it stops the event loop.
+
+    Characters within strings count, too: to tell them apart takes as long as to parse the body.
+    """
+    for what, count, most in (
+        ("commas", raw.count(b","), MAX_JSON_COMMAS),
+        ("opening brackets", raw.count(b"{") + raw.count(b"["), MAX_JSON_BRACKETS),
+    ):
+        if count > most:
+            raise InvalidRequest(
+                f"the body has {count} {what}; send at most {most}", reason="BODY_TOO_COMPLEX"
+            )
 
 
 def _too_large() -> InvalidRequest:

@@ -99,6 +99,7 @@ class AdapterText:
             why = f"its text files have more than {MAX_TEXT_BYTES} bytes"
             return self._left_aside(key, base, label, why)
         try:
+            # A tenant has one adapter's files read at a time, so that others need not wait.
             async with self._slots.held(tenant, "tokenizer files"):
                 contents = await self._read_files(label, files)
                 found = await self._reader.read(tenant, base.source, contents)

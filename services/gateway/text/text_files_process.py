@@ -105,7 +105,7 @@ def main() -> None:
     """Serve jobs until stdin closes."""
     limit_memory(TOKENIZER_FILES.memory_bytes)
     read_setup()
-    serve(_answer)
+    serve(_answer, TOKENIZER_FILES.cpu_s)
 
 
 if __name__ == "__main__":

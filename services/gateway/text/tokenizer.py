@@ -93,10 +93,11 @@ class BaseTokenizer:
         match prompt:
             case TokenPrompt(ids):
                 return check_ids(_truncated(ids, truncation), base.vocab_size)
-            case TextPrompt(text, add_special):
+            case TextPrompt(text, add_special, pair):
                 field = "prompt"
-                check_length(text, base, field)
-                ids = await self._ids(text, add_special, truncation) if text else ()
+                check_length(text + pair, base, field)
+                has_text = text or pair
+                ids = await self._ids(text, add_special, truncation, pair) if has_text else ()
             case ChatPrompt():
                 field = "messages"
                 text = await self._render(prompt, tenant)
@@ -136,24 +137,32 @@ class BaseTokenizer:
         return cut_at_end_mark(text) if prompt.continue_final_message else text
 
     async def _ids(
-        self, text: str, add_special_tokens: bool, truncation: Truncation | None
+        self, text: str, add_special_tokens: bool, truncation: Truncation | None, pair: str = ""
     ) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            return tuple(
+                self._tokenizer.encode(
+                    text, pair or None, add_special_tokens=add_special_tokens
+                ).ids
+            )
 
         def encode_long() -> tuple[int, ...]:
             # Unlike `encode`, it releases the GIL: the event loop goes on.
             [encoding] = self._tokenizer.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
+                [(text, pair) if pair else text], add_special_tokens=add_special_tokens
             )
             return tuple(encoding.ids)
 
-        _check_unicode(text)
+        _check_unicode(text + pair)
         if truncation is not None:
             return await asyncio.to_thread(
                 self._truncated_ids, text, add_special_tokens, truncation
             )
-        return await asyncio.to_thread(encode_long) if len(text) > _SLOW_TEXT_CHARS else encode()
+        return (
+            await asyncio.to_thread(encode_long)
+            if len(text + pair) > _SLOW_TEXT_CHARS
+            else encode()
+        )
 
     def _truncated_ids(
         self, text: str, add_special_tokens: bool, truncation: Truncation

@@ -9,6 +9,7 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from loraplex.errors import Unavailable
+from loraplex_services.common.redis_url import is_closed_transport
 
 _STATES = ("BUSY", "MISCONF", "NOREPLICAS")
 """First words of errors without a type in redis-py that concern the server, not the command."""
@@ -35,6 +36,10 @@ async def translated() -> AsyncIterator[None]:
             raise  # What no server would take is a bug here.
         problem = _FULL if isinstance(error, OutOfMemoryError) else str(error)
         raise CatalogDown(f"metadata server: {problem}", retry_after_s=1.0) from error
+    except RuntimeError as error:
+        if not is_closed_transport(error):
+            raise
+        raise CatalogDown(f"metadata server: {error}", retry_after_s=1.0) from error
 
 
 async def wait(answer: Awaitable[Any] | Any) -> Any:

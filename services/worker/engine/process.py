@@ -163,6 +163,7 @@ def build_engine(config: EngineConfig) -> Engine:
         model_impl=config.model_impl,
         overlap=config.overlap,
         adapter_dtype=config.adapter_dtype,
+        quantization=config.quantization,
         host_cache_bytes=config.host_cache_bytes,
         num_ranks=config.tensor_parallel,
         fully_sharded_loras=config.fully_sharded_loras,

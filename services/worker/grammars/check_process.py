@@ -51,7 +51,7 @@ def main() -> None:
         fault = thread.submit(_fault, grammar, vocabulary).result()
         return msgspec.json.encode(None if fault is None else WireError.of(fault))
 
-    serve(answer)
+    serve(answer, GRAMMARS.cpu_s)
 
 
 def _fault(grammar: Grammar, vocabulary: LLTokenizer | LoraplexError) -> LoraplexError | None:

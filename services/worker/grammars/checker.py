@@ -48,7 +48,7 @@ class GrammarChecker:
         try:
             answer = await self._pool.ask(tenant, msgspec.json.encode(grammar), grammar)
         except JobFailed as failed:
-            raise _refusal(grammar, failed, self._limits.timeout_s) from None
+            raise _refusal(grammar, failed) from None
         verdict = msgspec.json.decode(answer, type=WireError | None)
         if verdict is not None:
             raise verdict.to_error()
@@ -59,7 +59,7 @@ class GrammarChecker:
             await self._pool.close()
 
 
-def _refusal(grammar: Grammar, failed: JobFailed, timeout_s: float) -> LoraplexError:
+def _refusal(grammar: Grammar, failed: JobFailed) -> LoraplexError:
     if failed.is_late:
-        return bad_grammar(grammar, f"it takes longer than {timeout_s:g} s to compile: simplify it")
+        return bad_grammar(grammar, "it takes too long to compile: simplify it")
     return bad_grammar(grammar, "it needs too much memory or nests too deeply: simplify it")

@@ -10,8 +10,8 @@ that write the same bytes: it may come where all of them may, one after another.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -19,6 +19,8 @@ from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.grammars.compiling import bad_grammar
 
+Submit = Callable[[Callable[[], bytes]], "Future[bytes]"]
+"""Starts the computation of a mask in another thread."""
 QUICK_MASK_S = 0.001
 """Steps on GPUs take several times as long: a mask that is computed while one runs is there before
 the step chooses its tokens."""
@@ -77,17 +79,19 @@ class Follower:
 
 
 class GrammarConstraint:
-    """Implements `request.Constraint`. Masks are computed on `executor` while steps run."""
+    """Implements `request.Constraint`. Masks are computed where `submit` runs them, while steps
+    run."""
 
-    def __init__(self, grammar: Grammar, follower: Follower, executor: Executor) -> None:
+    def __init__(self, grammar: Grammar, follower: Follower, submit: Submit) -> None:
         """`follower` is the constraint's own from here on."""
         self._grammar = grammar
         self._follower = follower
-        self._executor = executor
+        self._submit = submit
         self.is_finished = False
         """True when nothing but the end may follow, or the end has been there."""
-        self._mask_s = 0.0
-        self.mask: Future[bytes] = executor.submit(self._compute_mask)
+        self.mask_s = 0.0
+        """How long the last mask took."""
+        self.mask: Future[bytes] = submit(self._compute_mask)
 
     @property
     def is_ready(self) -> bool:
@@ -97,7 +101,7 @@ class GrammarConstraint:
     @property
     def is_quick(self) -> bool:
         """True when the last mask took less than `QUICK_MASK_S`."""
-        return self._mask_s < QUICK_MASK_S
+        return self.mask_s < QUICK_MASK_S
 
     def bitmask(self) -> bytes:
         """The tokens that may come next, one bit each; none where the grammar has no way on."""
@@ -115,12 +119,12 @@ class GrammarConstraint:
             raise bad_grammar(self._grammar, reason)
         self.is_finished = self._follower.is_finished
         if not self.is_finished:  # from here on the matcher belongs to the thread until it is done
-            self.mask = self._executor.submit(self._compute_mask)
+            self.mask = self._submit(self._compute_mask)
 
     def _compute_mask(self) -> bytes:
         begin_s = time.monotonic()
         mask = self._follower.bitmask()
-        self._mask_s = time.monotonic() - begin_s
+        self.mask_s = time.monotonic() - begin_s
         return mask
 
 

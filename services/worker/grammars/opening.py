@@ -1,29 +1,35 @@
-"""The engine's grammars: compiled in a thread of their own, once per grammar, while the request
-waits. Nothing here runs longer than the library's limits allow, and no step waits for it."""
+"""The engine's grammars: compiled in threads of their own, once per grammar, while the request
+waits. What arrives here has been compiled by the checker within its time limit. Tenants take turns,
+and no step waits for a grammar."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
 from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex_services.common.recent import Recent
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.grammars.constraint import Follower, GrammarConstraint, resume
+from loraplex_services.worker.grammars.tenant_threads import TenantThreads
 from loraplex_services.worker.types.request import Request
 
 logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 256
 """Grammars kept compiled; the least recently used goes first."""
-MASK_GRACE_S = 0.005
-"""How long a step waits for masks begun in the step before: most take microseconds."""
+MASK_GRACE_S = 0.002
+"""How long a step waits for masks begun in the step before: most take microseconds. It does not
+wait for a grammar whose last mask took longer: a hard grammar slows down nobody else."""
+NUM_THREADS = 2
+"""That compile, and as many that compute masks."""
 STACK_BYTES = 16 << 20
 """Of the threads here: many times the stack that the grammar was checked with."""
 
@@ -39,11 +45,13 @@ class Grammars:
         except Unsupported as error:
             self._vocabulary = error
         self._eos_ids = tuple(eos_ids)
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: Recent[Grammar, LLMatcher] = Recent(MAX_COMPILED)
+        self._compiled_lock = threading.Lock()
         self._opening: dict[str, tuple[Request, Future[GrammarConstraint]]] = {}
         self._followed: dict[str, tuple[Request, GrammarConstraint]] = {}
         self._fresh: list[Future[bytes]] = []
-        self._compilers, self._maskers = _executors()
+        self._compilers = TenantThreads(NUM_THREADS, "compile", STACK_BYTES)
+        self._maskers = TenantThreads(NUM_THREADS, "masks", STACK_BYTES)
 
     @property
     def num_opening(self) -> int:
@@ -57,7 +65,8 @@ class Grammars:
 
     def open(self, request: Request, grammar: Grammar, own: GrammarTokens) -> None:
         """Begin to compile; `opened` returns the request later. `own`: of its adapter."""
-        future = self._compilers.submit(self._constraint, grammar, own, tuple(request.output_ids))
+        work = (grammar, own, tuple(request.output_ids), request.tenant)
+        future = self._compilers.submit(request.tenant, self._constraint, *work)
         self._opening[request.request_id] = (request, future)
 
     def opened(self) -> list[tuple[Request, LoraplexError | None]]:
@@ -69,8 +78,10 @@ class Grammars:
         """Follow a request's new tokens. Raises InvalidRequest."""
         pair = self._followed.get(request.request_id)
         if pair is not None and token_ids:
-            pair[1].advance(token_ids)
-            self._fresh.append(pair[1].mask)
+            constraint = pair[1]
+            constraint.advance(token_ids)
+            if constraint.mask_s < MASK_GRACE_S:
+                self._fresh.append(constraint.mask)
 
     def hold_back(self) -> None:
         """Mark the requests that the next step must leave out. Mutates them."""
@@ -100,20 +111,21 @@ class Grammars:
         return None
 
     def _constraint(
-        self, grammar: Grammar, own: GrammarTokens, output_ids: Sequence[int]
+        self, grammar: Grammar, own: GrammarTokens, output_ids: Sequence[int], tenant: str
     ) -> GrammarConstraint:
-        """On the compiling thread, which alone touches `_compiled`."""
+        """On a compiling thread."""
         if isinstance(self._vocabulary, Unsupported):
             raise self._vocabulary
-        matcher = self._compiled.get(grammar)
+        with self._compiled_lock:
+            matcher = self._compiled.get(grammar)
         if matcher is None:
-            matcher = self._compiled[grammar] = compile_grammar(grammar, self._vocabulary)
-        self._compiled.move_to_end(grammar)
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
+            matcher = compile_grammar(grammar, self._vocabulary)
+            with self._compiled_lock:
+                self._compiled.put(grammar, matcher)
         follower = Follower(matcher.deep_copy(), self._vocabulary, own, self._eos_ids)
         resume(follower, grammar, output_ids)
-        constraint = GrammarConstraint(grammar, follower, self._maskers)
+        submit = functools.partial(self._maskers.submit, tenant)
+        constraint = GrammarConstraint(grammar, follower, submit)
         constraint.bitmask()
         return constraint
 
@@ -126,15 +138,3 @@ def no_allowed_token() -> InvalidRequest:
         "no token may follow the output so far: the grammar, allowed_token_ids, bad_token_ids, "
         "stop_token_ids and min_tokens leave none",
     )
-
-
-def _executors() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    """One thread that compiles and one that computes masks, both with deep stacks."""
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        pools = ThreadPoolExecutor(1, "compile"), ThreadPoolExecutor(1, "masks")
-        for pool in pools:
-            pool.submit(int).result()  # starts its thread while the stack size holds
-    finally:
-        threading.stack_size(before)
-    return pools

@@ -13,6 +13,7 @@ from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.cpu import NativeAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
+from loraplex_services.worker.ops.linear.cpu import CodedLinear, is_readable
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.cpu import NativeLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -51,8 +52,14 @@ class NativeOperators:
             return TiledLinear(self.native, weight)
         return PackedLinear(self.native, as_published(weight))
 
+    def reads_codes(self, weight: CodedWeight) -> bool:
+        """See Operators."""
+        return is_readable(weight)
+
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
         """See Operators."""
+        if is_readable(weight):
+            return CodedLinear(self.native, weight)
         return self.linear(weight.dequantised().to(dtype))
 
     def add_lora(self) -> AddLora:

@@ -51,6 +51,10 @@ class Operators(Protocol):
         """A base product; the weight `[out, in]` is not needed afterwards."""
         ...
 
+    def reads_codes(self, weight: CodedWeight) -> bool:
+        """Whether products read the codes; otherwise the weight is dequantised once."""
+        ...
+
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
         """The same of a weight in codes, for inputs of a dtype."""
         ...
@@ -95,8 +99,12 @@ class TorchOperators:
         """See Operators."""
         return DenseLinear(weight)
 
+    def reads_codes(self, weight: CodedWeight) -> bool:
+        """There is no kernel for them."""
+        return False
+
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
-        """Dequantised: there is no kernel for codes."""
+        """Dequantised."""
         return DenseLinear(weight.dequantised().to(dtype))
 
     def add_lora(self) -> AddLora:

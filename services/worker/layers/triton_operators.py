@@ -43,6 +43,10 @@ class TritonOperators:
         """See Operators."""
         return self._torch.linear(weight)
 
+    def reads_codes(self, weight: CodedWeight) -> bool:
+        """See Operators."""
+        return self._torch.reads_codes(weight)
+
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
         """See Operators."""
         return self._torch.coded_linear(weight, dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +22,7 @@ from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.layers.sharded_lora import ShardedLora
 from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
 from loraplex_services.worker.model.load import Weights, Window, take_rows, take_window
-from loraplex_services.worker.ops.linear.coded import joined
+from loraplex_services.worker.ops.linear.coded import CodedWeight, joined
 from loraplex_services.worker.ops.linear.stacked import StackedLinear
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear, WeightRows
 from loraplex_services.worker.ops.lora.torch import add_lora
@@ -42,6 +44,8 @@ from loraplex_services.worker.types.sites import (
     NORM,
     SiteTableBuilder,
 )
+
+logger = logging.getLogger(__name__)
 
 Modules = Sequence[tuple[str, int]]
 """(Hugging Face name, out_features) of projections that share an input."""
@@ -71,6 +75,8 @@ class Builder:
     linears: dict[int, WeightRows] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
     _query_scales: Tensor | None = None
+    _codes: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    """Linears by their scheme and by whether their products read codes."""
 
     def build(self, make_mlp: Callable[[Builder, int], Mlp] | None = None) -> Decoder:
         """The whole model. Every tensor of the files must be used."""
@@ -84,6 +90,9 @@ class Builder:
         head = self._head(table)
         score = ScoreHead(self.sites.add(-1, HEAD, config.hidden_size, [("score", 0)]))
         weights.finish()
+        for (scheme, is_kept), count in sorted(self._codes.items()):
+            how = "kept in codes" if is_kept else "dequantised, as no kernel here reads them"
+            logger.info("quantised weights: %d linears of %s are %s", count, scheme, how)
         sites = SiteWeights(
             self.sites.build(), self.linears, self.biases, config.norm_offset, self.shard
         )
@@ -167,16 +176,20 @@ class Builder:
         codes = [part for part in found if part is not None]
         if not codes:
             return self.operators.linear(self.weight(modules, num_inputs, cut))
-        operators, dtype = self.operators, self.weights.dtype
         if len(codes) == len(found) and (stack := joined(codes)) is not None:
-            return operators.coded_linear(stack, dtype)
+            return self._coded_linear(stack, len(codes))
         parts = [
-            operators.linear(self.weights.take(name, (rows, num_inputs)))
+            self.operators.linear(self.weights.take(name, (rows, num_inputs)))
             if part is None
-            else operators.coded_linear(part, dtype)
+            else self._coded_linear(part)
             for part, (name, rows) in zip(found, names, strict=True)
         ]
         return StackedLinear(parts)
+
+    def _coded_linear(self, weight: CodedWeight, num_modules: int = 1) -> BaseLinear:
+        key = weight.scheme, self.operators.reads_codes(weight)
+        self._codes[key] += num_modules
+        return self.operators.coded_linear(weight, self.weights.dtype)
 
     def _add_lora(self, cut: Cut) -> AddLora:
         ranks = self.operators.ranks
@@ -283,7 +296,7 @@ class Builder:
         """The head's product; `table` is its weight where that is the embedding."""
         shape = self.config.vocab_size, self.config.hidden_size
         if (codes := self.weights.take_codes(f"{name}.weight", shape)) is not None:
-            return self.operators.coded_linear(codes, self.weights.dtype)
+            return self._coded_linear(codes)
         if table is None:
             table = self._vocabulary_rows(f"{name}.weight")
         return self.operators.linear(table)

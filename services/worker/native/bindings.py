@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_packed_items": (_I, (_I, _I)),
     "lpx_pack": (None, (_P, _I, _I, _I, _P)),
     "lpx_linear": (None, (_P, _I, _P, _I, _P, _I, _I, _I, _I, _I)),
+    "lpx_code_bytes": (_I, (_I, _I, _I)),
+    "lpx_pack_codes": (None, (_P, _I, _I, _I, _P)),
+    "lpx_linear_codes": (None, (_P, _I, _P, _I, _P, _I, _P, _I, _I, _I, _P, _I, _I, _I, _I)),
     "lpx_tile_items": (_I, (_I, _I)),
     "lpx_pack_tiles": (None, (_P, _I, _I, _P)),
     "lpx_linear_tiles": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
@@ -48,6 +52,25 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """A weight `[out, in]` as `native/src/gemm_codes.cpp` reads it."""
+
+    out_features: int
+    in_features: int
+    bits: int
+    codes: Tensor
+    """uint8, of `pack_codes`."""
+    scales: Tensor
+    """Of a floating-point type, `[panels, groups, 32]`."""
+    zeros: Tensor | None
+    """bfloat16, likewise; None = every one is `zero`."""
+    zero: int
+    group_size: int
+    block_size: int
+    """Inputs that are summed before they are scaled; divides `group_size`."""
+
+
 class Native:
     """One loaded library."""
 
@@ -58,6 +81,7 @@ class Native:
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
         self._linear = self._library.lpx_linear
+        self._linear_codes = self._library.lpx_linear_codes
         self._linear_tiles = self._library.lpx_linear_tiles
         self._add_lora = self._library.lpx_add_lora
         self._attend = self._library.lpx_attend
@@ -148,6 +172,36 @@ class Native:
             num_rows,
             num_inputs,
             num_outputs,
+        )
+        return y
+
+    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+        """uint8 `[out, in]`, a code in each, in the order that `linear_codes` reads; bytes."""
+        codes = codes.contiguous()
+        packed = torch.empty(self._library.lpx_code_bytes(*codes.shape, bits), dtype=torch.uint8)
+        self._library.lpx_pack_codes(codes.data_ptr(), *codes.shape, bits, packed.data_ptr())
+        return packed
+
+    def linear_codes(self, x: Tensor, weight: PackedCodes) -> Tensor:
+        """`[T, in]` times a weight in codes: fresh `[T, out]`."""
+        num_rows, num_inputs = x.shape
+        y = torch.empty(num_rows, weight.out_features, dtype=x.dtype)
+        self._linear_codes(
+            x.data_ptr(),
+            row_stride(x),
+            weight.codes.data_ptr(),
+            weight.bits,
+            weight.scales.data_ptr(),
+            DTYPE_CODES[weight.scales.dtype],
+            None if weight.zeros is None else weight.zeros.data_ptr(),
+            weight.zero,
+            weight.group_size,
+            weight.block_size,
+            y.data_ptr(),
+            DTYPE_CODES[x.dtype],
+            num_rows,
+            num_inputs,
+            weight.out_features,
         )
         return y
 

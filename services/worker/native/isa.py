@@ -11,7 +11,7 @@ from typing import NamedTuple
 from loraplex.errors import InvalidRequest
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
-_BF16 = (*_AVX512, "-mavx512bf16")
+_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
 
 
 class Level(NamedTuple):
@@ -51,7 +51,12 @@ good at it, and only used when asked for."""
 ISA_FLAGS = {isa: level.flags for isa, level in LEVELS.items()}
 
 _X86_64 = ("x86_64", "AMD64")
-_LINUX_NAMES = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
+_LINUX_NAMES = {
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "amx-tile": "amx_tile",
+    "amx-bf16": "amx_bf16",
+}
 _NEEDED = {
     isa: {
         _LINUX_NAMES.get(name, name)

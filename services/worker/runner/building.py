@@ -31,6 +31,12 @@ from loraplex_services.worker.model.decoder import Decoder, SiteWeights
 from loraplex_services.worker.model.families import has_family, read_model_config
 from loraplex_services.worker.model.library import build_library_model
 from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
+from loraplex_services.worker.model.on_load import (
+    NONE,
+    QuantisedOnLoad,
+    check_library,
+    check_on_load,
+)
 from loraplex_services.worker.model.quantised import QuantisedCheckpoint
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
@@ -127,8 +133,7 @@ def _build(
     )
     operators.ranks, operators.fully_sharded = ranks, settings.fully_sharded_loras
     logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
-    source = model_dir, settings.load_format, settings.model_impl
-    config, model = _read_model(*source, torch_dtype, torch_device, operators)
+    config, model = _read_model(model_dir, settings, torch_dtype, torch_device, operators)
     _check_context(config, settings.max_model_len)
     share_threads(model.weight_bytes, operators, torch_device)
     size = ArenaSize(settings.arena_bytes, settings.arena_share, settings.gpu_memory_utilization)
@@ -136,7 +141,7 @@ def _build(
     kv = allocate(size, model, operators, torch_dtype, torch_device, largest)
     arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
-    base_key = weights_key(model_dir, geometry)
+    base_key = weights_key(model_dir, geometry, settings.quantization)
     stored = stored_dtype(settings.adapter_dtype, operators, kv)
     layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
     host = _pinned_cache(arena, settings.host_cache_bytes)
@@ -144,7 +149,7 @@ def _build(
     packer = _packer(layout, geometry, sites, torch_device)
     loader = AdapterLoader(adapters, packer, executors)
     facts = config, layout, geometry, torch_device, torch_dtype, operators
-    info = _model_info(*facts, settings.max_model_len)
+    info = _model_info(*facts, settings)
     limits = settings.max_resident, settings.max_lora_rank, *largest
     batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
@@ -243,18 +248,26 @@ def _check_context(config: ModelConfig, max_model_len: int) -> None:
 
 def _read_model(
     folder: Path,
-    load_format: str,
-    model_impl: str,
+    settings: RunnerSettings,
     dtype: torch.dtype,
     device: torch.device,
     operators: Operators,
 ) -> tuple[ModelConfig, Decoder]:
     """The base with its weights; a terminal shows how far they are read."""
-    if model_impl == "transformers" or (model_impl == "auto" and not has_family(folder)):
+    impl, on_load = settings.model_impl, settings.quantization
+    if impl == "transformers" or (impl == "auto" and not has_family(folder)):
+        check_library(on_load)
         return build_library_model(folder, dtype, device, operators)
     family, config = read_model_config(folder)
+    quantisation = quantisation_of(read_json_object(folder / "config.json"))
+    method = None if quantisation is None else quantisation.method
+    check_on_load(on_load, config, device, operators.ranks.shard.size, method)
     with ProgressBar(folder.name) as bar:
-        weights = _weights(load_format, folder, dtype, device, bar)
+        weights = _weights(settings.load_format, folder, dtype, device, bar)
+        if quantisation is not None and isinstance(weights, Checkpoint):
+            weights = QuantisedCheckpoint(weights, quantisation)
+        elif on_load != NONE:
+            weights = QuantisedOnLoad(weights, on_load)
         return config, family.build(config, weights, operators)
 
 
@@ -265,9 +278,7 @@ def _weights(
         return DummyWeights(dtype, device)
     if load_format != "auto":
         raise InvalidRequest.field("load_format", load_format, "must be auto or dummy")
-    files = Checkpoint(folder, dtype, device, progress)
-    quantisation = quantisation_of(read_json_object(folder / "config.json"))
-    return files if quantisation is None else QuantisedCheckpoint(files, quantisation)
+    return Checkpoint(folder, dtype, device, progress)
 
 
 def _model_info(
@@ -277,12 +288,14 @@ def _model_info(
     device: torch.device,
     dtype: torch.dtype,
     operators: Operators,
-    max_model_len: int,
+    settings: RunnerSettings,
 ) -> ModelInfo:
-    num_ranks = layout.shard.size
+    num_ranks, max_model_len = layout.shard.size, settings.max_model_len
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
     if attention := operators.attention_maker.name:
         arithmetic += f"-{attention}"
+    if settings.quantization != NONE:
+        arithmetic += f"-{settings.quantization}"
     if num_ranks > 1:  # sums have another order
         arithmetic += f"-tp{num_ranks}" + "-full" * layout.fully_sharded
     return ModelInfo(

@@ -40,6 +40,8 @@ class RunnerSettings:
     adapter_dtype: str = "auto"
     """How A and B are kept: `int8` = as integers with a factor for each rank row; a floating-point
     type, or `auto` (see `allocation.stored_dtype`)."""
+    quantization: str = "none"
+    """What linears of a plain base become when it is loaded: see `model.on_load`."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen here."""
     fully_sharded_loras: bool = False

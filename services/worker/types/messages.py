@@ -57,6 +57,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`auto`, `on` or `off`: see `steps`."""
     adapter_dtype: str = "auto"
     """How A and B are kept: `auto`, `float32`, `bfloat16`, `float16` or `int8`."""
+    quantization: str = "none"
+    """What linears of a plain base become when it is loaded: `none`, `int8` or `int4`."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
     tensor_parallel: int = 1

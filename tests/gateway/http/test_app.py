@@ -6,6 +6,8 @@ import asyncio
 import json
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from loraplex.errors import AlreadyExists
@@ -374,3 +376,16 @@ async def test_request_whose_prompt_cannot_be_read_in_time_never_reaches_a_worke
     assert (status, _error(body)["code"]) == (504, "deadline_infeasible")
     assert stack.workers[0].requests == []
     assert (await _send(stack, body=BODY | {"prompt": [97]}))[0] == 200
+
+
+async def test_paths_that_clients_know_say_what_to_do_instead(stack: Stack) -> None:
+    await stack.start()
+    with pytest.raises(openai.NotFoundError) as caught:
+        await stack.openai().batches.list()
+    assert "/v1/batches is not served" in caught.value.message
+    async with anthropic.AsyncAnthropic(base_url=stack.url, api_key="none") as client:
+        with pytest.raises(anthropic.NotFoundError) as missed:
+            await client.messages.batches.retrieve("msgbatch_1")
+    body: Any = missed.value.body
+    assert body["error"]["type"] == "not_found_error"
+    assert "low priority" in body["error"]["message"]

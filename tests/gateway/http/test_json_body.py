@@ -105,3 +105,23 @@ async def test_a_body_beyond_the_limit_is_refused(
     with pytest.raises(InvalidRequest) as caught:
         await read_json(sender.request(bodies), "globex")
     assert caught.value.reason == "BODY_TOO_LARGE"
+
+
+@pytest.mark.parametrize("value", [b"{}", b"[]", b"1", b'{"a":1}', b'""'])
+async def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
+    bodies: LargeBodies, monkeypatch: pytest.MonkeyPatch, value: bytes
+) -> None:
+    monkeypatch.setattr(json_body, "parse_object", None)
+    values = (value + b",") * ((MAX_BODY_BYTES - 100) // (len(value) + 1))
+    sender = Sender(b'{"prompt": [' + values + value + b"]}")
+    sender.is_sending.set()
+    with pytest.raises(InvalidRequest) as caught:
+        await read_json(sender.request(bodies), "globex")
+    assert caught.value.reason == "BODY_TOO_COMPLEX"
+
+
+async def test_as_many_token_ids_as_a_long_context_has_are_read(bodies: LargeBodies) -> None:
+    ids = list(range(1 << 19))
+    sender = Sender(json.dumps({"prompt": ids}).encode())
+    sender.is_sending.set()
+    assert (await read_json(sender.request(bodies), "acme"))["prompt"] == ids

@@ -128,13 +128,24 @@ async def test_hard_grammars_of_one_tenant_do_not_delay_the_grammars_of_another(
 async def test_a_grammar_that_ran_out_of_time_is_refused_without_another_try(
     impatient: GrammarChecker,
 ) -> None:
-    with pytest.raises(InvalidRequest, match="takes longer"):
+    with pytest.raises(InvalidRequest, match="takes too long"):
         await impatient.check(slow(), VOCAB, EOS)
     pool = impatient._pool
     assert pool is not None
     with pytest.raises(JobFailed) as caught:
         await pool.ask("", b"not even a grammar", slow())
     assert caught.value.is_repeated
+
+
+@pytest.mark.hostile
+async def test_a_grammar_is_bounded_by_its_processor_time_however_long_it_may_take() -> None:
+    checker = GrammarChecker(TOKENIZER, replace(GRAMMARS, timeout_s=600.0))
+    try:
+        with pytest.raises(InvalidRequest, match="takes too long"):
+            await checker.check(slow(), VOCAB, EOS)
+        await checker.check(GOOD, VOCAB, EOS)
+    finally:
+        await checker.close()
 
 
 @pytest.mark.hostile

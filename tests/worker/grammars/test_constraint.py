@@ -77,7 +77,7 @@ def test_walks_of_any_tokens_keep_to_the_grammar_and_resume_where_they_were(
     pattern = r'\{("name", (true|false|"[a-zé}]{0,4}")(, )?){1,3}(ab)*é?\}'
     grammar, rng = Grammar(regex=pattern), random.Random(seed)
     own = GrammarTokens(tuple(ADDED.items()), (OWN_EOS,))
-    walk = GrammarConstraint(grammar, follower(vocabulary, grammar, own), executor)
+    walk = GrammarConstraint(grammar, follower(vocabulary, grammar, own), executor.submit)
     ids: list[int] = []
     while not walk.is_finished and len(ids) < 200:
         choices = sorted(ids_in(walk.bitmask()))

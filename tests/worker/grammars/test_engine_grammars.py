@@ -92,6 +92,7 @@ def submit(
     request_id: str,
     grammar: Grammar | None = None,
     output_ids: Sequence[int] = (),
+    tenant: str = "default",
     **sampling: Any,
 ) -> Submit:
     fields: dict[str, Any] = {"max_tokens": 160, "seed": 1, "temperature": 1.2, **sampling}
@@ -101,6 +102,7 @@ def submit(
         SamplingParams(**fields),
         output_ids=list(output_ids),
         grammar=grammar,
+        tenant=tenant,
     )
 
 
@@ -285,3 +287,18 @@ def test_a_request_cancelled_while_its_grammar_compiles_is_gone(stage: Stage) ->
     slow = Grammar(json_schema=json.dumps({"enum": [f"{'x' * 40}{i}" for i in range(2000)]}))
     assert stage.run(submit("r", slow), Cancel("r")) == {}
     assert not stage.failures and not stage.engine.awaits_grammars
+
+
+@pytest.mark.hostile
+def test_a_grammar_that_is_hard_to_compile_does_not_hold_up_another_tenant(stage: Stage) -> None:
+    ids = [f"hard-{n}" for n in range(4)]
+    grammars = [
+        Grammar(json_schema={"type": "integer", "multipleOf": 90_001 + n}) for n in range(4)
+    ]
+    hard = [submit(i, g, tenant="globex") for i, g in zip(ids, grammars, strict=True)]
+    stage.outputs, stage.finished, stage.failures = {}, {}, {}
+    stage.step(*hard, submit("easy", Grammar(regex="[a-z]{3}"), tenant="acme"))
+    while "easy" not in stage.finished:
+        stage.step()
+    assert not stage.outputs.keys() & set(ids[1:])
+    stage.step(*map(Cancel, ids))

@@ -1,14 +1,16 @@
 """Adapters on quantised bases == transformers + peft over the weights that the codes mean."""
 
+import copy
 import json
 
 import pytest
+import torch
 
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex.rewriting.into_base import merge_into_base
 from loraplex_services.worker.runner.building import build_runner
 from tests.worker.parity.adapters import make_adapter
-from tests.worker.parity.bases import make_base
+from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.quantised import LAYOUTS, quantised_base
 from tests.worker.parity.suite import MAX_LOGPROB_ERROR, judge, make_jobs, stage_of
 
@@ -63,3 +65,70 @@ def test_a_plain_file_with_codes_is_refused_by_the_tensor(base, tmp_path):
     (tmp_path / "model.safetensors").symlink_to(base.folder / "model.safetensors")
     with pytest.raises(InvalidRequest, match="holds codes"):
         build_runner(tmp_path, device="cpu", arena_bytes=8 << 20)
+
+
+@torch.inference_mode()
+def dequantised(base, scheme):
+    """The model with the weights that quantising on load leaves."""
+    model = copy.deepcopy(base.model)
+    for name, parameter in model.named_parameters():
+        if name == "lm_head.weight" or (scheme == "int8" and name.endswith("_proj.weight")):
+            parameter.copy_(nearest(parameter, parameter.abs().amax(1, keepdim=True) / 127))
+        elif name.endswith("_proj.weight"):
+            for group in parameter.split(64, dim=1):
+                largest = group.gather(1, group.abs().argmax(1, keepdim=True))
+                group.copy_(nearest(group, (largest / -8).bfloat16().float(), -8, 7))
+    return model
+
+
+def nearest(values, scales, low=-127, high=127):
+    return (values / scales).round().clamp(low, high) * scales
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_base_quantised_on_load_equals_peft_over_what_its_codes_mean(scheme, near_ties, tmp_path):
+    plain = make_base("llama", tmp_path / "base")
+    meant = TinyBase(plain.name, plain.folder, dequantised(plain, scheme))
+    stage = stage_of(meant, ("rank-8-all-linear", "dora", "lm-head"), tmp_path, quantization=scheme)
+    jobs = make_jobs(stage, 2, 16, stagger=True)
+    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
+    for name, verdict, logprob_error in judge(stage, jobs):
+        near_ties.add(verdict)
+        assert logprob_error < MAX_LOGPROB_ERROR, name
+
+
+def test_what_a_base_becomes_on_load_is_part_of_the_arithmetic_and_not_of_the_base(tmp_path):
+    base = make_base("llama", tmp_path)
+    infos = {
+        scheme: build_runner(
+            base.folder, device="cpu", arena_bytes=8 << 20, quantization=scheme
+        ).model_info()
+        for scheme in ("none", "int8", "int4")
+    }
+    assert len({info.numerics_fingerprint for info in infos.values()}) == 3
+    assert len({info.geometry.fingerprint for info in infos.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("base_name", "changes"),
+    [
+        ("llama", {"quantization": "fp8"}),
+        ("llama", {"quantization": "int8", "model_impl": "transformers"}),
+        ("mixtral", {"quantization": "int4"}),
+        ("quantised", {"quantization": "int8"}),
+    ],
+)
+def test_what_cannot_be_quantised_on_load_is_refused_by_name(base, base_name, changes, tmp_path):
+    folder = base.folder if base_name == "quantised" else make_base(base_name, tmp_path).folder
+    with pytest.raises((InvalidRequest, Unsupported)) as caught:
+        build_runner(folder, device="cpu", arena_bytes=8 << 20, **changes)
+    assert caught.value.violations[0].field == "quantization"
+
+
+def test_weights_stay_in_codes_where_a_kernel_reads_them(base, caplog):
+    with caplog.at_level("INFO"):
+        build_runner(base.folder, device="cpu", arena_bytes=8 << 20)
+        build_runner(base.folder, device="cpu", arena_bytes=8 << 20, cpu_isa="torch")
+    said = [record.getMessage() for record in caplog.records]
+    assert "quantised weights: 12 linears of plain-int8 are kept in codes" in said
+    assert any("12 linears of plain-int8 are dequantised" in line for line in said)

@@ -47,11 +47,16 @@ class ModuleReader:
         return report
 
 
-def weights_key(folder: Path, geometry: Geometry) -> str:
-    """Changes with the base's weights: by name, size and time of its files, not by their bytes."""
+def weights_key(folder: Path, geometry: Geometry, quantization: str = "none") -> str:
+    """Changes with the base's weights: by name, size and time of its files, not by their bytes.
+
+    Args:
+        quantization: what they became when they were loaded.
+    """
     files = sorted(folder.glob("*.safetensors"))
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return repr((geometry.fingerprint, facts))
+    changes = () if quantization == "none" else (quantization,)
+    return repr((geometry.fingerprint, facts, *changes))
 
 
 def base_geometry(folder: Path, config: ModelConfig, sites: SiteTable) -> Geometry:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from loraplex.adapter_format.quantisation import Scheme
 from loraplex_services.worker.model.formats.words import (
-    INTEGERS,
     StoredTensors,
     number_of_groups,
     stored,
     unpacked,
 )
-from loraplex_services.worker.ops.linear.coded import CodedWeight
+from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 
 PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which output of a word each of its codes belongs to, lowest bits first."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from loraplex.adapter_format.quantisation import BLOCKS, Scheme
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.model.formats.words import (
-    INTEGERS,
     StoredTensors,
     column_order,
     number_of_groups,
@@ -21,7 +20,7 @@ from loraplex_services.worker.model.formats.words import (
     stored,
     unpacked,
 )
-from loraplex_services.worker.ops.linear.coded import FLOAT8, CodedWeight
+from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 
 
 def read_packed(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from loraplex.adapter_format.quantisation import Scheme
 from loraplex_services.worker.model.formats.words import (
-    INTEGERS,
     StoredTensors,
     column_order,
     number_of_groups,
@@ -18,7 +17,7 @@ from loraplex_services.worker.model.formats.words import (
     stored,
     unpacked,
 )
-from loraplex_services.worker.ops.linear.coded import CodedWeight
+from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 
 
 def read(files: StoredTensors, module: str, shape: tuple[int, int], scheme: Scheme) -> CodedWeight:

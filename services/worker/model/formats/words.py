@@ -12,9 +12,6 @@ from loraplex.adapter_format.quantisation import Scheme
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 
-INTEGERS = torch.arange(16, dtype=torch.float32)
-"""The table of four-bit codes that are their own values."""
-
 
 class StoredTensors(Protocol):
     """The tensors of a base's files."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
+INTEGERS = torch.arange(16, dtype=torch.float32)
+"""The table of four-bit codes that are their own values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.gpu_path import site_masks
 from loraplex_services.worker.runner.profiling import run_largest_step
+from loraplex_services.worker.runner.settings import RunnerSettings
 from loraplex_services.worker.runner.warm_up import idle_batch
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
@@ -264,7 +265,9 @@ def test_the_largest_step_is_run_to_measure_it_and_writes_nothing(folders, devic
     """In a cache of a few blocks, before the arena is there."""
     dtype = torch.float32
     operators = choose_operators(device, dtype, "auto", "triton")
-    config, model = building._read_model(folders[0], "auto", "native", dtype, device, operators)
+    config, model = building._read_model(
+        folders[0], RunnerSettings(arena_bytes=0), dtype, device, operators
+    )
     kv = kv_buffer(config, dtype, device, 1 << 20)
     kv.arena.data.zero_()
     logits = run_largest_step(model, operators, kv, max_num_tokens=40, max_num_rows=3)

@@ -1,0 +1,83 @@
+"""How many calls of one tenant a server answers in a second.
+
+A call beyond the rate waits for its time, and one that would wait too long is refused. Refusals
+wait, too: a client that asks again at once would otherwise cost as much as one that is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from loraplex.errors import ResourceExhausted
+from loraplex_services.common.callers import Caller
+from loraplex_services.common.limits import (
+    CALL_BURST,
+    CALLS_PER_S,
+    MAX_CALL_WAIT_S,
+    SERVICE_KEY_IDS,
+)
+from loraplex_services.common.recent import Recent
+
+MAX_TENANTS = 10_000
+REFUSAL_DELAY_S = 1.0
+MAX_DELAYED = 1000
+"""Refusals that wait in one process; further ones are sent at once."""
+
+
+class CallRates:
+    """The generic cell rate algorithm of ATM networks: for each tenant, the time up to which its
+    calls have used its rate."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._used_until_s: Recent[str, float] = Recent(MAX_TENANTS)
+
+    async def wait(self, caller: Caller, num_calls: int) -> None:
+        """Wait until a call that counts as `num_calls` is within the rate of its tenant. Services,
+        and everybody where auth is off, do not wait.
+
+        Raises:
+            ResourceExhausted: it would have to wait longer than `MAX_CALL_WAIT_S`.
+        """
+        if not num_calls or caller.key_id in SERVICE_KEY_IDS:
+            return
+        wait_s = self._reserve(caller.tenant, num_calls)
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+
+    def _reserve(self, tenant: str, num_calls: int) -> float:
+        """Seconds until the call may begin. Raises as `wait`."""
+        now_s = self._now()
+        used_until_s = max(now_s, self._used_until_s.get(tenant) or 0.0)
+        wait_s = used_until_s + (num_calls - CALL_BURST) / CALLS_PER_S - now_s
+        if wait_s > MAX_CALL_WAIT_S:
+            raise ResourceExhausted(
+                f"tenant {tenant!r} sends more than {CALLS_PER_S} calls per second",
+                reason="TOO_MANY_CALLS",
+                retry_after_s=wait_s,
+            )
+        self._used_until_s.put(tenant, used_until_s + num_calls / CALLS_PER_S)
+        return wait_s
+
+
+_DELAYED_REASONS = frozenset({"TOO_MANY_CALLS", "TOO_MANY_WAITING", "TOO_MANY_WRONG_KEYS"})
+
+
+class DelayedRefusals:
+    """Holds back the refusals of calls that are too many. They hold no message meanwhile."""
+
+    def __init__(self) -> None:
+        self._num_delayed = 0
+
+    async def delay(self, error: Exception) -> None:
+        """Wait a moment if `error` says that the caller sends too much."""
+        is_delayed = isinstance(error, ResourceExhausted) and error.reason in _DELAYED_REASONS
+        if not is_delayed or self._num_delayed >= MAX_DELAYED:
+            return
+        self._num_delayed += 1
+        try:
+            await asyncio.sleep(REFUSAL_DELAY_S)
+        finally:
+            self._num_delayed -= 1

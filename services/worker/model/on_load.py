@@ -1,0 +1,132 @@
+"""Quantise a full-precision base when it is loaded: `--quantization`.
+
+Linears become int8 with a scale for each row, or int4 with a scale for each group of inputs. The
+head becomes int8 in both: it is as sensitive as it is large. Embeddings, norms and biases stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.worker.model.load import Weights, Window
+from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
+from loraplex_services.worker.ops.linear.torch import WeightRows
+from loraplex_services.worker.types.model_config import ModelConfig
+
+NONE, INT8, INT4 = "none", "int8", "int4"
+GROUP_SIZE = 64
+"""Inputs that share a scale in int4."""
+_HEADS = ("lm_head.weight", "model.embed_tokens.weight")
+CHUNK_ROWS = 4096
+"""Rows that exist in float32 at once."""
+
+
+class QuantisedOnLoad:
+    """Implements `load.Weights` over plain ones: linears are offered in codes."""
+
+    def __init__(self, files: Weights, scheme: str) -> None:
+        """`scheme`: `int8` or `int4`."""
+        self.dtype = files.dtype
+        self._files = files
+        self._scheme = scheme
+
+    def has(self, name: str) -> bool:
+        """See `load.Weights`."""
+        return self._files.has(name)
+
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        window: Window | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """See `load.Weights`; as the files have it."""
+        return self._files.take(name, shape, window, dtype)
+
+    def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
+        """See `load.Weights`."""
+        weight = self._files.take(name, shape)
+        return int8(weight) if self._scheme == INT8 or name in _HEADS else int4(weight)
+
+    def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
+        """See `load.Weights`."""
+        return self._files.rows_in_files(parts, num_inputs)
+
+    def finish(self) -> None:
+        """See `load.Weights`."""
+        self._files.finish()
+
+
+def int8(weight: Tensor) -> CodedWeight:
+    """`[out, in]`, with the largest magnitude of each row as 127."""
+    codes, scales = [], []
+    for rows in weight.split(CHUNK_ROWS):
+        wide = rows.float()
+        scale = _some(wide.abs().amax(1, keepdim=True) / 127)
+        codes.append((wide / scale).round().to(torch.int8))
+        scales.append(scale)
+    return CodedWeight(INT8, torch.cat(codes), torch.cat(scales), weight.shape[1])
+
+
+def int4(weight: Tensor) -> CodedWeight:
+    """`[out, in]`, with the value of largest magnitude of each group as -8: scales have a sign."""
+    num_inputs = weight.shape[1]
+    padding = -num_inputs % GROUP_SIZE
+    codes, scales = [], []
+    for rows in weight.split(CHUNK_ROWS):
+        wide = torch.nn.functional.pad(rows.float(), (0, padding)).view(len(rows), -1, GROUP_SIZE)
+        largest = wide.gather(2, wide.abs().argmax(2, keepdim=True))
+        scale = _some((largest / -8).bfloat16())
+        code = (wide / scale.float()).round().clamp(-8, 7) + 8
+        codes.append(code.to(torch.uint8).flatten(1)[:, :num_inputs])
+        scales.append(scale[..., 0])
+    name = f"{INT4}-g{GROUP_SIZE}"
+    table = INTEGERS - 8
+    return CodedWeight(name, torch.cat(codes), torch.cat(scales), GROUP_SIZE, table=table)
+
+
+def _some(scales: Tensor) -> Tensor:
+    """Ones in the place of zeros: their codes are all zero."""
+    return torch.where(scales == 0, torch.ones_like(scales), scales)
+
+
+def check_library(scheme: str) -> None:
+    """Raises Unsupported: bases that run through the transformers library stay as they are."""
+    if scheme != NONE:
+        why = "is not served for bases that run through the transformers library"
+        raise Unsupported.field("quantization", scheme, why)
+
+
+def check_on_load(
+    scheme: str, config: ModelConfig, device: torch.device, num_ranks: int, method: str | None
+) -> None:
+    """Refuse what cannot be quantised on load.
+
+    Args:
+        method: of the base's own quantisation; None = its weights are plain.
+
+    Raises:
+        InvalidRequest: no such scheme, or the base is quantised already.
+        Unsupported: there is nothing to gain on this device, or for this base.
+    """
+    field = "quantization"
+    if scheme == NONE:
+        return
+    if scheme not in (INT8, INT4):
+        raise InvalidRequest.field(field, scheme, "must be none, int8 or int4")
+    if method is not None:
+        raise InvalidRequest.field(field, scheme, f"must be none: the base is quantised ({method})")
+    if device.type != "cpu":
+        why = "is served on CPUs only, where kernels read such weights"
+        raise Unsupported.field(field, scheme, why)
+    if num_ranks > 1:
+        why = "is served by one rank only; leave out --tensor-parallel"
+        raise Unsupported.field(field, scheme, why)
+    if config.moe is not None:
+        why = "is not served for mixtures of experts, whose experts would stay as they are"
+        raise Unsupported.field(field, scheme, why)

@@ -1,0 +1,357 @@
+// y = x W^T where W[o][k] = (code[o][k] - zero[o][g]) * scale[o][g] for groups g of inputs, and codes are
+// unsigned integers of eight or four bits. Codes are widened in registers and never stored wide.
+//
+// A panel is 32 outputs. For every four inputs (a quad) it holds the codes of 16 outputs side by side,
+// four bytes each, then those of the other 16; four-bit codes of the first 16 are the low halves of the
+// bytes whose high halves are the other 16's. Scales and zero points follow as [panel][group][32].
+//
+// Inputs are taken in blocks that no group's end lies in. In float32, a block is summed in the order of
+// its inputs and then multiplied with the scale. For bfloat16 rows, processors with VNNI take a block's
+// inputs as 16-bit integers with one factor, in two digits of eight bits; the sum over a block is then
+// exact, and the factor's rounding 2^-16 of the block's largest input. Either way a row's result does not
+// depend on the rows beside it.
+#include "pool.h"
+#include "vec.h"
+
+namespace lpx {
+namespace {
+
+constexpr int64_t kPanel = 32, kQuad = 4;
+constexpr int64_t kTaskPanels = 2;
+constexpr int64_t kTaskRows = 96;
+constexpr int64_t kAheadBytes = 4096;
+
+struct CodedProduct {
+    const uint8_t* codes;
+    const void* scales;
+    const bf16* zeros;  // or null: every one is `zero`
+    int64_t zero;
+    int64_t num_rows, num_inputs, num_outputs, ldy;
+    int64_t group_size, block_size;
+
+    int64_t num_quads() const { return ceil_div(num_inputs, kQuad); }
+    int64_t num_blocks() const { return ceil_div(num_inputs, block_size); }
+    int64_t num_groups() const { return ceil_div(num_inputs, group_size); }
+};
+
+// One block of a panel.
+template <int Bits, class S>
+struct Block {
+    const uint8_t* codes;
+    const S* scales;
+    const bf16* zeros;
+    int64_t first, num_inputs;  // inputs
+
+    static constexpr int64_t kQuadBytes = kPanel * kQuad * Bits / 8;
+
+    Block(const CodedProduct& g, int64_t panel, int64_t block) {
+        first = block * g.block_size;
+        num_inputs = smaller(g.block_size, g.num_inputs - first);
+        codes = g.codes + (panel * g.num_quads() + first / kQuad) * kQuadBytes;
+        const int64_t at = (panel * g.num_groups() + first / g.group_size) * kPanel;
+        scales = static_cast<const S*>(g.scales) + at;
+        zeros = g.zeros == nullptr ? nullptr : g.zeros + at;
+    }
+};
+
+// Code `j` of a quad, of kLanes outputs from `first` on, as floats.
+template <int Bits>
+inline Vec decode(const uint8_t* quad, int first, int j) {
+    const uint8_t* from = quad + (Bits == 8 ? first : first % 16) * kQuad;
+    const int shift = 8 * j + (Bits == 4 && first >= 16 ? 4 : 0);
+    constexpr int kMask = (1 << Bits) - 1;
+#if defined(__AVX512F__)
+    const __m512i words = _mm512_srli_epi32(_mm512_loadu_si512(from), shift);
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(kMask)))};
+#elif defined(__AVX2__)
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    const __m256i words = _mm256_srli_epi32(raw, shift);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(kMask)))};
+#else
+    Vec values;
+    for (int i = 0; i < kLanes; ++i) {
+        values.v[i] = static_cast<float>(from[i * kQuad + shift / 8] >> (shift % 8) & kMask);
+    }
+    return values;
+#endif
+}
+
+// Rows of floats.
+struct WideRows {
+    static constexpr int kMaxRows = kLanes == 16 ? 8 : 4;
+    const float* x;
+    int64_t ldx;
+
+    // totals[r][32] += the block's product with R rows.
+    template <int R, int Bits, class S>
+    void add(const CodedProduct& g, const Block<Bits, S>& block, int64_t row, float* totals) const {
+        for (int first = 0; first < kPanel; first += 2 * kLanes) {
+            add_part<R>(g, block, row, first, totals + first);
+        }
+    }
+
+private:
+    // Two vectors of outputs.
+    template <int R, int Bits, class S>
+    void add_part(const CodedProduct& g, const Block<Bits, S>& block, int64_t row, int first,
+                  float* totals) const {
+        Vec sums[R][2], zeros[2];
+        for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = lpx::zero();
+        for (int v = 0; v < 2; ++v) {
+            zeros[v] = block.zeros ? load(block.zeros + first + v * kLanes) : set1(float(g.zero));
+        }
+        const float* in = x + row * ldx + block.first;
+        const auto step = [&](int64_t quad, int j) {
+            const uint8_t* codes = block.codes + quad * block.kQuadBytes;
+            const Vec low = sub(decode<Bits>(codes, first, j), zeros[0]);
+            const Vec high = sub(decode<Bits>(codes, first + kLanes, j), zeros[1]);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const Vec input = set1(in[r * ldx + quad * kQuad + j]);
+                sums[r][0] = fma(input, low, sums[r][0]);
+                sums[r][1] = fma(input, high, sums[r][1]);
+            }
+        };
+        const int64_t num_whole = block.num_inputs / kQuad;
+        for (int64_t quad = 0; quad < num_whole; ++quad) {
+            __builtin_prefetch(block.codes + quad * block.kQuadBytes + kAheadBytes, 0, 3);
+            if (Bits == 8) {
+                __builtin_prefetch(block.codes + quad * block.kQuadBytes + kAheadBytes + 64, 0, 3);
+            }
+#pragma GCC unroll 4
+            for (int j = 0; j < kQuad; ++j) step(quad, j);
+        }
+        for (int j = 0; j < block.num_inputs % kQuad; ++j) step(num_whole, j);
+        for (int v = 0; v < 2; ++v) {
+            const Vec scale = load(block.scales + first + v * kLanes);
+            for (int r = 0; r < R; ++r) {
+                float* total = totals + r * kPanel + v * kLanes;
+                store(total, fma(sums[r][v], scale, load(total)));
+            }
+        }
+    }
+};
+
+#if defined(__AVX512VNNI__)
+
+// Rows of 16-bit integers in two digits, with a factor for each block.
+struct DigitRows {
+    static constexpr int kMaxRows = 6;
+    static constexpr float kLargest = 32639.0f;  // both digits of it fit into eight bits
+    int8_t* digits;   // [row][high, low][padded inputs]
+    float* factors;   // [row][block]
+    int32_t* sums;    // [row][block]: of the integers
+    int64_t padded, num_blocks;
+
+    DigitRows(const CodedProduct& g, const bf16* x, int64_t ldx) {
+        padded = ceil_div(g.num_inputs, 128) * 128;
+        num_blocks = g.num_blocks();
+        const int64_t row_words = padded / 2 + 2 * num_blocks;
+        float* buffer = scratch(3, g.num_rows * row_words);
+        factors = buffer;
+        sums = reinterpret_cast<int32_t*>(factors + g.num_rows * num_blocks);
+        digits = reinterpret_cast<int8_t*>(sums + g.num_rows * num_blocks);
+        parallel_for(g.num_rows, [&](int64_t row) {
+            int8_t* high = digits + row * 2 * padded;
+            std::memset(high, 0, 2 * padded);
+            for (int64_t block = 0; block < num_blocks; ++block) {
+                const int64_t first = block * g.block_size;
+                split(x + row * ldx + first, smaller(g.block_size, g.num_inputs - first), high + first,
+                      row * num_blocks + block);
+            }
+        });
+    }
+
+    template <int R, int Bits, class S>
+    void add(const CodedProduct& g, const Block<Bits, S>& block, int64_t row, float* totals) const {
+        __m512i high[R][2], low[R][2];
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            for (int v = 0; v < 2; ++v) high[r][v] = low[r][v] = _mm512_setzero_si512();
+        }
+        const int8_t* in = digits + row * 2 * padded + block.first;
+        const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
+        for (int64_t quad = 0; quad < num_quads; ++quad) {
+            const uint8_t* from = block.codes + quad * block.kQuadBytes;
+            _mm_prefetch(from + kAheadBytes, _MM_HINT_T0);
+            __m512i codes[2];
+            if constexpr (Bits == 8) {
+                _mm_prefetch(from + kAheadBytes + 64, _MM_HINT_T0);
+                codes[0] = _mm512_loadu_si512(from);
+                codes[1] = _mm512_loadu_si512(from + 64);
+            } else {
+                const __m512i pairs = _mm512_loadu_si512(from), mask = _mm512_set1_epi8(15);
+                codes[0] = _mm512_and_si512(pairs, mask);
+                codes[1] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), mask);
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r) {
+                const int8_t* own = in + r * 2 * padded + quad * kQuad;
+                const __m512i first = broadcast(own), second = broadcast(own + padded);
+                high[r][0] = _mm512_dpbusd_epi32(high[r][0], codes[0], first);
+                high[r][1] = _mm512_dpbusd_epi32(high[r][1], codes[1], first);
+                low[r][0] = _mm512_dpbusd_epi32(low[r][0], codes[0], second);
+                low[r][1] = _mm512_dpbusd_epi32(low[r][1], codes[1], second);
+            }
+        }
+        const int64_t at = row * num_blocks + block.first / g.block_size;
+        for (int v = 0; v < 2; ++v) {
+            const Vec scale = load(block.scales + v * 16);
+            const __m512i zero = block.zeros ? _mm512_cvtps_epi32(load(block.zeros + v * 16).v)
+                                             : _mm512_set1_epi32(static_cast<int>(g.zero));
+            for (int r = 0; r < R; ++r) {
+                const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]);
+                const __m512i shift = _mm512_mullo_epi32(zero, _mm512_set1_epi32(sums[at + r * num_blocks]));
+                const Vec sum = {_mm512_cvtepi32_ps(_mm512_sub_epi32(whole, shift))};
+                float* total = totals + r * kPanel + v * 16;
+                store(total, fma(mul(sum, set1(factors[at + r * num_blocks])), scale, load(total)));
+            }
+        }
+    }
+
+private:
+    static __m512i broadcast(const int8_t* p) {
+        int32_t quad;
+        std::memcpy(&quad, p, sizeof quad);
+        return _mm512_set1_epi32(quad);
+    }
+
+    void split(const bf16* x, int64_t n, int8_t* high, int64_t at) const {
+        __m512 largest = _mm512_setzero_ps();
+        for (int64_t i = 0; i < n; i += 16) {
+            largest = _mm512_max_ps(largest, _mm512_abs_ps(load_n(x + i, n - i).v));
+        }
+        const float top = _mm512_reduce_max_ps(largest);
+        const __m512 inverse = _mm512_set1_ps(top > 0.0f ? kLargest / top : 0.0f);
+        __m512i sum = _mm512_setzero_si512();
+        for (int64_t i = 0; i < n; i += 16) {
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load_n(x + i, n - i).v, inverse));
+            const __m512i digit =
+                _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+            const __m512i rest = _mm512_sub_epi32(whole, _mm512_slli_epi32(digit, 8));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(digit));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(high + padded + i),
+                             _mm512_cvtepi32_epi8(rest));
+            sum = _mm512_add_epi32(sum, whole);
+        }
+        factors[at] = top / kLargest;
+        sums[at] = _mm512_reduce_add_epi32(sum);
+    }
+};
+
+#endif
+
+template <int R, int Bits, class S, class Rows>
+void add_rows(int64_t n, const CodedProduct& g, const Block<Bits, S>& block, const Rows& rows,
+              int64_t row, float* totals) {
+    if constexpr (R > 1) {
+        if (n < R) return add_rows<R - 1>(n, g, block, rows, row, totals);
+    }
+    rows.template add<R>(g, block, row, totals);
+}
+
+template <class T>
+void store_totals(const CodedProduct& g, const float* totals, T* y, int64_t row, int64_t end,
+                  int64_t panel) {
+    for (; row < end; ++row, totals += kPanel) {
+        for (int64_t i = 0; i < kPanel; i += kLanes) {
+            const int64_t n = g.num_outputs - panel * kPanel - i;
+            if (n > 0) store_n(y + row * g.ldy + panel * kPanel + i, load(totals + i), n);
+        }
+    }
+}
+
+template <int Bits, class S, class T, class Rows>
+void multiply(const CodedProduct& g, const Rows& rows, T* y) {
+    const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
+    const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
+    parallel_for(ceil_div(num_panels, kTaskPanels) * num_row_tasks, [&](int64_t task) {
+        const int64_t first = task / num_row_tasks * kTaskPanels;
+        const int64_t begin = task % num_row_tasks * kTaskRows;
+        const int64_t end = smaller(begin + kTaskRows, g.num_rows);
+        float* totals = scratch(0, (end - begin) * kPanel);
+        for (int64_t panel = first; panel < smaller(first + kTaskPanels, num_panels); ++panel) {
+            std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
+            for (int64_t b = 0; b < g.num_blocks(); ++b) {
+                const Block<Bits, S> block(g, panel, b);
+                int64_t row = begin;
+                for (int64_t left = ceil_div(end - begin, Rows::kMaxRows); left > 0; --left) {
+                    const int64_t n = ceil_div(end - row, left);
+                    add_rows<Rows::kMaxRows>(n, g, block, rows, row, totals + (row - begin) * kPanel);
+                    row += n;
+                }
+            }
+            store_totals(g, totals, y, begin, end, panel);
+        }
+    });
+}
+
+template <int Bits, class S, class T>
+void multiply_rows(const CodedProduct& g, const T* x, int64_t ldx, T* y) {
+#if defined(__AVX512VNNI__)
+    if constexpr (std::is_same<T, bf16>::value) {
+        return multiply<Bits, S>(g, DigitRows(g, x, ldx), y);
+    }
+#endif
+    const bool copies = sizeof(T) != sizeof(float);
+    float* buffer = copies ? scratch(3, g.num_rows * g.num_inputs) : nullptr;
+    const WideRows rows{widen(x, ldx, g.num_rows, g.num_inputs, buffer),
+                        widened_stride(x, ldx, g.num_inputs)};
+    multiply<Bits, S>(g, rows, y);
+}
+
+}  // namespace
+}  // namespace lpx
+
+// Bytes that `lpx_pack_codes` writes.
+LPX_EXPORT int64_t lpx_code_bytes(int64_t num_outputs, int64_t num_inputs, int64_t bits) {
+    using namespace lpx;
+    return ceil_div(num_outputs, kPanel) * ceil_div(num_inputs, kQuad) * kPanel * kQuad * bits / 8;
+}
+
+// From one byte for each code, [num_outputs, num_inputs].
+LPX_EXPORT void lpx_pack_codes(const void* codes, int64_t num_outputs, int64_t num_inputs, int64_t bits,
+                               void* packed) {
+    using namespace lpx;
+    const uint8_t* from = static_cast<const uint8_t*>(codes);
+    const int64_t num_quads = ceil_div(num_inputs, kQuad);
+    const int64_t quad_bytes = kPanel * kQuad * bits / 8;
+    parallel_for(ceil_div(num_outputs, kPanel), [&](int64_t panel) {
+        uint8_t* out = static_cast<uint8_t*>(packed) + panel * num_quads * quad_bytes;
+        std::memset(out, 0, num_quads * quad_bytes);
+        for (int64_t i = 0; i < smaller(kPanel, num_outputs - panel * kPanel); ++i) {
+            const uint8_t* row = from + (panel * kPanel + i) * num_inputs;
+            for (int64_t k = 0; k < num_inputs; ++k) {
+                uint8_t* quad = out + k / kQuad * quad_bytes + k % kQuad;
+                if (bits == 8) {
+                    quad[i * kQuad] = row[k];
+                } else {
+                    quad[i % 16 * kQuad] |= static_cast<uint8_t>(row[k] << (i < 16 ? 0 : 4));
+                }
+            }
+        }
+    });
+}
+
+// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T. Scales and zero points (bfloat16; null = all
+// are `zero`) as [panel][group][32]. Blocks divide groups, and hold at most 128 inputs.
+LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed, int64_t bits,
+                                 const void* scales, int64_t scale_dtype, const void* zeros, int64_t zero,
+                                 int64_t group_size, int64_t block_size, void* y, int64_t dtype,
+                                 int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
+    using namespace lpx;
+    const CodedProduct g{static_cast<const uint8_t*>(packed), scales, static_cast<const bf16*>(zeros),
+                         zero, num_rows, num_inputs, num_outputs, num_outputs, group_size, block_size};
+    with_activation(dtype, [&](auto t) {
+        using T = decltype(t);
+        with_weight(scale_dtype, [&](auto s) {
+            using S = decltype(s);
+            const T* in = static_cast<const T*>(x);
+            if (bits == 8) {
+                multiply_rows<8, S>(g, in, ldx, static_cast<T*>(y));
+            } else {
+                multiply_rows<4, S>(g, in, ldx, static_cast<T*>(y));
+            }
+        });
+    });
+}

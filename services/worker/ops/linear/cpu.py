@@ -1,0 +1,116 @@
+"""Weights in codes over the C++ library (`native/src/gemm_codes.cpp`)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraplex_services.worker.native.bindings import Native, PackedCodes
+from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
+
+PANEL, QUAD = 32, 4
+BLOCK_SIZES = (128, 64, 32)
+"""Inputs that the kernel may sum before it scales."""
+
+
+def is_readable(weight: CodedWeight) -> bool:
+    """Whether the kernel reads the codes: integers, in groups that end where blocks end."""
+    return _zero_of(weight) is not None and _block_size(weight) is not None
+
+
+class CodedLinear:
+    """Implements `BaseLinear`; the weight stays in codes."""
+
+    def __init__(self, native: Native, weight: CodedWeight) -> None:
+        block_size, zero = _block_size(weight), _zero_of(weight)
+        assert block_size is not None and zero is not None, weight.scheme
+        self.scheme = weight.scheme
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self._native = native
+        self._order = weight.order
+        bits, codes = 4, weight.codes
+        if weight.table is None:
+            bits, codes = 8, codes.view(torch.uint8) ^ 0x80
+        zeros = None if weight.zeros is None else (weight.zeros + 128 * (bits == 8)).bfloat16()
+        self._weight = PackedCodes(
+            self.out_features,
+            self.in_features,
+            bits,
+            native.pack_codes(codes, bits),
+            _in_panels(weight.scales),
+            None if zeros is None else _in_panels(zeros),
+            zero,
+            min(weight.group_size, self.in_features),
+            block_size,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of codes, scales and zero points."""
+        own = self._weight
+        zeros_bytes = 0 if own.zeros is None else own.zeros.nbytes
+        return own.codes.nbytes + own.scales.nbytes + zeros_bytes
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]`."""
+        if self._order is not None:
+            x = x[:, self._order]
+        return self._native.linear_codes(x, self._weight)
+
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`."""
+        return self.apply(x).float()
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        own = self._weight
+        first, last = begin // PANEL, -(-end // PANEL)
+        codes = _unpacked(own, first, last).float()
+        groups = torch.arange(self.in_features) // own.group_size
+        zeros = own.zero if own.zeros is None else _out_of_panels(own.zeros[first:last])[:, groups]
+        rows = (codes - zeros) * _out_of_panels(own.scales[first:last])[:, groups]
+        rows = rows[begin - first * PANEL : end - first * PANEL]
+        if self._order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(1, self._order, rows)
+
+
+def _zero_of(weight: CodedWeight) -> int | None:
+    """The code of 0 where all outputs have the same; None = the codes are no plain integers."""
+    if weight.codes.dtype is torch.int8:
+        return 128
+    if weight.table is None:
+        return None
+    if weight.table.equal(INTEGERS):
+        return 0
+    return 8 if weight.table.equal(INTEGERS - 8) else None
+
+
+def _block_size(weight: CodedWeight) -> int | None:
+    """None = no block size divides the groups."""
+    if weight.group_size >= weight.in_features:
+        return BLOCK_SIZES[0]
+    return next((size for size in BLOCK_SIZES if weight.group_size % size == 0), None)
+
+
+def _in_panels(values: Tensor) -> Tensor:
+    """`[out, groups]` -> `[panels, groups, 32]`, with zeros behind the last output."""
+    padded = F.pad(values, (0, 0, 0, -len(values) % PANEL))
+    return padded.view(-1, PANEL, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def _out_of_panels(values: Tensor) -> Tensor:
+    """float32 `[out, groups]`, with what lies behind the last output."""
+    return values.transpose(1, 2).reshape(-1, values.shape[1]).float()
+
+
+def _unpacked(weight: PackedCodes, first: int, last: int) -> Tensor:
+    """uint8 `[outputs of panels first to last - 1, in]`."""
+    num_quads = -(-weight.in_features // QUAD)
+    if weight.bits == 8:
+        codes = weight.codes.view(-1, num_quads, PANEL, QUAD)[first:last]
+    else:
+        pairs = weight.codes.view(-1, num_quads, PANEL // 2, QUAD)[first:last]
+        codes = torch.cat((pairs & 0x0F, pairs >> 4), dim=2)
+    return codes.transpose(1, 2).reshape(-1, num_quads * QUAD)[:, : weight.in_features]

@@ -1,0 +1,119 @@
+"""Products of weights in codes, in every instruction set, against what the codes mean."""
+
+import pytest
+import torch
+
+from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
+from loraplex_services.worker.ops.linear.cpu import CodedLinear, is_readable
+from loraplex_services.worker.ops.linear.reference import linear
+from tests.worker.native.isas import ISAS, native
+
+
+@pytest.fixture(params=ISAS)
+def compiled(request):
+    return native(request.param)
+
+
+def weight_in_codes(shape, bits, group_size, *, has_zeros=False, scales=torch.bfloat16, seed=0):
+    """Random codes of every value, and scales that differ between groups."""
+    generator = torch.Generator().manual_seed(seed)
+    num_outputs, num_inputs = shape
+    groups = num_outputs, -(-num_inputs // group_size)
+    scale = (torch.rand(groups, generator=generator) + 0.1).to(scales) / 64
+    zeros = None
+    if has_zeros:
+        low, high = (-128, 128) if bits == 8 else (0, 16)
+        zeros = torch.randint(low, high, groups, generator=generator).float()
+    if bits == 8:
+        codes = torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
+        return CodedWeight("test", codes, scale, group_size, zeros)
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
+    table = INTEGERS if has_zeros else INTEGERS - 8
+    return CodedWeight("test", codes, scale, group_size, zeros, table)
+
+
+def rows_between_nans(num_rows, num_inputs, dtype):
+    """Rows whose neighbours in memory are no numbers; some inputs are much larger than others."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.full((num_rows, num_inputs + 3), float("nan"), dtype=dtype)[:, :num_inputs]
+    values = torch.randn(num_rows, num_inputs, generator=generator)
+    values[:, ::17] *= 20
+    return x.copy_(values)
+
+
+KINDS = [(8, 10_000, False), (8, 32, True), (4, 32, False), (4, 64, True), (4, 128, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (70, 300)], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_product_is_that_of_the_weight_which_the_codes_mean(compiled, kind, shape, dtype):
+    bits, group_size, has_zeros = kind
+    weight = weight_in_codes(shape, bits, group_size, has_zeros=has_zeros)
+    packed, dense = CodedLinear(compiled, weight), weight.dequantised()
+    for num_rows in (1, 2, 5, 7, 13, 100):
+        x = rows_between_nans(num_rows, shape[1], dtype)
+        expected, magnitude = linear(x, dense), linear(x.abs(), dense.abs())
+        error = (packed.apply(x).double() - expected).abs()
+        # What may differ: the rounding of sums, of 16-bit inputs and of outputs.
+        allowed = 2e-6 * magnitude + 1e-9
+        if dtype is torch.bfloat16:
+            steps = (x.abs().amax(1, keepdim=True).double() / 2**16).expand(x.shape)
+            allowed += expected.abs() / 2**8 + linear(steps, dense.abs())
+        assert (error <= allowed).all(), num_rows
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_scales_are_read_in_the_type_of_the_files(compiled, scales):
+    weight = weight_in_codes((40, 96), 4, 32, scales=scales)
+    x = rows_between_nans(3, 96, torch.float32)
+    found = CodedLinear(compiled, weight).apply(x)
+    torch.testing.assert_close(
+        found.double(), linear(x, weight.dequantised()), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_row_does_not_depend_on_its_neighbours(compiled, kind, dtype):
+    bits, group_size, has_zeros = kind
+    weight = CodedLinear(
+        compiled, weight_in_codes((100, 200), bits, group_size, has_zeros=has_zeros)
+    )
+    x = rows_between_nans(37, 200, dtype)
+    together = weight.apply(x)
+    for row in range(37):
+        assert weight.apply(x[row : row + 1]).equal(together[row : row + 1])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_of_the_weight_come_back_as_the_codes_mean_them(compiled, kind):
+    bits, group_size, has_zeros = kind
+    weight = weight_in_codes((70, 45), bits, group_size, has_zeros=has_zeros)
+    packed, whole = CodedLinear(compiled, weight), weight.dequantised()
+    for begin, end in ((0, 70), (3, 3), (31, 33), (64, 70)):
+        assert packed.weight_rows(begin, end).equal(whole[begin:end])
+
+
+def test_columns_in_another_order_meet_their_inputs(compiled):
+    plain = weight_in_codes((20, 64), 4, 32, has_zeros=True)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(2))
+    weight = CodedWeight("test", plain.codes, plain.scales, 32, plain.zeros, plain.table, order)
+    packed, x = CodedLinear(compiled, weight), rows_between_nans(4, 64, torch.float32)
+    expected = linear(x, weight.dequantised())
+    torch.testing.assert_close(packed.apply(x).double(), expected, rtol=1e-5, atol=1e-5)
+    assert packed.weight_rows(0, 20).equal(weight.dequantised())
+
+
+def test_rows_of_zeros_give_zeros(compiled):
+    packed = CodedLinear(compiled, weight_in_codes((33, 64), 4, 32, has_zeros=True))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert packed.apply(torch.zeros(2, 64, dtype=dtype)).eq(0).all()
+
+
+def test_codes_that_the_kernel_does_not_read_are_known():
+    floats = CodedWeight("float8", torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.ones(2, 1), 64)
+    table = weight_in_codes((2, 64), 4, 64)
+    assert not is_readable(floats)
+    assert is_readable(table)
+    assert not is_readable(weight_in_codes((2, 64), 4, 48))
