@@ -7,7 +7,8 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
-from loraplex_services.worker.ops.attention.backend import AttentionBackend, RotatingBackend
+from loraplex_services.worker.ops.attention.backend import AttentionBackend
+from loraplex_services.worker.ops.attention.interruptible import forward_interruptibly
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
 
@@ -37,16 +38,21 @@ class SelfAttention:
         self._qkv = qkv
         self._o = o
         self._backend = backend
-        self._rotating = backend if isinstance(backend, RotatingBackend) else None
+        self._backend_rotates = backend.pos_embd_params is not None
         self._q_size, self._kv_size, self._head_dim = sizes
         self._head_norms = head_norms
         self._rotate = rotate
         self._query_scales = query_scales
         self._is_gated = is_gated
+        changes_heads = head_norms is not None or query_scales is not None or is_gated
+        self._takes_fused = self._backend_rotates and not changes_heads
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         qkv = self._qkv.forward(x, batch.lora)
+        if self._takes_fused:
+            attended = forward_interruptibly(self._backend, qkv, None, None, batch.attention)
+            return self._o.forward(attended, batch.lora)
         sizes = (self._q_size, self._kv_size)
         gates = None
         if self._is_gated:
@@ -58,12 +64,10 @@ class SelfAttention:
         if self._query_scales is not None:
             q, k = qk.split(sizes, dim=-1)
             qk = torch.cat((q * self._query_scales[batch.positions].to(q.dtype), k), dim=-1)
-        if self._rotating is not None:
-            q, k = qk.split(sizes, dim=-1)
-            attended = self._rotating.rotate_and_forward(q, k, v, cos_sin, batch.attention)
-        else:
-            q, k = self._rotate(qk, cos_sin, self._head_dim).split(sizes, dim=-1)
-            attended = self._backend.forward(q, k, v, batch.attention)
+        if not self._backend_rotates:
+            qk = self._rotate(qk, cos_sin, self._head_dim)
+        q, k = qk.split(sizes, dim=-1)
+        attended = forward_interruptibly(self._backend, q, k, v, batch.attention)
         if gates is not None:
             attended = attended * gates.sigmoid()
         return self._o.forward(attended, batch.lora)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from loraplex_services.worker.ops.attention.backend import AttentionMetadata
+from loraplex_services.worker.ops.attention.metadata import AttentionMetadata
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.recurrence.backend import StateBatch
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -13,9 +10,8 @@ from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, Loope
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.native.bindings import Native
-from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
-from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
-from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.cpu import NativeAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.cpu import CodedLinear, is_readable
 from loraplex_services.worker.ops.linear.torch import BaseLinear
@@ -26,7 +22,7 @@ from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeigh
 from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
+from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -39,8 +35,10 @@ class NativeOperators:
         self.ranks: Ranks = OneRank()
         self.fully_sharded = False
         self.native = native
-        self.make_metadata: Callable[..., AttentionMetadata] = partial(
-            NativeAttentionMetadata, task_queries=native.task_queries
+        self.attention_maker = AttentionMaker(
+            NativeAttention,
+            layer_fields={"native": native},
+            metadata_fields={"task_queries": native.task_queries},
         )
         self._in_tiles = dtype is torch.bfloat16 and native.has_tiles
         self.draws = DrawOperators(native.truncate, native.draw)
@@ -84,12 +82,6 @@ class NativeOperators:
     ) -> ExpertMlps:
         """See Operators."""
         return looped
-
-    def attention(
-        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
-    ) -> AttentionBackend:
-        """See Operators."""
-        return NativeAttention(self.native, layer, HeadShape.of(config, layer), sinks)
 
     def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
         """See Operators."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -14,13 +12,7 @@ from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, Loope
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
-from loraplex_services.worker.ops.attention.backend import (
-    AttentionBackend,
-    AttentionKernels,
-    AttentionMetadata,
-)
-from loraplex_services.worker.ops.attention.interruptible import InterruptibleAttention
-from loraplex_services.worker.ops.attention.triton_backend import TritonKernels
+from loraplex_services.worker.ops.attention.triton_backend import triton_attention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
@@ -33,7 +25,7 @@ from loraplex_services.worker.ops.rope.torch import Rotate
 from loraplex_services.worker.ops.sampling.triton import draw
 from loraplex_services.worker.ops.sampling.truncation import truncate
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
+from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 
 class TritonOperators:
@@ -47,8 +39,7 @@ class TritonOperators:
         self.ranks: Ranks = OneRank()
         self.fully_sharded = False
         self.lora: DeviceLora | None = None
-        self.attention_kernels: AttentionKernels = TritonKernels()
-        self.make_metadata: Callable[..., AttentionMetadata] = self.attention_kernels.metadata
+        self.attention_maker = triton_attention()
         self._torch = TorchOperators()
 
     def linear(self, weight: Tensor) -> BaseLinear:
@@ -80,12 +71,6 @@ class TritonOperators:
     ) -> ExpertMlps:
         """See Operators."""
         return GroupedExperts(weights, num_active, gate, looped)
-
-    def attention(
-        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
-    ) -> AttentionBackend:
-        """See Operators."""
-        return InterruptibleAttention(self.attention_kernels.layer(config, layer, sinks))
 
     def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
         """See Operators. Raises Unsupported: there is none for GPUs."""

@@ -288,7 +288,7 @@ class Builder:
                 config.o_bias,
                 Cut(inputs=((q, config.num_heads),)),
             ),
-            backend=self.operators.attention(own, layer, sinks),
+            backend=self.operators.attention_maker.layer(own, layer, sinks),
             sizes=(own.q_size, own.kv_size, config.head_dim),
             head_norms=head_norms,
             rotate=self.operators.rotate,

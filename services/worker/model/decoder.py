@@ -135,6 +135,7 @@ class Decoder:
         if self.config.embed_scale != 1.0:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
         turns = self.ropes.by_layer(batch.positions, x.dtype, batch.rope_rows)
+        batch.attention.rotations = turns
         update = None
         for layer, cos_sin in zip(self._layers, turns, strict=True):
             update = layer.forward(x, update, cos_sin, batch)

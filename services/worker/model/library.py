@@ -69,8 +69,10 @@ def build_library_model(
     current = CurrentPass()
     calls = _attention_calls(model, current)
     config = _model_config(model.config, folder, calls)
+    maker = operators.attention_maker
     for layer in range(config.num_layers):
-        current.backends[layer] = operators.attention(config, layer, current.sinks.get(layer))
+        sinks = current.sinks.get(layer)
+        current.backends[layer] = maker.layer(config, layer, sinks, rotated=True)
     decoder = _Sites(model, config, operators, current).decoder()
     with torch.inference_mode(), _odd_class_refused(model):
         decoder.logits(torch.zeros(1, config.hidden_size, dtype=dtype), LoraBatch((), {}))

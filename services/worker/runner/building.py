@@ -218,7 +218,8 @@ def _batch_maker(
         adapters.table,
         device,
         max_num_tokens=limits[2],
-        make_metadata=operators.make_metadata,
+        max_num_rows=limits[3],
+        attention=operators.attention_maker,
         records=Records(adapters.table, len(layout.sites.sites)) if is_native else None,
         gpu=_gpu_path(model, operators, kv, adapters, limits, layout.int8),
         states=plan_state(recurrence, kv.arena.block_bytes) if recurrence else None,
@@ -294,6 +295,8 @@ def _model_info(
 ) -> ModelInfo:
     num_ranks, max_model_len = layout.shard.size, settings.max_model_len
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
+    if attention := operators.attention_maker.name:
+        arithmetic += f"-{attention}"
     if settings.quantization != NONE:
         arithmetic += f"-{settings.quantization}"
     if num_ranks > 1:  # sums have another order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,12 @@ from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.ropes import Ropes
-from loraplex_services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.metadata import (
+    AttentionMetadata,
+    DeviceInputs,
+    KvCacheParams,
+)
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.ops.lora.tables import DeltaTable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -34,8 +38,9 @@ class BatchMaker:
     deltas: DeltaTable
     device: torch.device
     max_num_tokens: int
-    make_metadata: Callable[..., AttentionMetadata]
-    """`Operators.make_metadata`."""
+    max_num_rows: int
+    """The most requests of one step."""
+    attention: AttentionMaker
     records: Records | None
     """The deltas as C++ reads them, where it computes."""
     gpu: GpuPath | None = None
@@ -77,25 +82,26 @@ class BatchMaker:
         return ForwardBatch(
             input_ids=buffer.input_ids[:num_tokens],
             positions=positions,
-            attention=self._attention(step, positions, **buffer.attention_fields(step)),
+            attention=self._attention(step, positions, buffer.device_inputs(step)),
             lora=gpu.lora_batch(step.runs, num_tokens),
             rope_rows=None if step.rope_rows is None else buffer.rope_rows[:num_tokens],
         )
 
     def _attention(
-        self, step: StepInputs, position_ids: torch.Tensor, **fields: object
+        self,
+        step: StepInputs,
+        position_ids: torch.Tensor,
+        device_inputs: DeviceInputs | None = None,
     ) -> AttentionMetadata:
-        """`fields`: of the backend's own metadata."""
         rows, num_contexts = step.plan.rows, step.plan.num_contexts
         num_groups = len(self.kv.windows)
-        metadata = self.make_metadata(
+        metadata = self.attention.metadata(
             num_contexts=num_contexts,
             num_generations=len(rows) - num_contexts,
             num_tokens=len(position_ids),
             num_ctx_tokens=step.plan.num_context_tokens,
             seq_lens=torch.from_numpy(step.num_tokens),
-            prompt_lens=[len(row.request.prompt_ids) for row in rows],
-            request_ids=[row.request.request_id for row in rows],
+            rows=rows,
             kv_cache_params=KvCacheParams(
                 use_cache=True,
                 num_cached_tokens_per_seq=tuple(step.starts.tolist()),
@@ -105,9 +111,9 @@ class BatchMaker:
             ),
             kv_cache_manager=self.kv,
             position_ids=position_ids,
-            max_num_requests=len(rows),
+            max_num_requests=self.max_num_rows,
             max_num_tokens=self.max_num_tokens,
-            **fields,
+            device_inputs=device_inputs,
         )
         metadata.prepare()
         return metadata
