@@ -163,7 +163,7 @@ class WorkerRequest:
     """W3C traceparent; may be empty."""
     grammar: Grammar | None = None
     grammar_tokens: GrammarTokens = field(default_factory=GrammarTokens)
-    kept: Sequence[KeptPrefix] = ()
+    kept: tuple[KeptPrefix, ...] = ()
     """Which other adapters computed its first tokens, in order."""
     pooling: Pooling = Pooling.NONE
     """With one: a vector and no output."""
