@@ -59,7 +59,13 @@ class OurEngine:
     """Scheduler, cache and runner; no API server, no wire."""
 
     def __init__(
-        self, base: Path, dtype: str, cpu_isa: str, arena_bytes: int, max_running: int = 64
+        self,
+        base: Path,
+        dtype: str,
+        cpu_isa: str,
+        arena_bytes: int,
+        max_running: int = 64,
+        quantization: str = "none",
     ) -> None:
         config = EngineConfig(
             model_dir=str(base),
@@ -72,7 +78,12 @@ class OurEngine:
             max_running=max_running,
         )
         runner = build_runner(
-            base, device="cpu", dtype=dtype, arena_bytes=arena_bytes, cpu_isa=cpu_isa
+            base,
+            device="cpu",
+            dtype=dtype,
+            arena_bytes=arena_bytes,
+            cpu_isa=cpu_isa,
+            quantization=quantization,
         )
         self.dtype = runner.model_info().dtype
         self._threads = torch.get_num_threads()

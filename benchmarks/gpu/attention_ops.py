@@ -26,7 +26,7 @@ from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from loraplex_services.worker.ops.attention import triton as kernels
 from loraplex_services.worker.ops.attention import work_items
-from loraplex_services.worker.ops.attention.backend import KvCacheParams
+from loraplex_services.worker.ops.attention.metadata import KvCacheParams
 from loraplex_services.worker.ops.attention.shapes import (
     HeadShape,
     Tiling,
@@ -151,8 +151,6 @@ class Bench:
             num_tokens=sum(lens),
             num_ctx_tokens=sum(lens) - num_generations,
             seq_lens=torch.tensor(lens),
-            prompt_lens=lens,
-            request_ids=(),
             kv_cache_params=KvCacheParams(
                 use_cache=True,
                 num_cached_tokens_per_seq=tuple(start for start, _ in self.case.pieces),

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +184,11 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
         kernels = (
             ("contexts", contexts, attention_launch.context_constants),
             ("contexts-small", small, attention_launch.context_constants),
+            ("contexts-full", contexts, partial(attention_launch.context_constants, is_full=True)),
             ("generations", generations, attention_launch.generation_constants),
         )
         for phase, tiling, constants_of in kernels:
-            kernel = getattr(attention, f"attend_{phase.removesuffix('-small')}")
+            kernel = getattr(attention, f"attend_{phase.partition('-')[0]}")
             yield Variant(
                 f"attention.{phase}{suffix}.{name}",
                 kernel,

@@ -64,7 +64,7 @@ class NoWeights:
         return torch.empty(tuple(shape), dtype=torch.float16, device="meta")
 
     def take_codes(self, name: str, shape: Sequence[int]) -> None:
-        """No weight is in codes."""
+        """Nothing is quantised."""
 
     def finish(self) -> None:
         """Nothing is left over."""

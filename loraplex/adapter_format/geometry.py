@@ -22,7 +22,7 @@ from loraplex.adapter_format.safetensors_header import (
     read_prefix,
 )
 from loraplex.adapter_format.strict_json import read_object
-from loraplex.adapter_format.text_model import is_wrapper, plain_names, text_config
+from loraplex.adapter_format.text_model import FURTHER_TOKENS, is_wrapper, plain_names, text_config
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 
 LINEAR = "linear"
@@ -41,7 +41,9 @@ _LM_HEAD_NAMES = frozenset({"lm_head", "embed_out"})
 IDENTITY_KEYS = (
     "attention_bias", "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",
     "final_logit_softcapping", "head_dim", "hidden_act", "hidden_activation", "hidden_size",
-    "intermediate_size", "layer_norm_eps", "layer_types", "logits_scaling", "mlp_bias",
+    "intermediate_size", "layer_norm_eps", "layer_types", "linear_conv_kernel_dim",
+    "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "logits_scaling", "mlp_bias",
     "model_type", "moe_intermediate_size", "norm_topk_prob", "num_attention_heads",
     "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
     "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor",
@@ -103,8 +105,9 @@ def geometry_from_folder(path: Path) -> Geometry:
             config = text_config(config, tensors)
     except (InvalidAdapter, Unsupported) as error:
         raise InvalidRequest(error.message, violations=error.violations) from error
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(FURTHER_TOKENS)}
     tied = config.get("tie_word_embeddings", _tied_by_default(tensors)) is True
-    modules = _modules(tensors, tied)
+    modules = _modules(tensors, tied, config.get("model_type"))
     return Geometry(
         model_type=_string(config, "model_type"),
         fingerprint=_fingerprint(config, modules, quantisation),
@@ -201,13 +204,13 @@ def _tied_by_default(tensors: dict[str, TensorInfo]) -> bool:
     return not any(_last_part(_module_of(name)) in _LM_HEAD_NAMES for name in tensors)
 
 
-def _modules(tensors: dict[str, TensorInfo], tied: bool) -> tuple[Module, ...]:
+def _modules(tensors: dict[str, TensorInfo], tied: bool, model_type: object) -> tuple[Module, ...]:
     modules = {}
     for name, info in tensors.items():
         if name.endswith(".weight") and len(info.shape) in (1, 2):
             module = _module(_module_of(name), info.shape, _module_of(name) + ".bias" in tensors)
             modules[module.name] = module
-    for module in _stacked_experts(tensors):
+    for module in _stacked_experts(tensors, model_type):
         modules[module.name] = module
     embeddings = [m for m in modules.values() if m.kind == EMBEDDING]
     heads = [m for m in modules.values() if m.kind == LM_HEAD]
@@ -217,27 +220,35 @@ def _modules(tensors: dict[str, TensorInfo], tied: bool) -> tuple[Module, ...]:
     return tuple(modules[name] for name in sorted(modules))
 
 
-def _stacked_experts(tensors: dict[str, TensorInfo]) -> Iterator[Module]:
+def _stacked_experts(tensors: dict[str, TensorInfo], model_type: object) -> Iterator[Module]:
     """The modules of experts whose weights are one tensor for each projection of a layer.
 
-    It is `[experts, in, out]`; or, in four bits, `_blocks` of `[experts, out, in / 32, 16]`.
+    It is `[experts, out, in]`, with the outputs of all gates before those of the up projections, so
+    that the modules are the linears that other files hold. In gpt-oss it is `[experts, in, out]`,
+    with the two interleaved; or, in four bits, `_blocks` of `[experts, out, in / 32, 16]`.
     """
     for name, info in tensors.items():
         stacked = name.removesuffix("_blocks")
         container, _, projection = stacked.rpartition(".")
         if projection not in ("gate_up_proj", "down_proj") or not container.endswith(".experts"):
             continue
+        names = [projection]
         if name != stacked and len(info.shape) == 4:
             num_experts, out_features, groups, pairs = info.shape
             in_features = groups * pairs * 2
-        elif len(info.shape) == 3:
+        elif len(info.shape) != 3:
+            continue
+        elif model_type == "gpt_oss":
             num_experts, in_features, out_features = info.shape
         else:
-            continue
+            num_experts, out_features, in_features = info.shape
+            if projection == "gate_up_proj":
+                names, out_features = ["gate_proj", "up_proj"], out_features // 2
         has_bias = f"{stacked}_bias" in tensors
         for expert in range(num_experts):
-            own = f"{container}.{expert}.{projection}"
-            yield Module(own, LINEAR, in_features, out_features, has_bias)
+            for own in names:
+                module = f"{container}.{expert}.{own}"
+                yield Module(module, LINEAR, in_features, out_features, has_bias)
 
 
 def _module(name: str, shape: tuple[int, ...], has_bias: bool) -> Module:
@@ -275,7 +286,7 @@ def _vocab_size(modules: tuple[Module, ...], config: dict[str, object]) -> int:
 
 
 def _rotary_pairs(config: dict[str, object], modules: tuple[Module, ...]) -> int:
-    """From the width of a query projection, as families have defaults of their own for head_dim."""
+    """From the width of a key projection, as families have defaults of their own for head_dim."""
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     part = config.get("partial_rotary_factor")
     for key in ("rope_scaling", "rope_parameters"):
@@ -286,7 +297,7 @@ def _rotary_pairs(config: dict[str, object], modules: tuple[Module, ...]) -> int
     kv_heads = heads if kv_heads is None else kv_heads
     if type(heads) is not int or type(kv_heads) is not int or type(part) not in (int, float):
         return 0
-    counts = {"q_proj": heads, "qkv_proj": heads + 2 * kv_heads}
+    counts = {"k_proj": kv_heads, "qkv_proj": heads + 2 * kv_heads}
     for module in modules:
         count = counts.get(_last_part(module.name), 0)
         if count > 0 and module.kind == LINEAR:

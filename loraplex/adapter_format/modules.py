@@ -154,6 +154,11 @@ def _why_unknown(name: str, config: AdapterConfig) -> str:
             "is in a vision or audio tower, and only the text model is served; train LoRA on the "
             "text model alone (target_modules as a regular expression with language_model)"
         )
+    if name.rpartition(".")[2] == "conv1d":
+        return (
+            "is on a convolution, of which transformers reads the weight alone, so that LoRA there "
+            "has no effect; take conv1d out of target_modules and modules_to_save"
+        )
     return "is for a module that the base does not have; is this the right base?"
 
 

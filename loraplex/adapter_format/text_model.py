@@ -24,6 +24,8 @@ WRAPPERS: Mapping[str, str] = {
     "llava_next": "llama",
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "vipllava": "llama",
 }
@@ -93,6 +95,9 @@ class Spelling:
             return PLAIN.body + name.removeprefix(self.body)
         return name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head") else name
 
+
+FURTHER_TOKENS = "mtp."
+"""Begins the names of layers that predict more than the next token, which are not served."""
 
 PLAIN = Spelling("model.")
 WRAPPED = (

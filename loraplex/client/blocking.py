@@ -135,6 +135,7 @@ class BlockingRegistry(_Blocking):
         super().__init__(lambda: RegistryClient(address, credentials))
 
     upload = _call(RegistryClient.upload)
+    publish = _call(RegistryClient.publish)
     check = _call(RegistryClient.check)
     get = _call(RegistryClient.get)
     pull = _call(RegistryClient.pull)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from loraplex.api import registry_wire
 from loraplex.api.registry import (
@@ -25,6 +26,7 @@ from loraplex.api.registry import (
 from loraplex.client import settings
 from loraplex.client.channel import Channel
 from loraplex.client.downloading import download, read_file
+from loraplex.client.memory_adapter import header_of, memory_files
 from loraplex.client.progress import Progress, ignore_progress
 from loraplex.client.publishing import (
     Publication,
@@ -41,6 +43,8 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
 PAGE_SIZE = 500
+_SENT_UNCHECKED_BYTES = 8 << 20
+"""Sending less than that costs less time than a check before it; it is checked once it is there."""
 
 
 class RegistryClient:
@@ -99,6 +103,42 @@ class RegistryClient:
             answer.created,
             (*left_out, *registry_wire.violations(answer.warnings)),
         )
+
+    async def publish(
+        self,
+        state_dict: Mapping[str, Any],
+        config: Any,
+        publication: Publication,
+        progress: Progress = ignore_progress,
+    ) -> Published:
+        """Publish an adapter from this process's memory, without files. It is checked as `upload`
+        checks a folder, and has the digest of the folder that PEFT would save.
+
+        Args:
+            state_dict: tensors of torch by name, as `peft.get_peft_model_state_dict` gives them.
+            config: the `PeftConfig`, or what its JSON file would contain.
+
+        Raises:
+            InvalidAdapter: it was refused; `violations` name the fields.
+        """
+        files = await asyncio.to_thread(memory_files, state_dict, config)
+        config_file, tensor_file = files
+        options = publication.to_proto()
+        summed = await hash_files(files, ignore_progress)
+        specs = [each.spec for each in summed]
+        if publication.signing_key is not None or publication.signature is not None:
+            options.signatures.extend(signatures_of(publication, Path(), specs))
+        if tensor_file.size_bytes > _SENT_UNCHECKED_BYTES:
+            request = pb.ValidateAdapterRequest(
+                options=options,
+                files=specs,
+                adapter_config_json=config_file.content,
+                safetensors_header=header_of(tensor_file),
+            )
+            await self._channel.call(self._stub.ValidateAdapter, request)
+        done = await upload(self._channel, options, files, summed, progress)
+        warnings = registry_wire.violations(done.warnings)
+        return Published(registry_wire.adapter_version(done.version), done.created, warnings)
 
     async def check(self, folder: str | Path, publication: Publication) -> Checked:
         """What an upload would become, storing nothing. Raises as `upload` does."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 import grpc
 
@@ -38,6 +40,31 @@ class LocalFile:
     sha256: str = ""
     """What the content must hash to, where that is known."""
 
+    def open(self) -> BinaryIO:
+        """The content, from its start."""
+        return self.location.open("rb")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFile:
+    """One file to send that lies in memory only."""
+
+    path: str
+    """Path within the adapter."""
+    content: bytes
+    sha256: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.content)
+
+    def open(self) -> BinaryIO:
+        """The content, from its start."""
+        return io.BytesIO(self.content)
+
+
+SentFile = LocalFile | MemoryFile
+
 
 @dataclass(frozen=True, slots=True)
 class Summed:
@@ -48,7 +75,7 @@ class Summed:
     """Of each chunk of CHUNK_BYTES, the last one shorter."""
 
 
-async def hash_files(files: Sequence[LocalFile], progress: Progress) -> list[Summed]:
+async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summed]:
     """The declared form of the files: path, size and sha256; and the sums to send them with."""
     loop = asyncio.get_running_loop()
     total_bytes = sum(file.size_bytes for file in files)
@@ -61,38 +88,37 @@ async def hash_files(files: Sequence[LocalFile], progress: Progress) -> list[Sum
 
         # While nothing is sent, the sums of chunks cost no time of their own on a second core.
         (num_bytes, sha256), crc32s = await asyncio.gather(
-            asyncio.to_thread(_hash_file, file.location, report),
-            asyncio.to_thread(_sum_chunks, file.location),
+            asyncio.to_thread(_hash_file, file, report),
+            asyncio.to_thread(_sum_chunks, file),
         )
         if file.sha256 not in ("", sha256):
-            raise DataLoss(f"{file.path}: {file.location} is damaged, its sha256 is {sha256}")
+            raise DataLoss(f"{file.path} is damaged, its sha256 is {sha256}")
         done_bytes += num_bytes
         summed.append(Summed(pb.FileSpec(path=file.path, size=num_bytes, sha256=sha256), crc32s))
     return summed
 
 
-def _hash_file(path: Path, report: Callable[[int], None]) -> tuple[int, str]:
+def _hash_file(file: SentFile, report: Callable[[int], None]) -> tuple[int, str]:
     """Size in bytes and sha256."""
     digest = hashlib.sha256()
     num_bytes = 0
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            num_bytes += count
+    with file.open() as content:
+        while chunk := content.read(CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
             report(num_bytes)
     return num_bytes, digest.hexdigest()
 
 
-def _sum_chunks(path: Path) -> list[int]:
-    with path.open("rb", buffering=0) as file:
-        return [zlib.crc32(chunk) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")]
+def _sum_chunks(file: SentFile) -> list[int]:
+    with file.open() as content:
+        return [zlib.crc32(chunk) for chunk in iter(lambda: content.read(CHUNK_BYTES), b"")]
 
 
 async def upload(
     channel: Channel,
     options: pb.PublishOptions,
-    files: Sequence[LocalFile],
+    files: Sequence[SentFile],
     summed: Sequence[Summed],
     progress: Progress = ignore_progress,
 ) -> pb.FinishUploadResponse:
@@ -127,7 +153,7 @@ async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateU
 async def _send(
     channel: Channel,
     session: pb.CreateUploadResponse,
-    files: Sequence[LocalFile],
+    files: Sequence[SentFile],
     crc32s: Mapping[str, Sequence[int]],
     progress: Progress,
 ) -> pb.FinishUploadResponse:
@@ -162,11 +188,11 @@ async def _send(
 
 
 async def _parts(
-    upload_id: str, file: LocalFile, offset: int, crc32s: Sequence[int]
+    upload_id: str, file: SentFile, offset: int, crc32s: Sequence[int]
 ) -> AsyncIterator[tuple[pb.UploadPartRequest, int]]:
     """(message, bytes in it) from `offset` on; at least one, as the first names the file."""
     names = upload_id, file.path
-    async for chunk in _chunks(file.location, offset):
+    async for chunk in _chunks(file, offset):
         index, inside = divmod(offset, CHUNK_BYTES)
         crc32 = zlib.crc32(chunk) if inside or index >= len(crc32s) else crc32s[index]
         part = pb.UploadPartRequest(
@@ -179,15 +205,15 @@ async def _parts(
         yield pb.UploadPartRequest(upload_id=names[0], path=names[1], offset=offset), 0
 
 
-async def _chunks(path: Path, offset: int) -> AsyncIterator[bytes]:
+async def _chunks(file: SentFile, offset: int) -> AsyncIterator[bytes]:
     """Chunks from `offset` on. The next ones are read while some are in use."""
 
     def read() -> list[bytes]:
-        chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
+        chunks = iter(lambda: content.read(CHUNK_BYTES), b"")
         return list(islice(chunks, _READ_AHEAD_CHUNKS))
 
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
+    with file.open() as content:
+        content.seek(offset)
         reading = asyncio.ensure_future(asyncio.to_thread(read))
         try:
             while current := await reading:

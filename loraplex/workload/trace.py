@@ -40,6 +40,7 @@ class TracedRequest:
     """Tokens of the prompt."""
     num_output: int
     """Tokens to generate, exactly."""
+    tenant: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

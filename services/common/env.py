@@ -20,6 +20,7 @@ from loraplex_services.common.knob import (
     text_knob,
 )
 from loraplex_services.common.units import (
+    ATTENTION_GROUP,
     Memory,
     choice,
     parse_bool,
@@ -224,10 +225,10 @@ CPU_ISA = choice_knob(
 )
 ATTENTION_BACKEND: Knob[str] = Knob(
     "LORAPLEX_ATTENTION_BACKEND",
-    choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"]),
+    choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"], group=ATTENTION_GROUP),
     "auto",
     "up worker",
-    "Kernels of attention and LoRA: triton, cpu (compiled), or vanilla (plain torch, anywhere).",
+    "Kernels of attention and LoRA: triton, cpu (compiled), vanilla (plain torch), or a package's.",
 )
 MODEL_IMPL = choice_knob(
     "LORAPLEX_MODEL_IMPL",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from urllib.parse import urlsplit
 
 from loraplex.units import parse_bytes
@@ -42,21 +43,38 @@ def parse_list(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
-def choice(*options: str, not_yet: Sequence[str] = ()) -> Callable[[str], str]:
-    """A parser of one of `options`. Those in `not_yet` are refused with a sentence of their own."""
+ATTENTION_GROUP = "loraplex.attention_backends"
+"""Entry points by which a package registers attention backends."""
+
+
+def choice(*options: str, not_yet: Sequence[str] = (), group: str = "") -> Callable[[str], str]:
+    """A parser of one of `options`. Those in `not_yet` are refused with a sentence of their own.
+
+    Args:
+        group: of entry points, whose names are options, too. Nothing is imported.
+    """
 
     def parse(text: str) -> str:
+        registered = _registered(group) if text.strip() not in options else ()
+        if text.strip() in registered:
+            return text.strip()
         if text.strip() in not_yet:
             available = ", ".join(options)
             raise ValueError(
                 f"{text.strip()} is not part of this build yet; use one of {available}"
             )
         if text.strip() not in options:
-            raise ValueError(f"expected one of {', '.join(options)}")
+            known = ", ".join((*options, *registered))
+            others = f", or a name that a package registers in {group}"
+            raise ValueError(f"expected one of {known}{others if group else ''}")
         return text.strip()
 
-    parse.__name__ = "|".join(options)
+    parse.__name__ = "|".join((*options, "NAME") if group else options)
     return parse
+
+
+def _registered(group: str) -> Sequence[str]:
+    return sorted(metadata.entry_points(group=group).names) if group else ()
 
 
 def whole(at_least: int = 0, at_most: float = math.inf) -> Callable[[str], int]:

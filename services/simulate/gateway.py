@@ -27,8 +27,6 @@ from loraplex_services.gateway.workers.view import WorkerView
 from loraplex_services.simulate.worker import SimulatedWorker
 from loraplex_services.worker.server.status import MIN_INTERVAL_S
 
-TENANT = "default"
-
 
 @dataclass(frozen=True, slots=True)
 class Due:
@@ -43,12 +41,20 @@ class Due:
 
 
 class SimulatedGateway:
-    """Lets requests in and says where they run; stands for all gateways of a fleet."""
+    """Lets requests in and says where they run."""
 
-    def __init__(self, workers: Sequence[SimulatedWorker], limits: AdmissionLimits | None) -> None:
-        """`limits` None: every request goes on to a worker at once, and queues there."""
+    def __init__(
+        self,
+        workers: Sequence[SimulatedWorker],
+        limits: AdmissionLimits | None,
+        *,
+        keeps_queue: bool = True,
+    ) -> None:
+        """`limits` None: every request goes on to a worker at once, and queues there. Without
+        `keeps_queue`, every request within the limits does."""
         self._workers = {worker.worker_id: worker for worker in workers}
-        self._controller = None if limits is None else AdmissionController(limits, self._ready)
+        ready = self._ready if keeps_queue else None
+        self._controller = None if limits is None else AdmissionController(limits, ready)
         self._replica_counts = ReplicaCounts()
         self._shown: list[WorkerView] = []
         self._shown_s = -math.inf
@@ -70,7 +76,7 @@ class SimulatedGateway:
         arrival_s, views = now_s(), self._views()
         _check(views, request, due)
         admission_request = AdmissionRequest(
-            TENANT,
+            request.tenant,
             deadline_s=math.inf if due.end_s is None else due.end_s,
             num_prompt_tokens=request.num_input,
             run_s=self._controller.run_s(request.num_output, request.num_output),

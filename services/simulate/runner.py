@@ -74,6 +74,7 @@ class TimedRunner:
 
     overlaps = False
     stall_s = 0.0
+    state_blocks = 0
 
     def __init__(self, costs: Costs, arena_bytes: int, clock: VirtualClock, seed: int = 0) -> None:
         self.arena_blocks = max(1, arena_bytes // costs.block_bytes)

@@ -41,7 +41,10 @@ class SimulatedFleet:
     first_token_s: float | None = None
     """By when a request's first token is due, from its arrival; None = by its deadline."""
     admission: AdmissionLimits | None = None
-    """Of the gateway before the workers; None = none, requests queue at the workers."""
+    """Of each gateway before the workers; None = none, requests queue at the workers."""
+    num_gateways: int = 1
+    gateways_keep_queue: bool = True
+    """False = gateways only bound what is in flight, and workers have the queue."""
 
 
 @dataclass(slots=True)
@@ -106,7 +109,10 @@ class Simulation:
             SimulatedWorker(i, fleet.costs, fleet.engine, on_disk=fleet.on_disk)
             for i in range(fleet.num_workers)
         ]
-        self._gateway = SimulatedGateway(self._workers, fleet.admission)
+        self._gateways = [
+            SimulatedGateway(self._workers, fleet.admission, keeps_queue=fleet.gateways_keep_queue)
+            for _ in range(fleet.num_gateways)
+        ]
         self._flights: dict[str, _Flight] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._rng = random.Random(0)
@@ -173,8 +179,9 @@ class Simulation:
         digests = () if request.adapter is None else (self._digests[request.adapter],)
         key = digests[0] if digests else str(number)
         due = Due(self._fleet.deadline_s, self._fleet.first_token_s).shifted(now_s())
-        async with self._gateway.admit(request, digests, due) as flight.permit:
-            worker = self._gateway.start(key, digests, request.num_input)
+        gateway = self._gateways[number % len(self._gateways)]
+        async with gateway.admit(request, digests, due) as flight.permit:
+            worker = gateway.start(key, digests, request.num_input)
             self._flights[str(number)] = flight
             submit = _submit(number, request, digests, due.shifted(-now_s()))
             worker.submit(now_s() + to_worker_s, submit, self._ranks)
@@ -182,7 +189,7 @@ class Simulation:
             try:
                 return await flight.ended
             finally:
-                self._gateway.end(key)
+                gateway.end(key)
 
     def _line_up(self, worker: SimulatedWorker) -> None:
         if (moment_s := worker.next_turn_s) < math.inf:
@@ -219,7 +226,8 @@ class Simulation:
                 self._flights.pop(token.request_id).end("", now_s)
         for failure in output.failures:
             self._flights.pop(failure.request_id).end(failure.error.reason, now_s)
-        self._gateway.step_ended()
+        for gateway in self._gateways:
+            gateway.step_ended()
 
 
 def _submit(number: int, request: TracedRequest, digests: tuple[str, ...], left: Due) -> Submit:
@@ -231,6 +239,7 @@ def _submit(number: int, request: TracedRequest, digests: tuple[str, ...], left:
             prompt_ids=list(range(start, start + request.num_input)),
             sampling=SamplingParams(max_tokens=request.num_output, seed=0, ignore_eos=True),
             adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
+            tenant=request.tenant,
             remaining_s=left.end_s,
             remaining_first_token_s=left.first_token_s,
         )

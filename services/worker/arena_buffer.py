@@ -60,6 +60,7 @@ class KvBuffer:
         self.arena = arena
         self.groups = groups
         self.tokens_per_block = TOKENS_PER_BLOCK
+        self.dtype = dtype
         self._planes: dict[int, tuple[Tensor, Tensor]] = {}
         self._group_of: dict[int, int] = {}
         planes = arena.flat(dtype).view(

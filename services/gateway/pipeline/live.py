@@ -100,13 +100,13 @@ class LiveRequests:
         says."""
         self._paused[scope] = mode
         running = [live for live in self._live if scope in live.scopes]
-        if mode is PauseMode.KEEP:
-            await asyncio.gather(*(live.steering.hold() for live in running))
-            return
         for live in running:
-            if mode is PauseMode.ABORT:
+            if mode is PauseMode.KEEP:
+                live.steering.hold()
+            elif mode is PauseMode.ABORT:
                 live.steering.abort()
-        await asyncio.gather(*(live.ended.wait() for live in running))
+        if mode is PauseMode.WAIT:
+            await asyncio.gather(*(live.ended.wait() for live in running))
 
     def resume(self, scope: Adapter) -> None:
         """End the pause of a scope, if there is one."""

@@ -124,8 +124,13 @@ class RelayedJob:
         left_s = self._job.deadline_s - now_s()
         timer = asyncio.get_running_loop().call_later(left_s, stream.fail, _deadline_passed())
         adapters = self._job.request.adapters
+
+        def end(error: LoraplexError) -> None:
+            stream.fail(error)
+            stream.cancel()
+
         try:
-            with self._steering.attempt(view.address, adapters, stream.fail):
+            with self._steering.attempt(view.address, adapters, end):
                 while True:
                     tokens = self._new_part(await stream.next())
                     if tokens is not None:

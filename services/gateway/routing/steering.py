@@ -34,8 +34,6 @@ class Steering:
         self._may_run.set()
         self._attempts: dict[Callable[[LoraplexError], None], str] = {}
         """Ends an attempt; with the address of its worker."""
-        self._none_running = asyncio.Event()
-        self._none_running.set()
 
     @property
     def addresses(self) -> set[str]:
@@ -46,31 +44,27 @@ class Steering:
     def attempt(
         self, address: str, adapters: AdapterSet, end: Callable[[LoraplexError], None]
     ) -> Iterator[None]:
-        """An attempt on a worker; `end` ends it with an error.
+        """An attempt on a worker; `end` ends it there at once, whenever its reader hears of it.
 
         Raises: Interrupted if that is not what is wanted any more.
         """
         if self.is_aborted or not self._may_run.is_set() or adapters != self.adapters:
             raise Interrupted("interrupted")
         self._attempts[end] = address
-        self._none_running.clear()
         try:
             yield
         finally:
-            del self._attempts[end]
-            if not self._attempts:
-                self._none_running.set()
+            self._attempts.pop(end, None)
 
     def switch(self, adapters: AdapterSet) -> None:
         """Go on with other adapters."""
         self.adapters = adapters
         self._interrupt()
 
-    async def hold(self) -> None:
-        """Freeze: returns once no worker is asked for more tokens."""
+    def hold(self) -> None:
+        """Freeze: no worker is asked for more tokens."""
         self._may_run.clear()
         self._interrupt()
-        await self._none_running.wait()
 
     def release(self) -> None:
         """Go on after `hold`."""
@@ -93,5 +87,6 @@ class Steering:
             raise DeadlineExceeded("the deadline passed while the model was paused") from None
 
     def _interrupt(self) -> None:
-        for end in list(self._attempts):
+        attempts, self._attempts = self._attempts, {}
+        for end in attempts:
             end(Interrupted("interrupted"))

@@ -21,6 +21,8 @@ class KvLayout:
     """Per KV group: sliding window in tokens, or None."""
     max_step_tokens: int
     """The most positions of one sequence that a step computes."""
+    state_blocks: int = 0
+    """Blocks of a running sequence's recurrent state, whatever its length."""
 
     @property
     def num_groups(self) -> int:
@@ -38,14 +40,15 @@ class KvLayout:
     def max_blocks(self, num_tokens: int) -> int:
         """The most blocks, over all groups, that a sequence of `num_tokens` ever holds."""
         whole = self.ceil_blocks(num_tokens)
-        return sum(
+        return self.state_blocks + sum(
             whole if window is None else min(whole, self.window_cap(window))
             for window in self.windows
         )
 
     def most_blocks(self, num_tokens: int, num_sequences: int) -> int:
         """Upper bound on the blocks of `num_sequences` sequences with `num_tokens` in total."""
-        return self.num_groups * (num_tokens // self.tokens_per_block + num_sequences)
+        whole = self.num_groups * (num_tokens // self.tokens_per_block + num_sequences)
+        return whole + num_sequences * self.state_blocks
 
     def first_live_block(self, window: int | None, start: int) -> int:
         """Index of the first block that a query at position `start` or later can see."""
@@ -54,10 +57,11 @@ class KvLayout:
         return max(0, start - window + 1) // self.tokens_per_block
 
     def missing_blocks(self, request: Request, num_tokens: int) -> int:
-        """Blocks to add, over all groups, before positions [0, num_tokens) have a place."""
-        wanted = self.ceil_blocks(num_tokens)
-        held = sum(len(table) for table in request.block_tables)
-        return wanted * self.num_groups - held
+        """Blocks to add, over all groups, before positions [0, num_tokens) and the state have a
+        place."""
+        wanted = self.ceil_blocks(num_tokens) * self.num_groups + self.state_blocks
+        held = sum(len(table) for table in request.block_tables) + len(request.state_blocks)
+        return wanted - held
 
 
 def kv_owner(request: Request) -> str:
@@ -66,7 +70,7 @@ def kv_owner(request: Request) -> str:
 
 
 def grow_tables(arena: Arena, layout: KvLayout, request: Request, num_tokens: int) -> None:
-    """Give `request` blocks for positions [0, num_tokens). Mutates its block tables.
+    """Give `request` blocks for positions [0, num_tokens) and for its state. Mutates its tables.
 
     The caller has made sure that `layout.missing_blocks` are free.
     """
@@ -75,6 +79,8 @@ def grow_tables(arena: Arena, layout: KvLayout, request: Request, num_tokens: in
     wanted = layout.ceil_blocks(num_tokens)
     for table in request.block_tables:
         table.extend(arena.allocate(kv_owner(request), wanted - len(table)))
+    if len(request.state_blocks) < layout.state_blocks:
+        request.state_blocks = arena.allocate(kv_owner(request), layout.state_blocks)
 
 
 def release_behind_windows(layout: KvLayout, request: Request) -> list[int]:
@@ -95,7 +101,7 @@ def release_behind_windows(layout: KvLayout, request: Request) -> list[int]:
 
 
 def release_tables(request: Request) -> list[int]:
-    """Empty the block tables. Returns their blocks, last positions first."""
+    """Empty the tables. Returns their blocks: the state's, then the last positions first."""
     by_position = list(zip(*request.block_tables, strict=True))
-    request.block_tables = []
-    return [b for blocks in reversed(by_position) for b in blocks if b != RELEASED_BLOCK]
+    state, request.block_tables, request.state_blocks = request.state_blocks, [], []
+    return state + [b for blocks in reversed(by_position) for b in blocks if b != RELEASED_BLOCK]

@@ -8,7 +8,7 @@ its group: layer-major, K then V, each `[Hkv, T, D]`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 TOKENS_PER_BLOCK = 16
@@ -49,12 +49,17 @@ class KvGroups:
 
 
 def plan_kv_groups(
-    windows: Sequence[int | None], num_kv_heads: int, head_dim: int, itemsize: int
+    windows: Sequence[int | None],
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    without_kv: Collection[int] = (),
 ) -> KvGroups:
-    """Split layers, whose windows are given, into groups."""
+    """Split layers, whose windows are given, into groups; some layers may have no KV."""
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+        if layer not in without_kv:
+            kinds.setdefault(window, []).append(layer)
     layer_bytes = 2 * num_kv_heads * TOKENS_PER_BLOCK * head_dim * itemsize
     common = math.gcd(*(len(layers) for layers in kinds.values()))
     size = max(

@@ -13,6 +13,11 @@ the chain behind those that are still here.
 A block is used by any number of requests, and idle when by none; idle blocks count as free. They
 go one by one, least recently used first and the end of a sequence before its beginning, so what is
 left stays reachable.
+
+Where the base has recurrent layers, a prefix can be used as far as there is a snapshot of its state
+(`state_snapshots.py`). Snapshots are taken at two places of a request: at the last whole block of
+what is known when it starts, which the next turn of a conversation begins with; and where it leaves
+what was computed before, as others with the same beginning will.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from loraplex.api.request import AdapterSet, KeptPrefix
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout, kv_owner
 from loraplex_services.worker.cache.reclaimer import Offer, reuse_probability
+from loraplex_services.worker.cache.state_snapshots import StateSnapshots
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 
 PREFIX_OWNER = "prefix cache"
@@ -69,8 +75,17 @@ class PrefixCache:
         """By block, least recently used first."""
         self._passed: OrderedDict[int, CachedBlock] = OrderedDict()
         """Idle blocks that lie behind the window of the request that left them."""
+        self.states = StateSnapshots(arena, layout.state_blocks)
         self.token_s = DEFAULT_TOKEN_S
+
+    @property
+    def token_s(self) -> float:
         """Seconds to compute one token again, as measured recently."""
+        return self._token_s
+
+    @token_s.setter
+    def token_s(self, seconds: float) -> None:
+        self._token_s = self.states.token_s = seconds
 
     @property
     def num_idle(self) -> int:
@@ -78,7 +93,8 @@ class PrefixCache:
         return len(self._idle) + len(self._passed)
 
     def match(self, request: Request) -> int:
-        """Tokens from the start whose KV is cached: whole blocks, never all known tokens.
+        """Tokens from the start whose KV and state are cached: whole blocks, never all known
+        tokens.
 
         Full groups need every block; windowed ones those that the next token can still see.
         Mutates: what the request keeps of other adapters' KV, if less of it is here.
@@ -88,13 +104,14 @@ class PrefixCache:
             self._keep_at_most(request, 0)
         if not self._enabled or needs_all:
             return 0
-        num_tokens = self._num_cached(request)
+        needs_state = self._layout.state_blocks > 0
+        num_tokens = self._num_cached(request, needs_state=needs_state)
         if request.kept and num_tokens < self._kept_end(request):
             self._keep_at_most(request, num_tokens)
-            num_tokens = self._num_cached(request)
+            num_tokens = self._num_cached(request, needs_state=needs_state)
         return num_tokens
 
-    def _num_cached(self, request: Request) -> int:
+    def _num_cached(self, request: Request, *, needs_state: bool) -> int:
         windows, size = self._layout.windows, self._layout.tokens_per_block
         runs = [0] * len(windows)
         best = 0
@@ -105,6 +122,8 @@ class PrefixCache:
             ]
             if any(not run and window is None for run, window in zip(runs, windows, strict=True)):
                 break
+            if needs_state and key not in self.states:
+                continue
             live = (count - self._layout.first_live_block(w, count * size) for w in windows)
             if all(run >= needed for run, needed in zip(runs, live, strict=True)):
                 best = count
@@ -122,6 +141,31 @@ class PrefixCache:
             used = [self._use((group, request.prefix_hashes[i])) for i in range(first, count)]
             request.block_tables.append([RELEASED_BLOCK] * first + used)
         request.num_computed = num_tokens
+        if self._layout.state_blocks and self._enabled:
+            self._share_state(request)
+
+    def _share_state(self, request: Request) -> None:
+        """Let a request begin from a snapshot, and mark where its own are to be taken."""
+        if request.num_computed:
+            request.state_key = self.state_key(request, request.num_computed)
+            self.states.use(request.state_key)
+        size = self._layout.tokens_per_block
+        branch = self._num_cached(request, needs_state=False)
+        last = (request.num_tokens - 1) // size * size
+        marks = {mark for mark in (branch, last) if mark > request.num_computed}
+        request.state_marks = tuple(sorted(marks))
+
+    def state_key(self, request: Request, num_tokens: int) -> bytes:
+        """Of the state after the first `num_tokens` tokens, which are whole blocks."""
+        return self._hash(request, num_tokens // self._layout.tokens_per_block - 1)
+
+    def leave(self, request: Request, blocks: Iterable[int], now: float) -> None:
+        """`request` no longer has `blocks` in its tables, nor anything else here."""
+        if request.state_key:
+            self.states.give_back(request.state_key, now)
+            request.state_key = b""
+        request.state_marks = ()
+        self.give_back(request, blocks, now)
 
     def keep(self, request: Request, start: int) -> None:
         """Positions from `start` to num_computed have been given to steps: keep the blocks that

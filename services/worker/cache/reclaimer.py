@@ -65,9 +65,9 @@ class Reclaimer:
         self.spared: Collection[str] = ()
         """Adapters of requests that start soon, given up only if all else would not be enough."""
 
-    def add(self, source: Idle) -> None:
-        """Take idle blocks from `source` too."""
-        self._sources.append(source)
+    def add(self, *sources: Idle) -> None:
+        """Take idle blocks from these, too."""
+        self._sources += sources
 
     def idle_blocks(self, protected: Collection[str] = ()) -> int:
         """Blocks that could be reclaimed now."""

@@ -81,6 +81,13 @@ class InFlight(NamedTuple):
     """When its planning began."""
 
 
+def _policy(config: EngineConfig) -> tuple[Policy, ServiceCounters | None]:
+    """The order of waiting requests, and the counters that it reads, if any."""
+    counters = ServiceCounters() if config.policy in COUNTING_POLICIES else None
+    policy = POLICIES[config.policy](counters or ServiceCounters())
+    return (clustered(policy, config.cluster_size) if config.cluster_size else policy), counters
+
+
 class Engine:
     """Turns commands into tokens, one step at a time."""
 
@@ -107,15 +114,15 @@ class Engine:
             max_step_s=config.max_step_s,
         )
         layout = KvLayout(
-            runner.tokens_per_block, tuple(runner.kv_group_windows), limits.max_step_tokens
+            runner.tokens_per_block,
+            tuple(runner.kv_group_windows),
+            limits.max_step_tokens,
+            runner.state_blocks,
         )
         self._prefixes = PrefixCache(
             self._arena, layout, _base_key(self._info, layout), enabled=config.prefix_cache
         )
-        counters = ServiceCounters() if config.policy in COUNTING_POLICIES else None
-        policy = POLICIES[config.policy](counters or ServiceCounters())
-        if config.cluster_size:
-            policy = clustered(policy, config.cluster_size)
+        policy, counters = _policy(config)
         self.scheduler = Scheduler(
             limits,
             layout,

@@ -59,6 +59,7 @@ class TracedRunner:
         self.block_bytes = runner.block_bytes
         self.tokens_per_block = runner.tokens_per_block
         self.kv_group_windows = runner.kv_group_windows
+        self.state_blocks = runner.state_blocks
         self._runner = runner
         self._file = path.open("a", buffering=1)
         self._slot_bytes: dict[int, int] = {}

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
-from loraplex_services.worker.ops.attention.backend import AttentionBackend, RotatingBackend
+from loraplex_services.worker.ops.attention.backend import AttentionBackend
+from loraplex_services.worker.ops.attention.interruptible import forward_interruptibly
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
 
@@ -24,6 +25,7 @@ class SelfAttention:
         head_norms: tuple[Norm, Norm] | None,
         rotate: Rotate,
         query_scales: Tensor | None = None,
+        is_gated: bool = False,
     ) -> None:
         """See `forward`.
 
@@ -31,20 +33,30 @@ class SelfAttention:
             sizes: widths of all query heads, of all key heads, and of one head.
             query_scales: float32 `[positions, 1]`: factors of queries, where they depend on the
                 position.
+            is_gated: `qkv` has a gate after each query head, of the same width.
         """
         self._qkv = qkv
         self._o = o
         self._backend = backend
-        self._rotating = backend if isinstance(backend, RotatingBackend) else None
+        self._backend_rotates = backend.pos_embd_params is not None
         self._q_size, self._kv_size, self._head_dim = sizes
         self._head_norms = head_norms
         self._rotate = rotate
         self._query_scales = query_scales
+        self._is_gated = is_gated
+        changes_heads = head_norms is not None or query_scales is not None or is_gated
+        self._takes_fused = self._backend_rotates and not changes_heads
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         qkv = self._qkv.forward(x, batch.lora)
+        if self._takes_fused:
+            attended = forward_interruptibly(self._backend, qkv, None, None, batch.attention)
+            return self._o.forward(attended, batch.lora)
         sizes = (self._q_size, self._kv_size)
+        gates = None
+        if self._is_gated:
+            qkv, gates = self._without_gates(qkv)
         qk, v = qkv.split((sum(sizes), self._kv_size), dim=-1)
         if self._head_norms is not None:
             parts = zip(qk.split(sizes, dim=-1), self._head_norms, strict=True)
@@ -52,13 +64,19 @@ class SelfAttention:
         if self._query_scales is not None:
             q, k = qk.split(sizes, dim=-1)
             qk = torch.cat((q * self._query_scales[batch.positions].to(q.dtype), k), dim=-1)
-        if self._rotating is not None:
-            q, k = qk.split(sizes, dim=-1)
-            attended = self._rotating.rotate_and_forward(q, k, v, cos_sin, batch.attention)
-        else:
-            q, k = self._rotate(qk, cos_sin, self._head_dim).split(sizes, dim=-1)
-            attended = self._backend.forward(q, k, v, batch.attention)
+        if not self._backend_rotates:
+            qk = self._rotate(qk, cos_sin, self._head_dim)
+        q, k = qk.split(sizes, dim=-1)
+        attended = forward_interruptibly(self._backend, q, k, v, batch.attention)
+        if gates is not None:
+            attended = attended * gates.sigmoid()
         return self._o.forward(attended, batch.lora)
+
+    def _without_gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values side by side, and the gates `[T, heads * D]`."""
+        heads, others = x.split((2 * self._q_size, 2 * self._kv_size), dim=-1)
+        pairs = heads.view(len(x), -1, 2, self._head_dim)
+        return torch.cat((pairs[:, :, 0].flatten(1), others), dim=-1), pairs[:, :, 1].flatten(1)
 
     def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
         """Each head by itself; `[T, heads * D]`."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from loraplex_services.worker.ops.attention.backend import AttentionMetadata
+from loraplex_services.worker.ops.attention.metadata import AttentionMetadata
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.recurrence.backend import StateBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +23,5 @@ class ForwardBatch:
     lora: LoraBatch
     rope_rows: Tensor | None = None
     """int64 `[T]`: see `layers.ropes.Ropes.row`; None where all turn as the base's short ones."""
+    states: StateBatch | None = None
+    """Of recurrent layers, where the base has any."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -13,18 +10,19 @@ from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, Loope
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.native.bindings import Native
-from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
-from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
-from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.cpu import NativeAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.cpu import CodedLinear, is_readable
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.cpu import NativeLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
+from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -37,8 +35,10 @@ class NativeOperators:
         self.ranks: Ranks = OneRank()
         self.fully_sharded = False
         self.native = native
-        self.make_metadata: Callable[..., AttentionMetadata] = partial(
-            NativeAttentionMetadata, task_queries=native.task_queries
+        self.attention_maker = AttentionMaker(
+            NativeAttention,
+            layer_fields={"native": native},
+            metadata_fields={"task_queries": native.task_queries},
         )
         self._in_tiles = dtype is torch.bfloat16 and native.has_tiles
         self.draws = DrawOperators(native.truncate, native.draw)
@@ -83,11 +83,9 @@ class NativeOperators:
         """See Operators."""
         return looped
 
-    def attention(
-        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
-    ) -> AttentionBackend:
+    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
         """See Operators."""
-        return NativeAttention(self.native, layer, HeadShape.of(config, layer), sinks)
+        return NativeDeltaNet(self.native, config, place, weights)
 
 
 def as_published(weight: Tensor) -> Tensor:
@@ -157,6 +155,8 @@ class NativeNorm:
 
     def forward(self, x: Tensor, lora: LoraBatch, update: Tensor | None = None) -> Tensor:
         """See `Norm`."""
-        if x.dim() != 2 or lora.trains_norms:
+        if lora.trains_norms or (x.dim() != 2 and not x.is_contiguous()):
             return self._portable.forward(x, lora, update)
-        return self._native.norm(x, update, self._weight, self._eps, self._in_float32)
+        rows = x.view(-1, x.shape[-1])
+        y = self._native.norm(rows, update, self._weight, self._eps, self._in_float32)
+        return y.view(x.shape)

@@ -11,17 +11,18 @@ from torch import Tensor
 from loraplex_services.worker.layers.mlp import Gate, plain_gate
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
-from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMetadata
-from loraplex_services.worker.ops.attention.shapes import HeadShape
-from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.torch import VanillaAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
+from loraplex_services.worker.ops.recurrence.torch import TorchDeltaNet
 from loraplex_services.worker.ops.rope.torch import Rotate, rotate_heads
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
 """(y, x, site id, batch): see `ops/lora`."""
@@ -34,13 +35,10 @@ class Operators(Protocol):
     """For logs and the numerics fingerprint."""
     ranks: Ranks
     """Those that share the base; one unless the runner is told otherwise."""
+    attention_maker: AttentionMaker
+    """Makes each layer's attention backend, and the metadata of each step."""
     fully_sharded: bool
     """Whether they divide both matrices of an adapter's pairs: see `sharded_lora`."""
-
-    @property
-    def make_metadata(self) -> Callable[..., AttentionMetadata]:
-        """Takes the predefined fields of AttentionMetadata."""
-        ...
 
     @property
     def rotate(self) -> Rotate:
@@ -87,14 +85,11 @@ class Operators(Protocol):
         """
         ...
 
-    def attention(
-        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
-    ) -> AttentionBackend:
-        """The layer's backend.
+    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+        """The gated delta net of a layer; `place`: of it among the recurrent ones.
 
-        Args:
-            sinks: float32 `[num_heads]`, a score of each query head in addition to those of the
-                keys, which has no value.
+        Raises:
+            Unsupported: there is none here.
         """
         ...
 
@@ -103,12 +98,12 @@ class TorchOperators:
     """Plain torch, on any device and in any dtype."""
 
     name = "torch"
-    make_metadata: Callable[..., AttentionMetadata] = VanillaAttentionMetadata
     rotate: Rotate = staticmethod(rotate_heads)
     draws = TORCH_DRAWS
 
     def __init__(self) -> None:
         self.ranks: Ranks = OneRank()
+        self.attention_maker = AttentionMaker(VanillaAttention)
         self.fully_sharded = False
 
     def linear(self, weight: Tensor) -> BaseLinear:
@@ -141,8 +136,6 @@ class TorchOperators:
         """See Operators."""
         return looped
 
-    def attention(
-        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
-    ) -> AttentionBackend:
+    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
         """See Operators."""
-        return VanillaAttention(layer, HeadShape.of(config, layer), sinks)
+        return TorchDeltaNet(config, place, weights)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.mlp import Gate
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
-from loraplex_services.worker.ops.attention.backend import (
-    AttentionBackend,
-    AttentionKernels,
-    AttentionMetadata,
-)
-from loraplex_services.worker.ops.attention.interruptible import InterruptibleAttention
-from loraplex_services.worker.ops.attention.triton_backend import TritonKernels
+from loraplex_services.worker.ops.attention.triton_backend import triton_attention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
@@ -27,11 +20,12 @@ from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.norm.triton import add_rms_norm
+from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.rope.torch import Rotate
 from loraplex_services.worker.ops.sampling.triton import draw
 from loraplex_services.worker.ops.sampling.truncation import truncate
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 
 class TritonOperators:
@@ -45,8 +39,7 @@ class TritonOperators:
         self.ranks: Ranks = OneRank()
         self.fully_sharded = False
         self.lora: DeviceLora | None = None
-        self.attention_kernels: AttentionKernels = TritonKernels()
-        self.make_metadata: Callable[..., AttentionMetadata] = self.attention_kernels.metadata
+        self.attention_maker = triton_attention()
         self._torch = TorchOperators()
 
     def linear(self, weight: Tensor) -> BaseLinear:
@@ -79,11 +72,10 @@ class TritonOperators:
         """See Operators."""
         return GroupedExperts(weights, num_active, gate, looped)
 
-    def attention(
-        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
-    ) -> AttentionBackend:
-        """See Operators."""
-        return InterruptibleAttention(self.attention_kernels.layer(config, layer, sinks))
+    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+        """See Operators. Raises Unsupported: there is none for GPUs."""
+        why = "has recurrent layers, which this build computes on CPUs only; use --device cpu"
+        raise Unsupported.field("device", "cuda", why)
 
 
 class TritonLora:

@@ -20,7 +20,7 @@ from loraplex_services.worker.layers.operators import AddLora, Operators
 from loraplex_services.worker.layers.ranks import GatheredLinear
 from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.layers.sharded_lora import ShardedLora
-from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mlp, SiteWeights
+from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mixer, Mlp, SiteWeights
 from loraplex_services.worker.model.load import Weights, Window, take_rows, take_window
 from loraplex_services.worker.ops.linear.coded import CodedWeight, joined
 from loraplex_services.worker.ops.linear.stacked import StackedLinear
@@ -74,18 +74,28 @@ class Builder:
     sites: SiteTableBuilder = field(default_factory=SiteTableBuilder)
     linears: dict[int, WeightRows] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
+    norm_offsets: dict[int, float] = field(default_factory=dict)
     _query_scales: Tensor | None = None
     _codes: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """Linears by their scheme and by whether their products read codes."""
 
-    def build(self, make_mlp: Callable[[Builder, int], Mlp] | None = None) -> Decoder:
-        """The whole model. Every tensor of the files must be used."""
+    def build(
+        self,
+        make_mlp: Callable[[Builder, int], Mlp] | None = None,
+        make_mixer: Callable[[Builder, int], Mixer] | None = None,
+    ) -> Decoder:
+        """The whole model. Every tensor of the files must be used.
+
+        Args:
+            make_mixer: of a layer; None = all have attention.
+        """
         config, weights = self.config, self.weights
         table = self._vocabulary_rows("model.embed_tokens.weight")
         site_id = self._embedding_site(table)
         embedding = LoraEmbedding(site_id, table, config.vocab_size, self.operators.ranks)
         self._query_scales = query_scales(config, table.device)
-        layers = [self._layer(i, make_mlp or dense_mlp) for i in range(config.num_layers)]
+        makers = make_mixer or Builder.attention, make_mlp or dense_mlp
+        layers = [self._layer(i, *makers) for i in range(config.num_layers)]
         norm = self.norm(-1, "model.norm", config.hidden_size)
         head = self._head(table)
         score = ScoreHead(self.sites.add(-1, HEAD, config.hidden_size, [("score", 0)]))
@@ -94,7 +104,7 @@ class Builder:
             how = "kept in codes" if is_kept else "dequantised, as no kernel here reads them"
             logger.info("quantised weights: %d linears of %s are %s", count, scheme, how)
         sites = SiteWeights(
-            self.sites.build(), self.linears, self.biases, config.norm_offset, self.shard
+            self.sites.build(), self.linears, self.biases, self.norm_offsets, self.shard
         )
         return Decoder(config, embedding, layers, norm, head, score, sites)
 
@@ -128,15 +138,15 @@ class Builder:
         parts = [(f"{name}.weight", rows) for name, rows in modules]
         return self.weights.rows_in_files(parts, num_inputs)
 
-    def norm(self, layer: int, name: str, width: int) -> Norm:
-        """A norm by name."""
+    def norm(self, layer: int, name: str, width: int, *, is_plain: bool = False) -> Norm:
+        """A norm by name; a plain one has no offset and rounds first, whatever the others do."""
         config = self.config
         weight = self.weights.take(f"{name}.weight", (width,))
         site_id = self.sites.add(layer, NORM, width, [(name, width)])
-        return self.operators.norm(
-            site_id,
-            NormWeight(weight, config.norm_eps, config.norm_offset, config.norm_in_float32),
-        )
+        offset = 0.0 if is_plain else config.norm_offset
+        self.norm_offsets[site_id] = offset
+        in_float32 = config.norm_in_float32 and not is_plain
+        return self.operators.norm(site_id, NormWeight(weight, config.norm_eps, offset, in_float32))
 
     def linear(
         self,
@@ -224,7 +234,12 @@ class Builder:
             self.biases[site_id] = bias
         return LoraLinear(site_id, base, bias, add_lora)
 
-    def _layer(self, layer: int, make_mlp: Callable[[Builder, int], Mlp]) -> DecoderLayer:
+    def _layer(
+        self,
+        layer: int,
+        make_mixer: Callable[[Builder, int], Mixer],
+        make_mlp: Callable[[Builder, int], Mlp],
+    ) -> DecoderLayer:
         prefix, names, width = f"model.layers.{layer}", self.names, self.config.hidden_size
         norms = (
             self.norm(layer, f"{prefix}.{names.input_norm}", width),
@@ -236,15 +251,19 @@ class Builder:
                 self.norm(layer, f"{prefix}.{names.attention_post_norm}", width),
                 self.norm(layer, f"{prefix}.{names.mlp_post_norm}", width),
             )
-        return DecoderLayer(self._attention(layer), make_mlp(self, layer), norms, post_norms)
+        return DecoderLayer(make_mixer(self, layer), make_mlp(self, layer), norms, post_norms)
 
-    def _attention(self, layer: int) -> SelfAttention:
+    def attention(self, layer: int) -> SelfAttention:
+        """The attention of a layer."""
         config, prefix = self.config, f"model.layers.{layer}.self_attn"
         own = local_config(config, self.shard)
         q, kv = config.q_size, config.kv_size
-        heads, kv_heads = (q, config.num_heads), (kv, config.num_kv_heads)
-        split = [(f"{prefix}.q_proj", q), (f"{prefix}.k_proj", kv), (f"{prefix}.v_proj", kv)]
-        modules = [(f"{prefix}.qkv_proj", q + 2 * kv)] if self.names.fused_qkv else split
+        q_outputs = 2 * q if config.gated_attention else q
+        heads, kv_heads = (q_outputs, config.num_heads), (kv, config.num_kv_heads)
+        names = [("q_proj", q_outputs), ("k_proj", kv), ("v_proj", kv)]
+        if self.names.fused_qkv:
+            names = [("qkv_proj", q + 2 * kv)]
+        modules = [(f"{prefix}.{name}", width) for name, width in names]
         head_norms = None
         if config.qk_norm:
             head_norms = (
@@ -267,13 +286,14 @@ class Builder:
                 q,
                 [(f"{prefix}.o_proj", config.hidden_size)],
                 config.o_bias,
-                Cut(inputs=(heads,)),
+                Cut(inputs=((q, config.num_heads),)),
             ),
-            backend=self.operators.attention(own, layer, sinks),
+            backend=self.operators.attention_maker.layer(own, layer, sinks),
             sizes=(own.q_size, own.kv_size, config.head_dim),
             head_norms=head_norms,
             rotate=self.operators.rotate,
             query_scales=self._query_scales,
+            is_gated=config.gated_attention,
         )
 
     def _head(self, embedding: Tensor) -> LoraLinear:

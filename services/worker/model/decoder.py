@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.layers.attention import SelfAttention
 from loraplex_services.worker.layers.embedding import LoraEmbedding
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
@@ -34,17 +33,25 @@ class Mlp(Protocol):
         ...
 
 
+class Mixer(Protocol):
+    """Attention, or what some layers have in its place."""
+
+    def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
+        ...
+
+
 class DecoderLayer:
-    """Attention and MLP, each normalised before and, in some families, after."""
+    """Attention or recurrence, and MLP, each normalised before and, in some families, after."""
 
     def __init__(
         self,
-        attention: SelfAttention,
+        mixer: Mixer,
         mlp: Mlp,
         norms: tuple[Norm, Norm],
         post_norms: tuple[Norm, Norm] | None,
     ) -> None:
-        self._attention = attention
+        self._mixer = mixer
         self._mlp = mlp
         self._norms = norms
         self._post_norms = post_norms
@@ -60,7 +67,7 @@ class DecoderLayer:
         """
         lora = batch.lora
         normed = self._norms[0].forward(x, lora, update)
-        update = self._attention.forward(normed, cos_sin, batch)
+        update = self._mixer.forward(normed, cos_sin, batch)
         if self._post_norms is not None:
             update = self._post_norms[0].forward(update, lora)
         update = self._mlp.forward(self._norms[1].forward(x, lora, update), batch)
@@ -78,8 +85,8 @@ class SiteWeights:
     """By site id; none for norms. At the embedding its table, whose rows are tokens."""
     biases: Mapping[int, Tensor]
     """By site id, where the base has one."""
-    norm_offset: float
-    """Added to every norm weight, trained ones included."""
+    norm_offsets: Mapping[int, float]
+    """By site id: added to a norm's weight, a trained one included; 0 where absent."""
     shard: Shard = ONLY
     """Which part of each site the layers have; `table` and `linears` tell of the whole."""
 
@@ -128,6 +135,7 @@ class Decoder:
         if self.config.embed_scale != 1.0:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
         turns = self.ropes.by_layer(batch.positions, x.dtype, batch.rope_rows)
+        batch.attention.rotations = turns
         update = None
         for layer, cos_sin in zip(self._layers, turns, strict=True):
             update = layer.forward(x, update, cos_sin, batch)

@@ -21,6 +21,7 @@ from loraplex_services.worker.model import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen_moe,
 )
 from loraplex_services.worker.model.config_reader import (
@@ -53,7 +54,10 @@ FAMILIES = {
     "qwen2": Family(qwen2.read_config, qwen2.build),
     "qwen2_moe": Family(qwen_moe.read_qwen2_config, qwen_moe.build),
     "qwen3": Family(qwen3.read_config, qwen3.build),
+    "qwen3_5_moe_text": Family(qwen3_5.read_moe_config, qwen3_5.build),
+    "qwen3_5_text": Family(qwen3_5.read_config, qwen3_5.build),
     "qwen3_moe": Family(qwen_moe.read_qwen3_config, qwen_moe.build),
+    "qwen3_next": Family(qwen3_5.read_next_config, qwen3_5.build),
 }
 
 

@@ -69,8 +69,10 @@ def build_library_model(
     current = CurrentPass()
     calls = _attention_calls(model, current)
     config = _model_config(model.config, folder, calls)
+    maker = operators.attention_maker
     for layer in range(config.num_layers):
-        current.backends[layer] = operators.attention(config, layer, current.sinks.get(layer))
+        sinks = current.sinks.get(layer)
+        current.backends[layer] = maker.layer(config, layer, sinks, rotated=True)
     decoder = _Sites(model, config, operators, current).decoder()
     with torch.inference_mode(), _odd_class_refused(model):
         decoder.logits(torch.zeros(1, config.hidden_size, dtype=dtype), LoraBatch((), {}))
@@ -255,7 +257,7 @@ class _Sites:
         if head is None:
             raise _refused("config.json:model_type", self.config.model_type, "has no linear head")
         score = ScoreHead(self.table.add(-1, HEAD, self.config.hidden_size, [("score", 0)]))
-        weights = SiteWeights(self.table.build(), self.linears, self.biases, 0.0)
+        weights = SiteWeights(self.table.build(), self.linears, self.biases, {})
         return LibraryDecoder(
             self.config,
             self.model,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from loraplex.adapter_format.geometry import refuse_pickled
 from loraplex.adapter_format.quantised_tensors import FLOAT_DTYPES
-from loraplex.adapter_format.text_model import is_wrapper, plain_names
+from loraplex.adapter_format.text_model import FURTHER_TOKENS, is_wrapper, plain_names
 from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.model.config_reader import read_json_object
@@ -134,6 +134,14 @@ class Checkpoint:
         names = _names_in(folder, stored)
         self._file_of = {name: (stored[inner], inner) for name, inner in names.items()}
         self._left = {name for name in self._file_of if not name.endswith(_IGNORED_SUFFIXES)}
+        self._ignore_further_tokens()
+
+    def _ignore_further_tokens(self) -> None:
+        ignored = {name for name in self._left if name.startswith(FURTHER_TOKENS)}
+        if ignored:
+            what = "the base's layers that predict further tokens are not used"
+            logger.info(what, extra={"num_ignored_tensors": len(ignored)})
+        self._left -= ignored
 
     def _open(self, path: Path) -> safe_open:
         try:

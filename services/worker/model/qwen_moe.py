@@ -20,7 +20,7 @@ def read_qwen2_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> M
     """Translate config.json of Qwen 2 MoE."""
     config = qwen2.read_config(reader, eos_token_ids)
     shared = reader.integer("shared_expert_intermediate_size", 5632)
-    moe = replace(_read_moe(reader, config, 4, 60), shared_intermediate_size=shared)
+    moe = replace(read_moe(reader, config, 4, 60), shared_intermediate_size=shared)
     has_bias = reader.flag("qkv_bias", True)
     return replace(config, model_type="qwen2_moe", qkv_bias=has_bias, moe=moe)
 
@@ -28,13 +28,13 @@ def read_qwen2_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> M
 def read_qwen3_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of Qwen 3 MoE."""
     config = qwen3.read_config(reader, eos_token_ids, default_head_dim=None)
-    return replace(config, model_type="qwen3_moe", moe=_read_moe(reader, config, 8, 128))
+    return replace(config, model_type="qwen3_moe", moe=read_moe(reader, config, 8, 128))
 
 
-def _read_moe(
+def read_moe(
     reader: ConfigReader, config: ModelConfig, num_active: int, num_experts: int
 ) -> MoeConfig:
-    """Files spell the number of experts in two ways."""
+    """The experts of a family, with its defaults. Files spell their number in two ways."""
     step = reader.integer("decoder_sparse_step", 1)
     dense = reader.get("mlp_only_layers", [])
     count = reader.integer("num_experts", reader.integer("num_local_experts", num_experts))

@@ -62,6 +62,9 @@ def _experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> E
     width = moe.intermediate_size
     gate_up = ExpertStack(builder, moe.num_experts, inner_outputs(width))
     down = ExpertStack(builder, moe.num_experts, inner_inputs(width))
+    if builder.weights.has(f"{prefix}.gate_up_proj"):
+        gate_up.read(f"{prefix}.gate_up_proj", 2 * width, hidden)
+        down.read(f"{prefix}.down_proj", hidden, width)
     experts = []
     for number in range(moe.num_experts):
         own = f"{prefix}.{number}"
@@ -90,6 +93,7 @@ class ExpertStack:
         self._cut = cut
         self._num_experts = num_experts
         self._num_filled = 0
+        self._is_read = False
         self._weights: Tensor | None = None
 
     @property
@@ -98,12 +102,23 @@ class ExpertStack:
         assert self._weights is not None and self._num_filled == self._num_experts
         return self._weights
 
+    def read(self, name: str, num_outputs: int, num_inputs: int) -> None:
+        """Take all of them at once, where the files hold one tensor."""
+        assert self._builder.shard.size == 1, "families with such files are served by one rank"
+        shape = self._num_experts, num_outputs, num_inputs
+        self._weights, self._is_read = self._builder.weights.take(name, shape), True
+
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
         """The next expert's site, whose weight is a view of the stack."""
-        weight = self._builder.weight(modules, num_inputs, self._cut)
-        if self._weights is None:
-            self._weights = weight.new_empty(self._num_experts, *weight.shape)
-        view = self._weights[self._num_filled]
-        view.copy_(weight)
+        if not self._is_read:
+            weight = self._builder.weight(modules, num_inputs, self._cut)
+            if self._weights is None:
+                self._weights = weight.new_empty(self._num_experts, *weight.shape)
+            self._weights[self._num_filled].copy_(weight)
+        view = self._of(self._num_filled)
         self._num_filled += 1
         return self._builder.expert_linear(layer, num_inputs, modules, view, self._cut)
+
+    def _of(self, number: int) -> Tensor:
+        assert self._weights is not None
+        return self._weights[number]

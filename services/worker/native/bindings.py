@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from loraplex_services.worker.native.build import BuildFailed, build_library
 from loraplex_services.worker.native.check import computes_right
+from loraplex_services.worker.native.codes import PackedCodes
 from loraplex_services.worker.native.isa import TORCH, choose_isa
 from loraplex_services.worker.sampling import fixed_log
 
@@ -47,28 +47,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, ctypes.c_double, _I)),
     "lpx_rotate": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
     "lpx_silu_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
+    "lpx_delta_net": (None, (_P, _P, _P, _I, *(_P,) * 11)),
     "lpx_truncate": (None, (_P, _I, _P, _I)),
     "lpx_draw": (None, (_P, _I, _P, _P, _P, _I, _P, _I)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class PackedCodes:
-    """A weight `[out, in]` as `native/src/gemm_codes.cpp` reads it."""
-
-    out_features: int
-    in_features: int
-    bits: int
-    codes: Tensor
-    """uint8, of `pack_codes`."""
-    scales: Tensor
-    """Of a floating-point type, `[panels, groups, 32]`."""
-    zeros: Tensor | None
-    """bfloat16, likewise; None = every one is `zero`."""
-    zero: int
-    group_size: int
-    block_size: int
-    """Inputs that are summed before they are scaled; divides `group_size`."""
 
 
 class Native:
@@ -89,6 +71,8 @@ class Native:
         self._norm = self._library.lpx_norm
         self._rotate = self._library.lpx_rotate
         self._silu_multiply = self._library.lpx_silu_multiply
+        self.delta_net = self._library.lpx_delta_net
+        """Called by `ops/recurrence/cpu.py`, which says what it takes."""
         self.panel: int = self._library.lpx_packed_items(1, 1)
         """Outputs that a packed weight holds side by side."""
         self.task_queries: int = self._library.lpx_task_queries()
@@ -234,7 +218,7 @@ class Native:
 
         Args:
             q, k, v: `[T, heads * D]`, any row stride.
-            layout: int64 `[13]`, as `attention/cpu.py` makes it.
+            layout: int64 `[14]`, as `attention/cpu.py` makes it.
             sequences, task_ends: int64 `[N, 4]` and `[N]`, likewise.
         """
         y = torch.empty(q.shape, dtype=q.dtype)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loraplex_services.worker.native.codes import PackedCodes
 from loraplex_services.worker.sampling.drawing import draw
 
 TOLERANCE = 1e-4
@@ -34,6 +35,14 @@ class Kernels(Protocol):
         ...
 
     def linear(self, x: Tensor, packed: Tensor, num_outputs: int) -> Tensor:
+        """See Native."""
+        ...
+
+    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+        """See Native."""
+        ...
+
+    def linear_codes(self, x: Tensor, weight: PackedCodes) -> Tensor:
         """See Native."""
         ...
 
@@ -69,6 +78,7 @@ def computes_right(kernels: Kernels) -> bool:
         tiled = kernels.linear_tiles(half, kernels.pack_tiles(weight.bfloat16()), len(weight))
         expected = F.linear(half.float(), weight.bfloat16().float())
         pairs.append((tiled.float(), expected.bfloat16().float()))
+    pairs += _products_of_codes(kernels, x, generator)
     scale = x.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
     pairs.append((kernels.norm(x, None, weight[0], 1e-5, True), x * scale * weight[0]))
     gated = torch.cat((product, product), dim=1)
@@ -77,6 +87,26 @@ def computes_right(kernels: Kernels) -> bool:
     if not kernels.draw(x, keys).equal(draw(x, keys)):
         return False
     return all(_agree(actual, expected) for actual, expected in pairs)
+
+
+def _products_of_codes(
+    kernels: Kernels, x: Tensor, generator: torch.Generator
+) -> list[tuple[Tensor, Tensor]]:
+    """(found, expected) of weights in eight and four bits, with a scale for each output."""
+    pairs, (num_panels, num_outputs, num_inputs) = [], (3, 70, x.shape[1])
+    scales = torch.rand(num_panels, 1, 32, generator=generator) / 64
+    for bits in (8, 4):
+        codes = torch.randint(0, 1 << bits, (num_outputs, num_inputs), generator=generator)
+        codes, zero = codes.to(torch.uint8), 1 << (bits - 1)
+        packed = kernels.pack_codes(codes, bits)
+        weight = PackedCodes(
+            num_outputs, num_inputs, bits, packed, scales, None, zero, num_inputs, 128
+        )
+        dense = (codes.float() - zero) * scales.flatten()[:num_outputs, None]
+        pairs.append((kernels.linear_codes(x, weight), F.linear(x, dense)))
+        half = kernels.linear_codes(x.bfloat16(), weight).float()
+        pairs.append((half, F.linear(x.bfloat16().float(), dense).bfloat16().float()))
+    return pairs
 
 
 def _agree(actual: Tensor, expected: Tensor) -> bool:

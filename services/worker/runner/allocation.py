@@ -66,7 +66,8 @@ def kv_buffer(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
 ) -> KvBuffer:
     """The arena, and the KV cache in it."""
-    groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, dtype.itemsize)
+    heads = config.num_kv_heads, config.head_dim
+    groups = plan_kv_groups(config.windows, *heads, dtype.itemsize, config.recurrent_layers)
     num_blocks = blocks_for(num_bytes, groups.block_bytes)
     return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
 
@@ -82,7 +83,7 @@ def stored_dtype(name: str, operators: Operators, kv: KvBuffer) -> str:
     if stored is None:
         known = ", ".join(_LORA_DTYPES)
         raise InvalidRequest.field("lora_dtype", name, f"must be one of {known}")
-    model_dtype = dtype_key(kv.planes(0)[0].dtype)
+    model_dtype = dtype_key(kv.dtype)
     if operators.name == "triton" and stored not in ("auto", "I8", model_dtype):
         dtype = dtype_name(TORCH_DTYPES[model_dtype])
         why = f"these kernels read adapters in the model's {dtype} or as int8; use auto, or --dtype"

@@ -8,9 +8,12 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators, TorchOperators
 from loraplex_services.worker.native.bindings import ACTIVATION_DTYPES, load_native
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.registered import registered_backend
 from loraplex_services.worker.ops.launch import INTERPRETING
 from loraplex_services.worker.runner.numerics import set_threads
 
+BUILT_IN = ("auto", "vanilla", "cpu", "triton")
 REFUSALS = {
     "triton": "Triton kernels need the device cuda",
     "cpu": "compiled kernels need the device cpu, float32 or bfloat16, and a LORAPLEX_CPU_ISA "
@@ -28,10 +31,13 @@ def choose_operators(
         attention_backend: `vanilla` = plain torch on any device, which shares no kernel with the
             others and is what they are compared with; `cpu` = compiled C++; `triton` = Triton, on
             a GPU or under its interpreter; `auto` = Triton on a GPU (or under its interpreter), C++
-            on a CPU that has kernels for the dtype, else torch.
+            on a CPU that has kernels for the dtype, else torch; the name of a registered backend =
+            its attention, and everything else as for `auto`.
 
     Raises: InvalidRequest when the backend does not exist or cannot compute here.
     """
+    if attention_backend not in BUILT_IN:
+        return _with_registered(device, dtype, cpu_isa, attention_backend)
     is_gpu = device.type == "cuda"
     is_auto = attention_backend == "auto"
     by_default = is_gpu or (INTERPRETING and cpu_isa == "auto")
@@ -47,8 +53,19 @@ def choose_operators(
             return NativeOperators(native, dtype)
     if is_auto or attention_backend == "vanilla":
         return TorchOperators()
-    reason = REFUSALS.get(attention_backend, "must be auto, vanilla, cpu or triton")
-    raise InvalidRequest.field("attention_backend", attention_backend, reason)
+    raise InvalidRequest.field("attention_backend", attention_backend, REFUSALS[attention_backend])
+
+
+def _with_registered(
+    device: torch.device, dtype: torch.dtype, cpu_isa: str, name: str
+) -> Operators:
+    backend = registered_backend(name)
+    if backend is None:
+        why = "must be auto, vanilla, cpu, triton, or a name that a package registers"
+        raise InvalidRequest.field("attention_backend", name, why)
+    operators = choose_operators(device, dtype, cpu_isa)
+    operators.attention_maker = AttentionMaker(backend, name=name)
+    return operators
 
 
 def share_threads(weight_bytes: int, operators: Operators, device: torch.device) -> None:

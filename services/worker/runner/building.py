@@ -23,6 +23,7 @@ from loraplex_services.worker.adapters.device.weights import AdapterWeights
 from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from loraplex_services.worker.cache.state_layout import plan_state
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
@@ -165,7 +166,7 @@ def _adapter_layout(
     """How adapters are packed for this base; `base_key` names its weights."""
     return AdapterLayout(
         block_bytes=kv.arena.block_bytes,
-        dtype=dtype_key(kv.planes(0)[0].dtype),
+        dtype=dtype_key(kv.dtype),
         keeps_half=isinstance(operators, NativeOperators),
         max_rank=max_rank,
         base_key=base_key,
@@ -210,15 +211,18 @@ def _batch_maker(
 ) -> BatchMaker:
     """`limits` = max_resident, max_lora_rank, max_num_tokens, max_num_rows."""
     is_native = isinstance(operators, NativeOperators)
+    recurrence = model.config.recurrence
     return BatchMaker(
         kv,
         model.ropes,
         adapters.table,
         device,
         max_num_tokens=limits[2],
-        make_metadata=operators.make_metadata,
+        max_num_rows=limits[3],
+        attention=operators.attention_maker,
         records=Records(adapters.table, len(layout.sites.sites)) if is_native else None,
         gpu=_gpu_path(model, operators, kv, adapters, limits, layout.int8),
+        states=plan_state(recurrence, kv.arena.block_bytes) if recurrence else None,
     )
 
 
@@ -291,6 +295,8 @@ def _model_info(
 ) -> ModelInfo:
     num_ranks, max_model_len = layout.shard.size, settings.max_model_len
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
+    if attention := operators.attention_maker.name:
+        arithmetic += f"-{attention}"
     if settings.quantization != NONE:
         arithmetic += f"-{settings.quantization}"
     if num_ranks > 1:  # sums have another order

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
-from loraplex_services.worker.ops.attention.backend import AttentionKernels, StaticInputs
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.metadata import StaticInputs
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, static_work
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -30,7 +31,7 @@ class DecodeInputs:
         lora: DeviceLora,
         tables: BlockTables,
         max_model_len: int,
-        attention: AttentionKernels,
+        attention: AttentionMaker,
     ) -> None:
         self._kv = kv
         self._max_model_len = max_model_len
@@ -47,10 +48,8 @@ class DecodeInputs:
             table: names the adapters' tables.
         """
         work = self._work if sites else None
-        buffer = self.buffer
+        buffer, positions = self.buffer, self.buffer.positions[:size]
         attention = StaticInputs(
-            cache=self._kv,
-            positions=buffer.positions[:size],
             places=tuple(places[:size] for places in buffer.places),
             tables=tuple(self.tables.device),
             table_rows=buffer.decode_rows[:size],
@@ -58,8 +57,8 @@ class DecodeInputs:
         )
         return ForwardBatch(
             input_ids=buffer.input_ids[:size],
-            positions=buffer.positions[:size],
-            attention=self._attention.static_metadata(attention),
+            positions=positions,
+            attention=self._attention.graph_metadata(self._kv, positions, attention),
             lora=replace(table, runs=(), work=work, sites=sites),
             rope_rows=buffer.rope_rows[:size],
         )

@@ -75,7 +75,7 @@ class GpuPath:
         self._masks = (frozenset[int](), *site_masks(sites))
         self._masks_of_slots: dict[int, int | None] = {}
         """By slot: index of the sites that a graph must have; None = no graph computes it."""
-        stored = torch.int8 if int8 else kv.planes(0)[0].dtype
+        stored = torch.int8 if int8 else kv.dtype
         tables = DeviceTables(
             arena.data.view(-1),
             stored,
@@ -86,7 +86,7 @@ class GpuPath:
         side = SideStream(arena.data.device) if arena.data.is_cuda else None
         self.lora = DeviceLora(tables, side)
         operators.lora = self.lora
-        self._attention = operators.attention_kernels
+        self._attention = operators.attention_maker
         self._max_model_len = model.config.max_position_embeddings
         self._block_tables = BlockTables(
             len(kv.windows),
@@ -99,7 +99,8 @@ class GpuPath:
         if arena.data.is_cuda:
             sites_and_size = self._masks[-1], limits.max_num_tokens
             warm_up(model, kv, self.lora, self._attention, *sites_and_size)
-            if operators.ranks.shard.size == 1:  # graphs that hold collectives are not tried
+            # Graphs that hold collectives are not tried.
+            if operators.ranks.shard.size == 1 and self._attention.backend.captures_graphs:
                 self.capture(limits.max_num_tokens, GraphMemory())
 
     def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loraplex_services.worker.ops.attention.metadata import DeviceInputs
 from loraplex_services.worker.ops.lora.runs import RowRun, cut_at_tiles
 from loraplex_services.worker.runner.block_tables import BlockTables
 from loraplex_services.worker.runner.step_inputs import Int64s, StepInputs
@@ -124,15 +125,15 @@ class InputBuffer:
             token_rows, sources = self._follows
             self.input_ids.index_copy_(0, token_rows, outputs.index_select(0, sources))
 
-    def attention_fields(self, step: StepInputs) -> dict[str, Any]:
-        """What an eager step's attention reads here: fields of `TritonAttentionMetadata`."""
+    def device_inputs(self, step: StepInputs) -> DeviceInputs:
+        """What an eager step's attention reads here."""
         num_tokens, num_generations = step.num_token_rows, step.num_rows - step.plan.num_contexts
-        return {
-            "tables": tuple(self.block_tables.device),
-            "table_rows": self.table_rows.tolist(),
-            "places": tuple(places[:num_tokens] for places in self.places),
-            "decode_rows": self.decode_rows[:num_generations],
-        }
+        return DeviceInputs(
+            tables=tuple(self.block_tables.device),
+            table_rows=self.table_rows.tolist(),
+            places=tuple(places[:num_tokens] for places in self.places),
+            decode_rows=self.decode_rows[:num_generations],
+        )
 
     def _upload(self, staging: Tensor) -> Tensor:
         """Copy to the device; returns there what lies behind the static inputs."""

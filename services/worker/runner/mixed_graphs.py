@@ -26,13 +26,13 @@ from torch import Tensor
 from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.ops.attention.backend import (
-    AttentionKernels,
+from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMaker
+from loraplex_services.worker.ops.attention.interruptible import InterruptingMetadata
+from loraplex_services.worker.ops.attention.metadata import (
     AttentionMetadata,
+    CosSin,
     KvCacheParams,
-    RotatingBackend,
 )
-from loraplex_services.worker.ops.attention.interruptible import CosSin, InterruptingMetadata
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, static_work
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch, PendingCopy
@@ -55,7 +55,7 @@ class MixedInputs:
         lora: DeviceLora,
         tables: BlockTables,
         max_num_tokens: int,
-        attention: AttentionKernels,
+        attention: AttentionMaker,
     ) -> None:
         """
         Args:
@@ -63,6 +63,7 @@ class MixedInputs:
         """
         self.kv = kv
         self._attention = attention
+        self._max_num_tokens = max_num_tokens
         self.sizes = tuple(size for size in MIXED_SIZES if size <= max_num_tokens)
         num_tokens = max(self.sizes, default=1)
         self.buffer = InputBuffer(num_tokens, tables.device.shape[1], MIN_RUNS, tables)
@@ -111,11 +112,14 @@ class MixedInputs:
         assert self._attended.shape[1] == width, (self._attended.shape, width)
         return self._attended[:size]
 
-    def metadata(self, step: StepInputs, out: Tensor) -> AttentionMetadata:
+    def metadata(
+        self, step: StepInputs, out: Tensor, rotations: Sequence[CosSin]
+    ) -> AttentionMetadata:
         """The attention of one step, which the buffer has been filled with.
 
         Args:
             out: `[T, num_heads * head_dim]`, where its results go.
+            rotations: by layer, of the step's token rows.
         """
         num_contexts, num_tokens = step.plan.num_contexts, step.num_token_rows
         metadata = self._attention.metadata(
@@ -124,40 +128,45 @@ class MixedInputs:
             num_tokens=num_tokens,
             num_ctx_tokens=step.plan.num_context_tokens,
             seq_lens=torch.from_numpy(step.num_tokens),
-            prompt_lens=(),
-            request_ids=(),
+            rows=step.plan.rows,
             kv_cache_params=KvCacheParams(
                 use_cache=True, num_cached_tokens_per_seq=tuple(step.starts.tolist())
             ),
             kv_cache_manager=self.kv,
             position_ids=self.buffer.positions[:num_tokens],
-            max_num_requests=step.num_rows,
-            max_num_tokens=num_tokens,
+            max_num_requests=len(self.buffer.block_tables.device[0]),
+            max_num_tokens=self._max_num_tokens,
             out=out,
-            **self.buffer.attention_fields(step),
+            device_inputs=self.buffer.device_inputs(step),
         )
+        metadata.rotations = rotations
         metadata.prepare()
         metadata.begin_forward()
         return metadata
+
+
+def first_rows(rotations: Sequence[CosSin], num_tokens: int) -> list[CosSin]:
+    """By layer, cosines and sines of the first token rows. Layers share a few tensors, each of
+    which is cut once."""
+    cut: dict[int, CosSin] = {}
+    for turns in rotations:
+        if id(turns) not in cut:
+            cos, sin = turns
+            cut[id(turns)] = cos[:num_tokens], sin[:num_tokens]
+    return [cut[id(turns)] for turns in rotations]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """The attention of one layer, which follows a segment."""
 
-    backend: RotatingBackend
+    backend: AttentionBackend
     qkv: Tensor
     """`[size, widths of q, k and v]`, which the segment has written."""
-    widths: tuple[int, int, int]
-    cos_sin: CosSin
 
     def run(self, metadata: AttentionMetadata) -> None:
         """Attend, for as many token rows as the step has, into the tensor that `metadata` names."""
-        num_tokens = metadata.num_tokens
-        q, k, v = self.qkv[:num_tokens].split(self.widths, dim=1)
-        cos, sin = self.cos_sin
-        cos_sin = cos[:num_tokens], sin[:num_tokens]
-        self.backend.rotate_and_forward(q, k, v, cos_sin, metadata)
+        self.backend.forward(self.qkv[: metadata.num_tokens], None, None, metadata)
 
 
 @dataclass(slots=True)
@@ -197,7 +206,8 @@ class MixedGraph:
         buffer, num_tokens = self.inputs.buffer, step.num_token_rows
         buffer.fill(step, step.runs)
         buffer.take_outputs(before)
-        metadata = self.inputs.metadata(step, self.attended[:num_tokens])
+        rotations = first_rows(self.batch.attention.rotations, num_tokens)
+        metadata = self.inputs.metadata(step, self.attended[:num_tokens], rotations)
         for segment in self.segments:
             for pending_copy in pending_copies:
                 for site_id in segment.sites:
@@ -234,21 +244,17 @@ class SegmentRecorder:
             num_tokens=self.size,
             num_ctx_tokens=0,
             seq_lens=torch.zeros(0, dtype=torch.int64),
-            prompt_lens=(),
-            request_ids=(),
             kv_cache_params=KvCacheParams(use_cache=True),
             interrupt=self.interrupt,
         )
 
-    def interrupt(
-        self, backend: RotatingBackend, q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin
-    ) -> Tensor:
+    def interrupt(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """End the segment with its queries, keys and values, and begin the next."""
         widths = q.shape[1], k.shape[1], v.shape[1]
         qkv = self._inputs.qkv(self.size, widths, q)
         torch.cat((q, k, v), dim=1, out=qkv)
         self.end_segment()
-        self.segments[-1].attention = LayerAttention(backend, qkv, widths, cos_sin)
+        self.segments[-1].attention = LayerAttention(backend, qkv)
         self.segments.append(GraphSegment())
         self.begin_segment()
         return self._inputs.attended(self.size, widths[0], q)
@@ -318,5 +324,6 @@ class MixedGraphs:
         recorder.end_segment()
         attention = recorder.segments[0].attention
         assert attention is not None, "a model has layers"
-        attended = inputs.attended(size, attention.widths[0], hidden)
+        shape = attention.backend.shape
+        attended = inputs.attended(size, shape.num_heads * shape.head_dim, hidden)
         return MixedGraph(inputs, recorder.segments, batch, hidden, attended)

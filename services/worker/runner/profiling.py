@@ -30,11 +30,11 @@ def run_largest_step(
         kv: a cache of a few blocks, for this step alone.
     """
     assert isinstance(operators, TritonOperators), operators.name
-    stored = kv.planes(0)[0].dtype
+    stored = kv.dtype
     shapes = site_shapes(model.site_weights.table, kv.arena.block_bytes // stored.itemsize)
     tables = DeviceTables(kv.arena.data.view(-1), stored, shapes, 1, len(shapes) + 1)
     operators.lora = lora = DeviceLora(tables, None)
-    batch = idle_batch(kv, lora, operators.attention_kernels, frozenset(), max_num_tokens)
+    batch = idle_batch(kv, lora, operators.attention_maker, frozenset(), max_num_tokens)
     hidden = model.forward(batch)
     return model.logits(hidden[:max_num_rows], LoraBatch((), {}, None, tables))
 

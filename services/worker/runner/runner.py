@@ -71,6 +71,7 @@ class TorchRunner:
         self.arena_blocks = arena.num_blocks
         self.block_bytes = arena.block_bytes
         self.kv_group_windows = kv.windows
+        self.state_blocks = batches.states.num_blocks if batches.states else 0
         self._model = model
         self._adapters = adapters
         self._info = info

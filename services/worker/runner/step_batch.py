@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.ropes import Ropes
-from loraplex_services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.metadata import (
+    AttentionMetadata,
+    DeviceInputs,
+    KvCacheParams,
+)
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.ops.lora.tables import DeltaTable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.recurrence.backend import StateBatch, state_batch, state_cells
 from loraplex_services.worker.runner.step_inputs import StepInputs, read_plan
 from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.step_plan import StepPlan
@@ -32,12 +38,15 @@ class BatchMaker:
     deltas: DeltaTable
     device: torch.device
     max_num_tokens: int
-    make_metadata: Callable[..., AttentionMetadata]
-    """`Operators.make_metadata`."""
+    max_num_rows: int
+    """The most requests of one step."""
+    attention: AttentionMaker
     records: Records | None
     """The deltas as C++ reads them, where it computes."""
     gpu: GpuPath | None = None
     """The deltas as Triton reads them, where it computes."""
+    states: StateLayout | None = None
+    """Of the base's recurrent layers, where it has any."""
 
     def read(self, plan: StepPlan) -> StepInputs:
         """The inputs of one step, in the plan's order."""
@@ -57,7 +66,15 @@ class BatchMaker:
             attention=self._attention(step, positions),
             lora=LoraBatch(step.runs, self.deltas, self.records),
             rope_rows=None if rope_rows is None else to_device(rope_rows, self.device),
+            states=self._states(step.plan),
         )
+
+    def _states(self, plan: StepPlan) -> StateBatch | None:
+        if self.states is None:
+            return None
+        assert len(plan.states) == len(plan.rows), "each row has its state"
+        cells = state_cells(self.kv.arena.data, self.states)
+        return state_batch(plan.states, cells, self.states)
 
     def _make_for_gpu(self, step: StepInputs, gpu: GpuPath) -> ForwardBatch:
         buffer, num_tokens = gpu.eager_inputs(step), step.num_token_rows
@@ -65,25 +82,26 @@ class BatchMaker:
         return ForwardBatch(
             input_ids=buffer.input_ids[:num_tokens],
             positions=positions,
-            attention=self._attention(step, positions, **buffer.attention_fields(step)),
+            attention=self._attention(step, positions, buffer.device_inputs(step)),
             lora=gpu.lora_batch(step.runs, num_tokens),
             rope_rows=None if step.rope_rows is None else buffer.rope_rows[:num_tokens],
         )
 
     def _attention(
-        self, step: StepInputs, position_ids: torch.Tensor, **fields: object
+        self,
+        step: StepInputs,
+        position_ids: torch.Tensor,
+        device_inputs: DeviceInputs | None = None,
     ) -> AttentionMetadata:
-        """`fields`: of the backend's own metadata."""
         rows, num_contexts = step.plan.rows, step.plan.num_contexts
         num_groups = len(self.kv.windows)
-        metadata = self.make_metadata(
+        metadata = self.attention.metadata(
             num_contexts=num_contexts,
             num_generations=len(rows) - num_contexts,
             num_tokens=len(position_ids),
             num_ctx_tokens=step.plan.num_context_tokens,
             seq_lens=torch.from_numpy(step.num_tokens),
-            prompt_lens=[len(row.request.prompt_ids) for row in rows],
-            request_ids=[row.request.request_id for row in rows],
+            rows=rows,
             kv_cache_params=KvCacheParams(
                 use_cache=True,
                 num_cached_tokens_per_seq=tuple(step.starts.tolist()),
@@ -93,9 +111,9 @@ class BatchMaker:
             ),
             kv_cache_manager=self.kv,
             position_ids=position_ids,
-            max_num_requests=len(rows),
+            max_num_requests=self.max_num_rows,
             max_num_tokens=self.max_num_tokens,
-            **fields,
+            device_inputs=device_inputs,
         )
         metadata.prepare()
         return metadata

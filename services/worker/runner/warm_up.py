@@ -8,7 +8,7 @@ import torch
 from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.ops.attention.backend import AttentionKernels
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.lora.plan import TILE_ROWS
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, StepWork, WorkSize
 from loraplex_services.worker.ops.lora.triton import DeviceLora
@@ -26,7 +26,7 @@ def warm_up(
     model: Decoder,
     kv: KvBuffer,
     lora: DeviceLora,
-    attention: AttentionKernels,
+    attention: AttentionMaker,
     sites: frozenset[int],
     max_num_tokens: int,
 ) -> None:
@@ -35,7 +35,8 @@ def warm_up(
     Args:
         sites: where adapters may add something.
     """
-    sizes = {1, *attention.warm_up_variants(), min(MIXED_ROWS + 1, max_num_tokens), max_num_tokens}
+    mixed = min(MIXED_ROWS + 1, max_num_tokens)
+    sizes = {1, *attention.backend.warm_up_sizes, mixed, max_num_tokens}
     for num_rows in sorted(sizes):
         hidden = model.forward(idle_batch(kv, lora, attention, sites, num_rows))
         logits = model.logits(hidden[:1], LoraBatch((), {}, None, lora.tables))
@@ -59,7 +60,7 @@ def warm_up_sampling(logits: torch.Tensor) -> None:
 def idle_batch(
     kv: KvBuffer,
     lora: DeviceLora,
-    attention: AttentionKernels,
+    attention: AttentionMaker,
     sites: frozenset[int],
     num_rows: int,
 ) -> ForwardBatch:

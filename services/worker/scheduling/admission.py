@@ -18,9 +18,10 @@ def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:
 
         max over i of  i * left_i + sum of known_j, j <= i
 
-    in tokens. Blocks add the rounding: one block for each request in each group. Prefill of one
-    request while others decode can shift the moments, so the bound is a forecast, and preemption
-    remains the way out when it fails.
+    in tokens. A recurrent state counts in full for as long as its request runs. Blocks add the
+    rounding: one block for each request in each group. Prefill of one request while others decode
+    can shift the moments, so the bound is a forecast, and preemption remains the way out when it
+    fails.
 
     Source: S-LoRA's released scheduler (memory admission), in blocks and with KV groups.
     """
@@ -33,9 +34,9 @@ def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:
         num_tokens = len(request.prompt_ids) + len(request.output_ids)
         known += num_tokens
         own = -(-(num_tokens + left) // size)
-        most += num_full * own
+        most += num_full * own + layout.state_blocks
         whole = (known + count * left) // size + count
-        blocks = num_full * whole
+        blocks = num_full * whole + count * layout.state_blocks
         for cap in caps:
             most += min(own, cap)
             blocks += min(whole, count * cap)

@@ -84,7 +84,7 @@ class BlockAllocator:
 
     def leave(self, request: Request, now: float) -> None:
         """Give back all that a request has. What was computed of it is known no more."""
-        self._prefixes.give_back(request, release_tables(request), now)
+        self._prefixes.leave(request, release_tables(request), now)
         request.num_computed = 0
 
     def _decoding_into_new_blocks(self) -> list[Member]:

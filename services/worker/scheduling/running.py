@@ -128,8 +128,11 @@ class RunningBatch:
             if not (request := member.request).must_wait
         ]
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, tokens_per_block: int) -> None:
         """Assert that every member is in one place, and in order."""
+        for member in self._members.values():
+            placed = len(member.request.block_tables[0]) * tokens_per_block
+            assert member.num_placed == placed, member.request.request_id
         decoding = [member.request.request_id for member in self.decoding]
         assert sorted([*decoding, *self.prompts, *self.ending]) == sorted(self._members)
         assert all(member.is_decoding for member in self.decoding)

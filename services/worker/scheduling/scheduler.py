@@ -32,6 +32,7 @@ from loraplex_services.worker.scheduling.queue import WaitingQueue
 from loraplex_services.worker.scheduling.room import Room
 from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
 from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
+from loraplex_services.worker.scheduling.state_planner import StatePlanner
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
@@ -64,7 +65,8 @@ class Scheduler:
         self._arena = arena
         self._cache = cache
         self._prefixes = prefixes
-        reclaimer.add(prefixes)
+        reclaimer.add(prefixes, prefixes.states)
+        self._states = StatePlanner(prefixes, reclaimer)
         self._counters = counters
         self._waiting = WaitingQueue(cache.residency_of, policy)
         self._running = RunningBatch()
@@ -183,14 +185,13 @@ class Scheduler:
             self._allocator.grow_further(shares, left, now)
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
-        return self._number(in_batch_order(decodes, others + started))
+        return self._number(in_batch_order(decodes, others + started), now)
 
-    def _number(self, rows: Sequence[PlannedRow]) -> StepPlan:
-        plan = StepPlan(self._next_step, tuple(rows))
+    def _number(self, rows: Sequence[PlannedRow], now: float = 0.0) -> StepPlan:
         if rows:
-            self._arena.planned(plan.step)
+            self._arena.planned(self._next_step)
         self._next_step += 1
-        return plan
+        return StepPlan(self._next_step - 1, tuple(rows), self._states.spans(rows, now))
 
     def on_step_launched(self, plan: StepPlan) -> None:
         """The runner has launched `plan`, which has rows. Later plans run after it, and find its
@@ -234,16 +235,15 @@ class Scheduler:
             assert not request.block_tables and not request.num_computed, request.request_id
         by_owner = self._arena.blocks_by_owner()
         for request in self._running:
-            held = [b for table in request.block_tables for b in table if b != RELEASED_BLOCK]
+            tables = [*request.block_tables, request.state_blocks]
+            held = [block for table in tables for block in table if block != RELEASED_BLOCK]
             own = [block for block in held if not self._prefixes.is_cached(block)]
             owned = by_owner.get(kv_owner(request), set())
             assert len(own) == len(owned) and set(own) == owned, request.request_id
-        self._running.check_integrity()
-        for member in self._running.members():
-            placed = len(member.request.block_tables[0]) * self._layout.tokens_per_block
-            assert member.num_placed == placed, member.request.request_id
+        self._running.check_integrity(self._layout.tokens_per_block)
         tables = [table for r in self._running for table in r.block_tables]
         self._prefixes.check_integrity(tables)
+        self._prefixes.states.check_integrity(r.state_key for r in self._running if r.state_key)
 
     def _grow_some(self, wanted: dict[Member, int], now: float) -> bool:
         """Preempt the last to arrive until the rest has its blocks. True when one went."""

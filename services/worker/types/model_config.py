@@ -61,6 +61,37 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrenceConfig:
+    """Gated delta nets, which some layers have in place of attention: see `ops/recurrence`."""
+
+    layers: tuple[int, ...]
+    """Those without attention, ascending."""
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads."""
+    key_dim: int
+    """Of one head."""
+    value_dim: int
+    kernel_size: int
+    """Tokens that the convolution sees: the last ones, its own included."""
+
+    @property
+    def keys_size(self) -> int:
+        """Width of all key heads, and of all query heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values_size(self) -> int:
+        """Width of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys_size + self.values_size
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Geometry and arithmetic of a decoder, every default resolved."""
 
@@ -77,7 +108,7 @@ class ModelConfig:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...]
-    """Sliding window of each layer in tokens; None = full attention."""
+    """Sliding window of each layer in tokens; None = full attention, or none."""
     ropes: tuple[RopeConfig, ...]
     """Rotary embedding of each layer; empty where the transformers library rotates."""
     attention_scale: float
@@ -99,6 +130,15 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     moe: MoeConfig | None = None
+    gated_attention: bool = False
+    """Each query head has a gate, whose sigmoid multiplies what the head attends to."""
+    recurrence: RecurrenceConfig | None = None
+    """None = every layer has attention."""
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers without attention."""
+        return () if self.recurrence is None else self.recurrence.layers
 
     @property
     def num_layers(self) -> int:

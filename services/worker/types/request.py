@@ -96,6 +96,12 @@ class Request:
     """The index of the last of these among the outputs of the step launched last."""
     block_tables: list[list[int]] = field(default_factory=list)
     """Blocks per KV group, in position order; RELEASED_BLOCK behind the group's window."""
+    state_blocks: list[int] = field(default_factory=list)
+    """Blocks of its recurrent state, where the base has one."""
+    state_key: bytes = b""
+    """Of the snapshot in which its state at num_computed is; empty = in its own blocks."""
+    state_marks: tuple[int, ...] = ()
+    """Numbers of tokens after which its state is to be kept, ascending."""
     prefix_hashes: list[bytes] = field(default_factory=list)
     """Hash chain over its full blocks, as far as anyone has asked (see `PrefixCache`)."""
     num_cached: int = 0

@@ -114,6 +114,8 @@ class Runner(Protocol):
     tokens_per_block: int
     kv_group_windows: tuple[int | None, ...]
     """Sliding window of each KV group in tokens; None = full attention."""
+    state_blocks: int
+    """Blocks of a running request's recurrent state; 0 = the base has none."""
 
     @property
     def layout(self) -> AdapterLayout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -37,6 +38,17 @@ class PlannedRow(NamedTuple):
         return self.num_tokens > 1 or self.start < len(self.request.prompt_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """A part of a row whose recurrent state comes from some blocks and goes to some, maybe others.
+    The parts of a row are computed in order."""
+
+    num_tokens: int
+    source: Sequence[int]
+    """Empty = the state before the first token."""
+    target: Sequence[int]
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What one step computes, in batch order: contexts, then generations; inside each by first
@@ -44,6 +56,8 @@ class StepPlan:
 
     step: int
     rows: tuple[PlannedRow, ...]
+    states: tuple[tuple[StateSpan, ...], ...] = ()
+    """Of each row, where the base has recurrent layers."""
 
     @cached_property
     def num_contexts(self) -> int:

@@ -158,9 +158,11 @@ async def test_every_chunk_of_a_stream_names_the_weights_of_its_tokens(live: Sta
             choice = json.loads(line[6:])["choices"][0]
             ids += choice["token_ids"]
             spans += choice["weights"]
-            if len(ids) == 10:
+            if len(ids) >= 10 and ("default", "policy", 2) not in live.registry.versions:
                 live.registry.put("policy", 2)
-    assert _check_labels({"token_ids": ids, "weights": spans})[::59] == [1, 2]
+    versions = _check_labels({"token_ids": ids, "weights": spans})
+    assert versions == sorted(versions)
+    assert set(versions) == {1, 2}
     assert [span["start"] for span in spans] == sorted(span["start"] for span in spans)
 
 
@@ -183,7 +185,7 @@ async def test_the_sdk_sees_the_digests_of_each_piece_and_of_the_whole(live: Sta
         sampling = Sampling(max_tokens=NUM_TOKENS)
         async for piece in client.generate("policy", [1, 2], sampling, on_update="follow"):
             pieces.append(piece)
-            if len(pieces) == 10:
+            if len(pieces) == 5:
                 live.registry.put("policy", 2)
         for piece in pieces:
             assert all(letter_of(piece.digests[0]) == token for token in piece.token_ids)
@@ -224,7 +226,7 @@ async def test_keep_freezes_running_requests_and_lets_them_go_on(live: Stack) ->
     running, other = _start(live), _start(live, model="other")
     await _until_running(live)
     assert (await _post(live, "/pause", mode="keep", model="Policy")).json() == {"status": "paused"}
-    assert live.workers[0].num_live == 1
+    await eventually(lambda: live.workers[0].num_live == 1)
     late = _start(live, max_tokens=3)
     assert len((await other).json()["choices"][0]["token_ids"]) == NUM_TOKENS
     assert live.workers[0].num_live == 0
@@ -253,6 +255,19 @@ async def test_a_follower_goes_on_with_what_was_published_during_a_pause(live: S
     assert len(choice["token_ids"]) == NUM_TOKENS
 
 
+async def test_a_client_that_does_not_read_delays_no_pause(live: Stack) -> None:
+    body = _body(stream=True, max_tokens=400)
+    async with (
+        httpx.AsyncClient(base_url=live.url, timeout=30.0) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        assert answer.status_code == 200
+        await _until_running(live)
+        for mode in ("keep", "abort"):
+            assert (await _post(live, "/pause", mode=mode)).status_code == 200
+            await eventually(lambda: live.workers[0].num_live == 0)
+
+
 async def test_abort_answers_with_what_was_generated(live: Stack) -> None:
     running, chat = _start(live, n=2), _start(live, model="other")
     await _until_running(live)
@@ -260,8 +275,8 @@ async def test_abort_answers_with_what_was_generated(live: Stack) -> None:
     for answer in (await running, await chat):
         for choice in answer.json()["choices"]:
             assert choice["finish_reason"] == "abort"
-            assert 0 < len(choice["token_ids"]) < NUM_TOKENS
-    assert live.workers[0].num_live == 0
+            assert len(choice["token_ids"]) < NUM_TOKENS
+    await eventually(lambda: live.workers[0].num_live == 0)
     async with httpx.AsyncClient(base_url=live.url) as client:
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         await client.post("/resume")

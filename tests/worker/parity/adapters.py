@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.worker.parity.bases import TinyBase
 
+DELTA_NETS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 FEATURES: dict[str, dict[str, object]] = {
@@ -132,6 +133,19 @@ FEATURES: dict[str, dict[str, object]] = {
     },
     "experts-all-linear": {"r": 4, "target_modules": "all-linear"},
     "expert-linears": {"r": 4, "target_modules": ["v_proj", "w1", "w2", "w3"]},
+    "delta-nets": {"r": 6, "target_modules": DELTA_NETS},
+    "delta-nets-dora": {
+        "r": 4,
+        "use_dora": True,
+        "use_rslora": True,
+        "target_modules": [*DELTA_NETS[1:], "q_proj"],
+        "modules_to_save": ["linear_attn.norm"],
+    },
+    "delta-nets-activated": {
+        "r": 5,
+        "target_modules": [*DELTA_NETS, "down_proj"],
+        "alora_invocation_tokens": [5, 9, 5],
+    },
 }
 
 RESIZED = {
@@ -170,7 +184,11 @@ LIBRARY_FEATURES = (
 )
 """Features that are proven on bases that run through the transformers library."""
 
-EXPERT_FAMILIES = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+RECURRENT_FEATURES = ("delta-nets", "delta-nets-dora", "delta-nets-activated")
+ACTIVATED_FEATURES = ("activated", "delta-nets-activated")
+EXPERT_FAMILIES = (
+    "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_next",
+)  # fmt: skip
 
 FUSED_NAMES = (
     (re.compile(r"(?<![a-z])[qkv]_proj"), "qkv_proj"),
@@ -198,6 +216,11 @@ def features_of(base: TinyBase) -> list[str]:
         names -= {*TIED_FEATURES}
     if base.is_multimodal:
         names -= {"bias-all"}  # it trains the vision tower's, too
+    layer_types = getattr(base.config, "layer_types", None) or ["full_attention"] * 2
+    if "linear_attention" not in layer_types:
+        names -= {*RECURRENT_FEATURES}
+    if layer_types[1] == "linear_attention":
+        names -= {"one-layer"}
     if base.model.config.model_type not in EXPERT_FAMILIES:
         return [name for name in FEATURES if name in names - {*EXPERT_FEATURES}]
     words = ("gate_", "up_", "down_")  # PEFT renames these where experts are fused
@@ -307,7 +330,7 @@ def write_as_linears(base: TinyBase, folder: Path) -> None:
             container = container.replace(".mlp", ".block_sparse_moe")
         own = names[:2] if ".base_layer." in name else names[2:]
         part = "lora_A" if ".lora_A." in name else "lora_B"
-        for i in range(base.model.config.num_local_experts):
+        for i in range(_num_experts(base)):
             for j, linear in enumerate(own):
                 key = f"{container}.experts.{i}.{linear}.{part}.weight"
                 written[key] = _of_expert(tensor, part, i, j, len(own), base, config["r"])
@@ -317,11 +340,16 @@ def write_as_linears(base: TinyBase, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
+def _num_experts(base: TinyBase) -> int:
+    names = ("num_local_experts", "num_experts")
+    return next(getattr(base.config, name) for name in names if hasattr(base.config, name))
+
+
 def _of_expert(
     tensor: torch.Tensor, part: str, index: int, half: int, num_halves: int, base: TinyBase, r: int
 ) -> torch.Tensor:
     """A linear's share of a stacked tensor; what lies outside of the diagonal is dropped."""
-    count = base.model.config.num_local_experts
+    count = _num_experts(base)
     if part == "lora_A":
         return tensor.view(count, num_halves, r, -1)[index, half].contiguous()
     by_rank = tensor.view(num_halves, -1, num_halves, r, count)

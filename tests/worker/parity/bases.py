@@ -46,6 +46,33 @@ VISION = {
 }
 """A vision tower, whose weights are in the files of a multimodal base."""
 
+DELTA_NETS = {
+    # A query and a key may be nearly orthogonal. What is read is then almost nothing but rounding
+    # errors, and the norm multiplies it with up to 1 / sqrt(eps), in transformers as here.
+    "rms_norm_eps": 1e-3,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    **_rope(rope_type="default", partial_rotary_factor=0.5),
+}
+"""Recurrent layers, and attention as published models have it next to them."""
+OF_IMAGES = _rope(
+    rope_type="default",
+    partial_rotary_factor=0.5,
+    mrope_section=[2, 2, 2],
+    mrope_interleaved=True,
+)
+EVERY_SECOND = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+"""Published models have attention in every fourth layer, in which tiny adapters change little."""
+QWEN_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+
 BASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
     "llama3-rope-tied": ("LlamaConfig", {**LLAMA3_ROPE, "tie_word_embeddings": True}),
@@ -103,6 +130,45 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
         },
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", {**DELTA_NETS, **EVERY_SECOND}),
+    "qwen3.5-multimodal": (
+        "Qwen3_5Config",
+        {
+            "text_config": {
+                **COMMON,
+                **DELTA_NETS,
+                **OF_IMAGES,
+                "num_hidden_layers": 5,
+                "layer_types": [*EVERY_SECOND["layer_types"], "full_attention"],
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "depth": 1,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeConfig",
+        {
+            "text_config": {**COMMON, **DELTA_NETS, **OF_IMAGES, **QWEN_EXPERTS, **EVERY_SECOND},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "depth": 1,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+            },
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**DELTA_NETS, **QWEN_EXPERTS, **EVERY_SECOND, "mlp_only_layers": [1]},
     ),
     "llama-mha-head-dim": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 24}),
     "gpt-oss": (
@@ -275,6 +341,15 @@ def config_of(name: str) -> transformers.PretrainedConfig:
     return getattr(transformers, class_name)(**fields)
 
 
+def _deviation(base_name: str, parameter_name: str) -> float:
+    """Of a parameter's random values."""
+    if "gemma" in base_name and "embed" in parameter_name:
+        return 0.02  # it multiplies them by sqrt(hidden); large ones would drown the layers
+    if "conv1d" in parameter_name:
+        return 0.5
+    return 0.15
+
+
 def make_base(name: str, folder: Path, *, shard_bytes: int | None = None) -> TinyBase:
     """Random weights, seeded by the name; norms and biases are random, too."""
     config = config_of(name)
@@ -288,9 +363,8 @@ def make_base(name: str, folder: Path, *, shard_bytes: int | None = None) -> Tin
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
         else:
-            # Gemma multiplies embeddings by sqrt(hidden); large ones would drown the layers.
-            is_loud = "gemma" in name and "embed" in parameter_name
-            parameter.data.normal_(0.0, 0.02 if is_loud else 0.15, generator=generator)
+            deviation = _deviation(name, parameter_name)
+            parameter.data.normal_(0.0, deviation, generator=generator)
         parameter.requires_grad_(False)
     shards = {"max_shard_size": shard_bytes} if shard_bytes else {}
     model.save_pretrained(folder, **shards)

@@ -14,7 +14,13 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from loraplex_services.worker.types.runner_protocol import LaunchedStep
-from loraplex_services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan, batch_order
+from loraplex_services.worker.types.step_plan import (
+    PlannedRow,
+    SampledRow,
+    StateSpan,
+    StepPlan,
+    batch_order,
+)
 from tests.worker.loading import adapter_blocks, load_adapter
 
 
@@ -77,7 +83,8 @@ class Driver:
     def _launch(self, step: int, jobs: Sequence[Job], chunk: int) -> tuple[LaunchedStep, Pairs]:
         pairs = [(self._plan(job, chunk), job) for job in jobs]
         pairs.sort(key=lambda pair: batch_order(pair[0]))
-        launched = self.runner.launch(StepPlan(step, tuple(row for row, _ in pairs)))
+        states = tuple(self._spans(row) for row, _ in pairs) if self.runner.state_blocks else ()
+        launched = self.runner.launch(StepPlan(step, tuple(row for row, _ in pairs), states))
         choosing = [row.request for row, _ in pairs if row.chooses]
         for output, request in enumerate(choosing):
             request.in_flight_output = output
@@ -113,6 +120,19 @@ class Driver:
         start = request.num_computed
         return PlannedRow(request, start, num_tokens, is_last, job.slots, follows)
 
+    def _spans(self, row: PlannedRow) -> tuple[StateSpan, ...]:
+        """The state of a row. Now and then it moves to other blocks in the middle, as it does where
+        the prefix cache keeps it."""
+        request = row.request
+        source, before = list(request.state_blocks), request.state_blocks
+        if not before or self._rng.random() < 0.2:
+            request.state_blocks = [self._free.pop() for _ in range(self.runner.state_blocks)]
+        target, cut = request.state_blocks, 0
+        if target is not before and row.num_tokens > 1:
+            cut = self._rng.randrange(1, row.num_tokens)
+        spans = [StateSpan(cut, source, target)] if cut else []
+        return (*spans, StateSpan(row.num_tokens - cut, target if cut else source, target))
+
     def _has_outgrown(self, request: Request) -> bool:
         base_switch_len = self.runner.model_info().rope_switch_len
         switch_len = request.rope.switch_len if request.rope else base_switch_len
@@ -126,6 +146,10 @@ class Driver:
 
     def _release(self, request: Request, end: int, *, finished: bool) -> None:
         """Free blocks that nothing from position `end` on can see, or all of them."""
+        if finished and request.state_blocks:
+            self._poison(request.state_blocks)
+            self._free += request.state_blocks
+            request.state_blocks = []
         for table, window in zip(request.block_tables, self.runner.kv_group_windows, strict=True):
             first = len(table)
             if not finished:

@@ -11,6 +11,7 @@ from typing import Any
 
 from loraplex_services.worker.engine.adapter_checks import last_place
 from tests.worker.parity.adapters import (
+    ACTIVATED_FEATURES,
     FEATURES,
     LIBRARY_FEATURES,
     RESIZED,
@@ -84,12 +85,12 @@ def make_jobs(stage: Stage, seed: int, num_new_tokens: int, *, stagger: bool) ->
         prompt = random_prompt(rng)
         if name in RESIZED:
             prompt[::3] = [rng.randrange(RESIZED[name]) for _ in prompt[::3]]
-        if name == "activated":  # invoked twice, once, or not at all
+        if name in ACTIVATED_FEATURES:  # invoked twice, once, or not at all
             invocation = FEATURES[name]["alora_invocation_tokens"]
             for place in rng.sample(range(len(prompt)), min(2, len(prompt))):
                 prompt[place : place + len(invocation)] = invocation
         request = greedy(f"{i}-{name}", prompt, num_new_tokens, logprobs=0)
-        if name == "activated":
+        if name in ACTIVATED_FEATURES:
             request.adapters_from = last_place(prompt, invocation)
         arrival_step = rng.randrange(12)
         jobs.append((name, Job(request, slots, arrival_step if stagger else 0)))

@@ -12,7 +12,7 @@ import transformers
 from loraplex_services.worker.model.families import read_model_config
 from tests.worker.parity.bases import BASES, COMMON
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 ADDED_LATER = ("layer_types", "dtype", "rope_parameters")
 """Keys that files of transformers 4 lack: its early versions, or all."""
 
@@ -20,6 +20,8 @@ ADDED_LATER = ("layer_types", "dtype", "rope_parameters")
 def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
     """The same config with `rope_theta`, `rope_scaling` and `torch_dtype`."""
     old = {key: value for key, value in config.items() if key not in ADDED_LATER}
+    if RECURRENT in config.get("layer_types", ()):
+        old["layer_types"] = config["layer_types"]
     params = config["rope_parameters"]
     if FULL in params:
         old |= {"rope_local_base_freq": params[SLIDING]["rope_theta"], "sliding_window_pattern": 6}

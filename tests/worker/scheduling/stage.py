@@ -18,7 +18,7 @@ from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, Ser
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from loraplex_services.worker.types.residency import Evict, Load
-from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
+from loraplex_services.worker.types.step_plan import PlannedRow, StateSpan, StepPlan, batch_order
 
 STEP_S = 1.0
 TOKEN = 7
@@ -73,11 +73,12 @@ class Stage:
         counters: ServiceCounters | None = None,
         prefix_cache: bool = True,
         overlaps: bool = False,
+        state_blocks: int = 0,
         copy_steps: int = 0,
         **limits: int,
     ) -> None:
         bounds = SchedulerLimits(**{"max_step_tokens": 16, "max_running": 6, **limits})
-        self.layout = KvLayout(4, windows, bounds.max_step_tokens)
+        self.layout = KvLayout(4, windows, bounds.max_step_tokens, state_blocks)
         self.arena = Arena(num_blocks)
         self.reclaimer = Reclaimer(self.arena)
         self.cache = AdapterCache(
@@ -95,6 +96,8 @@ class Stage:
             counters,
         )
         self.limits = bounds
+        self.states: dict[int, tuple[int, object]] = {}
+        """What each block of a state has: its place in the state, and a hash of the tokens."""
         self.content: dict[int, list[object]] = {}
         """What stands at each position of each block: a hash of all that decides it."""
         self.now = 0.0
@@ -144,8 +147,10 @@ class Stage:
             self.cache.loaded(self.copies.popleft()[1])
         self.check(plan)
         if plan.rows:
+            spans = plan.states or ((),) * len(plan.rows)
+            rows = zip(plan.rows, spans, strict=True)
             self.in_flight.append(
-                InFlight(plan, {r.request.request_id: self.used(r) for r in plan.rows})
+                InFlight(plan, {r.request.request_id: self.used(r, s) for r, s in rows})
             )
             self.scheduler.on_step_launched(plan)
         if len(self.in_flight) > (self.overlaps and bool(plan.rows)):
@@ -160,8 +165,9 @@ class Stage:
             if self.scheduler.runs(row.request):
                 self.advance(row.request, row)
 
-    def used(self, row: PlannedRow) -> set[int]:
+    def used(self, row: PlannedRow, spans: tuple[StateSpan, ...]) -> set[int]:
         tables = {block for table in row.request.block_tables for block in table}
+        tables |= {block for span in spans for block in (*span.source, *span.target)}
         adapters = (self.cache.get(digest).blocks for digest in row.request.adapters.digests)
         return tables.union(*adapters)
 
@@ -191,6 +197,7 @@ class Stage:
         if self.limits.max_loras is not None:
             assert plan.num_distinct_adapters <= self.limits.max_loras
         written: list[int] = []
+        self.check_states(plan)
         for row in plan.rows:
             self.check_input(row)
             contents = contents_of(row.request)
@@ -219,6 +226,34 @@ class Stage:
                     assert found == (group, contents[position]), "another's KV is read"
         assert len(written) == len(set(written)), "two rows write to a block"
         assert not any(self.prefixes.is_cached(block) for block in written)
+
+    def check_states(self, plan: StepPlan) -> None:
+        """Every row begins with the state of all tokens before it, and leaves the next one."""
+        if not self.layout.state_blocks:
+            assert not plan.states
+            return
+        written: set[int] = set()
+        for row, spans in zip(plan.rows, plan.states, strict=True):
+            contents, position = contents_of(row.request), row.start
+            assert sum(span.num_tokens for span in spans) == row.num_tokens
+            for span in spans:
+                assert span.num_tokens > 0 and len(span.target) == self.layout.state_blocks
+                assert bool(span.source) == (position > 0)
+                for place, block in enumerate(span.source):
+                    assert self.states[block] == (place, contents[position - 1]), "another's state"
+                position += span.num_tokens
+                for place, block in enumerate(span.target):
+                    self.states[block] = place, contents[position - 1]
+                    self.content.pop(block, None)
+                assert not written & set(span.target), "two rows write to a block"
+                for step in self.in_flight:
+                    others = (
+                        b for name, b in step.blocks.items() if name != row.request.request_id
+                    )
+                    assert not set(span.target) & set().union(*others), "a step in flight has it"
+                written |= set(span.target)
+        tables = {block for row in plan.rows for t in row.request.block_tables for block in t}
+        assert not written & tables, "a state where KV is"
 
     def check_input(self, row: PlannedRow) -> None:
         """A token that nobody knows yet is an output of the step before."""

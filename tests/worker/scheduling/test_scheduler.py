@@ -128,6 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (
             self.stage.arena.num_free
             + self.stage.prefixes.num_idle
+            + self.stage.prefixes.states.idle_blocks(())
             + sum(a.num_blocks for a in self.stage.cache.adapters() if a.slot >= 0)
             == self.stage.arena.num_blocks
         )
@@ -157,12 +158,26 @@ class FairMachine(SchedulerMachine):
         return Stage(48, (None, None), fair(counters), counters, rope_switch_len=14)
 
 
-for machine in (SchedulerMachine, ClusteredWindowsMachine, FairClusteredMachine, FairMachine):
+class RecurrentMachine(SchedulerMachine):
+    """The same with recurrent states, of which the prefix cache keeps snapshots."""
+
+    def make_stage(self) -> Stage:
+        return Stage(60, state_blocks=3, max_loras=3)
+
+
+for machine in (
+    SchedulerMachine,
+    ClusteredWindowsMachine,
+    FairClusteredMachine,
+    FairMachine,
+    RecurrentMachine,
+):
     machine.TestCase.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 TestClusteredWindows = ClusteredWindowsMachine.TestCase
 TestFairClustered = FairClusteredMachine.TestCase
 TestFair = FairMachine.TestCase
+TestRecurrent = RecurrentMachine.TestCase
 
 
 def test_an_activated_adapter_shares_what_lies_before_its_invocation_with_the_base() -> None:

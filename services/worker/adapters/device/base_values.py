@@ -70,8 +70,8 @@ class SiteValues:
         """float32 `[1, out]`."""
         module = part.module
         if part.role is Role.NORM:
-            weight = _tensor(module.full, read).float() + self._sites.norm_offset
-            return values_of(weight[None])
+            offset = self._sites.norm_offsets.get(site_id, 0.0)
+            return values_of((_tensor(module.full, read).float() + offset)[None])
         if part.role is Role.BIAS:
             trained = _tensor(module.bias, read).float()
             rows = slice(part.col_begin, part.col_begin + len(trained))

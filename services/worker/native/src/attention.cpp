@@ -1,4 +1,4 @@
-// Paged causal attention: writes a step's keys and values into the cache, then attends.
+// Paged attention: writes a step's keys and values into the cache, then attends.
 //
 // A task is one sequence, one KV head and a few queries; the G query heads that share the KV head
 // go through each block of keys together. The softmax is kept as a running maximum and sum, block by
@@ -138,17 +138,17 @@ void attend(const AttentionCall<T>& call, const Sequence& sequence, int64_t head
             store(queries + row * padded + d, load_n(q + d, l.head_dim - d));
         }
     }
-    const int64_t low = sequence.start + first, high = sequence.start + last;
-    const int64_t oldest = l.window == 0 || low < l.window ? 0 : low - l.window + 1;
+    const int64_t low = sequence.start + first;
+    const int64_t oldest = seen_by(l, sequence, low).begin;
+    const int64_t high = seen_by(l, sequence, sequence.start + last - 1).end;
     for (int64_t block = oldest / l.block_tokens; block * l.block_tokens < high; ++block) {
         const int64_t begin = block * l.block_tokens;
         const int64_t place = block_of(sequence, block) * l.block_stride +
                               head * l.block_tokens * l.head_dim;
         for (int64_t row = 0; row < num_rows; ++row) {
-            const int64_t now = low + row / group;
-            const int64_t seen = l.window == 0 || now < l.window ? 0 : now - l.window + 1;
-            const int64_t from = seen > begin ? seen - begin : 0;
-            const int64_t to = now + 1 - begin < l.block_tokens ? now + 1 - begin : l.block_tokens;
+            const Seen seen = seen_by(l, sequence, low + row / group);
+            const int64_t from = seen.begin > begin ? seen.begin - begin : 0;
+            const int64_t to = seen.end - begin < l.block_tokens ? seen.end - begin : l.block_tokens;
             if (from >= to) continue;
             float scores[kMaxBlockTokens];
             float* out = outputs + row * padded;

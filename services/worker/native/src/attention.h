@@ -15,8 +15,9 @@ struct Layout {
     double scale, softcap;  // softcap 0 = none
     int64_t window;         // 0 = none
     int64_t sinks;          // address of a float for each head; 0 = none
+    int64_t is_full;        // 1: a query sees all keys of its sequence, whatever the window
 };
-static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 13 * 8, "library.py writes these");
+static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 14 * 8, "library.py writes these");
 
 template <class T>
 struct AttentionCall {
@@ -34,6 +35,17 @@ inline bool has_sinks(const Layout& l) { return l.sinks != 0; }
 
 inline float sink_of(const Layout& l, int64_t head) {
     return reinterpret_cast<const float*>(l.sinks)[head];
+}
+
+// Keys [begin, end) that the query at a position sees.
+struct Seen {
+    int64_t begin, end;
+};
+
+inline Seen seen_by(const Layout& l, const Sequence& sequence, int64_t position) {
+    if (l.is_full) return {0, sequence.start + sequence.num_tokens};
+    const bool is_cut = l.window != 0 && position >= l.window;
+    return {is_cut ? position - l.window + 1 : 0, position + 1};
 }
 
 inline int64_t block_of(const Sequence& sequence, int64_t index) {

@@ -101,8 +101,9 @@ void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const Que
     const Layout& l = call.layout;
     const int64_t group = l.num_heads / l.num_kv_heads, head = task.head;
     const int64_t num_rows = (task.last - task.first) * group;
-    const int64_t low = sequence.start + task.first, high = sequence.start + task.last;
-    const int64_t oldest = l.window == 0 || low < l.window ? 0 : low - l.window + 1;
+    const int64_t low = sequence.start + task.first;
+    const int64_t oldest = seen_by(l, sequence, low).begin;
+    const int64_t high = seen_by(l, sequence, sequence.start + task.last - 1).end;
     const int64_t first = oldest / kTokens, end = (high + kTokens - 1) / kTokens;
     const int64_t width = (end - first) * kTokens;
     float* scores = scratch(0, num_rows * width);
@@ -123,12 +124,11 @@ void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const Que
         const RowProducts products(n);
         products.score(queries + begin * l.head_dim, keys, l.head_dim, first, end, scores, width);
         for (int64_t row = 0; row < n; ++row) {
-            const int64_t now = low + (begin + row) / group;
-            const int64_t seen = l.window == 0 || now < l.window ? 0 : now - l.window + 1;
+            const Seen seen = seen_by(l, sequence, low + (begin + row) / group);
             const int64_t skipped = first * kTokens;
-            const int64_t from = seen > skipped ? seen - skipped : 0;
+            const int64_t from = seen.begin > skipped ? seen.begin - skipped : 0;
             factors[row] = weigh(l, head * group + (begin + row) % group, scores + row * width, from,
-                                 now + 1 - skipped, width, weights + row * width);
+                                 seen.end - skipped, width, weights + row * width);
         }
         products.gather(weights, values, l.head_dim, first, end, out, width);
         for (int64_t row = 0; row < n; ++row) {

@@ -1,194 +1,267 @@
-"""The attention seam, after the attention page of TensorRT-LLM's PyTorch backend.
+"""The attention interface, after the attention page of TensorRT-LLM's PyTorch backend.
 
-A backend is one `AttentionBackend` per layer, built with the model, and one `AttentionMetadata` per
-step, filled by the runner and completed by `prepare`. Field names are that page's, so that a reader
-who knows it, and a backend written against it, feel at home.
+A backend is one `AttentionBackend` for each layer, built with the model, and one
+`AttentionMetadata` for each step, filled by the runner and completed by `prepare`. Names of fields
+and arguments are that page's. `docs/internals/attention-backends.md` builds one.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # the model's types lie above attention
-    from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.worker.ops.attention.metadata import (
+    AttentionMetadata,
+    KvCache,
+    KvCacheParams,
+    StaticInputs,
+)
+from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.types.model_config import ModelConfig, RopeConfig
 
 
 class AttentionMask(enum.Enum):
     """Which keys a query sees."""
 
     CAUSAL = "causal"
+    """Those up to its own position, and of these the last `window` where the layer has one."""
     FULL = "full"
-
-
-class KvCache(Protocol):
-    """What a backend needs of the KV cache's storage."""
-
-    tokens_per_block: int
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each KV group."""
-        ...
-
-    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer in every block, each `[num_blocks, Hkv, T, D]`."""
-        ...
-
-    def group_of(self, layer: int) -> int:
-        """KV group of a layer."""
-        ...
+    """All keys of its sequence, in the cache and in the batch. Layers with a window, which do not
+    keep them all, take it without a cache only."""
 
 
 @dataclass(frozen=True, slots=True)
-class KvCacheParams:
-    """Where each sequence's KV lies."""
+class QuantConfig:
+    """How a backend stores what it is given."""
 
-    use_cache: bool
-    """False: a pass without cache (pooling); nothing is written, contexts see themselves only."""
-    num_cached_tokens_per_seq: tuple[int, ...] = ()
-    """Positions that are in the cache before this step."""
-    block_tables: tuple[Sequence[Sequence[int]], ...] = ()
-    """Per KV group, per sequence: block ids in position order. Ids behind a window are void."""
-
-
-@dataclass(slots=True)
-class AttentionMetadata:
-    """One batch as attention sees it: contexts first, then generations."""
-
-    num_contexts: int
-    num_generations: int
-    num_tokens: int
-    num_ctx_tokens: int
-    """Tokens of the contexts."""
-    seq_lens: Tensor
-    """int64 `[num_requests]` on the CPU: new tokens of each sequence in this step."""
-    prompt_lens: Sequence[int]
-    request_ids: Sequence[str]
-    kv_cache_params: KvCacheParams
-    kv_cache_manager: KvCache | None = None
-    """The cache's storage; None without a cache."""
-    position_ids: Tensor | None = None
-    """int64 `[num_tokens]`, on the device."""
-    max_num_requests: int = 0
-    max_num_tokens: int = 0
-    is_cuda_graph: bool = False
-    is_dummy_attention: bool = False
-    """A profiling run: shapes only, the cache is neither read nor written."""
-    seq_lens_cuda: Tensor | None = None
-    """`seq_lens` on the device."""
-    context_lens: Tensor = field(init=False)
-    """`seq_lens` of the contexts."""
-
-    def __post_init__(self) -> None:
-        self.context_lens = self.seq_lens[: self.num_contexts]
-
-    def context_spans(self) -> tuple[tuple[int, int, int], ...]:
-        """Per context: (first token row, end row, position of the first)."""
-        starts = self.kv_cache_params.num_cached_tokens_per_seq or [0] * self.num_contexts
-        spans, row = [], 0
-        for num, start in zip(self.context_lens.tolist(), starts, strict=False):
-            spans.append((row, row + num, start))
-            row += num
-        return tuple(spans)
-
-    def prepare(self) -> None:
-        """Complete a backend's own fields from the predefined ones; called once for each step."""
-
-    def begin_forward(self) -> None:
-        """Launch what all layers share. Called at the beginning of each forward pass, so a captured
-        step contains it: it may read inputs on the device and must not wait for them."""
+    kv_cache_dtype: str
+    """Name of the type that keys and values are stored in."""
 
 
 @dataclass(frozen=True, slots=True)
-class StaticInputs:
-    """One generation in each row, at addresses that a captured step reads again and again."""
+class PositionalEmbeddingParams:
+    """The rotary embedding that a backend applies itself.
 
-    cache: KvCache
-    positions: Tensor
-    """int64 `[size]`."""
-    places: tuple[Tensor, ...]
-    """Per KV group: int64 `[size]`, block * T + slot of each new token; -1 for a padding row."""
-    tables: tuple[Tensor, ...]
-    """Per KV group: int32 `[rows, blocks]`: block ids in position order."""
-    table_rows: Tensor
-    """int32 `[size]`: the row of each generation in `tables`."""
-    max_keys: int
-    """The most keys that a row may see."""
+    Adapters may bring another than the base's, so the cosines and sines of each token come with the
+    step, in `AttentionMetadata.rotations[layer_idx]`.
+    """
+
+    rope: RopeConfig
+    """The base's, of this layer."""
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """Attention of one layer."""
 
+    Metadata: ClassVar[type[AttentionMetadata]] = AttentionMetadata
+    """What `forward` reads of a step."""
+    kv_cache_dtypes: ClassVar[frozenset[str]] = frozenset()
+    """Types that keys and values can be stored in, in addition to the model's."""
+    rotates: ClassVar[bool] = False
+    """Whether it can apply a rotary embedding itself."""
+    captures_graphs: ClassVar[bool] = False
+    """Whether steps can be captured as CUDA graphs: see `create_cuda_graph_metadata`."""
+    warm_up_sizes: ClassVar[tuple[int, ...]] = (2,)
+    """Sizes of idle steps, in tokens, that launch every kernel in every variant between them:
+    after them nothing is compiled, whatever lengths and batches follow."""
+
+    def __init__(
+        self,
+        layer_idx: int,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        quant_config: QuantConfig | None = None,
+        pos_embd_params: PositionalEmbeddingParams | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            num_kv_heads: None = as many as query heads.
+            quant_config: None = keys and values are stored in the model's dtype.
+            pos_embd_params: None = queries and keys come rotated.
+            scale: of scores; None = 1 / sqrt(head_dim).
+            softcap: scores s become softcap * tanh(s / softcap).
+            window: keys that a query sees with the causal mask, its own included; None = all.
+            sinks: float32 `[num_heads]`, a score of each query head in addition to those of the
+                keys, which has no value.
+
+        Raises:
+            InvalidRequest: the backend cannot store keys as asked, or cannot rotate.
+        """
+        if quant_config is not None and quant_config.kv_cache_dtype not in self.kv_cache_dtypes:
+            known = ", ".join(sorted(self.kv_cache_dtypes)) or "no other type than the model's"
+            why = f"{type(self).__name__} stores keys and values in {known}"
+            raise InvalidRequest.field("kv_cache_dtype", quant_config.kv_cache_dtype, why)
+        if pos_embd_params is not None and not self.rotates:
+            why = f"{type(self).__name__} takes queries and keys that are rotated"
+            raise InvalidRequest.field("pos_embd_params", "a rotary embedding", why)
+        self.layer_idx = layer_idx
+        self.quant_config = quant_config
+        self.pos_embd_params = pos_embd_params
+        self.sinks = sinks
+        self.shape = HeadShape(
+            num_heads,
+            num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim,
+            head_dim**-0.5 if scale is None else scale,
+            softcap,
+            window,
+        )
+
+    @classmethod
+    def for_heads(
+        cls, layer_idx: int, shape: HeadShape, sinks: Tensor | None = None, **others: Any
+    ) -> Self:
+        """A layer with these heads; `others` are further arguments."""
+        return cls(
+            layer_idx,
+            shape.num_heads,
+            shape.head_dim,
+            shape.num_kv_heads,
+            scale=shape.scale,
+            softcap=shape.softcap,
+            window=shape.window,
+            sinks=sinks,
+            **others,
+        )
+
+    @abstractmethod
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         metadata: AttentionMetadata,
-        attention_mask: AttentionMask = AttentionMask.CAUSAL,
+        attention_mask: AttentionMask | None = None,
     ) -> Tensor:
         """Write this step's keys and values and attend to everything visible.
 
         Args:
-            q: `[num_tokens, num_heads * head_dim]`, already rotated.
+            q: `[num_tokens, num_heads * head_dim]`; may be mutated. Without k and v it is the fused
+                `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, as `split` cuts it. Rows
+                may lie apart.
             k, v: `[num_tokens, num_kv_heads * head_dim]`.
+            attention_mask: None = causal.
 
         Returns:
             `[num_tokens, num_heads * head_dim]`.
         """
-        ...
+
+    def sees_all(self, metadata: AttentionMetadata, attention_mask: AttentionMask | None) -> bool:
+        """Whether a query sees all keys of its sequence.
+
+        Raises:
+            Unsupported: the keys are in the cache, of which the layer keeps the last ones only.
+        """
+        if attention_mask is not AttentionMask.FULL:
+            return False
+        if self.shape.window is not None and metadata.kv_cache_params.use_cache:
+            why = f"layer {self.layer_idx} keeps the keys of its window only; run without a cache"
+            raise Unsupported.field("attention_mask", attention_mask.value, why)
+        return True
+
+    def split(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, as views where they come fused."""
+        if k is not None and v is not None:
+            return q, k, v
+        width, kv_width = (
+            num * self.shape.head_dim for num in (self.shape.num_heads, self.shape.num_kv_heads)
+        )
+        assert k is None and v is None and q.shape[1] == width + 2 * kv_width, q.shape
+        q, k, v = q.split((width, kv_width, kv_width), dim=1)
+        return q, k, v
 
 
-class AttentionKernels(Protocol):
-    """What a device's attention library offers: layers, and metadata for each way of running a
-    step. `ops/attention/triton_backend.py` is one; another implements these five methods."""
+class AttentionMaker:
+    """Makes the layers and the metadata of one kind of backend."""
+
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        *,
+        name: str = "",
+        layer_fields: Mapping[str, Any] | None = None,
+        metadata_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            name: of a backend that is not built in, for the numerics fingerprint.
+            layer_fields, metadata_fields: further arguments of each layer, and of each metadata.
+        """
+        self.backend = backend
+        self.name = name
+        self._layer_fields = layer_fields or {}
+        self._metadata_fields = metadata_fields or {}
 
     def layer(
-        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
-    ) -> RotatingBackend:
-        """The backend of one layer; `sinks` as `Operators.attention` has them."""
-        ...
+        self, config: ModelConfig, layer: int, sinks: Tensor | None = None, *, rotated: bool = False
+    ) -> AttentionBackend:
+        """The backend of one layer; see `Operators.attention`."""
+        params = None
+        if self.backend.rotates and not rotated:
+            params = PositionalEmbeddingParams(config.ropes[layer])
+        shape = HeadShape.of(config, layer)
+        others = {"pos_embd_params": params, **self._layer_fields}
+        return self.backend.for_heads(layer, shape, sinks, **others)
 
     def metadata(self, **fields: Any) -> AttentionMetadata:
-        """Metadata of one step, from the predefined fields of AttentionMetadata."""
-        ...
+        """Metadata of one step, from the predefined fields; not yet prepared."""
+        return self.backend.Metadata(**fields, **self._metadata_fields)
 
-    def static_metadata(self, inputs: StaticInputs) -> AttentionMetadata:
-        """Metadata of a step that is captured once and replayed with other values in `inputs`."""
-        ...
+    def graph_metadata(
+        self, cache: KvCache, positions: Tensor, inputs: StaticInputs
+    ) -> AttentionMetadata:
+        """Metadata of a step of generations that is captured once and replayed with other values
+        in `positions` and `inputs`."""
+        size = len(positions)
+        metadata = self.metadata(
+            num_contexts=0,
+            num_generations=size,
+            num_tokens=size,
+            num_ctx_tokens=0,
+            seq_lens=torch.ones(size, dtype=torch.int64),
+            kv_cache_params=KvCacheParams(use_cache=True),
+            kv_cache_manager=cache,
+            position_ids=positions,
+            max_num_requests=size,
+            max_num_tokens=size,
+        )
+        return metadata.create_cuda_graph_metadata(inputs)
 
     def idle_metadata(self, cache: KvCache, positions: Tensor) -> AttentionMetadata:
         """Metadata of a step that leaves the cache as it is: a context of all `positions` but the
-        last, if there are several, and a generation."""
-        ...
-
-    def warm_up_variants(self) -> tuple[int, ...]:
-        """Sizes of idle steps, in tokens, that launch every kernel in every variant between them:
-        after them nothing is compiled, whatever lengths and batches follow."""
-        ...
-
-
-@runtime_checkable
-class RotatingBackend(AttentionBackend, Protocol):
-    """A backend that turns queries and keys itself, on their way to the cache."""
-
-    def rotate_and_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """`forward` of rotated q and k, with the causal mask.
-
-        Args:
-            q, k, v: as `forward` takes them, not rotated; q may be mutated.
-            cos_sin: `[num_tokens, 1, dim / 2]` each.
-        """
-        ...
+        last, if there are several, and a generation. Contexts may read the arena's first block,
+        whatever is in it."""
+        num_ctx_tokens = len(positions) - 1
+        lens = [num_ctx_tokens, 1] if num_ctx_tokens else [1]
+        blocks = [0] * -(-len(positions) // cache.tokens_per_block)
+        metadata = self.metadata(
+            num_contexts=len(lens) - 1,
+            num_generations=1,
+            num_tokens=len(positions),
+            num_ctx_tokens=num_ctx_tokens,
+            seq_lens=torch.tensor(lens),
+            kv_cache_params=KvCacheParams(
+                use_cache=True,
+                num_cached_tokens_per_seq=(0,) * len(lens),
+                block_tables=([blocks] * len(lens),) * len(cache.windows),
+            ),
+            kv_cache_manager=cache,
+            position_ids=positions,
+            max_num_requests=len(lens),
+            max_num_tokens=len(positions),
+        )
+        metadata.prepare_idle()
+        return metadata

@@ -11,13 +11,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from loraplex_services.worker.native.bindings import TILE_INPUTS, TILE_ROWS, Native, row_stride
-from loraplex_services.worker.ops.attention.backend import AttentionMask, AttentionMetadata
-from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMask
+from loraplex_services.worker.ops.attention.metadata import PASS_BLOCK_TOKENS, AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,15 @@ class NativeAttentionMetadata(AttentionMetadata):
     def prepare(self) -> None:
         """Lay out the predefined fields."""
         params = self.kv_cache_params
-        assert params.use_cache, "C++ attention needs a KV cache"
         lens: list[int] = self.seq_lens.tolist()
         counts = (-(-num // self.task_queries) for num in lens)
         self.task_ends = torch.tensor(list(accumulate(counts)), dtype=torch.int64)
         rows = list(accumulate(lens, initial=0))[:-1]
         starts = params.num_cached_tokens_per_seq
-        self.groups = tuple(_flatten(rows, lens, starts, t) for t in params.block_tables)
+        tables = params.block_tables
+        if not params.use_cache:
+            starts, tables = (0,) * len(lens), (self.pass_planes().tables,)
+        self.groups = tuple(_flatten(rows, lens, starts, table) for table in tables)
 
 
 def _flatten(
@@ -66,48 +69,54 @@ def _flatten(
     return GroupSequences(words, block_ids)
 
 
-class NativeAttention:
+class NativeAttention(AttentionBackend):
     """One layer."""
 
-    def __init__(
-        self, native: Native, layer_idx: int, shape: HeadShape, sinks: Tensor | None = None
-    ) -> None:
-        """`sinks`: float32 `[num_heads]`."""
+    Metadata = NativeAttentionMetadata
+
+    def __init__(self, *heads: Any, native: Native, **others: Any) -> None:
+        """`heads`, `others`: as `AttentionBackend` takes them."""
+        super().__init__(*heads, **others)
         self._native = native
-        self._layer = layer_idx
-        self._shape = shape
-        self._sinks = sinks
 
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         metadata: AttentionMetadata,
-        attention_mask: AttentionMask = AttentionMask.CAUSAL,
+        attention_mask: AttentionMask | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`; rows of q, k, v may lie apart."""
         assert isinstance(metadata, NativeAttentionMetadata), type(metadata)
-        assert attention_mask is AttentionMask.CAUSAL, "a KV cache implies the causal mask"
+        q, k, v = self.split(q, k, v)
         if metadata.is_dummy_attention:
             return torch.zeros_like(q)
+        assert metadata.task_ends is not None
         cache = metadata.kv_cache_manager
-        assert cache is not None and metadata.task_ends is not None
-        planes = cache.planes(self._layer)
-        group = metadata.groups[cache.group_of(self._layer)]
-        layout = self._layout(q, k, v, planes[0], cache.tokens_per_block)
-        if self._fits_tiles(q.dtype, cache.tokens_per_block):
+        if metadata.kv_cache_params.use_cache:
+            assert cache is not None
+            planes, block_tokens = cache.planes(self.layer_idx), cache.tokens_per_block
+            group = metadata.groups[cache.group_of(self.layer_idx)]
+        else:
+            planes, block_tokens = metadata.pass_planes().planes(k, self.shape), PASS_BLOCK_TOKENS
+            group = metadata.groups[0]
+        is_full = self.sees_all(metadata, attention_mask)
+        layout = self._layout(q, k, v, planes[0], block_tokens, is_full=is_full)
+        if self._fits_tiles(q.dtype, block_tokens):
             return self._native.attend_tiles(q, k, v, planes, layout, group.words)
         return self._native.attend(q, k, v, planes, layout, group.words, metadata.task_ends)
 
     def _fits_tiles(self, dtype: torch.dtype, block_tokens: int) -> bool:
-        is_whole = self._shape.head_dim % TILE_INPUTS == 0 and block_tokens == TILE_ROWS
+        is_whole = self.shape.head_dim % TILE_INPUTS == 0 and block_tokens == TILE_ROWS
         return self._native.has_tiles and dtype is torch.bfloat16 and is_whole
 
-    def _layout(self, q: Tensor, k: Tensor, v: Tensor, plane: Tensor, block_tokens: int) -> Tensor:
-        shape = self._shape
+    def _layout(
+        self, q: Tensor, k: Tensor, v: Tensor, plane: Tensor, block_tokens: int, *, is_full: bool
+    ) -> Tensor:
+        shape = self.shape
         words = struct.pack(
-            "9q2d2q",
+            "9q2d3q",
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -120,6 +129,7 @@ class NativeAttention:
             shape.scale,
             shape.softcap or 0.0,
             shape.window or 0,
-            0 if self._sinks is None else self._sinks.data_ptr(),
+            0 if self.sinks is None else self.sinks.data_ptr(),
+            is_full,
         )
         return torch.frombuffer(bytearray(words), dtype=torch.int64)

@@ -13,15 +13,11 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from loraplex_services.worker.ops.attention.backend import (
-    AttentionMask,
-    AttentionMetadata,
-    RotatingBackend,
-)
+from loraplex_services.worker.ops.attention.backend import AttentionBackend
+from loraplex_services.worker.ops.attention.metadata import AttentionMetadata
 
-CosSin: TypeAlias = tuple[Tensor, Tensor]
-Interrupt: TypeAlias = Callable[[RotatingBackend, Tensor, Tensor, Tensor, CosSin], Tensor]
-"""(backend, q, k, v, cosines and sines) -> what attention returns."""
+Interrupt: TypeAlias = Callable[[AttentionBackend, Tensor, Tensor, Tensor], Tensor]
+"""(backend, q, k, v) -> what attention returns."""
 
 
 def _not_set(*args: object) -> Tensor:
@@ -35,27 +31,14 @@ class InterruptingMetadata(AttentionMetadata):
     interrupt: Interrupt = _not_set
 
 
-class InterruptibleAttention:
-    """A backend of one layer that such a pass can leave out. Implements `RotatingBackend`."""
-
-    def __init__(self, backend: RotatingBackend) -> None:
-        self._backend = backend
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        metadata: AttentionMetadata,
-        attention_mask: AttentionMask = AttentionMask.CAUSAL,
-    ) -> Tensor:
-        """The backend's."""
-        return self._backend.forward(q, k, v, metadata, attention_mask)
-
-    def rotate_and_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, metadata: AttentionMetadata
-    ) -> Tensor:
-        """The backend's, unless the metadata takes the call."""
-        if isinstance(metadata, InterruptingMetadata):
-            return metadata.interrupt(self._backend, q, k, v, cos_sin)
-        return self._backend.rotate_and_forward(q, k, v, cos_sin, metadata)
+def forward_interruptibly(
+    backend: AttentionBackend,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """The backend's `forward` with the causal mask, unless the metadata takes the call."""
+    if isinstance(metadata, InterruptingMetadata):
+        return metadata.interrupt(backend, *backend.split(q, k, v))
+    return backend.forward(q, k, v, metadata)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.ops.attention.backend import AttentionMask, AttentionMetadata
-from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMask
+from loraplex_services.worker.ops.attention.metadata import AttentionMetadata
 
 MAX_SCORE_ITEMS = 16 * 1024 * 1024
 """Most float32 scores of one context at a time; longer ones run in pieces of queries."""
@@ -119,35 +119,32 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
     )
 
 
-class VanillaAttention:
+class VanillaAttention(AttentionBackend):
     """One layer."""
 
-    def __init__(self, layer_idx: int, shape: HeadShape, sinks: Tensor | None = None) -> None:
-        """`sinks`: float32 `[num_heads]`."""
-        self._layer = layer_idx
-        self._shape = shape
-        self._sinks = sinks
+    Metadata = VanillaAttentionMetadata
 
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         metadata: AttentionMetadata,
-        attention_mask: AttentionMask = AttentionMask.CAUSAL,
+        attention_mask: AttentionMask | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         assert isinstance(metadata, VanillaAttentionMetadata), type(metadata)
+        q, k, v = self.split(q, k, v)
         if metadata.is_dummy_attention:
             return torch.zeros_like(q)
-        shape = self._shape
-        queries = q.view(len(q), shape.num_kv_heads, shape.num_shared, shape.head_dim)
-        keys = k.view(len(k), shape.num_kv_heads, shape.head_dim)
-        values = v.view(len(v), shape.num_kv_heads, shape.head_dim)
+        num_tokens, shape = len(q), self.shape
+        queries = q.reshape(num_tokens, shape.num_kv_heads, shape.num_shared, shape.head_dim)
+        keys = k.reshape(num_tokens, shape.num_kv_heads, shape.head_dim)
+        values = v.reshape(num_tokens, shape.num_kv_heads, shape.head_dim)
+        is_full = self.sees_all(metadata, attention_mask)
         if not metadata.kv_cache_params.use_cache:
-            return self._without_cache(queries, keys, values, metadata, attention_mask)
-        assert attention_mask is AttentionMask.CAUSAL, "a KV cache implies the causal mask"
-        return self._with_cache(queries, keys, values, metadata)
+            return self._without_cache(queries, keys, values, metadata, is_full=is_full)
+        return self._with_cache(queries, keys, values, metadata, is_full=is_full)
 
     def _without_cache(
         self,
@@ -155,14 +152,15 @@ class VanillaAttention:
         k: Tensor,
         v: Tensor,
         metadata: VanillaAttentionMetadata,
-        mask: AttentionMask,
+        *,
+        is_full: bool,
     ) -> Tensor:
         out = [
             self._context(
                 q[begin:end],
                 k[begin:end].transpose(0, 1),
                 v[begin:end].transpose(0, 1),
-                start if mask is AttentionMask.CAUSAL else None,
+                None if is_full else start,
                 start,
             )
             for begin, end, start in metadata.spans
@@ -170,11 +168,17 @@ class VanillaAttention:
         return torch.cat(out)
 
     def _with_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: VanillaAttentionMetadata
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: VanillaAttentionMetadata,
+        *,
+        is_full: bool,
     ) -> Tensor:
         assert metadata.kv_cache_manager is not None
-        k_plane, v_plane = metadata.kv_cache_manager.planes(self._layer)
-        group = metadata.groups[metadata.kv_cache_manager.group_of(self._layer)]
+        k_plane, v_plane = metadata.kv_cache_manager.planes(self.layer_idx)
+        group = metadata.groups[metadata.kv_cache_manager.group_of(self.layer_idx)]
         if len(group.fresh_blocks):
             k_plane[group.fresh_blocks] = 0
             v_plane[group.fresh_blocks] = 0
@@ -186,7 +190,8 @@ class VanillaAttention:
             num_keys = start + end - begin - key_begin
             keys = _sequence(k_plane, group.context_blocks[i])[:, :num_keys]
             values = _sequence(v_plane, group.context_blocks[i])[:, :num_keys]
-            out.append(self._context(q[begin:end], keys, values, start, key_begin))
+            causal_start = None if is_full else start
+            out.append(self._context(q[begin:end], keys, values, causal_start, key_begin))
         if metadata.num_generations:
             out.append(self._decode(q[metadata.num_ctx_tokens :], k_plane, v_plane, group))
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -205,9 +210,9 @@ class VanillaAttention:
                 now = torch.arange(start + row, start + row + len(piece), device=q.device)[:, None]
                 at = torch.arange(key_begin, key_begin + keys.shape[1], device=q.device)
                 visible = at <= now
-                if self._shape.window is not None:
-                    visible &= at > now - self._shape.window
-            sinks = self._shaped_sinks(self._shape.num_kv_heads, self._shape.num_shared, 1, 1)
+                if self.shape.window is not None:
+                    visible &= at > now - self.shape.window
+            sinks = self._shaped_sinks(self.shape.num_kv_heads, self.shape.num_shared, 1, 1)
             heads = piece.permute(1, 2, 0, 3)
             out = self._attend(heads, keys[:, None], values[:, None], visible, sinks)
             pieces.append(out.permute(2, 0, 1, 3))
@@ -217,18 +222,18 @@ class VanillaAttention:
         """One query per sequence, `[R, Hkv, G, D]`; `[R, Hq * D]`."""
         keys = _sequences(k_plane, group.decode_blocks)
         values = _sequences(v_plane, group.decode_blocks)
-        sinks = self._shaped_sinks(1, self._shape.num_kv_heads, self._shape.num_shared, 1)
+        sinks = self._shaped_sinks(1, self.shape.num_kv_heads, self.shape.num_shared, 1)
         return self._attend(q, keys, values, group.decode_visible, sinks).reshape(len(q), -1)
 
     def _shaped_sinks(self, *shape: int) -> Tensor | None:
-        return None if self._sinks is None else self._sinks.view(shape)
+        return None if self.sinks is None else self.sinks.view(shape)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
         """`[B, H, n, D]` over `[B, H or 1, K, D]`, all finite where not visible. `sinks` have the
         shape of a score of each query, or one that broadcasts to it."""
-        scale, softcap = self._shape.scale, self._shape.softcap
+        scale, softcap = self.shape.scale, self.shape.softcap
         if softcap is None and sinks is None and q.device.type == "cpu":
             k, v = (x.expand(*q.shape[:2], -1, -1) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)

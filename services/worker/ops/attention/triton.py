@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ def context_tiles(
             row,
             min(row + block_rows, end),
             start + row - begin,
+            start + end - begin,
         ]
         for sequence, (begin, end, start) in enumerate(spans)
         for row in range(begin, end, block_rows)
@@ -59,6 +61,8 @@ def attend_contexts(
     shape: HeadShape,
     sinks: Tensor | None = None,
     tiling: Tiling | None = None,
+    *,
+    is_full: bool = False,
 ) -> None:
     """Semantics: out[t, h] = softmax(softcap(scale * q[t, h] K^T)) V over the keys that t sees.
 
@@ -66,12 +70,15 @@ def attend_contexts(
         out, q: `[tokens, num_heads * head_dim]`, rows contiguous. Of `out`, the tiles' rows are
             mutated.
         planes: K and V of the layer in every block, each `[num_blocks, Hkv, T, D]`.
-        tiles: int32 `[n, 4]`: sequence, first token row, end row, position of the first row; of
-            `rows_of_tile` rows each.
+        tiles: int32 `[n, 5]`: sequence, first token row, end row, position of the first row, keys
+            of the sequence; of `rows_of_tile` rows each.
         tables: int32 `[sequences, blocks]`; the blocks of ids that no query sees are not read.
         sinks: float32 `[num_heads]`: a score in addition to those of the keys, without a value.
         tiling: for experiments.
+        is_full: a row sees all keys of its sequence, whatever the window.
     """
+    if is_full:
+        shape = dataclasses.replace(shape, window=None)
     tiling = tiling or context_tiling(shape, q.itemsize, shared_bytes(q.device))
     kernels.attend_contexts[(shape.num_kv_heads, len(tiles))](
         q,
@@ -84,7 +91,7 @@ def attend_contexts(
         shape.scale,
         shape.softcap or 0.0,
         shape.window or 0,
-        **context_constants(shape, tiling, planes[0].shape[2]),
+        **context_constants(shape, tiling, planes[0].shape[2], is_full=is_full),
         HAS_SINKS=sinks is not None,
         WIDEN=must_widen(q.dtype),
         num_warps=tiling.num_warps,
@@ -147,12 +154,15 @@ def _strides(
     return k_plane.stride(0), q.stride(0), out.stride(0), tables.stride(0)
 
 
-def context_constants(shape: HeadShape, tiling: Tiling, block_tokens: int) -> dict[str, Any]:
+def context_constants(
+    shape: HeadShape, tiling: Tiling, block_tokens: int, *, is_full: bool = False
+) -> dict[str, Any]:
     """Compile-time arguments of `attend_contexts` besides WIDEN."""
     block_rows = tiling.block_queries // shape.block_shared
     return _constants(shape, tiling, block_tokens) | {
         "BLOCK_ROWS": block_rows,
         "HAS_WINDOW": shape.window is not None,
+        "IS_FULL": is_full,
     }
 
 

@@ -1,14 +1,11 @@
-"""Attention on GPUs by Triton kernels: contexts in tiles of queries, generations in items of keys.
-
-A pass needs the KV cache; pooling models, which have none, use `torch.py`.
-"""
+"""Attention by Triton kernels: contexts in tiles of queries, generations in items of keys."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +14,20 @@ from torch import Tensor
 from loraplex_services.worker.ops.attention import triton as kernels
 from loraplex_services.worker.ops.attention import work_items
 from loraplex_services.worker.ops.attention.backend import (
+    AttentionBackend,
+    AttentionMaker,
     AttentionMask,
+)
+from loraplex_services.worker.ops.attention.metadata import (
+    PASS_BLOCK_TOKENS,
     AttentionMetadata,
     KvCache,
-    KvCacheParams,
     StaticInputs,
 )
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.work_items import PartialSums
 from loraplex_services.worker.ops.rope.triton import rotate_and_append
 from loraplex_services.worker.transfers import to_device
-from loraplex_services.worker.types.model_config import ModelConfig
 
 
 class Workspace:
@@ -59,12 +59,9 @@ class TritonAttentionMetadata(AttentionMetadata):
     tables: tuple[Tensor, ...] = ()
     """Per KV group: int32 `[rows, blocks]`."""
     table_rows: Sequence[int] | None = None
-    """The row of each sequence's blocks in `tables`; None = the sequences are the rows in order.
-    Set where `tables`, `places` and `decode_rows` are made by the caller."""
+    """The row of each sequence's blocks in `tables`; None = the sequences are the rows in order."""
     decode_rows: Tensor | None = None
     """int32 `[num_generations]` on the device: `table_rows` of the generations."""
-    out: Tensor | None = None
-    """`[num_tokens, num_heads * head_dim]`: where results go; None = to a new tensor."""
     places: tuple[Tensor, ...] = ()
     """Per KV group: int64 `[num_tokens]`, block * T + slot of each new token; -1 = none."""
     split_limit: int = work_items.LARGEST_SPLIT
@@ -73,34 +70,68 @@ class TritonAttentionMetadata(AttentionMetadata):
     """Items of the generations, at most."""
     spans: tuple[tuple[int, int, int], ...] = ()
     """As `context_spans` says."""
-    _context_tiles: dict[int, Tensor] = field(default_factory=dict)
-    _items: dict[int | None, Tensor] = field(default_factory=dict)
+    _context_tiles: dict[int, Tensor] = field(init=False, default_factory=dict)
+    _items: dict[int | None, Tensor] = field(init=False, default_factory=dict)
     """By window."""
-    _partial: PartialSums | None = None
+    _partial: PartialSums | None = field(init=False, default=None)
 
     def prepare(self) -> None:
         """Compute tables, places and sizes from the predefined fields."""
-        params = self.kv_cache_params
-        assert params.use_cache, "passes without a cache use the vanilla backend"
         if self.is_dummy_attention:
             return
-        assert self.position_ids is not None and self.kv_cache_manager is not None
-        device, num_slots = self.position_ids.device, self.kv_cache_manager.tokens_per_block
-        starts = params.num_cached_tokens_per_seq
+        params = self.kv_cache_params
+        assert self.position_ids is not None
         self.spans = self.context_spans()
-        if self.table_rows is None:
-            self.tables = tuple(_table(rows, device) for rows in params.block_tables)
-            self.places = _places(self.tables, self.seq_lens, self.position_ids, num_slots)
-            self.decode_rows = _rows_in_order(self.num_contexts, self.num_generations, device)
+        if not params.use_cache:
+            self._set_tables((self.pass_planes().tables,), PASS_BLOCK_TOKENS)
+            return
+        assert self.kv_cache_manager is not None
+        device, starts = self.position_ids.device, params.num_cached_tokens_per_seq
+        if (given := self.device_inputs) is not None:
+            self.tables, self.places = given.tables, given.places
+            self.table_rows, self.decode_rows = given.table_rows, given.decode_rows
+        else:
+            self._set_tables(params.block_tables, self.kv_cache_manager.tokens_per_block)
         self.split_limit = _split_limit(self.kv_cache_manager, self.num_generations, device)
         self.max_items = sum(
             work_items.max_splits(start + 1, self.split_limit)
             for start in starts[self.num_contexts :]
         )
 
+    def _set_tables(
+        self, block_tables: Sequence[Sequence[Sequence[int]]], block_tokens: int
+    ) -> None:
+        assert self.position_ids is not None
+        device = self.position_ids.device
+        self.tables = tuple(_table(rows, device) for rows in block_tables)
+        self.places = _places(self.tables, self.seq_lens, self.position_ids, block_tokens)
+        self.decode_rows = _rows_in_order(self.num_contexts, self.num_generations, device)
+
+    def prepare_idle(self) -> None:
+        """Launches the kernels, which write no key: no token has a place."""
+        self.prepare()
+        self.places = tuple(torch.full_like(places, -1) for places in self.places)
+
+    def create_cuda_graph_metadata(self, inputs: StaticInputs) -> TritonAttentionMetadata:
+        """See AttentionMetadata. Padding rows have one item without keys."""
+        assert self.position_ids is not None and self.kv_cache_manager is not None
+        device = self.position_ids.device
+        made = dataclasses.replace(
+            self,
+            is_cuda_graph=True,
+            tables=inputs.tables,
+            decode_rows=inputs.table_rows,
+            places=inputs.places,
+        )
+        made.split_limit = _split_limit(self.kv_cache_manager, self.num_generations, device)
+        made.max_items = self.num_generations * work_items.max_splits(
+            inputs.max_keys, made.split_limit
+        )
+        return made
+
     def begin_forward(self) -> None:
         """List the items of the generations, for each window that layers have."""
-        if self.is_dummy_attention or not self.num_generations:
+        if not self.num_generations or self.is_dummy_attention:
             return
         assert self.position_ids is not None and self.kv_cache_manager is not None
         assert self.decode_rows is not None, "prepared, or set by the caller"
@@ -169,65 +200,51 @@ def _places(
     )
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """One layer."""
 
-    def __init__(self, layer_idx: int, shape: HeadShape, sinks: Tensor | None = None) -> None:
-        self._layer = layer_idx
-        self._shape = shape
-        self._sinks = sinks
+    Metadata = TritonAttentionMetadata
+    rotates = True
+    captures_graphs = True
+    # Kernels depend on nothing but the model: a context and a generation launch them all.
+    warm_up_sizes = (2,)
 
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         metadata: AttentionMetadata,
-        attention_mask: AttentionMask = AttentionMask.CAUSAL,
+        attention_mask: AttentionMask | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         assert isinstance(metadata, TritonAttentionMetadata), type(metadata)
-        assert attention_mask is AttentionMask.CAUSAL, "a KV cache implies the causal mask"
+        q, k, v = self.split(q, k, v)
         if metadata.is_dummy_attention:
             return torch.zeros_like(q)
-        planes, group = self._cache(metadata)
-        kernels.append(k, v, planes, metadata.places[group])
-        return self._attend(q, planes, group, metadata)
-
-    def rotate_and_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """See `RotatingBackend.rotate_and_forward`."""
-        assert isinstance(metadata, TritonAttentionMetadata), type(metadata)
-        if metadata.is_dummy_attention:
-            return torch.zeros_like(q)
-        planes, group = self._cache(metadata)
-        rotate_and_append(q, k, v, cos_sin, planes, metadata.places[group])
-        return self._attend(q, planes, group, metadata)
-
-    def _cache(self, metadata: TritonAttentionMetadata) -> tuple[tuple[Tensor, Tensor], int]:
-        assert metadata.kv_cache_manager is not None
-        cache = metadata.kv_cache_manager
-        return cache.planes(self._layer), cache.group_of(self._layer)
-
-    def _attend(
-        self,
-        q: Tensor,
-        planes: tuple[Tensor, Tensor],
-        group: int,
-        metadata: TritonAttentionMetadata,
-    ) -> Tensor:
+        is_full = self.sees_all(metadata, attention_mask)
+        planes, group = self._cache(k, metadata)
+        if self.pos_embd_params is None:
+            kernels.append(k, v, planes, metadata.places[group])
+        else:
+            cos_sin = metadata.rotations[self.layer_idx]
+            rotate_and_append(q, k, v, cos_sin, planes, metadata.places[group])
         out = q.new_empty(q.shape) if metadata.out is None else metadata.out
         if metadata.num_contexts:
-            self._contexts(out, q, planes, group, metadata)
+            self._contexts(out, q, planes, group, metadata, is_full=is_full)
         if metadata.num_generations:
             self._generations(out, q, planes, group, metadata)
         return out
+
+    def _cache(
+        self, k: Tensor, metadata: TritonAttentionMetadata
+    ) -> tuple[tuple[Tensor, Tensor], int]:
+        """The layer's planes and its KV group."""
+        if not metadata.kv_cache_params.use_cache:
+            return metadata.pass_planes().planes(k, self.shape), 0
+        assert metadata.kv_cache_manager is not None
+        cache = metadata.kv_cache_manager
+        return cache.planes(self.layer_idx), cache.group_of(self.layer_idx)
 
     def _contexts(
         self,
@@ -236,10 +253,14 @@ class TritonAttention:
         planes: tuple[Tensor, Tensor],
         group: int,
         metadata: TritonAttentionMetadata,
+        *,
+        is_full: bool,
     ) -> None:
-        tiles = metadata.context_tiles(kernels.rows_of_tile(self._shape, q))
+        tiles = metadata.context_tiles(kernels.rows_of_tile(self.shape, q))
         tables = metadata.tables[group]
-        kernels.attend_contexts(out, q, planes, tiles, tables, self._shape, self._sinks)
+        kernels.attend_contexts(
+            out, q, planes, tiles, tables, self.shape, self.sinks, is_full=is_full
+        )
 
     def _generations(
         self,
@@ -249,82 +270,13 @@ class TritonAttention:
         group: int,
         metadata: TritonAttentionMetadata,
     ) -> None:
-        items, partial = metadata.items(self._shape.window), metadata.partial_sums(self._shape)
+        items, partial = metadata.items(self.shape.window), metadata.partial_sums(self.shape)
         first_row, tables = metadata.num_ctx_tokens, metadata.tables[group]
         kernels.attend_generations(
-            out, q, planes, items, tables, first_row, self._shape, partial, self._sinks
+            out, q, planes, items, tables, first_row, self.shape, partial, self.sinks
         )
 
 
-class TritonKernels:
-    """Implements `backend.AttentionKernels`."""
-
-    def __init__(self) -> None:
-        self._workspace = Workspace()
-
-    def layer(
-        self, config: ModelConfig, layer: int, sinks: Tensor | None = None
-    ) -> TritonAttention:
-        """See AttentionKernels."""
-        return TritonAttention(layer, HeadShape.of(config, layer), sinks)
-
-    def metadata(self, **fields: Any) -> TritonAttentionMetadata:
-        """See AttentionKernels."""
-        return TritonAttentionMetadata(**fields, workspace=self._workspace)
-
-    def static_metadata(self, inputs: StaticInputs) -> TritonAttentionMetadata:
-        """See AttentionKernels. Padding rows have one item without keys."""
-        size = len(inputs.positions)
-        limit = _split_limit(inputs.cache, size, inputs.positions.device)
-        return TritonAttentionMetadata(
-            num_contexts=0,
-            num_generations=size,
-            num_tokens=size,
-            num_ctx_tokens=0,
-            seq_lens=torch.ones(size, dtype=torch.int64),
-            prompt_lens=(),
-            request_ids=(),
-            kv_cache_params=KvCacheParams(use_cache=True),
-            kv_cache_manager=inputs.cache,
-            position_ids=inputs.positions,
-            max_num_requests=size,
-            max_num_tokens=size,
-            is_cuda_graph=True,
-            workspace=self._workspace,
-            tables=inputs.tables,
-            decode_rows=inputs.table_rows,
-            places=inputs.places,
-            split_limit=limit,
-            max_items=size * work_items.max_splits(inputs.max_keys, limit),
-        )
-
-    def idle_metadata(self, cache: KvCache, positions: Tensor) -> TritonAttentionMetadata:
-        """See AttentionKernels. Contexts read the arena's first block, whatever is in it."""
-        num_ctx_tokens = len(positions) - 1
-        lens = [num_ctx_tokens, 1] if num_ctx_tokens else [1]
-        blocks = [0] * -(-len(positions) // cache.tokens_per_block)
-        metadata = TritonAttentionMetadata(
-            num_contexts=len(lens) - 1,
-            num_generations=1,
-            num_tokens=len(positions),
-            num_ctx_tokens=num_ctx_tokens,
-            seq_lens=torch.tensor(lens),
-            prompt_lens=(),
-            request_ids=(),
-            kv_cache_params=KvCacheParams(
-                use_cache=True,
-                num_cached_tokens_per_seq=(0,) * len(lens),
-                block_tables=([blocks] * len(lens),) * len(cache.windows),
-            ),
-            kv_cache_manager=cache,
-            position_ids=positions,
-            workspace=self._workspace,
-        )
-        metadata.prepare()
-        metadata.places = tuple(torch.full_like(places, -1) for places in metadata.places)
-        return metadata
-
-    def warm_up_variants(self) -> tuple[int, ...]:
-        """See AttentionKernels. Kernels depend on nothing but the model, so that one step with a
-        context and a generation launches them all."""
-        return (2,)
+def triton_attention() -> AttentionMaker:
+    """Of one runner, whose steps share a workspace."""
+    return AttentionMaker(TritonAttention, metadata_fields={"workspace": Workspace()})

@@ -11,7 +11,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NO_SCORE = tl.constexpr(-1.0e30)
-TILE_WORDS = tl.constexpr(4)
+TILE_WORDS = tl.constexpr(5)
 ITEM_WORDS = tl.constexpr(6)
 
 ALL_KEYS = tl.constexpr(0)
@@ -29,12 +29,12 @@ def attend_contexts(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys that t sees.
 
-    Grid: (KV head, tile). `tiles [n, 4]` int32: sequence, first token row, end row, position of the
-    first row. `tables [sequences, blocks]` int32.
+    Grid: (KV head, tile). `tiles [n, 5]` int32: sequence, first token row, end row, position of the
+    first row, keys of the sequence. `tables [sequences, blocks]` int32.
     """
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + tile * TILE_WORDS).to(tl.int64)
@@ -57,6 +57,9 @@ def attend_contexts(
     values = tl.zeros((BLOCK_ROWS * BLOCK_SHARED, BLOCK_DIM), tl.float32)
 
     end = start + row_end - row_begin
+    if IS_FULL:  # every row sees what the last one of its sequence does
+        end = tl.load(tiles + tile * TILE_WORDS + 4)
+        start = end - 1
     begin, all_begin, all_end = _ranges(start, end, window, BLOCK_KEYS, HAS_WINDOW)
     if HAS_WINDOW:
         top, total, values = _attend_keys(
@@ -72,7 +75,7 @@ def attend_contexts(
     top, total, values = _attend_keys(
         query, top, total, values, k_head, v_head, table, plane_stride, all_end, end,
         position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS,
-        HAS_SOFTCAP, HAS_WINDOW, WIDEN, CAUSAL_KEYS,
+        HAS_SOFTCAP, HAS_WINDOW, WIDEN, KEYS_BELOW_END if IS_FULL else CAUSAL_KEYS,
     )  # fmt: skip
     out_at = out + row.to(tl.int64)[:, None] * out_stride + (head * HEAD_DIM)[:, None]
     values = values / total[:, None]
@@ -94,9 +97,7 @@ def _softmax_begin(sinks, head, has_sink, HAS_SINKS: tl.constexpr):
 @triton.jit
 def _load_query(q_at, mask, WIDEN: tl.constexpr):
     query = tl.load(q_at, mask=mask, other=0.0)
-    if WIDEN:
-        query = query.to(tl.float32)
-    return query
+    return query.to(tl.float32) if WIDEN else query
 
 
 @triton.jit

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.native.bindings import Native, PackedCodes
+from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.native.codes import PackedCodes
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 
 PANEL, QUAD = 32, 4

@@ -1,11 +1,17 @@
 """What attention receives for one step over the paged cache."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 
 from loraplex_services.worker.arena_buffer import KvBuffer
-from loraplex_services.worker.ops.attention.backend import AttentionMetadata, KvCacheParams
+from loraplex_services.worker.ops.attention.metadata import AttentionMetadata, KvCacheParams
+
+
+def row_of(request_id: str, prompt_ids: list[int]) -> SimpleNamespace:
+    """A sequence, as far as attention may ask."""
+    return SimpleNamespace(request=SimpleNamespace(request_id=request_id, prompt_ids=prompt_ids))
 
 
 def paged_metadata(
@@ -26,8 +32,7 @@ def paged_metadata(
         num_tokens=sum(lens),
         num_ctx_tokens=sum(contexts),
         seq_lens=torch.tensor(lens),
-        prompt_lens=lens,
-        request_ids=[str(i) for i in range(len(lens))],
+        rows=[row_of(str(i), [0] * num) for i, num in enumerate(lens)],
         kv_cache_params=KvCacheParams(
             use_cache=True,
             num_cached_tokens_per_seq=tuple(starts),

@@ -45,8 +45,8 @@ class Side:
 def both_sides(library, heads, head_dim, window, softcap, dtype, sinks=None):
     head_shape = HeadShape(heads[0], heads[1], head_dim, head_dim**-0.5, softcap, window)
     shape = (heads, head_dim, window, dtype)
-    vanilla = VanillaAttention(0, head_shape, sinks)
-    compiled = NativeAttention(library, 0, head_shape, sinks)
+    vanilla = VanillaAttention.for_heads(0, head_shape, sinks)
+    compiled = NativeAttention.for_heads(0, head_shape, sinks, native=library)
     return (
         Side(vanilla, VanillaAttentionMetadata, *shape),
         Side(compiled, NativeAttentionMetadata, *shape, task_queries=library.task_queries),

@@ -7,7 +7,8 @@ import torch
 
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
-from loraplex_services.worker.ops.attention.backend import AttentionMask, KvCacheParams
+from loraplex_services.worker.ops.attention.backend import AttentionMask
+from loraplex_services.worker.ops.attention.metadata import KvCacheParams
 from loraplex_services.worker.ops.attention.reference import attention
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
@@ -88,7 +89,7 @@ def check_pages(window, heads, softcap, sinks=None):
     arena.data.fill_(0xFF)  # NaN wherever nothing was written
     kv = KvBuffer(arena, groups, torch.float32)
     shape = heads_of(heads[0], heads[1], window, softcap)
-    backend = VanillaAttention(0, shape, sinks)
+    backend = VanillaAttention.for_heads(0, shape, sinks)
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
     sequences = [Sequence(n, heads[0], heads[1], free) for n in (1, 15, 16, 17, 40, 63)]
@@ -112,7 +113,7 @@ def test_long_contexts_run_in_pieces_of_queries(monkeypatch):
     arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
     kv = KvBuffer(arena, groups, torch.float32)
     shape = heads_of(4, 2)
-    backend = VanillaAttention(0, shape)
+    backend = VanillaAttention.for_heads(0, shape)
     monkeypatch.setattr("loraplex_services.worker.ops.attention.torch.MAX_SCORE_ITEMS", 4 * 50 * 7)
     sequence = Sequence(50, 4, 2, list(range(NUM_BLOCKS)))
     run_step(backend, kv, [(sequence, 50)])
@@ -135,13 +136,11 @@ def test_without_a_cache_sequences_see_themselves_only(mask):
         num_tokens=15,
         num_ctx_tokens=15,
         seq_lens=torch.tensor(lens),
-        prompt_lens=lens,
-        request_ids=["a", "b", "c"],
         kv_cache_params=KvCacheParams(use_cache=False),
     )
     metadata.prepare()
     shape = heads_of(4, 2)
-    backend = VanillaAttention(0, shape)
+    backend = VanillaAttention.for_heads(0, shape)
     out = backend.forward(q.flatten(1), k.flatten(1), v.flatten(1), metadata, mask)
     causal = mask is AttentionMask.CAUSAL
     parts = zip(*(x.split(lens) for x in (out, q, k, v)), strict=True)
@@ -157,13 +156,11 @@ def test_a_profiling_run_touches_no_cache():
         num_tokens=3,
         num_ctx_tokens=3,
         seq_lens=torch.tensor([3]),
-        prompt_lens=[3],
-        request_ids=["a"],
         kv_cache_params=KvCacheParams(use_cache=True),
         is_dummy_attention=True,
     )
     metadata.prepare()
     q = torch.randn(3, 4 * HEAD_DIM)
-    out = VanillaAttention(0, heads_of(4, 4)).forward(q, q, q, metadata)
+    out = VanillaAttention.for_heads(0, heads_of(4, 4)).forward(q, q, q, metadata)
     assert out.shape == q.shape
     assert not out.isnan().any()

@@ -15,8 +15,8 @@ from loraplex_services.worker.ops.attention.triton import context_tiles
 from loraplex_services.worker.ops.attention.triton_backend import (
     TritonAttention,
     TritonAttentionMetadata,
-    TritonKernels,
     Workspace,
+    triton_attention,
 )
 from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.ops.attention.paged import paged_metadata
@@ -93,7 +93,7 @@ def run_step(shape, kv, sequences, workspace=None, sinks=None):
     q, k, v = (
         torch.cat([getattr(s, name)[s.start :] for s in sequences]).flatten(1) for name in "qkv"
     )
-    out = TritonAttention(0, shape, sinks).forward(q, k, v, metadata)
+    out = TritonAttention.for_heads(0, shape, sinks).forward(q, k, v, metadata)
     return [part.view(-1, shape.num_heads, shape.head_dim) for part in out.split(lens)]
 
 
@@ -240,7 +240,12 @@ def test_the_device_lists_the_items_of_every_row_and_none_for_padding(window, de
 
 def test_tiles_that_see_the_most_keys_come_first():
     tiles = context_tiles([(0, 5, 0), (5, 7, 100)], block_rows=2)
-    assert tiles == [[1, 5, 7, 100], [0, 4, 5, 4], [0, 2, 4, 2], [0, 0, 2, 0]]
+    assert tiles == [
+        [1, 5, 7, 100, 102],
+        [0, 4, 5, 4, 5],
+        [0, 2, 4, 2, 5],
+        [0, 0, 2, 0, 5],
+    ]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
@@ -250,9 +255,9 @@ def test_nothing_is_compiled_after_the_warm_up_variants(device):
     shape = HeadShape(8, 2, 64, 0.125, None, None)
     groups = plan_kv_groups([None], 2, 64, 2)
     kv = KvBuffer(ArenaBuffer(8, groups.block_bytes, device), groups, torch.bfloat16)
-    backend, attention = TritonKernels(), TritonAttention(0, shape)
-    for num_tokens in backend.warm_up_variants():
-        metadata = backend.idle_metadata(kv, torch.arange(num_tokens, device=device))
+    maker, attention = triton_attention(), TritonAttention.for_heads(0, shape)
+    for num_tokens in maker.backend.warm_up_sizes:
+        metadata = maker.idle_metadata(kv, torch.arange(num_tokens, device=device))
         metadata.begin_forward()
         q = torch.zeros(num_tokens, 512, dtype=torch.bfloat16, device=device)
         k = torch.zeros(num_tokens, 128, dtype=torch.bfloat16, device=device)

@@ -5,7 +5,7 @@ import torch
 
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, SegmentRecorder
+from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, SegmentRecorder, first_rows
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import adapter_blocks, load_adapter
@@ -66,9 +66,14 @@ class AttendingRecorder(SegmentRecorder):
         super().__init__(inputs, size)
         self._attention = attention
 
+    def metadata(self):
+        self._interrupting = super().metadata()
+        return self._interrupting
+
     def interrupt(self, *call):
-        attended = super().interrupt(*call)
-        self._attention.out = attended[: self._attention.num_tokens]
+        attended, num_tokens = super().interrupt(*call), self._attention.num_tokens
+        self._attention.out = attended[:num_tokens]
+        self._attention.rotations = first_rows(self._interrupting.rotations, num_tokens)
         self.segments[-2].attention.run(self._attention)
         return attended
 
@@ -81,7 +86,7 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
     step = runner._batches.read(plan)
     with torch.inference_mode():
         inputs.buffer.fill(step, step.runs)
-        recorder = AttendingRecorder(inputs, 64, inputs.metadata(step, None))
+        recorder = AttendingRecorder(inputs, 64, inputs.metadata(step, None, ()))
         graphs = MixedGraphs(runner._model, inputs, gpu.lora_batch(()))
         found = graphs.record(recorder, gpu._masks[-1])
     torch.testing.assert_close(found.hidden[: len(expected)], expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,99 @@
+"""Decode steps on a base quantised on load, over those of the same base in bfloat16.
+
+    python -m benchmarks run cpu.quantised --work-dir DIR [--model 500m] [--repetitions 3]
+
+The engine in process, three times: bfloat16, int8 and int4, in turns in one run. Random weights;
+adapters of ranks 8, 16, 32 and 64 on every linear; greedy; all requests at once. Prints how many
+times faster the step that decodes the whole batch is, by wall time and by processor time, medians
+over the repetitions of the median step, and the memory of the weights. Writes
+`results/<machine>/cpu_quantised.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.cpu.sides import OurEngine, Run
+from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
+from benchmarks.machine import write_results
+from loraplex_services.worker.native.isa import choose_isa
+
+SCHEMES = ("none", "int8", "int4")
+CASES = "1x0,2x0,4x0,8x0,8x8,32x0,32x32"
+"""Requests x distinct adapters."""
+Runs = dict[str, list[Run]]
+"""By scheme."""
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="500m")
+    parser.add_argument("--work-dir", type=Path, help="keep models here for the next run")
+    parser.add_argument("--cases", default=CASES, help="requests x adapters")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--arena-bytes", type=int, default=1_500_000_000)
+    args = parser.parse_args()
+    shape = SHAPES[args.model]
+    cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
+    with tempfile.TemporaryDirectory() as scratch:
+        root = args.work_dir or Path(scratch)
+        root.mkdir(parents=True, exist_ok=True)
+        base = make_base(shape, root)
+        num_adapters = max(adapters for _, adapters in cases)
+        folders = [make_adapter(shape, root, i) for i in range(num_adapters)]
+        sides = {}
+        for scheme in SCHEMES:
+            sides[scheme] = OurEngine(
+                base, "bfloat16", "auto", args.arena_bytes, quantization=scheme
+            )
+            sides[scheme].load(folders)
+        results = {}
+        for count, adapters in cases:
+            runs: Runs = {scheme: [] for scheme in SCHEMES}
+            for repetition in range(-1, args.repetitions):
+                prompts = make_prompts(count, shape.vocab_size, seed=1000 * count + repetition)
+                for scheme, side in sides.items():
+                    run = side.run(prompts, adapters, args.new_tokens)
+                    if repetition >= 0:
+                        runs[scheme].append(run)
+            results[f"{count}x{adapters}"] = runs
+            report(f"{count}x{adapters}", runs)
+    facts = {
+        "options": {key: value for key, value in vars(args).items() if key != "work_dir"},
+        "isa": choose_isa("auto"),
+        "load_average_at_end": os.getloadavg(),
+    }
+    runs_by_case = {
+        case: {scheme: [asdict(run) for run in own] for scheme, own in runs.items()}
+        for case, runs in results.items()
+    }
+    print(write_results("cpu_quantised", {**facts, "runs": runs_by_case}))
+
+
+def report(case: str, runs: Runs) -> None:
+    """One line: milliseconds of a step in bfloat16, and how many times faster the others are."""
+    plain_ms = median(runs["none"], "step_s") * 1e3
+    parts = [f"{case}: bfloat16 {plain_ms:.1f} ms"]
+    for scheme in SCHEMES[1:]:
+        wall, cpu = (
+            median(runs["none"], field) / median(runs[scheme], field)
+            for field in ("step_s", "step_cpu_s")
+        )
+        parts.append(f"{scheme} {wall:.2f}x ({cpu:.2f}x of processor time)")
+    print("  ".join(parts), flush=True)
+
+
+def median(runs: list[Run], field: str) -> float:
+    """Of one field."""
+    return float(statistics.median(getattr(run, field) for run in runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""An adapter that is updated while it serves: publish to first token, and whether labels are true.
+
+    python -m benchmarks run serving.live_updates [--updates 1000] [--clients 4] [--others 2]
+
+The stack is `loraplex up` with the demo base in float32. One trainer publishes versions of one
+adapter from memory, each with weights of its own, and clients stream completions of it, half of
+them following the tag. Others use an adapter that does not change. Every answer is then scored
+again under each digest that it names: a token is mislabelled if the logprob that came with it is
+not the one of those weights. A control scores answers under another version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.machine import write_results
+from demo.stack import running_stack
+from loraplex import InferenceClient, Publication, RegistryClient, Sampling
+from loraplex.client.generation import Piece
+
+DEMO = Path(__file__).parents[2] / "demo"
+NAME, STEADY = "Policy", "steady"
+PROMPT = tuple(b"zamihi 19=")
+TOLERANCE = 1e-4
+NUM_TOKENS = 48
+NUM_CONTROLS = 20
+
+
+class Trainer:
+    """Weights that change with every step."""
+
+    def __init__(self, skill: str = "upper", seed: int = 0) -> None:
+        folder = DEMO / "adapters" / skill
+        self._tensors = load_file(folder / "adapter_model.safetensors")
+        self._config = json.loads((folder / "adapter_config.json").read_bytes())
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def step(self) -> dict[str, torch.Tensor]:
+        """Walk a little at random."""
+        for name, tensor in self._tensors.items():
+            noise = torch.randn(tensor.shape, generator=self._generator).to(tensor.dtype)
+            self._tensors[name] = tensor + 0.02 * tensor.float().std().to(tensor.dtype) * noise
+        return self._tensors
+
+    async def publish(self, registry: RegistryClient, name: str = NAME, **options: Any) -> str:
+        """The digest of a new version."""
+        tensors = await asyncio.to_thread(self.step)
+        done = await registry.publish(tensors, self._config, Publication(name, **options))
+        return done.version.digest
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a run brought."""
+
+    updates: int = 0
+    requests: int = 0
+    failed: int = 0
+    tokens: int = 0
+    mislabelled: int = 0
+    bit_equal: int = 0
+    switched: int = 0
+    """Requests that more than one version computed."""
+    controls: int = 0
+    controls_told_apart: int = 0
+    still_gaps_s: list[float] = field(default_factory=list)
+    """Between tokens of the adapter that does not change, before the first update."""
+    steady_gaps_s: list[float] = field(default_factory=list)
+    """The same during updates."""
+    publish_s: list[float] = field(default_factory=list)
+
+
+async def drive(
+    grpc: str,
+    registry_address: str,
+    *,
+    updates: int,
+    clients: int,
+    others: int,
+    still_s: float = 0.0,
+) -> Tally:
+    """Serve for `still_s` seconds, then publish `updates` versions under the same load; check every
+    answer."""
+    tally, done = Tally(), asyncio.Event()
+    async with RegistryClient(registry_address) as registry, InferenceClient(grpc) as gateway:
+        trainer = Trainer()
+        await trainer.publish(registry, STEADY)
+        first = await trainer.publish(registry, keep_versions=1000)
+        seen = [first]
+        tasks = [
+            asyncio.create_task(_client(gateway, tally, done, seen, index))
+            for index in range(clients)
+        ] + [asyncio.create_task(_steady(gateway, tally, done)) for _ in range(others)]
+        await asyncio.sleep(still_s)
+        for _ in range(updates):
+            begin_s = time.perf_counter()
+            seen.append(await trainer.publish(registry, keep_versions=1000))
+            tally.publish_s.append(time.perf_counter() - begin_s)
+            tally.updates += 1
+            await asyncio.sleep(0.01)
+        done.set()
+        await asyncio.gather(*tasks)
+    return tally
+
+
+async def _client(
+    gateway: InferenceClient, tally: Tally, done: asyncio.Event, seen: list[str], index: int
+) -> None:
+    """One request after another; odd clients follow the tag."""
+    policy = "follow" if index % 2 else "finish"
+    number = 0
+    while not done.is_set():
+        number += 1
+        sampling = Sampling(
+            max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, seed=1000 * index + number
+        )
+        try:
+            stream = gateway.generate(NAME, PROMPT, sampling, on_update=policy)
+            pieces = [piece async for piece in stream]
+            await _check(gateway, pieces, tally, seen)
+            tally.requests += 1
+        except Exception as error:
+            print(f"failed: {error}")
+            tally.failed += 1
+
+
+async def _check(
+    gateway: InferenceClient, pieces: list[Piece], tally: Tally, seen: list[str]
+) -> None:
+    """Compare the logprobs of an answer with those of the weights that it names."""
+    output = [token_id for piece in pieces for token_id in piece.token_ids]
+    given = [entry.logprob for piece in pieces for entry in piece.logprobs]
+    labels = [piece.digests[0] for piece in pieces for _ in piece.token_ids]
+    assert len(output) == len(given) == NUM_TOKENS, "tokens are missing"
+    tally.switched += len(set(labels)) > 1
+    scores = {digest: await _score(gateway, digest, output) for digest in set(labels)}
+    for position, (digest, logprob) in enumerate(zip(labels, given, strict=True)):
+        tally.tokens += 1
+        tally.mislabelled += abs(scores[digest][position] - logprob) > TOLERANCE
+        tally.bit_equal += scores[digest][position] == logprob
+    if tally.controls < NUM_CONTROLS:
+        for other in [digest for digest in seen if digest not in labels][-1:]:
+            wrong = await _score(gateway, other, output)
+            differences = [abs(a - b) for a, b in zip(wrong, given, strict=True)]
+            tally.controls += 1
+            tally.controls_told_apart += max(differences) > TOLERANCE
+
+
+async def _score(gateway: InferenceClient, digest: str, output: list[int]) -> list[float]:
+    """Logprobs of an output under one version."""
+    sampling = Sampling(max_tokens=1, prompt_logprobs=0)
+    entries = []
+    stream = gateway.generate(f"{NAME}@{digest}", [*PROMPT, *output], sampling)
+    async for piece in stream:
+        entries += piece.prompt_logprobs
+    return [entry.logprob for entry in entries[-len(output) :] if entry is not None]
+
+
+async def _steady(gateway: InferenceClient, tally: Tally, done: asyncio.Event) -> None:
+    """Another tenant's stream: the gaps between its tokens."""
+    sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
+    while not done.is_set():
+        last_s = 0.0
+        async for _ in gateway.generate(STEADY, PROMPT, sampling):
+            now_s = time.perf_counter()
+            if last_s:
+                gaps_s = tally.steady_gaps_s if tally.updates else tally.still_gaps_s
+                gaps_s.append(now_s - last_s)
+            last_s = now_s
+
+
+async def first_tokens(grpc: str, registry_address: str, turns: int) -> dict[str, list[float]]:
+    """Milliseconds from the call of `publish` to the first token of the new weights: of a request
+    that is sent after it, and of one that runs and follows the tag."""
+    new_ms: list[float] = []
+    follow_ms: list[float] = []
+    async with RegistryClient(registry_address) as registry, InferenceClient(grpc) as gateway:
+        trainer = Trainer(seed=1)
+        await trainer.publish(registry)
+        for _ in range(turns):
+            begin_s = time.perf_counter()
+            digest = await trainer.publish(registry, keep_versions=8)
+            stream = gateway.generate(f"{NAME}@{digest}", PROMPT, Sampling(max_tokens=1))
+            async for piece in stream:
+                if piece.token_ids:
+                    new_ms.append(1e3 * (time.perf_counter() - begin_s))
+        for _ in range(turns):
+            follow_ms.append(await _followed_ms(gateway, registry, trainer))
+    return {"new_request_ms": new_ms, "following_request_ms": follow_ms}
+
+
+async def _followed_ms(
+    gateway: InferenceClient, registry: RegistryClient, trainer: Trainer
+) -> float:
+    publishing: asyncio.Task[str] | None = None
+    begin_s = 0.0
+    first = ""
+    sampling = Sampling(max_tokens=400, ignore_eos=True)
+    stream = gateway.generate(NAME, PROMPT, sampling, on_update="follow")
+    with suppress(GeneratorExit):
+        async for piece in stream:
+            first = first or piece.digests[0]
+            if publishing is None:
+                begin_s = time.perf_counter()
+                publishing = asyncio.create_task(trainer.publish(registry, keep_versions=8))
+            elif piece.digests[0] != first:
+                elapsed_ms = 1e3 * (time.perf_counter() - begin_s)
+                await stream.aclose()
+                await publishing
+                return elapsed_ms
+    raise AssertionError("the request ended before it switched")
+
+
+def summary(values: list[float]) -> Mapping[str, float]:
+    """Median and 99th percentile."""
+    ordered = sorted(values)
+    return {
+        "p50": round(statistics.median(ordered), 2),
+        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 2),
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--others", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--still-s", type=float, default=20.0, help="seconds without updates")
+    args = parser.parse_args()
+    settings = {"LORAPLEX_DTYPE": "float32", "LORAPLEX_KV_MEMORY": "256MiB"}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_stack(DEMO / "base", "demo", Path(folder), settings) as stack,
+    ):
+        latencies = asyncio.run(first_tokens(stack.grpc, stack.registry, args.turns))
+        tally = asyncio.run(
+            drive(
+                stack.grpc,
+                stack.registry,
+                updates=args.updates,
+                clients=args.clients,
+                others=args.others,
+                still_s=args.still_s,
+            )
+        )
+    result = {
+        "options": vars(args),
+        **{name: summary(values) for name, values in latencies.items()},
+        "publish_under_load_ms": summary([1e3 * each for each in tally.publish_s]),
+        "gap_without_updates_ms": summary([1e3 * gap for gap in tally.still_gaps_s]),
+        "gap_with_updates_ms": summary([1e3 * gap for gap in tally.steady_gaps_s]),
+        **{
+            name: getattr(tally, name)
+            for name in (
+                *("updates", "requests", "failed", "tokens", "mislabelled", "bit_equal"),
+                *("switched", "controls", "controls_told_apart"),
+            )
+        },
+    }
+    print(json.dumps(result, indent=1))
+    write_results("live_updates", result)
+
+
+if __name__ == "__main__":
+    main()

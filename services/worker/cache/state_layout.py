@@ -1,0 +1,73 @@
+"""Where the recurrent state of a sequence lies in blocks of the arena. No tensors.
+
+A layer keeps one matrix for each of its heads, and the last inputs of its convolution. They are cut
+into cells of equal size: one for each head, and as many as the convolution's inputs fill. A block
+holds as many whole cells as fit, so that no cell needs two adjacent blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.errors import Unsupported
+from loraplex_services.worker.types.model_config import RecurrenceConfig
+
+STATE_BYTES = 4
+"""Of an item: states are float32 whatever the model is computed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The cells of one sequence, layer-major; in a layer first the heads', then the
+    convolution's."""
+
+    num_layers: int
+    num_heads: int
+    cell_items: int
+    conv_items: int
+    """Of one layer's convolution."""
+    block_items: int
+
+    @property
+    def conv_cells(self) -> int:
+        """Cells of one layer's convolution."""
+        return -(-self.conv_items // self.cell_items)
+
+    @property
+    def layer_cells(self) -> int:
+        """Cells of one layer."""
+        return self.num_heads + self.conv_cells
+
+    @property
+    def block_cells(self) -> int:
+        """Whole cells in a block."""
+        return self.block_items // self.cell_items
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of one sequence."""
+        return self.num_layers * self.layer_cells
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of one sequence."""
+        return -(-self.num_cells // self.block_cells)
+
+
+def plan_state(recurrence: RecurrenceConfig, block_bytes: int) -> StateLayout:
+    """The layout in blocks of this size.
+
+    Raises:
+        Unsupported: a block is smaller than the state of one head.
+    """
+    layout = StateLayout(
+        num_layers=len(recurrence.layers),
+        num_heads=recurrence.num_value_heads,
+        cell_items=recurrence.key_dim * recurrence.value_dim,
+        conv_items=recurrence.conv_size * (recurrence.kernel_size - 1),
+        block_items=block_bytes // STATE_BYTES,
+    )
+    if layout.block_cells == 0:
+        why = f"a head's state must fit in a block of the arena, which has {block_bytes} bytes"
+        raise Unsupported.field("config.json:linear_key_head_dim", recurrence.key_dim, why)
+    return layout

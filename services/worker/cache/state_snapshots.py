@@ -1,0 +1,111 @@
+"""Recurrent states that outlive their request: what the prefix cache needs of recurrent layers.
+
+KV of any number of tokens can be used again, but a state is that after one number of tokens. A
+snapshot is the state after some whole blocks of a sequence, known by the prefix hash of the last of
+them. It is written where it stays, by the step that computes it, and never copied: who begins
+there reads it, and writes to blocks of its own.
+
+A snapshot is used by requests that have not begun to compute from it, and idle otherwise. Idle
+snapshots count as free.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.cache.reclaimer import Offer, reuse_probability
+
+STATE_OWNER = "state snapshots"
+"""Owner name of all of them in the arena."""
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """The state after `num_tokens` tokens that its key fixes."""
+
+    key: bytes
+    blocks: list[int]
+    num_tokens: int
+    num_users: int = 0
+    idle_since_s: float = 0.0
+    last_used: int = -1
+    """The last step planned when it became idle."""
+
+
+class StateSnapshots:
+    """Implements `reclaimer.Idle`: the least recently used goes first."""
+
+    def __init__(self, arena: Arena, num_blocks: int) -> None:
+        """`num_blocks` of each; 0 = the base has no recurrent layers."""
+        self._arena = arena
+        self.num_blocks = num_blocks
+        self._by_key: dict[bytes, Snapshot] = {}
+        self._idle: OrderedDict[bytes, Snapshot] = OrderedDict()
+        self.token_s = 0.0
+        """Seconds to compute one token again, as measured recently."""
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._by_key
+
+    def blocks(self, key: bytes) -> list[int]:
+        """Those of a snapshot that is there."""
+        return self._by_key[key].blocks
+
+    def take(self, key: bytes, num_tokens: int, now: float) -> list[int]:
+        """Blocks for a new snapshot, which the step planned last writes. The caller has made sure
+        that they are free."""
+        assert key not in self._by_key, "a snapshot is taken once"
+        blocks = self._arena.allocate(STATE_OWNER, self.num_blocks)
+        self._by_key[key] = snapshot = Snapshot(key, blocks, num_tokens)
+        self._become_idle(snapshot, now)
+        return blocks
+
+    def use(self, key: bytes) -> None:
+        """Another request is to begin from it."""
+        snapshot = self._by_key[key]
+        self._idle.pop(key, None)
+        snapshot.num_users += 1
+
+    def give_back(self, key: bytes, now: float) -> None:
+        """A request has begun from it, with the step planned last, or will not."""
+        snapshot = self._by_key[key]
+        assert snapshot.num_users > 0, "given back more often than used"
+        snapshot.num_users -= 1
+        if not snapshot.num_users:
+            self._become_idle(snapshot, now)
+
+    def _become_idle(self, snapshot: Snapshot, now: float) -> None:
+        snapshot.idle_since_s, snapshot.last_used = now, self._arena.last_planned
+        self._idle[snapshot.key] = snapshot
+
+    def idle_blocks(self, protected: Collection[str]) -> int:
+        """Blocks that could go; adapters' names protect none of them."""
+        return len(self._idle) * self.num_blocks
+
+    def offer(self, protected: Collection[str], now: float) -> Offer | None:
+        """The next idle snapshot. Without it, all of its tokens may have to be computed again."""
+        if not self._idle:
+            return None
+        oldest = next(iter(self._idle.values()))
+        restore_s = oldest.num_tokens * self.token_s
+        return Offer(self.num_blocks, restore_s, reuse_probability(now - oldest.idle_since_s))
+
+    def give_up(self, protected: Collection[str]) -> None:
+        """Free the one that `offer` named."""
+        _, snapshot = self._idle.popitem(last=False)
+        del self._by_key[snapshot.key]
+        self._arena.free(STATE_OWNER, snapshot.blocks, snapshot.last_used)
+
+    def check_integrity(self, used: Iterable[bytes]) -> None:
+        """Assert that users are the requests with these keys, and that ownership agrees."""
+        users = dict.fromkeys(self._by_key, 0)
+        for key in used:
+            users[key] += 1
+        assert users == {key: snapshot.num_users for key, snapshot in self._by_key.items()}
+        assert {key for key, count in users.items() if not count} == self._idle.keys()
+        blocks = [block for snapshot in self._by_key.values() for block in snapshot.blocks]
+        owned = self._arena.blocks_by_owner().get(STATE_OWNER, set())
+        assert len(blocks) == len(owned) and set(blocks) == owned, "blocks of snapshots"

@@ -1,0 +1,48 @@
+"""A recurrent layer: project, advance the state, normalise and gate what it says, project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.ops.norm.torch import Norm
+from loraplex_services.worker.ops.recurrence.backend import DeltaNet
+from loraplex_services.worker.ops.rope.torch import CosSin
+
+Split = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""Outputs of the first projection -> queries, keys and values `[T, channels]`, gates
+`[T, Hv * Dv]`, and b and a `[T, Hv]`: see `ops/recurrence`."""
+
+
+class GatedDeltaNet:
+    """Implements `model.decoder.Mixer`. Positions play no part: the state decays."""
+
+    def __init__(
+        self,
+        in_proj: LoraLinear,
+        out_proj: LoraLinear,
+        net: DeltaNet,
+        norm: Norm,
+        split: Split,
+        value_dim: int,
+    ) -> None:
+        """`norm`: of each head; `value_dim`: its width."""
+        self._in_proj = in_proj
+        self._out_proj = out_proj
+        self._net = net
+        self._norm = norm
+        self._split = split
+        self._value_dim = value_dim
+
+    def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
+        assert batch.states is not None, "the plan has states for bases with recurrent layers"
+        qkv, gates, b, a = self._split(self._in_proj.forward(x, batch.lora))
+        read = self._net.forward(qkv, a, b, batch.states)
+        heads = self._norm.forward(read.view(len(x), -1, self._value_dim), batch.lora)
+        gated = heads.flatten(1).float() * F.silu(gates.float())
+        return self._out_proj.forward(gated.to(x.dtype), batch.lora)

@@ -1,0 +1,189 @@
+"""Qwen 3.5 and 3.6, text: gated delta nets, and gated attention in every fourth layer.
+
+Dense, or with a mixture of experts in every layer. Qwen 3 Next is the same with other names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from loraplex_services.worker.layers.gated_delta_net import GatedDeltaNet, Split
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.model.build import Builder, Modules, dense_mlp
+from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.decoder import Decoder, Mixer, Mlp
+from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.plain import FULL, Defaults, read_plain
+from loraplex_services.worker.model.qwen_moe import read_moe
+from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
+from loraplex_services.worker.ops.recurrence.backend import DeltaWeights
+from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
+
+RECURRENT = "linear_attention"
+DEFAULTS = Defaults(head_dim=256, max_position_embeddings=32768)
+PARTIAL_ROTARY = 0.25
+OF_OTHER_PARTS = (
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+    "mamba_ssm_dtype",
+)
+"""What published files say of layers that predict further tokens, which are not used, and of the
+dtype of states, which are float32 here."""
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Of rotary embeddings: without images, the three positions of a token are equal."""
+
+
+def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json of the dense text model."""
+    return _read(reader, "qwen3_5_text", eos_token_ids)
+
+
+def read_moe_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json of the text model with experts."""
+    width = reader.integer("moe_intermediate_size", 512)
+    own = reader.replaced("intermediate_size", width).replaced("moe_intermediate_size", width)
+    own = own.replaced("norm_topk_prob", True)
+    config = _read(own, "qwen3_5_moe_text", eos_token_ids)
+    shared = reader.integer("shared_expert_intermediate_size", 512)
+    moe = replace(read_moe(own, config, 8, 256), shared_intermediate_size=shared)
+    return replace(config, moe=moe)
+
+
+def read_next_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Translate config.json of Qwen 3 Next."""
+    own = reader.replaced("norm_topk_prob", reader.flag("norm_topk_prob", True))
+    config = _read(own, "qwen3_next", eos_token_ids)
+    shared = reader.integer("shared_expert_intermediate_size", 512)
+    moe = replace(read_moe(own, config, 10, 512), shared_intermediate_size=shared)
+    return replace(config, moe=moe)
+
+
+def _read(reader: ConfigReader, model_type: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    for key in OF_OTHER_PARTS:
+        reader.get(key)
+    reader.expect("attn_output_gate", (True,), True)
+    config = read_plain(_of_text(reader), model_type, eos_token_ids, DEFAULTS)
+    has_bias = reader.flag("attention_bias", False)
+    return replace(
+        config,
+        qk_norm=True,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        norm_offset=1.0,
+        norm_in_float32=True,
+        gated_attention=True,
+        recurrence=_read_recurrence(reader, config.num_layers),
+    )
+
+
+def _of_text(reader: ConfigReader) -> ConfigReader:
+    """A reader whose rotary embedding is that of texts."""
+    params = reader.get("rope_parameters", reader.get("rope_scaling", {}))
+    if not isinstance(params, dict):
+        raise reader.refuse("rope_parameters", params, "must be an object")
+    kept = {key: value for key, value in params.items() if key not in OF_IMAGES}
+    part = reader.number("partial_rotary_factor", PARTIAL_ROTARY)
+    return reader.replaced("rope_parameters", kept).replaced("partial_rotary_factor", part)
+
+
+def _read_recurrence(reader: ConfigReader, num_layers: int) -> RecurrenceConfig:
+    period = reader.integer("full_attention_interval", 4)
+    default = [RECURRENT if (layer + 1) % period else FULL for layer in range(num_layers)]
+    types = reader.get("layer_types", default)
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise reader.refuse("layer_types", types, f"must be a list of {num_layers} names")
+    for name in types:
+        if name not in (FULL, RECURRENT):
+            raise reader.refuse("layer_types", name, f"is not served; known: {FULL}, {RECURRENT}")
+    if FULL not in types or RECURRENT not in types:
+        raise reader.refuse("layer_types", types[0], f"must have {FULL} and {RECURRENT}")
+    num_key_heads = reader.integer("linear_num_key_heads", 16)
+    num_value_heads = reader.integer("linear_num_value_heads", 32)
+    if num_value_heads % num_key_heads:
+        why = f"must be a multiple of linear_num_key_heads, {num_key_heads}"
+        raise reader.refuse("linear_num_value_heads", num_value_heads, why)
+    return RecurrenceConfig(
+        layers=tuple(layer for layer, name in enumerate(types) if name == RECURRENT),
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=reader.integer("linear_key_head_dim", 128),
+        value_dim=reader.integer("linear_value_head_dim", 128),
+        kernel_size=reader.integer("linear_conv_kernel_dim", 4),
+    )
+
+
+def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+    """The model with its weights."""
+    return Builder(config, weights, operators).build(_mlp, _mixer)
+
+
+def _mlp(builder: Builder, layer: int) -> Mlp:
+    moe = builder.config.moe
+    if moe is None or layer in moe.dense_layers:
+        return dense_mlp(builder, layer)
+    return sparse_mlp(builder, layer, ExpertNames())
+
+
+def _mixer(builder: Builder, layer: int) -> Mixer:
+    config = builder.config.recurrence
+    assert config is not None, "read_config sets it"
+    if layer not in config.layers:
+        return builder.attention(layer)
+    prefix, hidden = f"model.layers.{layer}.linear_attn", builder.config.hidden_size
+    is_next = builder.config.model_type == "qwen3_next"
+    modules, split = _next_projections(config) if is_next else _projections(config)
+    named = [(f"{prefix}.{name}", width) for name, width in modules]
+    return GatedDeltaNet(
+        builder.linear(layer, hidden, named, has_bias=False),
+        builder.linear(layer, config.values_size, [(f"{prefix}.out_proj", hidden)], has_bias=False),
+        builder.operators.delta_net(
+            config, config.layers.index(layer), _delta_weights(builder.weights, config, prefix)
+        ),
+        builder.norm(layer, f"{prefix}.norm", config.value_dim, is_plain=True),
+        split,
+        config.value_dim,
+    )
+
+
+def _delta_weights(weights: Weights, config: RecurrenceConfig, prefix: str) -> DeltaWeights:
+    taps = (config.conv_size, 1, config.kernel_size)
+    heads, float32 = (config.num_value_heads,), torch.float32
+    return DeltaWeights(
+        weights.take(f"{prefix}.conv1d.weight", taps, dtype=float32).float()[:, 0].contiguous(),
+        -weights.take(f"{prefix}.A_log", heads, dtype=float32).exp(),
+        weights.take(f"{prefix}.dt_bias", heads, dtype=float32),
+    )
+
+
+def _projections(config: RecurrenceConfig) -> tuple[Modules, Split]:
+    num_heads = config.num_value_heads
+    sizes = (config.conv_size, config.values_size, num_heads, num_heads)
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+    def split(y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        qkv, gates, b, a = y.split(sizes, dim=-1)
+        return qkv, gates, b, a
+
+    return tuple(zip(names, sizes, strict=True)), split
+
+
+def _next_projections(config: RecurrenceConfig) -> tuple[Modules, Split]:
+    """With the outputs of each key head side by side."""
+    num_heads, shared = config.num_key_heads, config.num_value_heads // config.num_key_heads
+    keys, values = config.key_dim, shared * config.value_dim
+    widths = (num_heads * 2 * (keys + values), num_heads * 2 * shared)
+    names = ("in_proj_qkvz", "in_proj_ba")
+
+    def split(y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        first, second = y.split(widths, dim=-1)
+        q, k, v, gates = first.unflatten(-1, (num_heads, -1)).split(
+            (keys, keys, values, values), dim=-1
+        )
+        b, a = second.unflatten(-1, (num_heads, -1)).split((shared, shared), dim=-1)
+        qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
+        return qkv, gates.flatten(1), b.flatten(1), a.flatten(1)
+
+    return tuple(zip(names, widths, strict=True)), split

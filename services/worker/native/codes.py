@@ -1,0 +1,26 @@
+"""A weight in codes, as the compiled kernels take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """A weight `[out, in]` as `native/src/gemm_codes.cpp` reads it."""
+
+    out_features: int
+    in_features: int
+    bits: int
+    codes: Tensor
+    """uint8, of `pack_codes`."""
+    scales: Tensor
+    """Of a floating-point type, `[panels, groups, 32]`."""
+    zeros: Tensor | None
+    """bfloat16, likewise; None = every one is `zero`."""
+    zero: int
+    group_size: int
+    block_size: int
+    """Inputs that are summed before they are scaled; divides `group_size`."""

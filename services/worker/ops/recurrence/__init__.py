@@ -1,0 +1,1 @@
+"""Gated delta nets: linear attention with a state of fixed size."""

@@ -1,0 +1,62 @@
+"""The gated delta net in C++, token by token: `native/src/recurrence.cpp`."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from loraplex_services.worker.native.bindings import DTYPE_CODES, Native, row_stride
+from loraplex_services.worker.ops.recurrence.backend import DeltaWeights, StateBatch
+from loraplex_services.worker.types.model_config import RecurrenceConfig
+
+
+class NativeDeltaNet:
+    """Implements `DeltaNet`."""
+
+    def __init__(
+        self, native: Native, config: RecurrenceConfig, place: int, weights: DeltaWeights
+    ) -> None:
+        """`place`: of the layer among those with a state."""
+        self._native = native
+        self._config = config
+        self._place = place
+        self._taps = weights.taps.T.contiguous()
+        self._weights = weights
+
+    def forward(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
+        """See `DeltaNet`; rows of qkv, a, b may lie apart."""
+        cells = states.layer_cells(self._place)
+        weights = self._taps, self._weights.rates, self._weights.step_bias
+        tables = states.sources[:, cells], states.targets[:, cells], states.words, states.row_ends
+        layout = self._layout(qkv, a, b, states)
+        assert all(x.dtype is torch.float32 and x.is_contiguous() for x in weights)
+        assert all(x.stride(-1) == 1 for x in tables) and states.words.is_contiguous()
+        assert tables[0].stride(0) == tables[1].stride(0) == states.layout.num_cells
+        mixed = torch.empty(qkv.shape, dtype=torch.float32)
+        y = torch.empty(len(qkv), self._config.values_size, dtype=qkv.dtype)
+        self._native.delta_net(
+            *(x.data_ptr() for x in (qkv, a, b)),
+            DTYPE_CODES[qkv.dtype],
+            *(x.data_ptr() for x in (*weights, mixed, y, states.cells, *tables, layout)),
+        )
+        return y
+
+    def _layout(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
+        config = self._config
+        words = struct.pack(
+            "11q",
+            config.num_key_heads,
+            config.num_value_heads,
+            config.key_dim,
+            config.value_dim,
+            config.kernel_size,
+            states.layout.num_cells,
+            states.layout.cell_items,
+            len(states.row_ends),
+            row_stride(qkv),
+            row_stride(a),
+            row_stride(b),
+        )
+        return torch.frombuffer(bytearray(words), dtype=torch.int64)
