@@ -72,12 +72,12 @@ class Service:
         for process in self._tree():
             process.resume()
 
-    def limit(self, resource: int, value: int) -> tuple[int, int]:
-        """Set a soft limit of the running process; returns the limits it had."""
-        process = self._tree()[0]
-        soft, hard = process.rlimit(resource)
-        process.rlimit(resource, (value if value >= 0 else soft, hard))
-        return soft, hard
+    def limit(self, resource: int, value: int) -> int:
+        """Set a soft limit of the running process and its children; returns the one it had."""
+        soft, _ = self._tree()[0].rlimit(resource)
+        for process in self._tree():
+            process.rlimit(resource, (value, process.rlimit(resource)[1]))
+        return soft
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL."""

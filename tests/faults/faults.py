@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tests.faults.deployment import Deployment, wait_s
+from tests.faults.deployment import Deployment, Service, wait_s
 from tests.faults.links import Disturbance
 from tests.faults.traffic import Outcome
 
@@ -15,8 +15,8 @@ NEVER = frozenset({Outcome.WRONG, Outcome.HUNG, Outcome.DROPPED, Outcome.UNKNOWN
 ALWAYS = frozenset({Outcome.RIGHT})
 REFUSED_TOO = ALWAYS | {Outcome.REFUSED}
 CUT_TOO = REFUSED_TOO | {Outcome.CUT}
-FEW_FILES = 24
-"""Open files that a starved process may have: fewer than it has already."""
+FEW_FILES = 3
+"""Open files that a starved process may have: it has more, so it can open nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +90,16 @@ def _paused(service: str, **promise: frozenset[Outcome]) -> Fault:
 def _starved(
     service: str, what: int, value: int, said: str, **promise: frozenset[Outcome]
 ) -> Fault:
-    had: list[tuple[int, int]] = []
+    had: list[int] = []
     return Fault(
         f"{service}: {said}",
         lambda deployment: had.append(deployment.services[service].limit(what, value)),
-        lambda deployment: _restore(deployment, service, what, had.pop()),
+        lambda deployment: _restored(deployment.services[service], what, had.pop()),
     )
 
 
-def _restore(deployment: Deployment, service: str, what: int, had: tuple[int, int]) -> None:
-    deployment.services[service].limit(what, had[0])
+def _restored(service: Service, what: int, value: int) -> None:
+    service.limit(what, value)
 
 
 _BROKEN = (Disturbance.RESET, Disturbance.REFUSED, Disturbance.SILENT, Disturbance.TORN)
