@@ -36,14 +36,20 @@ def results(out):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(name, marks=[pytest.mark.long] * (name == "gpu_engine")) for name in MODULES],
+)
 def test_a_dry_run_writes_its_results(module, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [module, *options(tmp_path)])
     assert not importlib.import_module(f"benchmarks.gpu.{module}").main()
     assert results(tmp_path)["machine"]["device"] == "cpu"
 
 
-@pytest.mark.parametrize("module", ["gpu_lora_ops", "sampling_moe"])
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(name, marks=pytest.mark.long) for name in ("gpu_lora_ops", "sampling_moe")],
+)
 def test_a_dry_run_of_the_kernels_writes_its_results(module, tmp_path):
     """In a process of its own, with Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton has wheels for Linux only")

@@ -178,6 +178,7 @@ def test_a_kill_is_hidden(pair: Stack) -> None:
 RANK_MODULE = "loraplex_services.worker.runner.parallel.rank_process"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("pair", [("--tensor-parallel", "2")], indirect=True)
 def test_a_killed_rank_is_hidden(pair: Stack) -> None:

@@ -13,9 +13,7 @@ from tests.faults.traffic import PUBLISHED, SERVED, Outcome, ask, questions_for,
 from tests.faults.verdict import try_fault
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-FEW = frozenset(
-    {"gateway to worker-0: silent", "registry to metadata: refused", "registry: killed"}
-)
+FEW = ("gateway to worker-0: silent",)
 """Faults that `make test` tries; `make test-long` tries all."""
 
 

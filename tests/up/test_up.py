@@ -182,7 +182,10 @@ def _check_commands(up: Up) -> None:
         ({"LORAPLEX_POLICY": "random"}, (), "LORAPLEX_POLICY: expected one of"),
         ({"LORAPLEX_DEBUG": "overlap=mmx"}, (), "LORAPLEX_DEBUG: expected one of"),
         ({"LORAPLEX_ADMIN_KEY_FILE": "/no/file"}, (), "LORAPLEX_ADMIN_KEY_FILE: cannot be read"),
-        ({}, ("--kv-memory", "1KiB"), "LORAPLEX_KV_MEMORY: must hold at least two blocks"),
+        pytest.param(
+            *({}, ("--kv-memory", "1KiB"), "LORAPLEX_KV_MEMORY: must hold at least two blocks"),
+            marks=pytest.mark.long,
+        ),
         ({}, ("--max-model-len", "1000000"), "LORAPLEX_MAX_MODEL_LEN: must be at most"),
     ],
     ids=lambda value: str(value),
@@ -205,7 +208,10 @@ def test_a_device_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
     [
         ("no json", "LORAPLEX_MODEL: must hold a JSON object"),
         ('{"model_type": "llama"}', "config.json:"),
-        ('{"model_type": "nonesuch"}', "LORAPLEX_MODEL: the transformers library cannot load it"),
+        pytest.param(
+            *('{"model_type": "nonesuch"}', "LORAPLEX_MODEL: the transformers library cannot load"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_folder_that_is_no_base_ends_the_start(

@@ -23,12 +23,10 @@ ALWAYS = {
     ("llama3-rope-tied", 2, False),
     ("gemma3", 2, False),
     ("qwen2-moe", 2, False),
-    ("phi3", 2, False),
     ("llama", 2, True),
-    ("qwen2-moe", 2, True),
 }
-"""Tied tables, windows and head norms, experts with a shared one, fused projections; (base, ranks,
-whether both matrices of an adapter are divided)."""
+"""Tied tables, windows and head norms, experts with a shared one; (base, ranks, whether both
+matrices of an adapter are divided)."""
 
 
 def _params() -> list[object]:

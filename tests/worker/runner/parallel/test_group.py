@@ -106,7 +106,7 @@ def sent_bytes(group: Group, num_tokens: int, slots: tuple[tuple[int, float], ..
     return traffic.sent_bytes - before
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 40])
+@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.long), 7])
 def test_a_step_sends_two_sums_a_layer_and_adapters_send_nothing(group, num_tokens):
     """N = 2: a sum of B x h sends 2 (N - 1) B h / N numbers, the gather of logits (N - 1) V."""
     sums = 2 * tiny.NUM_LAYERS + 1  # and one for the embedding
@@ -138,7 +138,7 @@ QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 @pytest.mark.parametrize(
     ("targets", "factor"), [(("q_proj",), 1), (("o_proj",), 2), (QKVO, 5), (ALL_LINEAR, 9)]
 )
-@pytest.mark.parametrize("num_tokens", [1, 7])
+@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.long), 7])
 def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, factor):
     """S-LoRA, section 6.2: 5 (N - 1) B r / N numbers a layer for q, k, v, o, 9 for all seven."""
     ranks = (4, 8)
