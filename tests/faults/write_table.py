@@ -32,6 +32,8 @@ def promise_of(allowed: frozenset[Outcome]) -> str:
         return "right answers"
     if allowed == REFUSED_TOO:
         return "right answers, or an error with a reason"
+    if Outcome.DROPPED in allowed:
+        return "right answers, or a connection that ends"
     return "right answers, or an error with a reason, also in the middle of a stream"
 
 
