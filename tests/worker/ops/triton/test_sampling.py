@@ -77,6 +77,7 @@ def test_no_noise_is_above_the_bound_that_blocks_are_skipped_by(device):
     assert (most - exact)[exact > 3].max() < 0.1
 
 
+@pytest.mark.long
 def test_a_token_far_below_the_best_wins_where_its_noise_is_high_enough(device):
     """Blocks apart, and by so little that a bound on the noise that is too low would skip it."""
     seeds = torch.arange(200)

@@ -212,6 +212,7 @@ def test_float32_equals_plain_torch(name, dtype, folders, device):
             assert error < MAX_FLOAT32_ERROR, request
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "dtype"), params("bfloat16"))
 def test_half_precision_loses_no_more_than_plain_torch_does(name, dtype, folders, device):
