@@ -45,7 +45,7 @@ NUM_THREADS = torch.get_num_threads()
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description="Qwen 3.5 beside transformers")
+    parser = argparse.ArgumentParser(description="Qwen 3.5 compared with transformers")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=24)

@@ -45,9 +45,9 @@ class Publication:
     when_loaded_s: float = 0.0
     """Stage tag moves until gateways have the version loaded, for at most this long."""
     keep_versions: int = 0
-    """Above 0: this is one of a row of updates, and of those so many are kept, the newest."""
+    """Above 0: the version is an update, and only this many of the newest updates are kept."""
     ttl_s: float = 0.0
-    """Above 0: an ephemeral version, deleted so many seconds after its publication."""
+    """Above 0: an ephemeral version, deleted this many seconds after its publication."""
     signing_key: Path | None = None
     """PEM of an EC private key to sign the files with."""
     signature: Path | None = None

@@ -318,7 +318,7 @@ POLICY = choice_knob(
     "worker",
     "Order of waiting requests: fair to tenants and adapters, or by arrival.",
 )
-_PREFERS = "Once so many adapters run, a tenant's requests for these go first; 0 = never."
+_PREFERS = "Number of running adapters from which a tenant's requests for them go first; 0 = never."
 CLUSTER_SIZE: Knob[int] = Knob("LORAPLEX_CLUSTER_SIZE", whole(), 0, "up worker", _PREFERS)
 
 # Switches of LORAPLEX_DEBUG

@@ -94,7 +94,7 @@ class VersionRecord:
     spelling: str = ""
     """The name as people see it; "" = in lower case."""
     keep_versions: int = 0
-    """Above 0: one of a row of updates, of which so many are kept."""
+    """Above 0: the version is an update, and only this many of the newest updates are kept."""
     expires_s: float = 0.0
     """When an ephemeral version is deleted; 0 = never."""
     purged: bool = False

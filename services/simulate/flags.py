@@ -72,7 +72,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--cluster-size",
         type=count,
         default=0,
-        help="once so many adapters run, requests for these go first; 0 = never (0)",
+        help="number of running adapters from which requests for them go first; 0 = never (0)",
     )
     group.add_argument("--max-running", type=count, default=256, help="requests in a step (256)")
     group.add_argument("--max-step-tokens", type=count, default=2048, help="(2048)")
