@@ -211,9 +211,10 @@ LORA_DTYPE = choice_knob(
     "up worker",
     "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
 )
-QUANTIZATION = choice_knob(
+QUANTIZATION: Knob[str] = Knob(
     "LORAPLEX_QUANTIZATION",
-    "none int8 int4",
+    choice("none", "int8", "int4", not_yet=["fp8"]),
+    "none",
     "up worker",
     "Quantises the linears of a full-precision base when it is loaded; CPUs only.",
 )
