@@ -1,8 +1,7 @@
 """Every LORAPLEX_* variable, once: name, type, default, readers and meaning.
 
 A service reads its settings in its `config.py` and touches the environment nowhere else. No name
-ends in _PORT or _HOST: Kubernetes injects such names. `scripts/write_settings.py` writes
-docs/reference/settings.md from this file.
+ends in _PORT or _HOST: Kubernetes injects such names. docs/reference/settings.md is made of it.
 """
 
 from __future__ import annotations
