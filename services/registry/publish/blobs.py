@@ -71,20 +71,26 @@ class Blobs:
     ) -> None:
         """Store all bytes as content-addressed blobs, then check that they are there.
 
-        Files are stored concurrently, because the cost is waiting for the disk. Blobs with a sha256
-        in `damaged` are overwritten.
+        All are stored concurrently, because the cost is waiting for the disk: nothing refers to the
+        manifest before there is a version. Blobs with a sha256 in `damaged` are overwritten.
         """
         now = await self._store.clock_s()
         await asyncio.gather(
-            *(self._keep_one(source, now, source.file.sha256 in damaged) for source in sources)
+            *(self._keep_one(source, now, source.file.sha256 in damaged) for source in sources),
+            self._keep_manifest(inspected, now),
         )
-        manifest = layout.blob(inspected.digest)
-        if not await self._is_fresh(manifest, len(inspected.manifest), now):
-            await self._store.put(manifest, inspected.manifest)
         failpoint("publish.manifest")
-        for key in (manifest, *(layout.blob(source.file.sha256) for source in sources)):
-            if await self._store.head(key) is None:
+        keys = [layout.blob(inspected.digest), *(layout.blob(s.file.sha256) for s in sources)]
+        for key, found in zip(
+            keys, await asyncio.gather(*map(self._store.head, keys)), strict=True
+        ):
+            if found is None:
                 raise LoraplexError(f"blob {key} vanished while it was being published")
+
+    async def _keep_manifest(self, inspected: Inspected, now: float) -> None:
+        key = layout.blob(inspected.digest)
+        if not await self._is_fresh(key, len(inspected.manifest), now):
+            await self._store.put(key, inspected.manifest)
 
     async def _keep_one(self, source: FileSource, now: float, is_damaged: bool) -> None:
         key = layout.blob(source.file.sha256)
