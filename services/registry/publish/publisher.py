@@ -31,8 +31,8 @@ from loraplex_services.registry.publish.blobs import Blobs
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.inspection import (
     DamagedFile,
+    FileSource,
     Inspected,
-    Source,
     Wanted,
     inspect,
 )
@@ -139,7 +139,7 @@ class Publisher:
         raise Conflict("the version is deleted again and again while it is published; try later")
 
     async def _send_again(
-        self, session: UploadSession, sources: Sequence[Source], damage: DamagedFile
+        self, session: UploadSession, sources: Sequence[FileSource], damage: DamagedFile
     ) -> None:
         """Drop bytes that differ from the declared ones. Raises Blocked if they had not to be
         sent, so that clients open the session again and send them."""
@@ -181,7 +181,7 @@ class Publisher:
         return None
 
     async def _claim(
-        self, session: UploadSession, inspected: Inspected, sources: Sequence[Source]
+        self, session: UploadSession, inspected: Inspected, sources: Sequence[FileSource]
     ) -> tuple[VersionRecord, bool]:
         """The version of this content: an existing one, or one with a new number."""
         options = session.options
