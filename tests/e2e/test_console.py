@@ -55,7 +55,7 @@ def _is_expected(message: Any) -> bool:
 
 
 def _picture(page: Page, name: str) -> None:
-    page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)
+    page.screenshot(path=Path(PICTURES) / f"{name}.png")
 
 
 def _keep_busy(page: Page) -> None:
@@ -117,9 +117,15 @@ def test_the_page_shows_the_stack_and_asks_several_adapters_by_keyboard_alone(
 
 def _take_pictures(page: Page) -> None:
     _keep_busy(page)
+    page.set_viewport_size({"width": 1280, "height": 1000})
     for scheme in ("light", "dark"):
         for name in ("operate", "adapters", "playground"):
             page.click(f"nav a[href='#{name}']")
+            if name == "playground":
+                page.click("#run")
+                page.wait_for_selector("#compare:not([hidden])")
+                page.select_option("#left", label="reverse")
+                page.select_option("#right", label="upper")
             page.wait_for_timeout(500)
             _picture(page, f"console-{name}-{scheme}")
         page.goto(page.url.partition("#")[0] + "#adapters/default/upper")
