@@ -31,6 +31,7 @@ from loraplex_services.gateway.admission.rate_limit_store import (
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.admission.scaling import ScalingSignals
 from loraplex_services.gateway.config import GatewayConfig, from_env
+from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
@@ -239,6 +240,14 @@ class Gateway:
             self._fleet,
             self._controller,
             self.readiness.missing,
+            self._generation.usage.recent,
+        )
+        adapters = AdapterEndpoints(
+            functools.partial(context.reader, num_calls=LIST_CALLS),
+            self._resolver,
+            self._fleet,
+            self._registry_of,
+            self._generation.usage.recent,
         )
         root = self._config.lora_root
         folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
@@ -268,6 +277,7 @@ class Gateway:
             *pauses.routes(),
             *usage.routes(),
             *console.routes(),
+            *adapters.routes(),
         ]
         if folders is not None:
             others += AliasEndpoints(context.caller, self._registry_of, folders).routes()
