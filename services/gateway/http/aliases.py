@@ -57,7 +57,7 @@ class AliasEndpoints:
     async def load(self, request: Request, *, in_place: bool) -> Response:
         """POST load_lora_adapter: a name that exists is replaced only in place."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
+        body = Body(await read_json(request, caller))
         name, folder = _name(body), body.text("lora_path") or ""
         in_place = body.flag("load_inplace", default=in_place)
         body.integer("lora_int_id")
@@ -74,7 +74,7 @@ class AliasEndpoints:
     async def unload(self, request: Request) -> Response:
         """POST unload_lora_adapter: deletes all versions, if `load` made them."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
+        body = Body(await read_json(request, caller))
         name = _name(body)
         body.integer("lora_int_id")
         body.finish()

@@ -88,7 +88,7 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
+        body = Body(await read_json(request, caller))
         model = body.text("model")
         shows_names = body.flag("return_token_strs")
         prompt, field = _prompt(body)
@@ -107,7 +107,7 @@ class TokenizeEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
+        body = Body(await read_json(request, caller))
         model, ids = body.text("model"), body.ids("tokens")
         body.finish()
         served = await self._encoder.served(model, caller.tenant, TokenPrompt(ids))

@@ -122,7 +122,7 @@ class ResponsesEndpoints:
         )
 
     async def _parsed(self, request: Request, caller: Caller) -> ResponsesCall:
-        fields = await read_json(request, caller.tenant)
+        fields = await read_json(request, caller)
         origin = origin_of(request, caller.tenant)
         return parse_responses(fields, origin, await self._history(request, caller, fields))
 
@@ -139,7 +139,7 @@ class ResponsesEndpoints:
         responses = b",".join(each.response for each in referred)
         bodies: LargeBodies = request.state.large_bodies
         raw = b'{"turns":[%b],"referred":[%b]}' % (pairs, responses)
-        parsed = await bodies.parse(raw, caller.tenant)
+        parsed = await bodies.parse(raw, caller)
         items = [
             item for given, response in parsed["turns"] for item in (*given, *response["output"])
         ]
