@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import secrets
@@ -65,7 +66,8 @@ class ResponsesEndpoints:
         """POST /v1/responses."""
         caller = await self._caller(request)
         call = await self._parsed(request, caller)
-        keep = functools.partial(self._keep, caller.tenant, call)
+        soon = asyncio.get_running_loop().call_soon_threadsafe  # long answers come in a thread
+        keep = functools.partial(soon, self._keep, caller.tenant, call)
         return await self._answering.answer(
             request,
             call.chat,
