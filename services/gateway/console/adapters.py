@@ -155,7 +155,7 @@ class AdapterEndpoints:
     async def change(self, request: Request) -> JSONResponse:
         """Move, split or roll back a tag, or delete a version, with the caller's key."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
+        body = Body(await read_json(request, caller))
         name, action = body.text("name") or "", body.text("action") or ""
         tenant, short = parse_name(name, caller.tenant, field="name")
         name = f"{tenant}/{short}"
