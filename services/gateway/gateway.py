@@ -21,6 +21,7 @@ from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.metrics import MetricsServer
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.common.signals import stop_event
+from loraplex_services.common.tracing import Tracer, open_tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.dispatch_window import ready_workers
@@ -33,6 +34,7 @@ from loraplex_services.gateway.admission.scaling import ScalingSignals
 from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
+from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering
@@ -95,12 +97,14 @@ class Readiness:
 class Gateway:
     """One gateway process: starts, becomes ready, drains."""
 
-    def __init__(self, config: GatewayConfig, give_up: asyncio.Event | None = None) -> None:
-        """Binds the HTTP address. Raises: InvalidRequest if it is in use.
-
-        Args:
-            give_up: set if the gateway cannot go on; `error` is the reason.
-        """
+    def __init__(
+        self,
+        config: GatewayConfig,
+        give_up: asyncio.Event | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """Binds the HTTP address; sets `give_up` if the gateway cannot go on, and `error`.
+        Raises: InvalidRequest if the address is in use."""
         self._config = config
         self._give_up = give_up or asyncio.Event()
         self.error: BaseException | None = None
@@ -142,6 +146,7 @@ class Gateway:
             self._concurrency,
             self._tenants,
             max_request_s=config.max_request_s,
+            tracer=tracer,
         )
         self._usage_reports = UsageReports(self._registry, self._generation.usage.take)
         self.readiness = Readiness(self._first_missing)
@@ -352,7 +357,7 @@ async def serve() -> None:
     """
     config = from_env(os.environ)
     stopping = stop_event()
-    gateway = Gateway(config, give_up=stopping)
+    gateway = Gateway(config, stopping, open_tracer("gateway", os.environ, now_s))
     await gateway.start()
     _calm_collector()
     try:
