@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.output import FinishReason, TokenLogprob, WeightSpan
 from loraplex.errors import LoraplexError, codes_of
 from loraplex_services.gateway.http.blocks import AnswerBlocks, Block, BlockEvent, BlockKind, Step
 from loraplex_services.gateway.http.chat_answers import ChatAnswers
@@ -43,6 +43,7 @@ class ResponsesFormatter:
         self._is_over = False
         self._num_events = 0
         self._logprobs = _TextLogprobs(info)
+        self._spans: list[WeightSpan] = []
 
     def chunks(self, text_delta: TextDelta) -> list[Event]:
         opening = [] if self._num_events else self._opening()
@@ -68,6 +69,7 @@ class ResponsesFormatter:
 
     def _read(self, text_delta: TextDelta) -> list[BlockEvent]:
         self._finish_reason = text_delta.finish_reason
+        self._spans += text_delta.spans
         delta = self._answers.read(text_delta)
         if self._call.shows_logprobs:
             self._logprobs.add(text_delta, self._answers.content_begin(text_delta.index))
@@ -209,6 +211,7 @@ class ResponsesFormatter:
             "top_logprobs": info.call.calls[0].sampling.logprobs or 0,
             "truncation": "disabled",
             "usage": _usage(self._answers),
+            **(info.weights(0, self._spans) if self._is_over else {}),
             **self._call.echoed,
         }
 
