@@ -6,7 +6,7 @@ stored on the version.
 
 from __future__ import annotations
 
-from loraplex.adapter_format.config_reader import ConfigReader
+from loraplex.adapter_format.config_reader import AdapterConfigReader
 
 FIELD = "conversion"
 MAX_EXACT_ERROR = 1e-5
@@ -26,7 +26,7 @@ def conversion(method: str, *, relative_error: float = 0.0, dropped: int = 0) ->
     return {FIELD: {"dropped": dropped, "method": method, "relative_error": relative_error}}
 
 
-def check_conversion(reader: ConfigReader) -> None:
+def check_conversion(reader: AdapterConfigReader) -> None:
     """Warn of what was lost, and refuse what no command writes."""
     value = reader.fields.get(FIELD)
     if value is None:

@@ -139,18 +139,18 @@ _SAME: Mapping[str, str] = {
 """Paths with the body of another one."""
 
 _ANSWERS: Mapping[str, _Answer] = {
-    "/v1/completions": _Answer(shapes.Completion, shapes.Completion),
+    "/v1/completions": _Answer(shapes.CompletionResponse, shapes.CompletionResponse),
     "/v1/chat/completions": _Answer(shapes.Chat, shapes.ChatChunk),
     "/inference/v1/generate": _Answer(shapes.Generated, shapes.Generated),
-    "/v1/embeddings": _Answer(shapes.Embeddings),
+    "/v1/embeddings": _Answer(shapes.EmbeddingResponse),
     "/classify": _Answer(shapes.Classes),
-    "/v1/score": _Answer(shapes.Scores),
+    "/v1/score": _Answer(shapes.ScoreList),
     "/v1/rerank": _Answer(shapes.Ranking),
-    "/tokenize": _Answer(shapes.Tokens),
-    "/detokenize": _Answer(shapes.Text),
+    "/tokenize": _Answer(shapes.TokenizeResponse),
+    "/detokenize": _Answer(shapes.DetokenizeResponse),
     "/v1/models": _Answer(shapes.Models),
-    "/v1/models/{ref}": _Answer(shapes.Model),
-    "/version": _Answer(shapes.Version),
+    "/v1/models/{ref}": _Answer(shapes.ModelCard),
+    "/version": _Answer(shapes.VersionResponse),
 }
 
 

@@ -26,7 +26,7 @@ class CompletionTokenDetails(TypedDict):
     reasoning_tokens: int
 
 
-class Usage(TypedDict):
+class UsageInfo(TypedDict):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: NotRequired[int]
@@ -34,7 +34,7 @@ class Usage(TypedDict):
     completion_tokens_details: NotRequired[CompletionTokenDetails]
 
 
-class Weights(TypedDict):
+class WeightsSpan(TypedDict):
     """Which adapters computed the tokens from `start` on."""
 
     start: int
@@ -65,10 +65,10 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None] | None]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
-    weights: NotRequired[list[Weights]]
+    weights: NotRequired[list[WeightsSpan]]
 
 
-class Completion(TypedDict):
+class CompletionResponse(TypedDict):
     """A whole answer, or a chunk of a stream."""
 
     id: str
@@ -76,7 +76,7 @@ class Completion(TypedDict):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: NotRequired[Usage | None]
+    usage: NotRequired[UsageInfo | None]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -85,7 +85,7 @@ class Function(TypedDict):
     arguments: str
 
 
-class ToolCall(TypedDict):
+class ChatToolCall(TypedDict):
     id: str
     type: Literal["function"]
     function: Function
@@ -98,7 +98,7 @@ class Token(TypedDict):
     bytes: list[int] | None
 
 
-class TokenLogprob(TypedDict):
+class LogprobEntry(TypedDict):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -106,36 +106,36 @@ class TokenLogprob(TypedDict):
 
 
 class ChatLogprobs(TypedDict):
-    content: list[TokenLogprob]
+    content: list[LogprobEntry]
     refusal: NotRequired[None]
 
 
-class Message(TypedDict):
+class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCall]]
+    tool_calls: NotRequired[list[ChatToolCall]]
 
 
-class Delta(TypedDict):
+class ChoiceDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCall]]
+    tool_calls: NotRequired[list[ChatToolCall]]
 
 
 class ChatChoice(TypedDict):
     index: int
-    message: Message
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
-    weights: NotRequired[list[Weights]]
+    weights: NotRequired[list[WeightsSpan]]
 
 
 class Chat(TypedDict):
@@ -144,20 +144,20 @@ class Chat(TypedDict):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageInfo
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
     prompt_token_ids: NotRequired[list[int]]
 
 
 class ChatChunkChoice(TypedDict):
     index: int
-    delta: Delta
+    delta: ChoiceDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
-    weights: NotRequired[list[Weights]]
+    weights: NotRequired[list[WeightsSpan]]
 
 
 class ChatChunk(TypedDict):
@@ -166,7 +166,7 @@ class ChatChunk(TypedDict):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage | None]
+    usage: NotRequired[UsageInfo | None]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -176,7 +176,7 @@ class TokenChoice(TypedDict):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int]
-    weights: NotRequired[list[Weights]]
+    weights: NotRequired[list[WeightsSpan]]
 
 
 class Generated(TypedDict):
@@ -184,7 +184,7 @@ class Generated(TypedDict):
     model: str
     choices: list[TokenChoice]
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None] | None]
-    usage: NotRequired[Usage]
+    usage: NotRequired[UsageInfo]
 
 
 class Embedding(TypedDict):
@@ -193,11 +193,11 @@ class Embedding(TypedDict):
     embedding: list[float] | str
 
 
-class Embeddings(TypedDict):
+class EmbeddingResponse(TypedDict):
     object: Literal["list"]
     data: list[Embedding]
     model: str
-    usage: Usage
+    usage: UsageInfo
 
 
 class Class(TypedDict):
@@ -214,22 +214,22 @@ class Classes(TypedDict):
     created: int
     model: str
     data: list[Class]
-    usage: Usage
+    usage: UsageInfo
 
 
-class Score(TypedDict):
+class ScoreItem(TypedDict):
     index: int
     object: Literal["score"]
     score: float
 
 
-class Scores(TypedDict):
+class ScoreList(TypedDict):
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[Score]
-    usage: Usage
+    data: list[ScoreItem]
+    usage: UsageInfo
 
 
 class Ranked(TypedDict):
@@ -241,22 +241,22 @@ class Ranked(TypedDict):
 class Ranking(TypedDict):
     id: str
     model: str
-    usage: Usage
+    usage: UsageInfo
     results: list[Ranked]
 
 
-class Tokens(TypedDict):
+class TokenizeResponse(TypedDict):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Text(TypedDict):
+class DetokenizeResponse(TypedDict):
     prompt: str
 
 
-class Model(TypedDict):
+class ModelCard(TypedDict):
     id: str
     object: Literal["model"]
     created: int
@@ -268,11 +268,11 @@ class Model(TypedDict):
 
 class Models(TypedDict):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
-class Version(TypedDict):
+class VersionResponse(TypedDict):
     version: str

@@ -9,7 +9,13 @@ from typing import Any
 
 from loraplex.api.output import FinishReason, WeightSpan
 from loraplex.errors import LoraplexError
-from loraplex_services.gateway.http.blocks import AnswerBlocks, Block, BlockEvent, BlockKind, Step
+from loraplex_services.gateway.http.blocks import (
+    AnswerBlocks,
+    Block,
+    BlockEvent,
+    BlockKind,
+    BlockStep,
+)
 from loraplex_services.gateway.http.chat_answers import ChatAnswers
 from loraplex_services.gateway.http.errors import messages_error
 from loraplex_services.gateway.http.formatting import ResponseInfo
@@ -106,12 +112,12 @@ class MessagesFormatter:
 def _step_events(step: BlockEvent) -> list[Event]:
     block = step.block
     match step.step:
-        case Step.OPENED:
+        case BlockStep.OPENED:
             empty = _content(block, is_empty=True)
             return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
-        case Step.GREW:
+        case BlockStep.GREW:
             return [_delta(block, _DELTAS[block.kind], step.text)]
-        case Step.CLOSED:
+        case BlockStep.CLOSED:
             closed = [{"type": "content_block_stop", "index": block.index}]
             if block.kind is BlockKind.THOUGHT:
                 signature = _delta(block, ("signature_delta", "signature"), _signature(block.text))

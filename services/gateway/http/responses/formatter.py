@@ -8,7 +8,13 @@ from typing import Any
 
 from loraplex.api.output import FinishReason, TokenLogprob, WeightSpan
 from loraplex.errors import LoraplexError, codes_of
-from loraplex_services.gateway.http.blocks import AnswerBlocks, Block, BlockEvent, BlockKind, Step
+from loraplex_services.gateway.http.blocks import (
+    AnswerBlocks,
+    Block,
+    BlockEvent,
+    BlockKind,
+    BlockStep,
+)
 from loraplex_services.gateway.http.chat_answers import ChatAnswers
 from loraplex_services.gateway.http.formatting import ResponseInfo
 from loraplex_services.gateway.http.logprobs import chat_logprobs
@@ -110,7 +116,7 @@ class ResponsesFormatter:
         part_place = place if is_call else place | {"content_index": 0}
         is_text = block.kind is BlockKind.TEXT
         match step.step:
-            case Step.OPENED:
+            case BlockStep.OPENED:
                 item = self._item(block, _IN_PROGRESS, is_empty=True)
                 added = self._event(
                     "response.output_item.added", output_index=block.index, item=item
@@ -119,10 +125,10 @@ class ResponsesFormatter:
                     return [added]
                 part = self._part(block, is_empty=True)
                 return [added, self._event("response.content_part.added", **part_place, part=part)]
-            case Step.GREW:
+            case BlockStep.GREW:
                 shown = {"logprobs": self._logprobs.take()} if is_text else {}
                 return [self._event(f"{name}.delta", **part_place, delta=step.text, **shown)]
-            case Step.CLOSED:
+            case BlockStep.CLOSED:
                 item = self._item(block, self._last_status())
                 if is_call:
                     fields = {"arguments": block.text, "name": item["name"]}

@@ -16,7 +16,7 @@ from loraplex_services.worker.layers.moe import Expert, ExpertWeights, LoopedExp
 from loraplex_services.worker.layers.operators import TorchOperators
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
-from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -194,7 +194,7 @@ def test_adapters_on_experts_are_added_and_others_leave_the_kernels_alone(
     table = {(0, 2): deltas[0], (1, other): deltas[1]}
     tables = None
     if has_tables:
-        part = Part(0, 0, 2 * width)
+        part = OutputRange(0, 0, 2 * width)
         shapes = [SiteShape(hidden, (part,))] * 7
         tables = DeviceTables(arena.data.view(-1), torch.float32, shapes, 2, 200)
         tables.enter(0, {2: deltas[0]}, {2})
