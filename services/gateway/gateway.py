@@ -32,6 +32,7 @@ from loraplex_services.gateway.admission.rate_limit_store import (
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.admission.scaling import ScalingSignals
 from loraplex_services.gateway.config import GatewayConfig, from_env
+from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.grpc import admin, server
@@ -244,6 +245,14 @@ class Gateway:
             self._fleet,
             self._controller,
             self.readiness.missing,
+            self._generation.usage.recent,
+        )
+        adapters = AdapterEndpoints(
+            functools.partial(context.reader, num_calls=LIST_CALLS),
+            self._resolver,
+            self._fleet,
+            self._registry_of,
+            self._generation.usage.recent,
         )
         root = self._config.lora_root
         folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
@@ -273,6 +282,7 @@ class Gateway:
             *pauses.routes(),
             *usage.routes(),
             *console.routes(),
+            *adapters.routes(),
         ]
         if folders is not None:
             others += AliasEndpoints(context.caller, self._registry_of, folders).routes()

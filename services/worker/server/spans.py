@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 
-from loraplex_services.worker.server.sessions import LiveRequest
+from loraplex_services.worker.server.sessions import ServerRequest
 from loraplex_services.worker.types.messages import TokenOutput
 
 
 def end_span(
-    request: LiveRequest, outcome: str, last: TokenOutput | None = None, last_step: int = 0
+    request: ServerRequest, outcome: str, last: TokenOutput | None = None, last_step: int = 0
 ) -> None:
     """End the span of a request.
 

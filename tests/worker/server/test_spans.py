@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.api.output import FinishReason, Timings
 from loraplex_services.common.tracing import ENDPOINTS, Tracer, open_tracer
-from loraplex_services.worker.server.sessions import GatewaySession, LiveRequest
+from loraplex_services.worker.server.sessions import GatewaySession, ServerRequest
 from loraplex_services.worker.server.spans import end_span
 from loraplex_services.worker.types.messages import TokenOutput
 from tests.collector import EXPORTING, Collector, running_collector, values
@@ -29,7 +29,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 def ended(tracer: Tracer, outcome: str, last: TokenOutput | None, *digests: str) -> None:
     """End a request that came three seconds ago and has generated three tokens."""
     now_s = time.monotonic()
-    request = LiveRequest(GatewaySession(1, "g"), "r", digests, 7, now_s - 3.0)
+    request = ServerRequest(GatewaySession(1, "g"), "r", digests, 7, now_s - 3.0)
     request.span = tracer.begin("worker request", "", request.arrival_s)
     request.first_token_s, request.num_output, request.first_step = now_s - 1.5, 3, 11
     end_span(request, outcome, last, 13)
