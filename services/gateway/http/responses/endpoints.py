@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -66,8 +65,12 @@ class ResponsesEndpoints:
         """POST /v1/responses."""
         caller = await self._caller(request)
         call = await self._parsed(request, caller)
-        soon = asyncio.get_running_loop().call_soon_threadsafe  # long answers come in a thread
-        keep = functools.partial(soon, self._keep, caller.tenant, call)
+        loop = asyncio.get_running_loop()
+
+        def keep(response: dict[str, Any]) -> None:
+            """Long answers are formatted in a thread."""
+            loop.call_soon_threadsafe(self._keep, caller.tenant, call, response)
+
         return await self._answering.answer(
             request,
             call.chat,
