@@ -71,6 +71,7 @@ COUNTS = {
     "MAX_STORED_RESPONSE_BYTES_PER_TENANT": "of these for one tenant, which then loses its oldest",
     "MAX_HISTORY_RESPONSES": "stored responses that one conversation may consist of",
     "MAX_RESPONSE_METADATA": "entries in `metadata` of a response",
+    "MAX_OPEN_UPLOADS_PER_TENANT": "unfinished uploads of a tenant; their bytes count in its quota",
     "MAX_UPLOAD_STREAMS": "streams of uploads that one registry reads at a time; others wait",
     "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "
