@@ -48,6 +48,7 @@ another try. Configs and headers of up to 64 KiB are validated in the registry's
 
 COUNTS = {
     "MAX_STREAMS_PER_CONNECTION": "open calls on one HTTP/2 connection (gRPC)",
+    "MAX_OPEN_STREAMS": "open health watches of one server, and as many calls of reflection",
     "MAX_DESCRIPTION_CHARS": "characters in the description of a key",
     "MAX_MODEL_CHARS": "characters in `model`, and in each adapter reference of a request",
     "MAX_CACHE_SALT_CHARS": "characters in `cache_salt`",

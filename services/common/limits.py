@@ -83,6 +83,8 @@ USAGE_CALLS = 20
 
 MAX_STREAMS_PER_CONNECTION = 4096
 """Calls that one HTTP/2 connection may have open."""
+MAX_OPEN_STREAMS = 1024
+"""Watches of a server's health, which need no key, and as many calls of reflection."""
 
 
 @dataclass(frozen=True, slots=True)
