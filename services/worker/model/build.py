@@ -21,7 +21,7 @@ from loraplex_services.worker.layers.ranks import GatheredLinear
 from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.layers.sharded_lora import ShardedLora
 from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mixer, Mlp, SiteWeights
-from loraplex_services.worker.model.load import Weights, Window, take_rows, take_window
+from loraplex_services.worker.model.load import TensorWindow, Weights, take_rows, take_window
 from loraplex_services.worker.ops.linear.coded import CodedWeight, joined
 from loraplex_services.worker.ops.linear.stacked import StackedLinear
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear, WeightRows
@@ -75,6 +75,7 @@ class Builder:
     linears: dict[int, WeightRows] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
     norm_offsets: dict[int, float] = field(default_factory=dict)
+    published: dict[int, WeightRows] = field(default_factory=dict)
     _query_scales: Tensor | None = None
     _codes: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """Linears by their scheme and by whether their products read codes."""
@@ -104,7 +105,12 @@ class Builder:
             how = "kept in codes" if is_kept else "dequantised, as no kernel here reads them"
             logger.info("quantised weights: %d linears of %s are %s", count, scheme, how)
         sites = SiteWeights(
-            self.sites.build(), self.linears, self.biases, self.norm_offsets, self.shard
+            self.sites.build(),
+            self.linears,
+            self.biases,
+            self.norm_offsets,
+            self.shard,
+            self.published,
         )
         return Decoder(config, embedding, layers, norm, head, score, sites)
 
@@ -120,7 +126,7 @@ class Builder:
         shape = (config.vocab_size, config.hidden_size)
         if shard.size == 1:
             return self.weights.take(name, shape)
-        rows = self.weights.take(name, shape, Window([shard.vocabulary(config.vocab_size)]))
+        rows = self.weights.take(name, shape, TensorWindow([shard.vocabulary(config.vocab_size)]))
         missing = padded_share(config.vocab_size, shard.size) - len(rows)
         return F.pad(rows, (0, 0, 0, missing))
 
@@ -214,7 +220,7 @@ class Builder:
             return take_rows(self.weights, parts, num_inputs)
         rows = self.shard.spans(cut.outputs) or [(0, sum(rows for _, rows in modules))]
         columns = self.shard.spans(cut.inputs)
-        window = Window(rows, columns[0] if columns else None)
+        window = TensorWindow(rows, columns[0] if columns else None)
         return take_window(self.weights, parts, [num_inputs], window)
 
     def expert_linear(
@@ -305,17 +311,19 @@ class Builder:
                 description = "differs from the embedding, but tie_word_embeddings is true"
                 raise InvalidRequest.field("lm_head.weight", "present", description)
         vocab_size, width = self.config.vocab_size, self.config.hidden_size
-        base = self._head_base(name, table)
         site_id = self.sites.add(-1, LM_HEAD, width, [("lm_head", vocab_size)])
+        base = self._head_base(site_id, name, table)
         self.linears[site_id] = self._rows_of(base, [(name, vocab_size)], width)
         if self.shard.size > 1:  # what adapters add to the head is computed on rank 0
             base = GatheredLinear(base, vocab_size, self.operators.ranks)
         return LoraLinear(site_id, base, None, self.operators.add_lora())
 
-    def _head_base(self, name: str, table: Tensor | None) -> BaseLinear:
+    def _head_base(self, site_id: int, name: str, table: Tensor | None) -> BaseLinear:
         """The head's product; `table` is its weight where that is the embedding."""
         shape = self.config.vocab_size, self.config.hidden_size
         if (codes := self.weights.take_codes(f"{name}.weight", shape)) is not None:
+            if codes.published is not None:
+                self.published[site_id] = codes.published
             return self._coded_linear(codes)
         if table is None:
             table = self._vocabulary_rows(f"{name}.weight")

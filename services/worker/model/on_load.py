@@ -7,12 +7,13 @@ head becomes int8 in both: it is as sensitive as it is large. Embeddings, norms 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.worker.model.load import Weights, Window
+from loraplex_services.worker.model.load import TensorWindow, Weights
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 from loraplex_services.worker.types.model_config import ModelConfig
@@ -42,7 +43,7 @@ class QuantisedOnLoad:
         self,
         name: str,
         shape: Sequence[int],
-        window: Window | None = None,
+        window: TensorWindow | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """See `load.Weights`; as the files have it."""
@@ -51,7 +52,10 @@ class QuantisedOnLoad:
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
         """See `load.Weights`."""
         weight = self._files.take(name, shape)
-        return int8(weight) if self._scheme == INT8 or name in _HEADS else int4(weight)
+        if name in _HEADS:
+            rows, columns = shape
+            return replace(int8(weight), published=self.rows_in_files([(name, rows)], columns))
+        return int8(weight) if self._scheme == INT8 else int4(weight)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """See `load.Weights`."""
