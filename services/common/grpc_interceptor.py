@@ -101,11 +101,8 @@ def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandle
             else:
                 await inner(request, context)
 
-    return handler._replace(
-        **{  # type: ignore[no-any-return]
-            "stream_stream" if handler.request_streaming else "unary_stream": written
-        }
-    )
+    kind = "stream_stream" if handler.request_streaming else "unary_stream"
+    return cast("grpc.RpcMethodHandler[Any, Any]", handler._replace(**{kind: written}))
 
 
 @dataclass(frozen=True, slots=True)

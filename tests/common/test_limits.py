@@ -181,7 +181,7 @@ async def test_strangers_hold_a_limited_number_of_streams_and_health_is_answered
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_interceptor, "MAX_OPEN_STREAMS", 3)
-    stub = health_pb2_grpc.HealthStub(server[1])
+    stub: Any = health_pb2_grpc.HealthStub(server[1])
     asked = health_pb2.HealthCheckRequest(service=LIVENESS)
 
     async def opened() -> Any:
