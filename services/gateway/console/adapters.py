@@ -155,12 +155,13 @@ class AdapterEndpoints:
     async def change(self, request: Request) -> JSONResponse:
         """Move, split or roll back a tag, or delete a version, with the caller's key."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
+        body = Body(await read_json(request, caller))
         name, action = body.text("name") or "", body.text("action") or ""
         tenant, short = parse_name(name, caller.tenant, field="name")
         name = f"{tenant}/{short}"
         tag, version = body.text("tag") or "", body.integer("version") or 0
         targets = _targets(body.raw("targets"))
+        description = body.text("description")
         body.finish()
         async with self._registry(api_key_of(request)) as registry:
             match action:
@@ -168,10 +169,12 @@ class AdapterEndpoints:
                     await registry.set_tag(name, tag, targets)
                 case "rollback":
                     await registry.rollback(name, tag, version)
+                case "describe":
+                    await registry.describe(name, description)
                 case "delete":
                     await registry.delete(f"{name}:v{version}")
                 case _:
-                    known = "must be tag, rollback or delete"
+                    known = "must be tag, rollback, describe or delete"
                     raise Unsupported.field("action", action[:32], known)
         return JSONResponse({"done": action}, headers=_NO_STORE)
 
@@ -189,6 +192,8 @@ class AdapterEndpoints:
                     "size_bytes": version.size_bytes,
                     "creator": version.creator,
                     "labels": dict(version.labels),
+                    "description": version.description,
+                    "adapter_labels": dict(version.adapter_labels),
                     "parent": version.parent,
                     "visibility": version.visibility,
                     "warnings": [each.description for each in version.warnings],

@@ -114,7 +114,7 @@ export class Adapters {
 
   one(adapter, full) {
     const [newest] = adapter.versions;
-    const labels = Object.entries(newest.labels ?? {}).map(([name, value]) => `${name}=${value}`);
+    const labels = Object.entries({ ...newest.labels, ...newest.adapter_labels }).map(([name, value]) => `${name}=${value}`);
     const minute = adapter.last_minute;
     const facts = [
       ["Digest", h("code", {}, newest.digest)], ["Base", newest.base], ["Rank", String(newest.rank || "–")],
@@ -127,6 +127,8 @@ export class Adapters {
     return [
       h("div", { className: "head" }, h("h2", {}, full), h("p", {}, `${count(adapter.num_versions)} ${adapter.num_versions === 1 ? "version" : "versions"}`),
         h("span", { className: "tools" }, h("button", { className: "primary", type: "button", onclick: () => this.onTry(full) }, "Try it"))),
+      newest.description ? h("p", { className: "description" }, newest.description) : null,
+      adapter.may_change ? this.descriptionForm(full, newest.description ?? "") : null,
       adapter.problem ? h("p", { className: "note error" }, `The registry is away, so this is not all: ${adapter.problem}`) : null,
       h("dl", { className: "panel about" }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
       h("p", { className: "row command" }, h("code", {}, command), copyButton(command, "Copy the command")),
@@ -157,6 +159,16 @@ export class Adapters {
       h("td", {}, version.num_workers ? h("span", { className: "chip device" }, `on ${version.num_workers}`) : null),
       h("td", { className: "last" }, adapter.may_change ? h("button", { className: "quiet", type: "button", "aria-label": `Delete v${version.number}`,
         onclick: () => this.change(full, { action: "delete", version: version.number }, `Delete v${version.number}? Its number is never used again.`) }, "Delete") : null));
+  }
+
+  descriptionForm(full, description) {
+    const text = h("input", { value: description, maxLength: 256, placeholder: "What is it for?", "aria-label": "Description" });
+    const form = h("form", { className: "row", autocomplete: "off" }, text, h("button", { className: "quiet", type: "submit" }, "Describe"));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.change(full, { action: "describe", description: text.value }, "Change the description?");
+    });
+    return form;
   }
 
   tagForm(full) {
