@@ -159,14 +159,7 @@ MAX_REQUEST_S: Knob[float] = Knob(
 TOOL_CALL_PARSER: Knob[str] = Knob(
     "LORAPLEX_TOOL_CALL_PARSER",
     choice(
-        "auto",
-        "hermes",
-        "llama3_json",
-        "mistral",
-        "qwen3_coder",
-        "phi4_mini_json",
-        "pythonic",
-        "glm",
+        *"auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm harmony".split(),
         "none",
     ),
     "auto",

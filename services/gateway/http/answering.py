@@ -102,7 +102,8 @@ class Answering:
         """
         style = overridden(prepared.style, self._tool_format, self._reasoning)
         resolved = prepared.resolved
-        if call.tool_use.tools and style.marks_are_special:
+        is_read = call.tool_use.tools or (call.is_chat and style.has_channels)
+        if is_read and style.marks_are_special:
             text = replace(resolved.text, skip_special=False)
             resolved = replace(resolved, text=text)
         prepared = replace(prepared, style=style, resolved=resolved)

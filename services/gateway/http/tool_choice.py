@@ -116,6 +116,8 @@ def _template_message(message: dict[str, object], field: str) -> dict[str, objec
     if not isinstance(calls, list):
         raise bad_type(f"{field}.tool_calls", calls, "a list of calls")
     template_calls = [_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    if "reasoning" in message and not message["content"]:
+        message = {"thinking": message["reasoning"], **message}  # gpt-oss: next to calls only
     return {**message, "tool_calls": template_calls}
 
 

@@ -22,6 +22,8 @@ class ToolFormat(enum.StrEnum):
     """`functools[{"name", "arguments"}]`, or `<|tool_call|>` instead: Phi-4-mini."""
     GLM = "glm"
     """`<tool_call>name`, `<arg_key>` and `<arg_value>` pairs, `</tool_call>`: GLM-4.5 and later."""
+    HARMONY = "harmony"
+    """Messages on channels, of which some go to functions: gpt-oss. Thoughts are messages, too."""
     PYTHONIC = "pythonic"
     """`[name(key=value)]` as the whole answer: small Llama 3.2 models and Gemma 3 as prompted."""
 
@@ -38,7 +40,12 @@ class ChatStyle:
     def marks_are_special(self) -> bool:
         """True if calls begin with a special token, which plain text leaves out."""
         special = ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.PHI4_MINI
-        return self.tool_format in special
+        return self.tool_format in special or self.has_channels
+
+    @property
+    def has_channels(self) -> bool:
+        """True if all answers have marks, with and without tools."""
+        return self.tool_format is ToolFormat.HARMONY
 
 
 def detected(template: str) -> ChatStyle:
@@ -60,6 +67,8 @@ def overridden(style: ChatStyle, tool_format: str, reasoning: str) -> ChatStyle:
 
 
 def _tool_format(template: str) -> ToolFormat:
+    if "<|channel|>" in template:
+        return ToolFormat.HARMONY
     if "[TOOL_CALLS]" in template:
         return ToolFormat.MISTRAL
     if "<tool_call>" in template:

@@ -89,6 +89,7 @@ class AnswerParser:
         if self._tools is not None:
             rest = self._tools.finish()
             delta.content += rest.content
+            delta.reasoning += rest.reasoning
             delta.calls += rest.calls
         return delta
 

@@ -70,6 +70,8 @@ class _Writer:
 
     def free(self) -> str:
         """Text with calls in it, or after it."""
+        if self._format is ToolFormat.HARMONY:
+            return self._messages(f"call | {self._header('final')} TEXT | TEXT")
         shown = self._tokens(*_TEXT_TOKENS, *self._outer_marks())
         before = f"(TEXT ({shown}))* " if shown else ""
         if self._format in _WHOLE_ANSWER:
@@ -91,10 +93,14 @@ class _Writer:
         """Calls, or JSON of a schema."""
         schema = json.loads(answer.texts[0])
         self._rule("answer", f"%json {json.dumps(schema | SPACING)}")
+        if self._format is ToolFormat.HARMONY:
+            return self._messages(f"call | {self._header('final')} answer")
         return f"start: answer | calls\ncalls: {self._only_calls()}\n"
 
     def required(self, *, thinks: bool, is_thinking: bool) -> str:
         """Calls, after a thought if the base thinks."""
+        if self._format is ToolFormat.HARMONY:
+            return self._messages("call")
         thought = ""
         if thinks or is_thinking:
             closes = self._tokens("</think>")
@@ -103,6 +109,29 @@ class _Writer:
         if thought and not is_thinking:
             thought = f"(SPACE {self._either('<think>')} {thought})? "
         return f"start: {thought}SPACE calls SPACE\ncalls: {self._only_calls()}\n"
+
+    def _messages(self, last: str) -> str:
+        """Harmony: thoughts and remarks, then a message that ends the answer."""
+        tokens = self._tokens("<|end|>")
+        self._rule("ended[lazy]", 'TEXT "<|end|>"')
+        text = f"(ended | TEXT ({tokens}))" if tokens else "ended"
+        asides = f"({self._header('analysis')} | {self._header('commentary')})"
+        self._rule("aside", f'{asides} {text} {self._either("<|start|>")} "assistant"')
+        channel, message = self._either("<|channel|>"), self._either("<|message|>")
+        calls = []
+        for index, (name, schema) in enumerate(self._use.schemas.items()):
+            to = json.dumps(f" to=functions.{name}")
+            self._json(f"arguments_{index}", schema)
+            head = f'({to} {channel} "commentary" | {channel} "commentary" {to})'
+            kind = f'(" "? {self._either("<|constrain|>")} "json" | " json")?'
+            calls.append(f"{head} {kind} {message} arguments_{index}")
+        self._rule("call", " | ".join(calls))
+        return f"start: aside* ({last})\n"
+
+    def _header(self, channel: str) -> str:
+        """Harmony: what begins a message without a recipient."""
+        marks = self._either("<|channel|>"), self._either("<|message|>")
+        return f"{marks[0]} {json.dumps(channel)} {marks[1]}"
 
     def _only_calls(self) -> str:
         """Calls and nothing else."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from loraplex_services.gateway.text.chat_style import ToolFormat
 from loraplex_services.gateway.tools.glm_calls import GlmReader
+from loraplex_services.gateway.tools.harmony import HarmonyReader
 from loraplex_services.gateway.tools.python_calls import PythonReader
 from loraplex_services.gateway.tools.reader import (
     LIST,
@@ -43,7 +44,7 @@ class ArgumentsReader:
 
 
 class OnlyCallsReader:
-    """Drops what is no call: if calls are required, it is the rest of one that was cut."""
+    """Drops content: if calls are required, it is the rest of one that was cut."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
@@ -54,10 +55,10 @@ class OnlyCallsReader:
         return self._reader.num_calls
 
     def feed(self, text: str) -> Delta:
-        return Delta(calls=self._reader.feed(text).calls)
+        return _without_content(self._reader.feed(text))
 
     def finish(self) -> Delta:
-        return Delta(calls=self._reader.finish().calls)
+        return _without_content(self._reader.finish())
 
 
 class FirstCallReader:
@@ -78,6 +79,10 @@ class FirstCallReader:
         return _first_call(self._reader.finish())
 
 
+def _without_content(delta: Delta) -> Delta:
+    return Delta(reasoning=delta.reasoning, calls=delta.calls)
+
+
 def _first_call(delta: Delta) -> Delta:
     """Mutates: delta."""
     delta.calls = [call for call in delta.calls if call.index == 0]
@@ -93,16 +98,18 @@ _READERS: dict[ToolFormat, Callable[[ToolUse], AnswerReader]] = {
     ToolFormat.QWEN3_CODER: lambda use: XmlReader(use.schemas),
     ToolFormat.GLM: lambda use: GlmReader(use.schemas),
     ToolFormat.PYTHONIC: lambda use: PythonReader(use.names),
+    ToolFormat.HARMONY: lambda use: HarmonyReader(offers_tools=bool(use.tools)),
 }
 """How to read the calls of each format. A new format needs a row here or in `NOTATIONS`."""
 
 
 def reader_of(tool_format: ToolFormat, use: ToolUse) -> AnswerReader | None:
-    """A reader for one answer; None without tools, or if the base writes no known calls.
+    """A reader for one answer; None if nothing is to be found in it: without tools (but for
+    channels), or if the base writes no known calls.
 
     Required calls of a base without a notation are read in that of our own grammar.
     """
-    if not use.tools:
+    if not use.tools and tool_format is not ToolFormat.HARMONY:
         return None
     if tool_format in _READERS:
         reader = _READERS[tool_format](use)

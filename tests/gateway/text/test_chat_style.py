@@ -21,6 +21,7 @@ from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat, det
         ("'<|tool|>' + message['tools'] + '<|/tool|>'", ChatStyle(ToolFormat.PHI4_MINI)),
         ("use [func_name1(params_name1=params_value1)]", ChatStyle(ToolFormat.PYTHONIC)),
         ("{{ '[TOOL_CALLS] [' }}[AVAILABLE_TOOLS]", ChatStyle(ToolFormat.MISTRAL)),
+        ("{{ '<|start|>assistant<|channel|>final<|message|>' }}", ChatStyle(ToolFormat.HARMONY)),
         ("Environment: ipython {{ '<|python_tag|>' }}", ChatStyle(ToolFormat.LLAMA3_JSON)),
     ],
 )

@@ -69,7 +69,8 @@ def written(tool_format: ToolFormat, days: object = 2) -> str:
     }[tool_format]
 
 
-FORMATS = [each for each in ToolFormat if each is not ToolFormat.NONE]
+FORMATS = [each for each in ToolFormat if each not in (ToolFormat.NONE, ToolFormat.HARMONY)]
+"""Whose calls stand in text."""
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|tool_call|>", "<|python_tag|>")
 
@@ -203,7 +204,7 @@ def test_required_calls_are_written_in_the_notation_of_the_base_and_may_end_afte
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tokens"])
-@pytest.mark.parametrize("tool_format", list(ToolFormat))
+@pytest.mark.parametrize("tool_format", [ToolFormat.NONE, *FORMATS])
 def test_required_calls_follow_the_thought(
     tokenizers: Mapping[str, Path], tool_format: ToolFormat, kind: str
 ) -> None:

@@ -177,7 +177,7 @@ def test_a_request_that_another_worker_continues_gets_the_same_tokens(
             assert stage.outputs[name] == expected, f"resumed after {cut} tokens"
 
 
-@pytest.mark.parametrize("max_step_tokens", [64, 7])
+@pytest.mark.parametrize("max_step_tokens", [pytest.param(64, marks=pytest.mark.long), 7])
 def test_a_kept_prefix_goes_on_from_the_state_that_the_earlier_adapter_left(
     files: Path, runner: TorchRunner, base: TinyBase, max_step_tokens: int
 ) -> None:

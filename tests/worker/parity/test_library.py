@@ -80,12 +80,24 @@ def save(class_name: str, folder: Path, **changes: object) -> Path:
     return folder
 
 
+GEMMA4 = {
+    "num_hidden_layers": 12,
+    "num_kv_shared_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 311,
+}
+
+
 @pytest.mark.parametrize(
     ("class_name", "changes", "reason"),
     [
         ("FalconConfig", {}, "cannot be given another cache"),
         ("MambaConfig", {}, "layers of this type"),
         ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "cannot be run in this way"),
+        ("Gemma4TextConfig", GEMMA4, "differs in heads, width or scale"),
+        ("Gemma4TextConfig", {**GEMMA4, "global_head_dim": 16}, "cannot be run in this way"),
         ("Qwen3NextConfig", {"num_experts": 2, "head_dim": 16}, "layers of this type"),
         (
             "LlamaConfig",
