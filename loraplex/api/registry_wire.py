@@ -16,6 +16,7 @@ from loraplex.api.registry import (
     ApiKey,
     AuditEntry,
     BaseModel,
+    Certificate,
     Change,
     Sharing,
     Tag,
@@ -79,6 +80,18 @@ def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
         eos_token_ids=tuple(message.eos_token_ids),
         expires_unix_s=message.expires_unix_s,
     )
+
+
+def certificate(message: pb.Certificate) -> Certificate:
+    """As the registry stored it."""
+    return Certificate(
+        **{f.name: getattr(message, f.name) for f in dataclasses.fields(Certificate)}
+    )
+
+
+def certificate_to_proto(certificate: Certificate) -> pb.Certificate:
+    """What was measured; the registry adds when, and by whom."""
+    return pb.Certificate(**dataclasses.asdict(certificate))
 
 
 def sharing(name: str, message: pb.SetSharingResponse) -> Sharing:

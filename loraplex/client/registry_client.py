@@ -13,6 +13,7 @@ from typing import Any, Self
 from loraplex.api import registry_wire
 from loraplex.api.registry import (
     AdapterVersion,
+    Certificate,
     Change,
     Checked,
     Published,
@@ -343,6 +344,20 @@ class RegistryClient:
         bundles = {signature.key_sha256: signature.bundle for signature in answer.signatures}
         version = registry_wire.adapter_version(answer.version)
         return Signed(version, bundles, tuple(answer.policy_keys))
+
+    async def set_certificate(self, ref: str, certificate: Certificate) -> Certificate:
+        """Keep what `certifying.measure` found with a version; as it is stored."""
+        request = pb.SetCertificateRequest(
+            ref=ref, certificate=registry_wire.certificate_to_proto(certificate)
+        )
+        answer = await self._channel.call(self._stub.SetCertificate, request)
+        return registry_wire.certificate(answer.certificate)
+
+    async def certificates(self, ref: str) -> Sequence[Certificate]:
+        """The certificates of a version."""
+        request = pb.ListCertificatesRequest(ref=ref)
+        answer = await self._channel.call(self._stub.ListCertificates, request)
+        return [registry_wire.certificate(message) for message in answer.certificates]
 
     async def usage(
         self, *, tenant: str = "", all_tenants: bool = False, model: str = "", since: str = ""
