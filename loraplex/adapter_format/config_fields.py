@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from loraplex.adapter_format import pooling_fields
-from loraplex.adapter_format.config_reader import ConfigReader
+from loraplex.adapter_format import conversion_field, pooling_fields
+from loraplex.adapter_format.config_reader import AdapterConfigReader
 from loraplex.adapter_format.tasks import CAUSAL_LM, FEATURE_EXTRACTION, SEQ_CLS
 
 SHAPING = frozenset({
@@ -22,8 +22,11 @@ SHAPING = frozenset({
 })  # fmt: skip
 """Fields that `config.parse_config` reads into `AdapterConfig`."""
 
-SERVING = frozenset({"eos_token_id", "rope_scaling"}) | pooling_fields.FIELDS
-"""Fields of ours, which PEFT does not know: see `serving_fields` and `pooling_fields`."""
+SERVING = (
+    frozenset({"eos_token_id", "rope_scaling", conversion_field.FIELD}) | pooling_fields.FIELDS
+)
+"""Fields of ours, which PEFT does not know: see `serving_fields`, `pooling_fields` and
+`conversion_field`."""
 
 INERT = frozenset({
     "auto_mapping", "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size",
@@ -69,16 +72,17 @@ _SERVED_TASKS = (CAUSAL_LM, SEQ_CLS, FEATURE_EXTRACTION)
 _OTHER_TASKS = ("SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 
 
-def check_peft_type(reader: ConfigReader) -> None:
+def check_peft_type(reader: AdapterConfigReader) -> None:
     """Refuse everything that is not LoRA; nothing else in such a config means what we think."""
     value = reader.fields.get("peft_type")
     if value is None:
         reader.refuse("peft_type", value, "is missing; save the adapter with PEFT, which writes it")
     elif value != "LORA":
-        reader.refuse("peft_type", value, "is not served; train the adapter with peft_type LORA")
+        why = "is not served; convert it with `registry convert DIR OUT --to lora`, if PEFT can"
+        reader.refuse("peft_type", value, why)
 
 
-def check_tables(reader: ConfigReader) -> None:
+def check_tables(reader: AdapterConfigReader) -> None:
     """Decide every field that no getter reads."""
     for field, value in reader.fields.items():
         if field in SHAPING or field in SERVING or field in INERT:
@@ -98,7 +102,7 @@ def _is_off(value: object) -> bool:
     return value is None or value is False or value in ([], {})
 
 
-def _check_unknown(reader: ConfigReader, field: str, value: object) -> None:
+def _check_unknown(reader: AdapterConfigReader, field: str, value: object) -> None:
     if value is None or value is False or value in ("", [], {}, 0):
         reader.warn(field, value, "is unknown, but off; it is ignored")
     else:
@@ -106,7 +110,7 @@ def _check_unknown(reader: ConfigReader, field: str, value: object) -> None:
         reader.refuse(field, value, hint)
 
 
-def check_init(reader: ConfigReader) -> None:
+def check_init(reader: AdapterConfigReader) -> None:
     """Refuse initialisations that moved a part of the base into the adapter."""
     value = reader.fields.get("init_lora_weights", True)
     if isinstance(value, bool):
@@ -123,7 +127,7 @@ def check_init(reader: ConfigReader) -> None:
         reader.refuse("init_lora_weights", value, "is not an initialisation that PEFT 0.21 knows")
 
 
-def check_task(reader: ConfigReader) -> None:
+def check_task(reader: AdapterConfigReader) -> None:
     """Only tasks of decoders, with at most one vector of outputs for a prompt."""
     value = reader.fields.get("task_type")
     if value is None or value in _SERVED_TASKS:
@@ -135,7 +139,7 @@ def check_task(reader: ConfigReader) -> None:
         reader.refuse("task_type", value, f"is not a task that PEFT knows; use {served} or null")
 
 
-def check_combinations(reader: ConfigReader) -> None:
+def check_combinations(reader: AdapterConfigReader) -> None:
     """Refuse what PEFT itself refuses when it reads the config."""
     fields = reader.fields
     targets = fields.get("target_modules")

@@ -144,7 +144,7 @@ async def _show(args: argparse.Namespace) -> None:
         found = await client.get(args.ref)
         # By number: a tag may have moved since.
         version = (await client.signatures(found.version.ref)).version
-        certificates = await client.certificates(found.version.ref)
+        certificates = await client.admin.certificates(found.version.ref)
     if args.json:
         tags = [dataclasses.asdict(tag) for tag in found.tags]
         measured = [dataclasses.asdict(certificate) for certificate in certificates]
@@ -153,6 +153,10 @@ async def _show(args: argparse.Namespace) -> None:
     print_fields(
         {
             "adapter": version.ref,
+            "description": version.description,
+            "adapter labels": ", ".join(
+                f"{key}={value}" for key, value in version.adapter_labels.items()
+            ),
             "digest": version.digest,
             "base": version.base_id,
             "task": _task_of(version),

@@ -65,7 +65,7 @@ async def _certify(args: argparse.Namespace) -> None:
     async with client_of(args) as registry:
         version = (await registry.get(args.ref)).version
         measured = await _measured(args, version.ref, version.base_id, texts)
-        certificate = await registry.set_certificate(version.ref, measured)
+        certificate = await registry.admin.set_certificate(version.ref, measured)
         if args.max_kl is not None and certificate.mean_kl > args.max_kl:
             why = f"is above --max-kl {args.max_kl:g}: {certified(certificate)}"
             kl = f"KL {certificate.mean_kl:.3g}"

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from loraplex.api import registry_wire
 from loraplex.api.registry import (
+    AdapterDescription,
     AdapterVersion,
-    Certificate,
     Change,
     Checked,
     Published,
@@ -325,6 +325,25 @@ class RegistryClient:
         answer = await self._channel.call(self._stub.SetSharing, request)
         return registry_wire.sharing(name, answer)
 
+    async def describe(
+        self,
+        name: str,
+        description: str | None = None,
+        *,
+        set_labels: Mapping[str, str] | None = None,
+        remove_labels: Sequence[str] = (),
+    ) -> AdapterDescription:
+        """Change the description and the labels of an adapter, whatever its versions.
+
+        Args:
+            description: None keeps it, "" removes it.
+        """
+        request = pb.DescribeAdapterRequest(
+            name=name, description=description, set_labels=set_labels, remove_labels=remove_labels
+        )
+        answer = await self._channel.call(self._stub.DescribeAdapter, request)
+        return AdapterDescription(name, answer.description, dict(answer.labels))
+
     async def attach_signature(
         self, ref: str, bundle: bytes, public_key: str = ""
     ) -> AdapterVersion:
@@ -344,20 +363,6 @@ class RegistryClient:
         bundles = {signature.key_sha256: signature.bundle for signature in answer.signatures}
         version = registry_wire.adapter_version(answer.version)
         return Signed(version, bundles, tuple(answer.policy_keys))
-
-    async def set_certificate(self, ref: str, certificate: Certificate) -> Certificate:
-        """Keep what `certifying.measure` found with a version; as it is stored."""
-        request = pb.SetCertificateRequest(
-            ref=ref, certificate=registry_wire.certificate_to_proto(certificate)
-        )
-        answer = await self._channel.call(self._stub.SetCertificate, request)
-        return registry_wire.certificate(answer.certificate)
-
-    async def certificates(self, ref: str) -> Sequence[Certificate]:
-        """The certificates of a version."""
-        request = pb.ListCertificatesRequest(ref=ref)
-        answer = await self._channel.call(self._stub.ListCertificates, request)
-        return [registry_wire.certificate(message) for message in answer.certificates]
 
     async def usage(
         self, *, tenant: str = "", all_tenants: bool = False, model: str = "", since: str = ""

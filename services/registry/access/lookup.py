@@ -104,6 +104,13 @@ class Lookup:
         except CatalogDown:
             return await self._from_objects(tenant, name)
 
+    async def tags(self, tenant: str, name: str) -> tuple[TagRecord, ...]:
+        """The tags of one adapter."""
+        try:
+            return (await self._catalog.find(scope_of(tenant, name), "tag", "latest")).tags
+        except CatalogDown:
+            return (await self._from_objects(tenant, name)).tags
+
     async def page(
         self, query: Query, access: Access, page_size: int, after: Cursor
     ) -> tuple[list[ResolvedVersion], Cursor | None]:
@@ -221,12 +228,13 @@ def _kept(found: Found, query: Query, access: Access, scope: str) -> list[Versio
     if not name.startswith(query.name_prefix):
         return []
     live = [record for record in found.versions if not record.deleted]
+    own = found.adapter.labels if found.adapter is not None else {}
     kept = live if query.all_versions else _current(found, live)
     return [
         record
         for record in kept
         if query.base_id in ("", record.base_id)
-        and all(record.labels.get(key) == value for key, value in query.labels)
+        and all(value in (record.labels.get(key), own.get(key)) for key, value in query.labels)
     ]
 
 

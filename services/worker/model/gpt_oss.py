@@ -20,7 +20,7 @@ from loraplex_services.worker.layers.moe import (
 )
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.mxfp4 import take_mxfp4
@@ -32,6 +32,7 @@ from loraplex_services.worker.model.plain import (
     read_plain,
     windows_of,
 )
+from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
 from loraplex_services.worker.types.sharding import WHOLE
 
@@ -51,14 +52,14 @@ REPEATED = ("initial_context_length", "experts_per_token")
 """What published files say a second time, under another name."""
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
     for key in REPEATED:
         reader.get(key)
     _check_quantisation(reader)
     reader.expect("hidden_act", ("silu",), "silu")  # of the gate, which is clamped
-    rope = reader.get("rope_parameters", reader.get("rope_scaling", ROPE))
-    own = reader.replaced("rope_parameters", rope)
+    rope = rope_parameters(reader, ROPE)
+    own = reader.without("rope_scaling").replaced("rope_parameters", rope)
     config = read_plain(own, "gpt_oss", eos_token_ids, DEFAULTS)
     default = [FULL if layer % 2 else SLIDING for layer in range(config.num_layers)]
     types = read_layer_types(reader, config.num_layers, default)
@@ -82,7 +83,7 @@ def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelCo
     )
 
 
-def _check_quantisation(reader: ConfigReader) -> None:
+def _check_quantisation(reader: ModelConfigReader) -> None:
     found = reader.get("quantization_config", {"quant_method": "mxfp4"})
     if not isinstance(found, dict) or found.get("quant_method") != "mxfp4":
         raise reader.refuse("quantization_config", found, "is not served; only mxfp4 is")

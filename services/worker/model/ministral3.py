@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
+from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.types.model_config import ModelConfig, QueryScale
 
 DEFAULTS = Defaults(
@@ -20,15 +21,14 @@ REPEATED = "max_position_embeddings"
 """Of the config, written again among the rotary parameters."""
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
-    params = reader.get("rope_parameters", reader.get("rope_scaling"))
+    params = rope_parameters(reader)
     if not isinstance(params, dict):
         raise reader.refuse("rope_parameters", params, "must be an object")
     rope = {key: value for key, value in params.items() if key not in (BETA, REPEATED)}
-    config = read_plain(
-        reader.replaced("rope_parameters", rope), "ministral3", eos_token_ids, DEFAULTS
-    )
+    own = reader.without("rope_scaling").replaced("rope_parameters", rope)
+    config = read_plain(own, "ministral3", eos_token_ids, DEFAULTS)
     window = None if reader.get("sliding_window") is None else reader.integer("sliding_window")
     return replace(
         config,
@@ -37,7 +37,7 @@ def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelCo
     )
 
 
-def _query_scale(reader: ConfigReader, params: dict[str, object]) -> QueryScale | None:
+def _query_scale(reader: ModelConfigReader, params: dict[str, object]) -> QueryScale | None:
     beta, context_len = params.get(BETA), params.get(CONTEXT_LEN)
     if beta is None:
         return None

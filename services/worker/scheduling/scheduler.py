@@ -33,6 +33,7 @@ from loraplex_services.worker.scheduling.room import Room
 from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
 from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
 from loraplex_services.worker.scheduling.state_planner import StatePlanner
+from loraplex_services.worker.scheduling.turns import DecodeTurns
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
@@ -86,6 +87,7 @@ class Scheduler:
         """Steps that were launched and have not ended."""
         self.times = self._deadlines.times
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
+        self.turns = DecodeTurns()
         self.num_preemptions = 0
         self.is_full = False
         """Memory or the step's token budget kept a request waiting, at the last look."""
@@ -174,7 +176,7 @@ class Scheduler:
             if self._num_in_flight:
                 return self._number(())
             has_preempted = self._grow_some(wanted, now)
-        decodes = self._running.decode_rows()
+        decodes = self._running.decode_rows(self._sitting_out(now))
         started: list[PlannedRow] = []
         if not has_preempted:
             started = self._admit(now, budget)
@@ -186,6 +188,12 @@ class Scheduler:
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
         return self._number(in_batch_order(decodes, others + started), now)
+
+    def _sitting_out(self, now: float) -> Collection[Member]:
+        if self._counters is None:  # first come, first served: nobody is told apart
+            return ()
+        num_tenants = self._counters.tenants.num_expected(now)
+        return self.turns.sitting_out(self._running.decoding, self._next_step, num_tenants)
 
     def _number(self, rows: Sequence[PlannedRow], now: float = 0.0) -> StepPlan:
         if rows:

@@ -18,14 +18,14 @@ async def test_the_latest_certificate_of_each_subject_is_kept(served: ServedRegi
     await publish(served.registry, "acme/a", 1)
     await publish(served.registry, "acme/a", 2)
     client, other = served.client, replace(MEASURED, reference="another")
-    await client.set_certificate("acme/a:v1", other)
-    await client.set_certificate("acme/a:v1", replace(MEASURED, mean_kl=0.2))
-    stored = await client.set_certificate("acme/a:v1", MEASURED)
+    await client.admin.set_certificate("acme/a:v1", other)
+    await client.admin.set_certificate("acme/a:v1", replace(MEASURED, mean_kl=0.2))
+    stored = await client.admin.set_certificate("acme/a:v1", MEASURED)
     assert stored.created_unix_s > 0
-    found = await client.certificates("acme/a:v1")
+    found = await client.admin.certificates("acme/a:v1")
     assert [one.reference for one in found] == ["another", MEASURED.reference]
     assert found[1] == stored
-    assert await client.certificates("acme/a:v2") == []
+    assert await client.admin.certificates("acme/a:v2") == []
     actions = [entry.action async for entry in client.admin.audit("acme")]
     assert actions.count("version.certify") == 3
 
@@ -50,17 +50,19 @@ async def test_what_nobody_can_have_measured_is_refused_by_name(
 ) -> None:
     await publish(served.registry, "acme/a", 1)
     with pytest.raises(InvalidRequest) as refused:
-        await served.client.set_certificate("acme/a", replace(MEASURED, **{field: value}))
+        await served.client.admin.set_certificate("acme/a", replace(MEASURED, **{field: value}))
     assert refused.value.violations[0].field == f"certificate.{field}"
-    assert await served.client.certificates("acme/a") == []
+    assert await served.client.admin.certificates("acme/a") == []
 
 
 async def test_a_version_has_few_and_must_exist(served: ServedRegistry) -> None:
     await publish(served.registry, "acme/a", 1)
     for number in range(32):
-        await served.client.set_certificate("acme/a", replace(MEASURED, reference=str(number)))
-    await served.client.set_certificate("acme/a", replace(MEASURED, reference="7"))
+        await served.client.admin.set_certificate(
+            "acme/a", replace(MEASURED, reference=str(number))
+        )
+    await served.client.admin.set_certificate("acme/a", replace(MEASURED, reference="7"))
     with pytest.raises(ResourceExhausted, match="32"):
-        await served.client.set_certificate("acme/a", MEASURED)
+        await served.client.admin.set_certificate("acme/a", MEASURED)
     with pytest.raises(NotFound):
-        await served.client.set_certificate("acme/b", MEASURED)
+        await served.client.admin.set_certificate("acme/b", MEASURED)
