@@ -31,7 +31,7 @@ def made(name: str, dtype: torch.dtype = torch.float32, kept: str = "auto") -> A
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_every_case_equals_the_reference(name: str, dtype: torch.dtype, kept: str) -> None:
     maker = made(name, dtype, kept)
-    for case in CASES if kept == "auto" else CASES[::3]:
+    for case in CASES if kept == "auto" else CASES[::12]:
         contract.check_case(maker, case, dtype)
 
 
