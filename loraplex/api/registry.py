@@ -103,6 +103,26 @@ class Signed:
 
 
 @dataclass(frozen=True, slots=True)
+class Certificate:
+    """How near a version on a served base is to a reference of that base."""
+
+    base_id: str
+    reference: str
+    """What it was compared with."""
+    probe_sha256: str
+    """Of the texts that were scored."""
+    num_tokens: int
+    mean_kl: float
+    """KL(reference || served) in nats per token."""
+    max_kl: float
+    """The largest of one token."""
+    top1_agreement: float
+    """Share of tokens at which both have the same most likely token."""
+    created_unix_s: float = 0.0
+    creator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """The acknowledgement of an upload."""
 

@@ -16,6 +16,7 @@ from loraplex.api.registry import (
     ApiKey,
     AuditEntry,
     BaseModel,
+    Certificate,
     Change,
     Sharing,
     Tag,
@@ -81,6 +82,18 @@ def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
         description=message.description,
         adapter_labels=dict(message.adapter_labels),
     )
+
+
+def certificate(message: pb.Certificate) -> Certificate:
+    """As the registry stored it."""
+    return Certificate(
+        **{f.name: getattr(message, f.name) for f in dataclasses.fields(Certificate)}
+    )
+
+
+def certificate_to_proto(certificate: Certificate) -> pb.Certificate:
+    """What was measured; the registry adds when, and by whom."""
+    return pb.Certificate(**dataclasses.asdict(certificate))
 
 
 def sharing(name: str, message: pb.SetSharingResponse) -> Sharing:

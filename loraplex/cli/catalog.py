@@ -12,7 +12,7 @@ from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, count, 
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
-    from loraplex.api.registry import AdapterVersion, Change, Tag, TagTarget
+    from loraplex.api.registry import AdapterVersion, Certificate, Change, Tag, TagTarget
     from loraplex.client.registry_client import RegistryClient
 
 
@@ -144,9 +144,11 @@ async def _show(args: argparse.Namespace) -> None:
         found = await client.get(args.ref)
         # By number: a tag may have moved since.
         version = (await client.signatures(found.version.ref)).version
+        certificates = await client.admin.certificates(found.version.ref)
     if args.json:
         tags = [dataclasses.asdict(tag) for tag in found.tags]
-        print_json({**dataclasses.asdict(version), "adapter_tags": tags})
+        measured = [dataclasses.asdict(certificate) for certificate in certificates]
+        print_json({**dataclasses.asdict(version), "adapter_tags": tags, "certificates": measured})
         return
     print_fields(
         {
@@ -176,11 +178,25 @@ async def _show(args: argparse.Namespace) -> None:
         print("tags")
         for tag in found.tags:
             print(f"  {tag.tag} -> {sides_of(tag)}{pending_of(tag)}")
+    if certificates:
+        print("certificates")
+        for certificate in certificates:
+            print(f"  {certified(certificate)}")
     print("files")
     for file in version.files:
         print(f"  {file.path}  {sized(file.size_bytes)}  sha256:{file.sha256[:12]}")
     for warning in version.warnings:
         print(f"warning: {warning.field} = {warning.value}: {warning.description}")
+
+
+def certified(certificate: Certificate) -> str:
+    """One line of what a certificate says."""
+    return (
+        f"{certificate.base_id} against {certificate.reference}: "
+        f"KL {certificate.mean_kl:.2g} nats per token, at most {certificate.max_kl:.2g}; "
+        f"top-1 {certificate.top1_agreement:.1%} of {certificate.num_tokens} tokens "
+        f"({moment(certificate.created_unix_s)})"
+    )
 
 
 def _task_of(version: AdapterVersion) -> str:

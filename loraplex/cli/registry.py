@@ -9,6 +9,7 @@ from loraplex.cli import (
     access,
     admin,
     catalog,
+    certify,
     completion,
     provenance,
     publish,
@@ -37,7 +38,7 @@ def make_parser() -> Parser:
     )
     add_version(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for group in (publish, rewriting, catalog, tags, sharing, provenance, admin, access):
+    for group in (publish, rewriting, catalog, tags, sharing, provenance, certify, admin, access):
         group.add(commands)
     completion.add(commands, "registry", make_parser)
     return parser

@@ -59,6 +59,7 @@ class InferenceClient:
         adapters: Mapping[str, float] | None = None,
         first_token_s: float | None = None,
         on_update: str = UpdatePolicy.FINISH,
+        priority: int = 0,
     ) -> AsyncGenerator[Piece, None]:
         """Stream the output of one prompt. Closing the iterator cancels the request.
 
@@ -71,6 +72,7 @@ class InferenceClient:
             on_update: what becomes of the request if the tag that `model` names moves: "finish"
                 with the same version, "follow" the tag from the next token on, or
                 "follow_keep_prefix", without computing the tokens so far again.
+            priority: among the requests of the caller's tenant; lower runs first.
         """
         request = generation_wire.generate_request(
             model,
@@ -79,6 +81,7 @@ class InferenceClient:
             adapters,
             first_token_s=first_token_s,
             on_update=_update_policy(on_update),
+            priority=priority,
         )
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         async with aclosing(self._channel.stream(stub.Generate, request)) as responses:

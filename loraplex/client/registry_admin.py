@@ -8,7 +8,15 @@ from pathlib import Path
 from loraplex.adapter_format import geometry_from_folder
 from loraplex.api import registry_wire
 from loraplex.api.format_wire import geometry_to_proto
-from loraplex.api.registry import ApiKey, AuditEntry, BaseModel, Collected, Reindexed, Tenant
+from loraplex.api.registry import (
+    ApiKey,
+    AuditEntry,
+    BaseModel,
+    Certificate,
+    Collected,
+    Reindexed,
+    Tenant,
+)
 from loraplex.client.channel import Channel
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
@@ -19,7 +27,7 @@ LONG_TIMEOUT_S = 3600.0
 
 
 class RegistryAdmin:
-    """Bases, keys, tenants, audit and upkeep. Reached as `RegistryClient.admin`."""
+    """Bases, keys, tenants, audit, certificates and upkeep. Reached as `RegistryClient.admin`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -77,6 +85,20 @@ class RegistryAdmin:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+
+    async def set_certificate(self, ref: str, certificate: Certificate) -> Certificate:
+        """Keep what `certifying.measure` found with a version; as it is stored."""
+        request = pb.SetCertificateRequest(
+            ref=ref, certificate=registry_wire.certificate_to_proto(certificate)
+        )
+        answer = await self._channel.call(self._stub.SetCertificate, request)
+        return registry_wire.certificate(answer.certificate)
+
+    async def certificates(self, ref: str) -> Sequence[Certificate]:
+        """The certificates of a version."""
+        request = pb.ListCertificatesRequest(ref=ref)
+        answer = await self._channel.call(self._stub.ListCertificates, request)
+        return [registry_wire.certificate(message) for message in answer.certificates]
 
     async def create_key(
         self, tenant: str, scopes: Sequence[str], ttl_s: float = 0.0, description: str = ""

@@ -810,6 +810,56 @@ class ListSignaturesResponse(_message.Message):
     policy_keys: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ..., policy_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Certificate(_message.Message):
+    __slots__ = ("base_id", "reference", "probe_sha256", "num_tokens", "mean_kl", "max_kl", "top1_agreement", "created_unix_s", "creator")
+    BASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_SHA256_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_KL_FIELD_NUMBER: _ClassVar[int]
+    MAX_KL_FIELD_NUMBER: _ClassVar[int]
+    TOP1_AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    CREATOR_FIELD_NUMBER: _ClassVar[int]
+    base_id: str
+    reference: str
+    probe_sha256: str
+    num_tokens: int
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    created_unix_s: float
+    creator: str
+    def __init__(self, base_id: _Optional[str] = ..., reference: _Optional[str] = ..., probe_sha256: _Optional[str] = ..., num_tokens: _Optional[int] = ..., mean_kl: _Optional[float] = ..., max_kl: _Optional[float] = ..., top1_agreement: _Optional[float] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ...) -> None: ...
+
+class SetCertificateRequest(_message.Message):
+    __slots__ = ("ref", "certificate")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    ref: str
+    certificate: Certificate
+    def __init__(self, ref: _Optional[str] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ...) -> None: ...
+
+class SetCertificateResponse(_message.Message):
+    __slots__ = ("version", "certificate")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    version: AdapterVersion
+    certificate: Certificate
+    def __init__(self, version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ...) -> None: ...
+
+class ListCertificatesRequest(_message.Message):
+    __slots__ = ("ref",)
+    REF_FIELD_NUMBER: _ClassVar[int]
+    ref: str
+    def __init__(self, ref: _Optional[str] = ...) -> None: ...
+
+class ListCertificatesResponse(_message.Message):
+    __slots__ = ("certificates",)
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    certificates: _containers.RepeatedCompositeFieldContainer[Certificate]
+    def __init__(self, certificates: _Optional[_Iterable[_Union[Certificate, _Mapping]]] = ...) -> None: ...
+
 class CheckKeyRequest(_message.Message):
     __slots__ = ("token",)
     TOKEN_FIELD_NUMBER: _ClassVar[int]

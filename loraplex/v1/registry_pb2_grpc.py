@@ -170,6 +170,16 @@ class RegistryServiceStub(object):
                 request_serializer=loraplex_dot_v1_dot_registry__pb2.ListSignaturesRequest.SerializeToString,
                 response_deserializer=loraplex_dot_v1_dot_registry__pb2.ListSignaturesResponse.FromString,
                 _registered_method=True)
+        self.SetCertificate = channel.unary_unary(
+                '/loraplex.v1.RegistryService/SetCertificate',
+                request_serializer=loraplex_dot_v1_dot_registry__pb2.SetCertificateRequest.SerializeToString,
+                response_deserializer=loraplex_dot_v1_dot_registry__pb2.SetCertificateResponse.FromString,
+                _registered_method=True)
+        self.ListCertificates = channel.unary_unary(
+                '/loraplex.v1.RegistryService/ListCertificates',
+                request_serializer=loraplex_dot_v1_dot_registry__pb2.ListCertificatesRequest.SerializeToString,
+                response_deserializer=loraplex_dot_v1_dot_registry__pb2.ListCertificatesResponse.FromString,
+                _registered_method=True)
         self.CheckKey = channel.unary_unary(
                 '/loraplex.v1.RegistryService/CheckKey',
                 request_serializer=loraplex_dot_v1_dot_registry__pb2.CheckKeyRequest.SerializeToString,
@@ -386,6 +396,20 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetCertificate(self, request, context):
+        """SetCertificate stores how near a version on a served base is to a reference of that base.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCertificates(self, request, context):
+        """ListCertificates returns the certificates of a version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckKey(self, request, context):
         """CheckKey tells another service of the house who holds an API key.
         """
@@ -551,6 +575,16 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.ListSignatures,
                     request_deserializer=loraplex_dot_v1_dot_registry__pb2.ListSignaturesRequest.FromString,
                     response_serializer=loraplex_dot_v1_dot_registry__pb2.ListSignaturesResponse.SerializeToString,
+            ),
+            'SetCertificate': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetCertificate,
+                    request_deserializer=loraplex_dot_v1_dot_registry__pb2.SetCertificateRequest.FromString,
+                    response_serializer=loraplex_dot_v1_dot_registry__pb2.SetCertificateResponse.SerializeToString,
+            ),
+            'ListCertificates': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCertificates,
+                    request_deserializer=loraplex_dot_v1_dot_registry__pb2.ListCertificatesRequest.FromString,
+                    response_serializer=loraplex_dot_v1_dot_registry__pb2.ListCertificatesResponse.SerializeToString,
             ),
             'CheckKey': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckKey,
@@ -1303,6 +1337,60 @@ class RegistryService(object):
             '/loraplex.v1.RegistryService/ListSignatures',
             loraplex_dot_v1_dot_registry__pb2.ListSignaturesRequest.SerializeToString,
             loraplex_dot_v1_dot_registry__pb2.ListSignaturesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetCertificate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.v1.RegistryService/SetCertificate',
+            loraplex_dot_v1_dot_registry__pb2.SetCertificateRequest.SerializeToString,
+            loraplex_dot_v1_dot_registry__pb2.SetCertificateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCertificates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.v1.RegistryService/ListCertificates',
+            loraplex_dot_v1_dot_registry__pb2.ListCertificatesRequest.SerializeToString,
+            loraplex_dot_v1_dot_registry__pb2.ListCertificatesResponse.FromString,
             options,
             channel_credentials,
             insecure,

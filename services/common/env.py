@@ -156,13 +156,9 @@ MAX_REQUEST_S: Knob[float] = Knob(
     "gateway",
     "Deadline of requests that name none.",
 )
-TOOL_CALL_PARSER: Knob[str] = Knob(
+TOOL_CALL_PARSER = choice_knob(
     "LORAPLEX_TOOL_CALL_PARSER",
-    choice(
-        *"auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm harmony".split(),
-        "none",
-    ),
-    "auto",
+    "auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm harmony none",
     "gateway",
     "How the bases write tool calls; auto = what the chat template shows.",
 )
@@ -209,6 +205,12 @@ QUANTIZATION: Knob[str] = Knob(
     "none",
     "up worker",
     "Quantises the linears of a full-precision base when it is loaded; CPUs only.",
+)
+KV_CACHE_DTYPE = choice_knob(
+    "LORAPLEX_KV_CACHE_DTYPE",
+    "auto int8",
+    "up worker",
+    "Storage of keys and values; auto = as computed, int8 = about half the bytes; CPUs only.",
 )
 CPU_ISA = choice_knob(
     "LORAPLEX_CPU_ISA",

@@ -19,6 +19,7 @@ from loraplex_services.registry.maintenance.indexing import Indexer
 from loraplex_services.registry.maintenance.snapshots import Snapshots
 from loraplex_services.registry.publish.bases import Bases
 from loraplex_services.registry.publish.blobs import Blobs
+from loraplex_services.registry.publish.certificates import Certificates
 from loraplex_services.registry.publish.deletion import Deletion
 from loraplex_services.registry.publish.publisher import Publisher
 from loraplex_services.registry.publish.retention import Retention
@@ -47,6 +48,7 @@ class Registry:
     retention: Retention
     sharing: AdapterSharing
     signatures: Signatures
+    certificates: Certificates
     staging: Staging
     lookup: Lookup
     indexer: Indexer
@@ -101,6 +103,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         deletion=deletion,
         retention=Retention(catalog, deletion),
         signatures=signatures,
+        certificates=Certificates(store, audit),
         staging=staging,
         sharing=AdapterSharing(store, catalog, versions, audit),
         lookup=Lookup(store, catalog),

@@ -5,6 +5,7 @@ blobs/sha256/<2>/<hex>                          manifests and files, named by th
 adapters/<tenant>/<name>/adapter.json           its visibility
 adapters/<tenant>/<name>/versions/<%010d>.json  a version; a tombstone once deleted
 adapters/<tenant>/<name>/signatures/<%010d>-<key sha256>.json
+adapters/<tenant>/<name>/certificates/<%010d>-<sha256>.json
 adapters/<tenant>/<name>/tags/<tag>.json        a tag; without targets once deleted
 bases/<quoted id>.json                          a base and its geometry
 tenants/<tenant>.json                           quotas
@@ -70,6 +71,15 @@ def signatures_of(tenant: str, name: str, number: int) -> str:
 
 def signature(tenant: str, name: str, number: int, key_sha256: str) -> str:
     return f"{signatures_of(tenant, name, number)}{key_sha256}.json"
+
+
+def certificates_of(tenant: str, name: str, number: int) -> str:
+    """Prefix of the certificates of one version."""
+    return f"{adapter_folder(tenant, name)}certificates/{number:010d}-"
+
+
+def certificate(tenant: str, name: str, number: int, sha256: str) -> str:
+    return f"{certificates_of(tenant, name, number)}{sha256}.json"
 
 
 def tags_folder(tenant: str, name: str) -> str:

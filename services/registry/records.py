@@ -218,6 +218,22 @@ class SignatureRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class CertificateRecord:
+    """How near one version on a served base is to a reference of that base."""
+
+    base_id: str
+    reference: str
+    probe_sha256: str
+    num_tokens: int
+    mean_kl: float
+    """In nats per token, as `max_kl` is."""
+    max_kl: float
+    top1_agreement: float
+    actor: str
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class AuditRecord:
     """One change by one actor."""
 

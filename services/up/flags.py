@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, variables
 from loraplex_services.common.addresses import is_loopback
 from loraplex_services.common.knob import Knob
@@ -62,6 +62,7 @@ class UpConfig:
     max_lora_rank: int
     lora_dtype: str
     quantization: str
+    kv_cache_dtype: str
     max_model_len: int
     """0 = that of the base."""
     max_num_seqs: int
@@ -83,7 +84,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     """
     args = make_parser().parse_args(argv)
     variables.refuse_unreadable(environ)
-    _refuse_unsupported(args)
 
     def given(flag: str, knob: Knob[Any]) -> Any:
         text = getattr(args, flag)
@@ -109,6 +109,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
         lora_dtype=given("lora_dtype", env.LORA_DTYPE),
         quantization=given("quantization", env.QUANTIZATION),
+        kv_cache_dtype=given("kv_cache_dtype", env.KV_CACHE_DTYPE),
         max_model_len=given("max_model_len", env.MAX_MODEL_LEN),
         max_num_seqs=given("max_num_seqs", env.MAX_NUM_SEQS),
         max_num_batched_tokens=given("max_num_batched_tokens", env.MAX_NUM_BATCHED_TOKENS),
@@ -123,19 +124,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     _check_bind(config)
     variables.check_values(environ, ("registry", "gateway", "worker"))
     return config
-
-
-UNSUPPORTED = {
-    "--kv-cache-dtype": (("auto",), "the KV cache has the dtype of the base"),
-}
-"""Flags to come: the values that mean what happens today, and what happens today."""
-
-
-def _refuse_unsupported(args: argparse.Namespace) -> None:
-    for flag, (accepted, today) in UNSUPPORTED.items():
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        if value is not None and value not in accepted:
-            raise Unsupported.field(flag, value, f"not supported yet: {today}")
 
 
 def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
@@ -249,11 +237,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="of adapters: auto, float32, bfloat16, float16, int8 (auto)",
     )
     parser.add_argument("--quantization", metavar="NAME", help="at load: none, int8, int4 (none)")
+    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="of the cache: auto, int8 (auto)")
     parser.add_argument("--max-model-len", metavar="N", help="longest context (the base's)")
     parser.add_argument("--max-num-seqs", metavar="N", help="requests in one step (256)")
     parser.add_argument("--max-num-batched-tokens", metavar="N", help="tokens of a step (2048)")
-    for flag in UNSUPPORTED:
-        parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.add_argument("--tensor-parallel", metavar="N", help="ranks that divide a base (1)")
     parser.add_argument(
         "--fully-sharded-loras", action="store_true", help="ranks divide adapters completely"

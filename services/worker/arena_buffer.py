@@ -52,6 +52,10 @@ def blocks_for(arena_bytes: int, block_bytes: int) -> int:
     return num_blocks
 
 
+SCALE_DTYPE = torch.bfloat16
+"""Of an int8 cache: all magnitudes of the model's dtypes."""
+
+
 class KvBuffer:
     """Views of the arena as the KV cache of each layer."""
 
@@ -62,18 +66,39 @@ class KvBuffer:
         self.tokens_per_block = TOKENS_PER_BLOCK
         self.dtype = dtype
         self._planes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._scales: dict[int, tuple[Tensor, Tensor]] = {}
         self._group_of: dict[int, int] = {}
-        planes = arena.flat(dtype).view(
-            arena.num_blocks, -1, groups.num_kv_heads, TOKENS_PER_BLOCK, groups.head_dim
-        )
+        planes = arena.data.view(arena.num_blocks, -1, groups.plane_bytes)
         for group_id, group in enumerate(groups.groups):
             for place, layer in enumerate(group.layers):
-                self._planes[layer] = planes[:, 2 * place], planes[:, 2 * place + 1]
+                both = planes[:, 2 * place], planes[:, 2 * place + 1]
+                self._planes[layer] = self._items(both[0]), self._items(both[1])
+                if groups.scale_bytes:
+                    self._scales[layer] = self._own_scales(both[0]), self._own_scales(both[1])
                 self._group_of[layer] = group_id
 
+    def _items(self, plane: Tensor) -> Tensor:
+        """Keys or values of uint8 `[num_blocks, plane_bytes]`."""
+        groups = self.groups
+        items = plane[:, : groups.plane_items * groups.itemsize]
+        dtype = torch.int8 if groups.scale_bytes else self.dtype
+        shape = groups.num_kv_heads, TOKENS_PER_BLOCK, groups.head_dim
+        return items.view(dtype).view(len(plane), *shape)
+
+    def _own_scales(self, plane: Tensor) -> Tensor:
+        """Their scales."""
+        groups = self.groups
+        scales = plane[:, groups.plane_items * groups.itemsize :].view(SCALE_DTYPE)
+        return scales.view(len(plane), groups.num_kv_heads, TOKENS_PER_BLOCK)
+
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer in every block, each `[num_blocks, Hkv, T, D]`."""
+        """K and V of a layer in every block, `[num_blocks, Hkv, T, D]`; int8 if it has scales."""
         return self._planes[layer]
+
+    def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """What int8 K and V of a layer are multiplied with, each `[num_blocks, Hkv, T]`; None where
+        they have the model's dtype."""
+        return self._scales.get(layer)
 
     def group_of(self, layer: int) -> int:
         """KV group of a layer."""

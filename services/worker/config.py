@@ -63,6 +63,7 @@ class WorkerConfig:
     overlap: str
     adapter_dtype: str
     quantization: str
+    kv_cache_dtype: str
     host_cache_bytes: int
     tensor_parallel: int
     fully_sharded_loras: bool
@@ -92,6 +93,7 @@ class WorkerConfig:
             overlap=self.overlap,
             adapter_dtype=self.adapter_dtype,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
             host_cache_bytes=self.host_cache_bytes,
             tensor_parallel=self.tensor_parallel,
             fully_sharded_loras=self.fully_sharded_loras,
@@ -154,6 +156,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         overlap=env.OVERLAP.read(environ),
         adapter_dtype=env.LORA_DTYPE.read(environ),
         quantization=env.QUANTIZATION.read(environ),
+        kv_cache_dtype=env.KV_CACHE_DTYPE.read(environ),
         host_cache_bytes=env.HOST_CACHE_BYTES.read(environ),
         tensor_parallel=env.TENSOR_PARALLEL.read(environ),
         fully_sharded_loras=env.FULLY_SHARDED_LORAS.read(environ),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.errors import InvalidRequest
 from loraplex_services.common.units import Memory
 from loraplex_services.up.flags import Listener, parse
 
@@ -122,20 +122,11 @@ def test_the_arena_is_given_in_bytes_or_percent() -> None:
     assert str(from_variable) == "12.5%"
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--kv-cache-dtype", "fp8"),
-    ],
-)
-def test_flags_to_come_are_refused_with_a_sentence(flag: str, value: str) -> None:
-    with pytest.raises(Unsupported, match=f"{flag}.*not supported yet: .*"):
-        parse([*MODEL, flag, value], {})
-
-
-def test_flags_to_come_may_ask_for_what_happens_today() -> None:
-    today = ["--kv-cache-dtype", "auto"]
-    assert parse([*MODEL, *today], {}) == parse(MODEL, {})
+def test_the_cache_is_kept_as_computed_or_in_int8() -> None:
+    assert parse([*MODEL, "--kv-cache-dtype", "auto"], {}) == parse(MODEL, {})
+    assert parse([*MODEL, "--kv-cache-dtype", "int8"], {}).kv_cache_dtype == "int8"
+    with pytest.raises(InvalidRequest, match="--kv-cache-dtype"):
+        parse([*MODEL, "--kv-cache-dtype", "fp8"], {})
 
 
 def test_a_variable_with_an_old_name_is_refused_with_its_new_one() -> None:

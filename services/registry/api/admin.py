@@ -109,6 +109,30 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             policy_keys=(await signatures.policy(found.version.tenant)).values(),
         )
 
+    async def SetCertificate(
+        self, request: pb.SetCertificateRequest, context: Any
+    ) -> pb.SetCertificateResponse:
+        access = caller_access()
+        found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
+        access.require("publisher", found.version.tenant)
+        record = convert.certificate_from_proto(request.certificate, access.actor)
+        await self._registry.certificates.keep(found.version, record)
+        return pb.SetCertificateResponse(
+            version=convert.resolved_to_proto(found),
+            certificate=convert.certificate_to_proto(record),
+        )
+
+    async def ListCertificates(
+        self, request: pb.ListCertificatesRequest, context: Any
+    ) -> pb.ListCertificatesResponse:
+        access = caller_access()
+        access.require("reader")
+        found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
+        records = await self._registry.certificates.of(found.version)
+        return pb.ListCertificatesResponse(
+            certificates=[convert.certificate_to_proto(record) for record in records]
+        )
+
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Any) -> pb.CreateKeyResponse:
         access = caller_access()
         tenant = check_tenant(request.tenant or access.tenant, field="tenant")

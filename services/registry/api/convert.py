@@ -36,6 +36,7 @@ from loraplex_services.registry.records import (
     AdapterRecord,
     AuditRecord,
     BaseRecord,
+    CertificateRecord,
     KeyRecord,
     Move,
     SignatureRecord,
@@ -43,6 +44,7 @@ from loraplex_services.registry.records import (
     TenantRecord,
     VersionRecord,
     build,
+    now_s,
 )
 
 _VISIBILITY = {
@@ -274,6 +276,36 @@ def signature_to_proto(record: SignatureRecord) -> pb.Signature:
         bundle=record.bundle.encode(),
         public_key=record.public_key,
         verified=bool(record.public_key),
+    )
+
+
+def certificate_from_proto(message: pb.Certificate, actor: str) -> CertificateRecord:
+    """A certificate as it was sent, now. Its numbers are checked where it is stored."""
+    return CertificateRecord(
+        base_id=message.base_id,
+        reference=message.reference,
+        probe_sha256=message.probe_sha256,
+        num_tokens=message.num_tokens,
+        mean_kl=message.mean_kl,
+        max_kl=message.max_kl,
+        top1_agreement=message.top1_agreement,
+        actor=actor,
+        created_s=now_s(),
+    )
+
+
+def certificate_to_proto(record: CertificateRecord) -> pb.Certificate:
+    """As it was stored."""
+    return pb.Certificate(
+        base_id=record.base_id,
+        reference=record.reference,
+        probe_sha256=record.probe_sha256,
+        num_tokens=record.num_tokens,
+        mean_kl=record.mean_kl,
+        max_kl=record.max_kl,
+        top1_agreement=record.top1_agreement,
+        created_unix_s=record.created_s,
+        creator=record.actor,
     )
 
 

@@ -164,6 +164,7 @@ def build_engine(config: EngineConfig) -> Engine:
         overlap=config.overlap,
         adapter_dtype=config.adapter_dtype,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         host_cache_bytes=config.host_cache_bytes,
         num_ranks=config.tensor_parallel,
         fully_sharded_loras=config.fully_sharded_loras,

@@ -8,16 +8,19 @@ import torch
 
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.adapters.device.base_values import TORCH_DTYPES
-from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer, blocks_for
+from loraplex_services.worker.arena_buffer import SCALE_DTYPE, ArenaBuffer, KvBuffer, blocks_for
 from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, plan_kv_groups
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import Ranks
 from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.ops.attention.backend import INT8
 from loraplex_services.worker.runner.memory import ArenaSize, memory_of
 from loraplex_services.worker.runner.numerics import dtype_name
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.sharding import local_config
 
+TILE_ALIGNMENT = 64
+"""Blocks begin at multiples of it, as the tiles of adapters in them do."""
 PROFILING_BYTES = 4 * MAX_BLOCK_BYTES
 """Of the arena that the step runs with whose memory is measured."""
 _LORA_DTYPES = {
@@ -40,7 +43,9 @@ def allocate(
     """The arena, after the loaded weights and what the largest step needs; `largest` = its
     tokens and rows."""
     is_gpu, ranks = device.type == "cuda", operators.ranks
-    new_kv = partial(kv_buffer, local_config(model.config, ranks.shard), dtype, device)
+    is_int8 = operators.attention_maker.kv_cache_dtype == INT8
+    own = local_config(model.config, ranks.shard)
+    new_kv = partial(kv_buffer, own, dtype, device, is_int8=is_int8)
 
     def step_bytes() -> int:
         if not is_gpu or operators.name != "triton":
@@ -63,11 +68,22 @@ def _least(num_bytes: int, ranks: Ranks, device: torch.device) -> int:
 
 
 def kv_buffer(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_bytes: int
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_bytes: int,
+    *,
+    is_int8: bool = False,
 ) -> KvBuffer:
-    """The arena, and the KV cache in it."""
+    """The arena, and the KV cache in it, in a model's dtype or in int8."""
     heads = config.num_kv_heads, config.head_dim
-    groups = plan_kv_groups(config.windows, *heads, dtype.itemsize, config.recurrent_layers)
+    sizes = (1, SCALE_DTYPE.itemsize) if is_int8 else (dtype.itemsize, 0)
+    groups = plan_kv_groups(
+        config.windows, *heads, sizes[0], config.recurrent_layers, scale_bytes=sizes[1]
+    )
+    if groups.block_bytes % TILE_ALIGNMENT:
+        why = f"needs heads of an even width; the base's have {config.head_dim}"
+        raise Unsupported.field("kv_cache_dtype", INT8, why)
     num_blocks = blocks_for(num_bytes, groups.block_bytes)
     return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
 

@@ -39,6 +39,7 @@ from loraplex_services.worker.model.on_load import (
     check_on_load,
 )
 from loraplex_services.worker.model.quantised import QuantisedCheckpoint
+from loraplex_services.worker.ops.attention.backend import AUTO
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
@@ -133,6 +134,7 @@ def _build(
         torch_device, torch_dtype, settings.cpu_isa, settings.attention_backend
     )
     operators.ranks, operators.fully_sharded = ranks, settings.fully_sharded_loras
+    operators.attention_maker.kv_cache_dtype = settings.kv_cache_dtype
     logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     config, model = _read_model(model_dir, settings, torch_dtype, torch_device, operators)
     _check_context(config, settings.max_model_len)
@@ -297,6 +299,8 @@ def _model_info(
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
     if attention := operators.attention_maker.name:
         arithmetic += f"-{attention}"
+    if settings.kv_cache_dtype != AUTO:
+        arithmetic += f"-kv-{settings.kv_cache_dtype}"
     if settings.quantization != NONE:
         arithmetic += f"-{settings.quantization}"
     if num_ranks > 1:  # sums have another order

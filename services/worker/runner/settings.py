@@ -42,6 +42,8 @@ class RunnerSettings:
     type, or `auto` (see `allocation.stored_dtype`)."""
     quantization: str = "none"
     """What linears of a plain base become when it is loaded: see `model.on_load`."""
+    kv_cache_dtype: str = "auto"
+    """How keys and values are kept: `auto` = in the model's dtype, or `int8`."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen here."""
     fully_sharded_loras: bool = False

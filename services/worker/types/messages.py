@@ -61,6 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How A and B are kept: `auto`, `float32`, `bfloat16`, `float16` or `int8`."""
     quantization: str = "none"
     """What linears of a plain base become when it is loaded: `none`, `int8` or `int4`."""
+    kv_cache_dtype: str = "auto"
+    """How keys and values are kept: `auto` or `int8`."""
     host_cache_bytes: int = 0
     """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
     tensor_parallel: int = 1

@@ -17,19 +17,66 @@ namespace {
 constexpr int64_t kTaskQueries = 8;
 constexpr int64_t kMaxBlockTokens = 64;
 
-// Keys and values lie as [Hkv, block_tokens, D] in a block.
+// The scale of a token and head: planes of bytes are counted in bytes, those of scales in pairs.
+inline bf16* scale_at(const Layout& l, int64_t scales, int64_t block, int64_t head, int64_t slot) {
+    return reinterpret_cast<bf16*>(scales) + block * l.block_stride / 2 + head * l.block_tokens +
+           slot;
+}
+
+inline float widened_scale(bf16 scale) {
+    const uint32_t bits = uint32_t(scale.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 template <class T>
-void write_token(const AttentionCall<T>& call, const Sequence& sequence, int64_t token) {
+void keep(const T* from, int64_t n, T* to, bf16*) {
+    std::memcpy(to, from, n * sizeof(T));
+}
+
+// Nearest integers, with the largest magnitude as 127. What is not finite leaves a scale that is none.
+template <class T>
+void keep(const T* from, int64_t n, int8_t* to, bf16* scale) {
+    Vec largest = zero(), nothing = zero();
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const Vec x = load_n(from + i, n - i);
+        largest = max(largest, max(x, sub(zero(), x)));
+        nothing = fma(x, zero(), nothing);
+    }
+    float lanes[kLanes], most = 0.0f;
+    store(lanes, largest);
+    for (float lane : lanes) most = lane > most ? lane : most;
+    store_n(scale, set1(most / 127.0f + sum(nothing)), 1);
+    const float step = widened_scale(*scale);
+    const Vec divisor = set1(step > 0 ? step : 1.0f);
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const Vec codes = round(div(load_n(from + i, n - i), divisor));
+        store(lanes, min(max(codes, set1(-127.0f)), set1(127.0f)));
+        for (int64_t j = 0; j < kLanes && i + j < n; ++j) to[i + j] = static_cast<int8_t>(lanes[j]);
+    }
+}
+
+// Keys and values lie as [Hkv, block_tokens, D] in a block.
+template <class T, class Stored>
+void write_token(const AttentionCall<T, Stored>& call, const Sequence& sequence, int64_t token) {
     const Layout& l = call.layout;
     const int64_t position = sequence.start + token, row = sequence.row + token;
     const int64_t block = block_of(sequence, position / l.block_tokens);
+    const int64_t slot = position % l.block_tokens;
     for (int64_t head = 0; head < l.num_kv_heads; ++head) {
-        const int64_t place = block * l.block_stride +
-                              (head * l.block_tokens + position % l.block_tokens) * l.head_dim;
+        const int64_t place = block * l.block_stride + (head * l.block_tokens + slot) * l.head_dim;
         const int64_t from = head * l.head_dim;
-        std::memcpy(call.keys + place, call.k + row * l.ldk + from, l.head_dim * sizeof(T));
-        std::memcpy(call.values + place, call.v + row * l.ldv + from, l.head_dim * sizeof(T));
+        keep(call.k + row * l.ldk + from, l.head_dim, call.keys + place,
+             scale_at(l, l.key_scales, block, head, slot));
+        keep(call.v + row * l.ldv + from, l.head_dim, call.values + place,
+             scale_at(l, l.value_scales, block, head, slot));
     }
+}
+
+// values[j] times the scales of a block's tokens, for j in [begin, end).
+inline void rescale(const bf16* scales, int64_t begin, int64_t end, float* values) {
+    for (int64_t j = begin; j < end; ++j) values[j] *= widened_scale(scales[j]);
 }
 
 // Running softmax of one query: what was summed so far, relative to the maximum.
@@ -118,8 +165,8 @@ void gather(const float* weights, const T* values, int64_t head_dim, int64_t beg
 }
 
 // Queries [first, last) of a sequence with the query heads of one KV head.
-template <class T>
-void attend(const AttentionCall<T>& call, const Sequence& sequence, int64_t head, int64_t first,
+template <class T, class Stored>
+void attend(const AttentionCall<T, Stored>& call, const Sequence& sequence, int64_t head, int64_t first,
             int64_t last) {
     const Layout& l = call.layout;
     const int64_t group = l.num_heads / l.num_kv_heads;
@@ -143,8 +190,8 @@ void attend(const AttentionCall<T>& call, const Sequence& sequence, int64_t head
     const int64_t high = seen_by(l, sequence, sequence.start + last - 1).end;
     for (int64_t block = oldest / l.block_tokens; block * l.block_tokens < high; ++block) {
         const int64_t begin = block * l.block_tokens;
-        const int64_t place = block_of(sequence, block) * l.block_stride +
-                              head * l.block_tokens * l.head_dim;
+        const int64_t id = block_of(sequence, block);
+        const int64_t place = id * l.block_stride + head * l.block_tokens * l.head_dim;
         for (int64_t row = 0; row < num_rows; ++row) {
             const Seen seen = seen_by(l, sequence, low + row / group);
             const int64_t from = seen.begin > begin ? seen.begin - begin : 0;
@@ -153,7 +200,9 @@ void attend(const AttentionCall<T>& call, const Sequence& sequence, int64_t head
             float scores[kMaxBlockTokens];
             float* out = outputs + row * padded;
             score(queries + row * padded, call.keys + place, l.head_dim, from, to, scores);
+            if (l.key_scales) rescale(scale_at(l, l.key_scales, id, head, 0), from, to, scores);
             weigh(l, from, to, scores, running[row], out, padded);
+            if (l.key_scales) rescale(scale_at(l, l.value_scales, id, head, 0), from, to, scores);
             gather(scores, call.values + place, l.head_dim, from, to, out);
         }
     }
@@ -167,8 +216,8 @@ void attend(const AttentionCall<T>& call, const Sequence& sequence, int64_t head
     }
 }
 
-template <class T>
-void run(const AttentionCall<T>& call, const Sequence* sequences, int64_t num_sequences,
+template <class T, class Stored>
+void run(const AttentionCall<T, Stored>& call, const Sequence* sequences, int64_t num_sequences,
          const int64_t* task_ends) {
     const int64_t num_kv_heads = call.layout.num_kv_heads;
     parallel_for(num_sequences, [&](int64_t i) {
@@ -205,14 +254,22 @@ LPX_EXPORT void lpx_attend(const void* q, const void* k, const void* v, void* ke
     using namespace lpx;
     with_activation(dtype, [&](auto t) {
         using T = decltype(t);
-        const AttentionCall<T> call{*static_cast<const Layout*>(layout),
-                           static_cast<const T*>(q),
-                           static_cast<const T*>(k),
-                           static_cast<const T*>(v),
-                           static_cast<T*>(keys),
-                           static_cast<T*>(values),
-                           static_cast<T*>(y)};
-        run(call, static_cast<const Sequence*>(sequences), num_sequences,
-            static_cast<const int64_t*>(task_ends));
+        const auto with_stored = [&](auto stored) {
+            using Stored = decltype(stored);
+            const AttentionCall<T, Stored> call{*static_cast<const Layout*>(layout),
+                                                static_cast<const T*>(q),
+                                                static_cast<const T*>(k),
+                                                static_cast<const T*>(v),
+                                                static_cast<Stored*>(keys),
+                                                static_cast<Stored*>(values),
+                                                static_cast<T*>(y)};
+            run(call, static_cast<const Sequence*>(sequences), num_sequences,
+                static_cast<const int64_t*>(task_ends));
+        };
+        if (static_cast<const Layout*>(layout)->key_scales) {
+            with_stored(int8_t());
+        } else {
+            with_stored(T());
+        }
     });
 }

@@ -16,17 +16,20 @@ struct Layout {
     int64_t window;         // 0 = none
     int64_t sinks;          // address of a float for each head; 0 = none
     int64_t is_full;        // 1: a query sees all keys of its sequence, whatever the window
+    // Addresses of bf16 scales, [Hkv, block_tokens] in a block; 0 = keys and values are of type T.
+    // With them they are int8, and a scale is of one token and head.
+    int64_t key_scales, value_scales;
 };
-static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 14 * 8, "library.py writes these");
+static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 16 * 8, "attention/cpu.py writes these");
 
-template <class T>
+template <class T, class Stored = T>
 struct AttentionCall {
     const Layout& layout;
     const T* q;
     const T* k;
     const T* v;
-    T* keys;  // plane of the layer, block_stride items a block
-    T* values;
+    Stored* keys;  // plane of the layer, block_stride items a block
+    Stored* values;
     T* y;
 };
 

@@ -26,6 +26,9 @@ from loraplex_services.worker.ops.attention.metadata import (
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.types.model_config import ModelConfig, RopeConfig
 
+AUTO, INT8 = "auto", "int8"
+"""Types of keys and values: the model's; integers, and a scale for each token and head."""
+
 
 class AttentionMask(enum.Enum):
     """Which keys a query sees."""
@@ -202,6 +205,8 @@ class AttentionMaker:
         """
         self.backend = backend
         self.name = name
+        self.kv_cache_dtype = AUTO
+        """What keys and values are stored as; set before the layers are made."""
         self._layer_fields = layer_fields or {}
         self._metadata_fields = metadata_fields or {}
 
@@ -214,6 +219,8 @@ class AttentionMaker:
             params = PositionalEmbeddingParams(config.ropes[layer])
         shape = HeadShape.of(config, layer)
         others = {"pos_embd_params": params, **self._layer_fields}
+        if self.kv_cache_dtype != AUTO:
+            others["quant_config"] = QuantConfig(self.kv_cache_dtype)
         return self.backend.for_heads(layer, shape, sinks, **others)
 
     def metadata(self, **fields: Any) -> AttentionMetadata:

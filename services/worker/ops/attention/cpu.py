@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.native.bindings import TILE_INPUTS, TILE_ROWS, Native, row_stride
-from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMask
+from loraplex_services.worker.ops.attention.backend import INT8, AttentionBackend, AttentionMask
 from loraplex_services.worker.ops.attention.metadata import PASS_BLOCK_TOKENS, AttentionMetadata
 
 
@@ -73,6 +73,7 @@ class NativeAttention(AttentionBackend):
     """One layer."""
 
     Metadata = NativeAttentionMetadata
+    kv_cache_dtypes = frozenset({INT8})
 
     def __init__(self, *heads: Any, native: Native, **others: Any) -> None:
         """`heads`, `others`: as `AttentionBackend` takes them."""
@@ -94,16 +95,18 @@ class NativeAttention(AttentionBackend):
             return torch.zeros_like(q)
         assert metadata.task_ends is not None
         cache = metadata.kv_cache_manager
+        scales = None
         if metadata.kv_cache_params.use_cache:
             assert cache is not None
+            scales = cache.scales(self.layer_idx)
             planes, block_tokens = cache.planes(self.layer_idx), cache.tokens_per_block
             group = metadata.groups[cache.group_of(self.layer_idx)]
         else:
             planes, block_tokens = metadata.pass_planes().planes(k, self.shape), PASS_BLOCK_TOKENS
             group = metadata.groups[0]
         is_full = self.sees_all(metadata, attention_mask)
-        layout = self._layout(q, k, v, planes[0], block_tokens, is_full=is_full)
-        if self._fits_tiles(q.dtype, block_tokens):
+        layout = self._layout(q, k, v, planes[0], scales, block_tokens, is_full=is_full)
+        if scales is None and self._fits_tiles(q.dtype, block_tokens):
             return self._native.attend_tiles(q, k, v, planes, layout, group.words)
         return self._native.attend(q, k, v, planes, layout, group.words, metadata.task_ends)
 
@@ -112,11 +115,19 @@ class NativeAttention(AttentionBackend):
         return self._native.has_tiles and dtype is torch.bfloat16 and is_whole
 
     def _layout(
-        self, q: Tensor, k: Tensor, v: Tensor, plane: Tensor, block_tokens: int, *, is_full: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plane: Tensor,
+        scales: tuple[Tensor, Tensor] | None,
+        block_tokens: int,
+        *,
+        is_full: bool,
     ) -> Tensor:
         shape = self.shape
         words = struct.pack(
-            "9q2d3q",
+            "9q2d5q",
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -131,5 +142,6 @@ class NativeAttention(AttentionBackend):
             shape.window or 0,
             0 if self.sinks is None else self.sinks.data_ptr(),
             is_full,
+            *((0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())),
         )
         return torch.frombuffer(bytearray(words), dtype=torch.int64)

@@ -33,6 +33,10 @@ class KvCache(Protocol):
         """K and V of a layer in every block, each `[num_blocks, Hkv, T, D]`."""
         ...
 
+    def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Of int8 K and V, each `[num_blocks, Hkv, T]`; None where they have the model's dtype."""
+        ...
+
     def group_of(self, layer: int) -> int:
         """KV group of a layer."""
         ...

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMask
+from loraplex_services.worker.ops.attention.backend import INT8, AttentionBackend, AttentionMask
 from loraplex_services.worker.ops.attention.metadata import AttentionMetadata
 
 MAX_SCORE_ITEMS = 16 * 1024 * 1024
@@ -123,6 +123,7 @@ class VanillaAttention(AttentionBackend):
     """One layer."""
 
     Metadata = VanillaAttentionMetadata
+    kv_cache_dtypes = frozenset({INT8})
 
     def forward(
         self,
@@ -177,23 +178,32 @@ class VanillaAttention(AttentionBackend):
         is_full: bool,
     ) -> Tensor:
         assert metadata.kv_cache_manager is not None
-        k_plane, v_plane = metadata.kv_cache_manager.planes(self.layer_idx)
+        cache = metadata.kv_cache_manager
+        k_plane, v_plane = cache.planes(self.layer_idx)
+        scales = cache.scales(self.layer_idx)
         group = metadata.groups[metadata.kv_cache_manager.group_of(self.layer_idx)]
         if len(group.fresh_blocks):
             k_plane[group.fresh_blocks] = 0
             v_plane[group.fresh_blocks] = 0
+        if scales is not None:
+            for plane, new in zip(scales, (k, v), strict=True):
+                plane[group.fresh_blocks] = 0
+                plane[group.write_blocks, :, metadata.write_offsets] = _scales_of(new, plane.dtype)
+            k, v = (_codes_of(new, plane.dtype) for new, plane in zip((k, v), scales, strict=True))
         k_plane[group.write_blocks, :, metadata.write_offsets] = k
         v_plane[group.write_blocks, :, metadata.write_offsets] = v
+        k_scales, v_scales = scales or (None, None)
+        kept_k, kept_v = _Kept(k_plane, k_scales, q.dtype), _Kept(v_plane, v_scales, q.dtype)
         out = []
         for i, (begin, end, start) in enumerate(metadata.spans):
             key_begin = group.context_begins[i]
             num_keys = start + end - begin - key_begin
-            keys = _sequence(k_plane, group.context_blocks[i])[:, :num_keys]
-            values = _sequence(v_plane, group.context_blocks[i])[:, :num_keys]
+            keys = kept_k.sequence(group.context_blocks[i])[:, :num_keys]
+            values = kept_v.sequence(group.context_blocks[i])[:, :num_keys]
             causal_start = None if is_full else start
             out.append(self._context(q[begin:end], keys, values, causal_start, key_begin))
         if metadata.num_generations:
-            out.append(self._decode(q[metadata.num_ctx_tokens :], k_plane, v_plane, group))
+            out.append(self._decode(q[metadata.num_ctx_tokens :], kept_k, kept_v, group))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _context(
@@ -218,10 +228,10 @@ class VanillaAttention(AttentionBackend):
             pieces.append(out.permute(2, 0, 1, 3))
         return torch.cat(pieces).reshape(len(q), -1)
 
-    def _decode(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, group: GroupTables) -> Tensor:
+    def _decode(self, q: Tensor, kept_k: _Kept, kept_v: _Kept, group: GroupTables) -> Tensor:
         """One query per sequence, `[R, Hkv, G, D]`; `[R, Hq * D]`."""
-        keys = _sequences(k_plane, group.decode_blocks)
-        values = _sequences(v_plane, group.decode_blocks)
+        keys = kept_k.sequences(group.decode_blocks)
+        values = kept_v.sequences(group.decode_blocks)
         sinks = self._shaped_sinks(1, self.shape.num_kv_heads, self.shape.num_shared, 1)
         return self._attend(q, keys, values, group.decode_visible, sinks).reshape(len(q), -1)
 
@@ -248,9 +258,44 @@ class VanillaAttention(AttentionBackend):
         return torch.matmul(scores.softmax(dim=-1)[..., :-1], v.float()).to(q.dtype)
 
 
-def _sequence(plane: Tensor, blocks: Tensor) -> Tensor:
-    """Gather blocks `[N]` of `[num_blocks, Hkv, T, D]` as `[Hkv, N * T, D]`."""
-    return plane[blocks].transpose(0, 1).flatten(1, 2)
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Keys or values of a layer in every block."""
+
+    plane: Tensor
+    """`[num_blocks, Hkv, T, D]`."""
+    scales: Tensor | None
+    """`[num_blocks, Hkv, T]` of an int8 plane."""
+    dtype: torch.dtype
+    """What they are read as."""
+
+    def sequence(self, blocks: Tensor) -> Tensor:
+        """Gather blocks `[N]` as `[Hkv, N * T, D]`."""
+        return self._gathered(blocks).transpose(0, 1).flatten(1, 2)
+
+    def sequences(self, blocks: Tensor) -> Tensor:
+        """Gather blocks `[R, N]` as `[R, Hkv, N * T, D]`."""
+        if self.scales is None:
+            return _sequences(self.plane, blocks)
+        return self._gathered(blocks).transpose(1, 2).flatten(2, 3)
+
+    def _gathered(self, blocks: Tensor) -> Tensor:
+        """`[*blocks.shape, Hkv, T, D]`."""
+        if self.scales is None:
+            return self.plane[blocks]
+        return (self.plane[blocks] * self.scales[blocks].float()[..., None]).to(self.dtype)
+
+
+def _scales_of(items: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the largest magnitude of `[..., D]` is 127 of, `[...]`."""
+    return (items.abs().amax(-1).float() / 127).to(dtype)
+
+
+def _codes_of(items: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """int8 `[..., D]`, the nearest ones."""
+    scales = _scales_of(items, scale_dtype).float()
+    divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return (items.float() / divisors[..., None]).round().clamp(-127, 127).to(torch.int8)
 
 
 def _sequences(plane: Tensor, blocks: Tensor) -> Tensor:

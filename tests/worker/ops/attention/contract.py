@@ -95,7 +95,8 @@ class Bench:
     ) -> None:
         self.maker, self.dtype, self.device = maker, dtype, torch.device(device)
         self.shape = HeadShape(*heads, head_dim, head_dim**-0.5, None, window)
-        groups = plan_kv_groups([window], heads[1], head_dim, dtype.itemsize)
+        sizes = {"auto": (dtype.itemsize, 0), "int8": (1, 2)}[maker.kv_cache_dtype]
+        groups = plan_kv_groups([window], heads[1], head_dim, sizes[0], scale_bytes=sizes[1])
         self.arena = ArenaBuffer(16, groups.block_bytes, self.device)
         self.arena.data.fill_(0xFF)
         self.kv = KvBuffer(self.arena, groups, dtype)
@@ -183,6 +184,8 @@ def check_case(maker: AttentionMaker, case: Case, dtype: torch.dtype, device: st
         for i, found in zip(active, out.split(lens), strict=True):
             end = done[i] + news[i]
             q, k, v = inputs[i]
+            if case.use_cache and maker.kv_cache_dtype == "int8":
+                k, v = int8_meaning(k), int8_meaning(v)
             expected = attention(
                 q[done[i] : end], k[:end], v[:end], bench.shape, causal=not is_full
             )
@@ -193,6 +196,12 @@ def check_case(maker: AttentionMaker, case: Case, dtype: torch.dtype, device: st
             done[i] = end
     if not case.use_cache:
         assert (bench.arena.data == 0xFF).all(), "a pass without a cache wrote to it"
+
+
+def int8_meaning(items: torch.Tensor) -> torch.Tensor:
+    """What `[tokens, heads, D]` become in an int8 cache: the largest of each head is code 127."""
+    scales = (items.float().abs().amax(-1, keepdim=True) / 127).bfloat16().float()
+    return (items.float() / scales).round().clamp(-127, 127) * scales
 
 
 def check_refusals(maker: AttentionMaker) -> None:

@@ -19,16 +19,19 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> AttentionMaker:
-    if name == "vanilla":
-        return AttentionMaker(VanillaAttention)
-    return NativeOperators(native(name), dtype).attention_maker
+def made(name: str, dtype: torch.dtype = torch.float32, kept: str = "auto") -> AttentionMaker:
+    maker = AttentionMaker(VanillaAttention)
+    if name != "vanilla":
+        maker = NativeOperators(native(name), dtype).attention_maker
+    maker.kv_cache_dtype = kept
+    return maker
 
 
+@pytest.mark.parametrize("kept", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_every_case_equals_the_reference(name: str, dtype: torch.dtype) -> None:
-    maker = made(name, dtype)
-    for case in CASES:
+def test_every_case_equals_the_reference(name: str, dtype: torch.dtype, kept: str) -> None:
+    maker = made(name, dtype, kept)
+    for case in CASES if kept == "auto" else CASES[::12]:
         contract.check_case(maker, case, dtype)
 
 
@@ -42,3 +45,14 @@ def test_profiling_leaves_the_cache_alone(name: str) -> None:
 
 def test_metadata_says_what_the_page_says(name: str) -> None:
     contract.check_fields(made(name))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_finite_in_an_int8_cache_either(name: str, value: float) -> None:
+    bench = contract.Bench(made(name, kept="int8"), (4, 2))
+    q, k, v = bench.random(3)
+    v[1, 0, 5] = value
+    metadata = bench.metadata([3], [0], [[4]])
+    out = bench.layer.forward(q.flatten(1), k.flatten(1), v.flatten(1), metadata).view(3, 4, -1)
+    assert not out[1:, :2].isfinite().any()
+    assert out[:, 2:].isfinite().all()

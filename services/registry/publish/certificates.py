@@ -1,0 +1,83 @@
+"""Certificates of versions, kept as separate documents: the versions themselves never change.
+
+A certificate says what somebody who may publish the adapter measured. The registry has no weights
+to measure with, and keeps it as a statement of that key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+
+from loraplex.errors import InvalidRequest, ResourceExhausted
+from loraplex_services.common.objects import ObjectStore
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.records import CertificateRecord, VersionRecord
+
+MAX_CERTIFICATES = 32
+"""Of one version."""
+MAX_NAME_CHARS = 200
+
+
+class Certificates:
+    """Stores and finds certificates."""
+
+    def __init__(self, store: ObjectStore, audit: Audit) -> None:
+        self._store = store
+        self._audit = audit
+
+    async def of(self, version: VersionRecord) -> Sequence[CertificateRecord]:
+        """The certificates of a version, ordered by what they are about."""
+        place = version.tenant, version.name, version.version
+        prefix = layout.certificates_of(*place)
+        records = await documents.read_folder(self._store, prefix, CertificateRecord)
+        return sorted(records, key=_subject)
+
+    async def keep(self, version: VersionRecord, record: CertificateRecord) -> None:
+        """Store one in place of an earlier one about the same.
+
+        Raises:
+            InvalidRequest: a value cannot be what was measured.
+            ResourceExhausted: the version has 32.
+        """
+        _check(record)
+        others = {_subject(other) for other in await self.of(version)} - {_subject(record)}
+        if len(others) >= MAX_CERTIFICATES:
+            raise ResourceExhausted(f"a version has at most {MAX_CERTIFICATES} certificates")
+        sha256 = hashlib.sha256("\n".join(_subject(record)).encode()).hexdigest()
+        key = layout.certificate(version.tenant, version.name, version.version, sha256)
+        await documents.change(self._store, key, CertificateRecord, lambda _: record)
+        await self._audit.write(
+            record.actor,
+            version.tenant,
+            "version.certify",
+            f"{version.tenant}/{version.name}:v{version.version}",
+            digest=version.digest,
+            details={"base_id": record.base_id, "mean_kl": f"{record.mean_kl:.3g}"},
+        )
+
+
+def _subject(record: CertificateRecord) -> tuple[str, str, str]:
+    return record.base_id, record.reference, record.probe_sha256
+
+
+def _check(record: CertificateRecord) -> None:
+    """Raises InvalidRequest."""
+    for name in ("base_id", "reference"):
+        text = getattr(record, name)
+        if not 0 < len(text) <= MAX_NAME_CHARS or not text.isprintable():
+            why = f"must have 1 to {MAX_NAME_CHARS} characters, on one line"
+            raise InvalidRequest.field(f"certificate.{name}", text[:MAX_NAME_CHARS], why)
+    if not re.fullmatch(r"[0-9a-f]{64}", record.probe_sha256):
+        why = "must be 64 hexadecimal digits"
+        raise InvalidRequest.field("certificate.probe_sha256", record.probe_sha256[:100], why)
+    if record.num_tokens < 1:
+        raise InvalidRequest.field("certificate.num_tokens", record.num_tokens, "must be above 0")
+    for name, largest in (("mean_kl", math.inf), ("max_kl", math.inf), ("top1_agreement", 1.0)):
+        value = getattr(record, name)
+        if not (math.isfinite(value) and 0 <= value <= largest):
+            why = "must be finite, and not negative" + " nor above 1" * (largest == 1)
+            raise InvalidRequest.field(f"certificate.{name}", value, why)

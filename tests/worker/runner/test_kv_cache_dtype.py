@@ -1,0 +1,69 @@
+"""Keys and values in int8: how many fit, what they mean, and what knows of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from loraplex.errors import InvalidRequest
+from loraplex_services.worker.cache.kv_layout import plan_kv_groups
+from loraplex_services.worker.runner.building import build_runner
+from tests.worker.parity.bases import make_base
+from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.runners import parity_runner
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_base("llama", tmp_path_factory.mktemp("base")).folder
+
+
+@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 1.93), (128, 1.96), (256, 1.98)])
+def test_nearly_twice_as_many_tokens_fit_as_in_bfloat16(head_dim, ratio):
+    halves = plan_kv_groups([None] * 24, 8, head_dim, itemsize=2)
+    codes = plan_kv_groups([None] * 24, 8, head_dim, itemsize=1, scale_bytes=2)
+    layer_bytes = [groups.block_bytes / len(groups.groups[0].layers) for groups in (halves, codes)]
+    assert layer_bytes[0] / layer_bytes[1] >= ratio
+
+
+def scored(folder, chunk=19, **settings):
+    """Logprobs of the tokens of three prompts, which some answers follow."""
+    driver = Driver(parity_runner(folder, arena_bytes=8 << 20, **settings))
+    rng = random.Random(0)
+    jobs = []
+    for i, length in enumerate((5, 40, 61)):
+        prompt = [rng.randrange(300) for _ in range(length)]
+        jobs.append(Job(greedy(f"{i}", prompt, 8, prompt_logprobs=0), (), arrival_step=2 * i))
+    outputs = driver.run(jobs, chunk=chunk)
+    entries = [entry for job in jobs for row in job.samples for entry in row.prompt_logprobs]
+    return torch.tensor([entry.logprob for entry in entries]), outputs
+
+
+def test_compiled_kernels_and_torch_agree_and_stay_near_the_cache_in_float32(folder):
+    plain, _ = scored(folder)
+    compiled, outputs = scored(folder, kv_cache_dtype="int8")
+    vanilla, _ = scored(folder, kv_cache_dtype="int8", attention_backend="vanilla")
+    # A rounding error may move a code to its neighbour, now and then.
+    assert (compiled - vanilla).abs().median() < 1e-4
+    assert (compiled - vanilla).abs().max() < 0.05
+    assert 1e-5 < (compiled - plain).abs().mean() < 0.05
+    recut, again = scored(folder, chunk=7, kv_cache_dtype="int8")
+    assert (recut - compiled).abs().max() < 0.05
+    assert again == outputs
+
+
+def test_it_is_a_part_of_the_arithmetic_and_not_of_the_base(folder):
+    infos = [
+        build_runner(folder, device="cpu", arena_bytes=8 << 20, kv_cache_dtype=name).model_info()
+        for name in ("auto", "int8")
+    ]
+    assert infos[0].numerics_fingerprint != infos[1].numerics_fingerprint
+    assert infos[0].geometry.fingerprint == infos[1].geometry.fingerprint
+
+
+def test_what_is_not_known_is_refused_by_name(folder):
+    with pytest.raises(InvalidRequest) as refused:
+        build_runner(folder, device="cpu", arena_bytes=8 << 20, kv_cache_dtype="fp8")
+    assert refused.value.violations[0].field == "kv_cache_dtype"
