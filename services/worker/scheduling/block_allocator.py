@@ -63,6 +63,8 @@ class BlockAllocator:
     def grow(self, member: Member, num_tokens: int, now: float) -> bool:
         """Find blocks for positions [0, num_tokens) of one request. False when there are none."""
         request = member.request
+        if request.without_cache:
+            return True
         missing = self._layout.missing_blocks(request, num_tokens)
         if missing > 0:
             if not self._reclaimer.reclaim(missing, now):

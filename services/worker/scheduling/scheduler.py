@@ -33,6 +33,7 @@ from loraplex_services.worker.scheduling.room import Room
 from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
 from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
 from loraplex_services.worker.scheduling.state_planner import StatePlanner
+from loraplex_services.worker.scheduling.uncached import UncachedPrompts, num_cached_tokens
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
@@ -86,6 +87,7 @@ class Scheduler:
         """Steps that were launched and have not ended."""
         self.times = self._deadlines.times
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
+        self._uncached = UncachedPrompts(layout, prefixes, self.budget, self._running)
         self.num_preemptions = 0
         self.is_full = False
         """Memory or the step's token budget kept a request waiting, at the last look."""
@@ -174,18 +176,19 @@ class Scheduler:
             if self._num_in_flight:
                 return self._number(())
             has_preempted = self._grow_some(wanted, now)
+        self._uncached.begin_step()
         decodes = self._running.decode_rows()
         started: list[PlannedRow] = []
         if not has_preempted:
             started = self._admit(now, budget)
             num_others = sum(num_tokens > 0 for num_tokens in shares.values()) + len(started)
             if arrive is not None and arrive(len(decodes) + num_others):
-                started += self._admit(now, budget - sum(row.num_tokens for row in started))
-            left = budget - sum(row.num_tokens for row in started)
+                started += self._admit(now, budget - num_cached_tokens(started))
+            left = budget - num_cached_tokens(started)
             self._allocator.grow_further(shares, left, now)
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
-        return self._number(in_batch_order(decodes, others + started), now)
+        return self._number(self._uncached.choose(in_batch_order(decodes, others + started)), now)
 
     def _number(self, rows: Sequence[PlannedRow], now: float = 0.0) -> StepPlan:
         if rows:
@@ -200,7 +203,7 @@ class Scheduler:
         for row in plan.rows:
             request = row.request
             request.num_computed += row.num_tokens
-            if row.follows is None:
+            if row.follows is None and not request.without_cache:
                 self._prefixes.keep(request, row.start)
             if row.chooses:
                 request.in_flight_output = num_outputs
@@ -314,6 +317,7 @@ class Scheduler:
             if request.is_held or self._is_lost(request, now):
                 may_repeat = True
                 continue
+            request.without_cache = self._uncached.accepts(request)
             if not self._room.has_memory(request):
                 self.is_full = True
                 self._lookahead.load(request, walk, ahead, now)
@@ -328,10 +332,10 @@ class Scheduler:
                     walk.skip_flow()
                 continue
             if is_ready and not self._room.has_too_many_adapters(digests):
-                row = self._start(request, budget, now) if budget else None
+                row = self._start(request, budget, now)
                 if row is not None:
                     rows.append(row)
-                    budget -= row.num_tokens
+                    budget -= num_cached_tokens([row])
                     continue
                 self.is_full = True
                 if budget:
@@ -359,10 +363,17 @@ class Scheduler:
         return error is not None
 
     def _start(self, request: Request, budget: int, now: float) -> PlannedRow | None:
+        """Its row; None if this step has no tokens or no blocks left for it."""
+        if not budget and not request.without_cache:
+            return None
         slots = self._cache.acquire(request.adapters.digests, now)
         measure(request, self._limits.rope_switch_len)
-        self._prefixes.share(request, self._prefixes.match(request))
-        num_tokens = min(request.num_pending, budget)
+        num_tokens = request.num_pending
+        if request.without_cache:
+            self._uncached.start(request)
+        else:
+            self._prefixes.share(request, self._prefixes.match(request))
+            num_tokens = min(request.num_pending, budget)
         weights = (weight for _, weight in request.adapters.adapters)
         member = self._running.add(request, tuple(zip(slots, weights, strict=True)))
         if not self._allocator.grow(member, request.num_computed + num_tokens, now):
@@ -379,6 +390,8 @@ class Scheduler:
 
     def _awaits_its_turn(self, request: Request, budget: int) -> bool:
         """A prompt too long for this step, while another such is computed: one after the other."""
+        if request.without_cache:
+            return self._uncached.must_wait(request)
         if not self.budget.is_cutting or not 0 < budget < request.num_pending:
             return False
         return request.num_pending - self._prefixes.match(request) > budget
