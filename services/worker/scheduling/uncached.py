@@ -30,7 +30,7 @@ class UncachedPrompts:
         self._prefixes = prefixes
         self._budget = budget
         self._running = running
-        self._max_tokens = self._tokens_left = 0
+        self._max_tokens = self._tokens_left = self._num_started = 0
         self._has_others_due = False
         """Whether the last step left out rows that use the cache."""
 
@@ -38,6 +38,7 @@ class UncachedPrompts:
         """A step is about to be planned."""
         self._max_tokens = self._budget.max_whole_tokens(self._running)
         self._tokens_left = 0 if self._has_others_due else self._max_tokens
+        self._num_started = 0
 
     def accepts(self, request: Request) -> bool:
         """Whether a waiting request is to be computed without the cache. A recurrent state always
@@ -53,12 +54,12 @@ class UncachedPrompts:
     def start(self, request: Request) -> None:
         """The step that is planned computes this request."""
         self._tokens_left -= request.num_pending
+        self._num_started += 1
 
-    def choose(self, rows: Sequence[PlannedRow]) -> list[PlannedRow]:
+    def choose(self, rows: list[PlannedRow]) -> list[PlannedRow]:
         """Of all rows that a step could have, those that it has."""
-        uncached = [row for row in rows if row.request.without_cache]
-        self._has_others_due = bool(uncached) and len(uncached) < len(rows)
-        return uncached or list(rows)
+        self._has_others_due = 0 < self._num_started < len(rows)
+        return [row for row in rows if row.request.without_cache] if self._num_started else rows
 
 
 def num_cached_tokens(rows: Sequence[PlannedRow]) -> int:
