@@ -16,7 +16,13 @@ from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.types.messages import EngineConfig, Fetched, Prefetch, Submit, Unpin
+from loraplex_services.worker.types.messages import (
+    AdapterFetched,
+    EngineConfig,
+    Prefetch,
+    Submit,
+    Unpin,
+)
 from loraplex_services.worker.types.runner_protocol import DoneStep
 from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
@@ -101,7 +107,7 @@ class OurEngine:
             digest, num_blocks = digest_of(adapter), self._timed.pack_adapter(folder).result()
             begin_s = time.perf_counter()
             self._engine.step(
-                [Fetched(digest, str(folder), 64, num_blocks), Prefetch(digest, True)]
+                [AdapterFetched(digest, str(folder), 64, num_blocks), Prefetch(digest, True)]
             )
             while not self._engine.cache.ready([digest]):
                 self._timed.await_copies(1.0)

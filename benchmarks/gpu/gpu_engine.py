@@ -32,7 +32,7 @@ from benchmarks.llama import Shape, write_adapter
 from benchmarks.serving.many_adapters import Bench, Counting, digest_of
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.types.messages import EngineConfig, Prefetch, Unload
+from loraplex_services.worker.types.messages import EngineConfig, Prefetch, UnloadAdapter
 
 MAX_RUNNING = 64
 RESIDENT = 64
@@ -152,7 +152,7 @@ def compare_tiers(bench: Bench, args: argparse.Namespace) -> dict[str, float]:
         assert bench.is_resident(resident) and not bench.is_resident(other)
         times["resident"].append(bench.first_token_s(resident))
         times["disk"].append(bench.first_token_s(other))
-        bench.step([Unload(digest_of(other))])
+        bench.step([UnloadAdapter(digest_of(other))])
         if not bench.is_resident(other):
             times["host"].append(bench.first_token_s(other))
     found = {f"{tier}_ms": statistics.median(s) * 1e3 for tier, s in times.items() if s}

@@ -34,9 +34,9 @@ from benchmarks.gpu import common
 from benchmarks.gpu.checks import WrongResult, compare, relative_difference
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as lora
-from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from loraplex_services.worker.ops.lora.plan import SitePlan, expand_plan
+from loraplex_services.worker.ops.lora.plan import LaunchPlan, expand_plan
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.side_stream import SideStream
 from loraplex_services.worker.ops.lora.step_work import StepWork
@@ -90,7 +90,7 @@ class OpBench:
         else:
             arena.view(self.dtype).normal_(std=0.02)
         edges = itertools.pairwise(itertools.accumulate(site.outputs, initial=0))
-        parts = tuple(Part(0, begin, end - begin) for begin, end in edges)
+        parts = tuple(OutputRange(0, begin, end - begin) for begin, end in edges)
         shape = SiteShape(site.num_inputs, parts, is_aligned=True, may_be_cut=False)
         shapes = [shape] * self.num_sites
         self.tables = DeviceTables(arena, self._stored, shapes, len(ranks), 1 << 20)
@@ -138,7 +138,7 @@ class OpBench:
         *,
         shrinks: bool = True,
         expands: bool = True,
-        plan: SitePlan | None = None,
+        plan: LaunchPlan | None = None,
         num_sites: int | None = None,
     ) -> Callable[[], None]:
         """One pass of the two launches over the first `num_sites` sites; None = all."""
@@ -202,7 +202,7 @@ def even_runs(num_rows: int, num_adapters: int) -> list[RowRun]:
     return [RowRun(i, 1.0, edges[i], edges[i + 1]) for i in range(num_adapters)]
 
 
-def alternatives(plan: SitePlan) -> Iterator[tuple[bool, SitePlan]]:
+def alternatives(plan: LaunchPlan) -> Iterator[tuple[bool, LaunchPlan]]:
     """(whether they are of the first launch, other sizes worth timing)."""
     for block_shrink, stages in ((128, 4), (256, 3), (512, 2), (1024, 1)):
         for num_warps in (2, 4):

@@ -51,7 +51,13 @@ from loraplex_services.worker.runner.cuda_graphs import (
 from loraplex_services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs, SegmentRecorder
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.steps import StepOrder
-from loraplex_services.worker.types.messages import Cancel, Command, EngineConfig, Fetched, Submit
+from loraplex_services.worker.types.messages import (
+    AdapterFetched,
+    Cancel,
+    Command,
+    EngineConfig,
+    Submit,
+)
 
 SHAPE = Shape("host", 128, 32, 32, 1, 2, 1)
 NUM_ADAPTERS, RANK = 64, 16
@@ -162,7 +168,7 @@ class HostEngine:
         self._numbers = itertools.count()
         self._running: list[str] = []
         self._rng = random.Random(1)
-        self.step([Fetched(digest, str(folder), RANK) for digest in self._digests])
+        self.step([AdapterFetched(digest, str(folder), RANK) for digest in self._digests])
         while len(self._running) < batch_size:
             self.step([self.new_request(context)])
         for _ in range(WARM_UP_STEPS + batch_size * context // MAX_STEP_TOKENS):

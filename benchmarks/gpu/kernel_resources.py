@@ -32,7 +32,7 @@ from loraplex_services.worker.ops.lora import plan as lora_plan
 from loraplex_services.worker.ops.lora import triton as lora_launch
 from loraplex_services.worker.ops.lora import triton_kernels as lora
 from loraplex_services.worker.ops.lora import triton_lists
-from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import SiteShape
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS
 from loraplex_services.worker.ops.moe import triton as moe
@@ -127,9 +127,14 @@ def _list_groups() -> Variant:
     return Variant("lora.list_groups", kernel, types, {"MAX_RUNS": MIN_RUNS})
 
 
-QKV = SiteShape(4096, (Part(0, 0, 4096), Part(0, 4096, 1024), Part(0, 5120, 1024)), True, False)
-GATE_UP = SiteShape(4096, (Part(0, 0, 14336), Part(0, 14336, 14336)), True, False)
-DOWN = SiteShape(14336, (Part(0, 0, 4096),), True, False)
+QKV = SiteShape(
+    4096,
+    (OutputRange(0, 0, 4096), OutputRange(0, 4096, 1024), OutputRange(0, 5120, 1024)),
+    True,
+    False,
+)
+GATE_UP = SiteShape(4096, (OutputRange(0, 0, 14336), OutputRange(0, 14336, 14336)), True, False)
+DOWN = SiteShape(14336, (OutputRange(0, 0, 4096),), True, False)
 """Sites of Llama-3-8B: three parts, the most outputs, and the most partial sums."""
 
 

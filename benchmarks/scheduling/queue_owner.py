@@ -25,7 +25,14 @@ import msgspec
 from benchmarks.machine import write_results
 from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, capacity, fleet
 from loraplex.cli.output import print_table
-from loraplex.workload import RANK_MIXES, Outcome, TracedRequest, Workload, generate, ranks_of
+from loraplex.workload import (
+    RANK_MIXES,
+    RequestOutcome,
+    TracedRequest,
+    Workload,
+    generate,
+    ranks_of,
+)
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 
@@ -55,7 +62,7 @@ def traffic(per_s: float, duration_s: float, seed: int) -> list[TracedRequest]:
     return list(heapq.merge(*traces, key=lambda request: request.arrival_s))
 
 
-def is_in_time(outcome: Outcome) -> bool:
+def is_in_time(outcome: RequestOutcome) -> bool:
     """Finished, and with its first token within the bound."""
     first_s = outcome.first_token_latency_s
     return outcome.finished and first_s is not None and first_s <= SLO_S

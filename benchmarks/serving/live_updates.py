@@ -258,10 +258,13 @@ def main() -> None:
                 still_s=args.still_s,
             )
         )
+    tenth = max(1, len(tally.publish_s) // 10)
     result = {
         "options": vars(args),
         **{name: summary(values) for name, values in latencies.items()},
         "publish_under_load_ms": summary([1e3 * each for each in tally.publish_s]),
+        "publish_first_tenth_ms": summary([1e3 * each for each in tally.publish_s[:tenth]]),
+        "publish_last_tenth_ms": summary([1e3 * each for each in tally.publish_s[-tenth:]]),
         "gap_without_updates_ms": summary([1e3 * gap for gap in tally.still_gaps_s]),
         "gap_with_updates_ms": summary([1e3 * gap for gap in tally.steady_gaps_s]),
         **{

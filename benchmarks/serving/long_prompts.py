@@ -33,7 +33,7 @@ from benchmarks.serving.many_adapters import (
 )
 from loraplex.cli.output import print_table
 from loraplex_services.worker.engine.engine import Engine
-from loraplex_services.worker.types.messages import Cancel, Submit, Unload
+from loraplex_services.worker.types.messages import Cancel, Submit, UnloadAdapter
 
 NUM_STREAMS, PAUSE_STEPS = 8, 10
 RANK = 8
@@ -78,7 +78,7 @@ def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) 
                 break
         firsts_s.append(first_s)
     bench.step([Cancel(submit.request.request_id) for submit in streams])
-    bench.step([Unload(digest_of(adapter)) for adapter in range(NUM_STREAMS + 1)])
+    bench.step([UnloadAdapter(digest_of(adapter)) for adapter in range(NUM_STREAMS + 1)])
     num_tokens = num_prompts * num_prompt + NUM_STREAMS * len(gaps_s)
     p99 = statistics.quantiles(gaps_s, n=100)[-1]
     gaps = statistics.median(gaps_s), p99, max(gaps_s)

@@ -43,9 +43,9 @@ from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.messages import (
+    AdapterFetched,
     Command,
     EngineConfig,
-    Fetched,
     Prefetch,
     StepOutput,
     Submit,
@@ -101,10 +101,10 @@ class Bench:
     order: random.Random = field(default_factory=lambda: random.Random(0))
     num_sent: int = 0
 
-    def fetched(self, index: int) -> Fetched:
+    def fetched(self, index: int) -> AdapterFetched:
         """Where an adapter is."""
         path = str(self.folders[index])
-        return Fetched(digest_of(index), path, self.max_rank, self.num_blocks[index])
+        return AdapterFetched(digest_of(index), path, self.max_rank, self.num_blocks[index])
 
     def request(self, adapter: int | None, max_tokens: int) -> Submit:
         """A prompt of its own."""

@@ -36,7 +36,7 @@ from benchmarks.serving.many_adapters import (
     make_config,
 )
 from loraplex.cli.output import print_table
-from loraplex_services.worker.types.messages import Command, Unload
+from loraplex_services.worker.types.messages import Command, UnloadAdapter
 
 NUM_ADAPTERS = 400
 MANY, FEW = (144, 8, 12), (12, 96, 96)
@@ -83,7 +83,7 @@ def measure(bench: Bench, split: Split | None, num_blocks: int, turn: int) -> tu
         num_made += len(bench.step().tokens)
     elapsed_s = time.process_time() - begin_s
     assert num_made == num_tokens, "requests were refused"
-    bench.step([Unload(digest_of(adapter)) for adapter in range(NUM_ADAPTERS)])
+    bench.step([UnloadAdapter(digest_of(adapter)) for adapter in range(NUM_ADAPTERS)])
     return num_tokens / len(bench.runner.steps), num_tokens / elapsed_s
 
 

@@ -38,7 +38,7 @@ from benchmarks.serving.many_adapters import (
 )
 from loraplex.cli.output import print_table
 from loraplex.workload import (
-    Outcome,
+    RequestOutcome,
     Summary,
     TracedRequest,
     UniformLengths,
@@ -84,7 +84,7 @@ class ProcessorClock:
         self._skipped_s += max(0.0, moment_s - self())
 
 
-def play(bench: Bench, trace: list[TracedRequest], clock: ProcessorClock) -> list[Outcome]:
+def play(bench: Bench, trace: list[TracedRequest], clock: ProcessorClock) -> list[RequestOutcome]:
     """Every request at its moment; what came of it."""
     first_s: dict[str, float] = {}
     end_s: dict[str, float] = {}
@@ -111,7 +111,9 @@ def play(bench: Bench, trace: list[TracedRequest], clock: ProcessorClock) -> lis
         if not bench.engine.has_requests and place < len(left):
             clock.skip_to(begin_s + left[place][0])
     return [
-        Outcome(request.arrival_s, first_s[name], end_s[name], request.num_output, finished=True)
+        RequestOutcome(
+            request.arrival_s, first_s[name], end_s[name], request.num_output, finished=True
+        )
         for name, (_, _, request) in zip(sent, left, strict=True)
     ]
 

@@ -34,7 +34,7 @@ from loraplex.cli.output import print_table
 from loraplex.client.inference_client import InferenceClient
 from loraplex.client.registry_client import RegistryClient
 from loraplex.workload import (
-    Outcome,
+    RequestOutcome,
     Summary,
     TracedRequest,
     UniformLengths,
@@ -81,7 +81,7 @@ class Run:
 
     name: str
     workload: Workload
-    outcomes: Sequence[Outcome] = ()
+    outcomes: Sequence[RequestOutcome] = ()
 
 
 def loraplex(*arguments: str) -> None:
@@ -140,10 +140,12 @@ def measure(stack: Stack, runs: Sequence[Run], steps: Path, part: Path) -> list[
     return measured
 
 
-def outcome_of(line: str) -> Outcome:
+def outcome_of(line: str) -> RequestOutcome:
     """A line of `--outcomes`."""
     fields = json.loads(line)
-    return Outcome(**{field.name: fields[field.name] for field in dataclasses.fields(Outcome)})
+    return RequestOutcome(
+        **{field.name: fields[field.name] for field in dataclasses.fields(RequestOutcome)}
+    )
 
 
 def simulate(costs: Costs, runs: Sequence[Run]) -> list[Run]:
@@ -171,7 +173,7 @@ def simulate(costs: Costs, runs: Sequence[Run]) -> list[Run]:
 
 def pooled(runs: Iterable[Run], name: str) -> Summary:
     """All of one name, as if each had begun when the one before it ended."""
-    joined: list[Outcome] = []
+    joined: list[RequestOutcome] = []
     begin_s = 0.0
     for run in runs:
         if run.name == name:
@@ -180,7 +182,7 @@ def pooled(runs: Iterable[Run], name: str) -> Summary:
     return summarize(joined)
 
 
-def shifted(outcome: Outcome, by_s: float) -> Outcome:
+def shifted(outcome: RequestOutcome, by_s: float) -> RequestOutcome:
     """The same so much later."""
     assert outcome.first_token_s is not None, outcome.reason
     return dataclasses.replace(

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 
 from loraplex.adapter_format import config_fields
-from loraplex.adapter_format.config_reader import ConfigReader, is_index_list
+from loraplex.adapter_format.config_reader import AdapterConfigReader, is_index_list
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.patterns import Names
 from loraplex.adapter_format.pooling_fields import PoolingFields, read_pooling
@@ -84,7 +84,7 @@ def parse_config(raw: bytes) -> AdapterConfig:
     """
     findings = Findings()
     fields = read_object(raw, CONFIG_FILE, MAX_CONFIG_BYTES)
-    reader = ConfigReader(fields, findings, CONFIG_FILE)
+    reader = AdapterConfigReader(fields, findings, CONFIG_FILE)
     config_fields.check_peft_type(reader)
     findings.raise_if_refused()
     config_fields.check_tables(reader)
@@ -96,7 +96,7 @@ def parse_config(raw: bytes) -> AdapterConfig:
     return values
 
 
-def _read_values(reader: ConfigReader) -> AdapterConfig:
+def _read_values(reader: AdapterConfigReader) -> AdapterConfig:
     return AdapterConfig(
         r=reader.rank("r", 8),
         lora_alpha=_alpha(reader),
@@ -127,7 +127,7 @@ def _read_values(reader: ConfigReader) -> AdapterConfig:
     )
 
 
-def _alpha(reader: ConfigReader) -> float:
+def _alpha(reader: AdapterConfigReader) -> float:
     alpha = reader.number("lora_alpha", 8.0)
     _check_alpha(reader, "lora_alpha", alpha)
     if alpha == 0:
@@ -137,20 +137,20 @@ def _alpha(reader: ConfigReader) -> float:
     return alpha
 
 
-def _alpha_pattern(reader: ConfigReader) -> tuple[tuple[str, float], ...]:
+def _alpha_pattern(reader: AdapterConfigReader) -> tuple[tuple[str, float], ...]:
     pairs = reader.numbers_by_pattern("alpha_pattern")
     for pattern, alpha in pairs:
         _check_alpha(reader, f"alpha_pattern.{pattern}", alpha)
     return pairs
 
 
-def _check_alpha(reader: ConfigReader, field: str, alpha: float) -> None:
+def _check_alpha(reader: AdapterConfigReader, field: str, alpha: float) -> None:
     """A larger one makes every answer overflow."""
     if abs(alpha) > MAX_ALPHA:
         reader.refuse(field, alpha, f"must be a number from -{MAX_ALPHA:g} to {MAX_ALPHA:g}")
 
 
-def _bias(reader: ConfigReader) -> str:
+def _bias(reader: AdapterConfigReader) -> str:
     value = reader.fields.get("bias", "none")
     if isinstance(value, str) and value in ("none", "all", "lora_only"):
         return value
@@ -158,14 +158,14 @@ def _bias(reader: ConfigReader) -> str:
     return "none"
 
 
-def _modules_to_save(reader: ConfigReader) -> tuple[str, ...]:
+def _modules_to_save(reader: AdapterConfigReader) -> tuple[str, ...]:
     """With the names that PEFT adds when it loads an adapter of the task."""
     names = reader.plain_names("modules_to_save")
     added = SAVED_HEADS if reader.fields.get("task_type") == SEQ_CLS else ()
     return tuple(dict.fromkeys((*names, *added)))
 
 
-def _token_indices(reader: ConfigReader) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _token_indices(reader: AdapterConfigReader) -> tuple[tuple[str, tuple[int, ...]], ...]:
     value = reader.fields.get("trainable_token_indices")
     if value is None or value == [] or value == {}:
         return ()
@@ -179,7 +179,7 @@ def _token_indices(reader: ConfigReader) -> tuple[tuple[str, tuple[int, ...]], .
     return tuple(result)
 
 
-def _target_parameters(reader: ConfigReader) -> tuple[str, ...]:
+def _target_parameters(reader: AdapterConfigReader) -> tuple[str, ...]:
     value = reader.fields.get("target_parameters")
     if isinstance(value, str):
         reader.refuse("target_parameters", value, "must be a list of parameter names")
@@ -187,7 +187,7 @@ def _target_parameters(reader: ConfigReader) -> tuple[str, ...]:
     return reader.plain_names("target_parameters")
 
 
-def _invocation_tokens(reader: ConfigReader) -> tuple[int, ...] | None:
+def _invocation_tokens(reader: AdapterConfigReader) -> tuple[int, ...] | None:
     value = reader.fields.get("alora_invocation_tokens")
     if value is None:
         return None

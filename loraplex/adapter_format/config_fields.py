@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from loraplex.adapter_format import pooling_fields
-from loraplex.adapter_format.config_reader import ConfigReader
+from loraplex.adapter_format.config_reader import AdapterConfigReader
 from loraplex.adapter_format.tasks import CAUSAL_LM, FEATURE_EXTRACTION, SEQ_CLS
 
 SHAPING = frozenset({
@@ -69,7 +69,7 @@ _SERVED_TASKS = (CAUSAL_LM, SEQ_CLS, FEATURE_EXTRACTION)
 _OTHER_TASKS = ("SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 
 
-def check_peft_type(reader: ConfigReader) -> None:
+def check_peft_type(reader: AdapterConfigReader) -> None:
     """Refuse everything that is not LoRA; nothing else in such a config means what we think."""
     value = reader.fields.get("peft_type")
     if value is None:
@@ -78,7 +78,7 @@ def check_peft_type(reader: ConfigReader) -> None:
         reader.refuse("peft_type", value, "is not served; train the adapter with peft_type LORA")
 
 
-def check_tables(reader: ConfigReader) -> None:
+def check_tables(reader: AdapterConfigReader) -> None:
     """Decide every field that no getter reads."""
     for field, value in reader.fields.items():
         if field in SHAPING or field in SERVING or field in INERT:
@@ -98,7 +98,7 @@ def _is_off(value: object) -> bool:
     return value is None or value is False or value in ([], {})
 
 
-def _check_unknown(reader: ConfigReader, field: str, value: object) -> None:
+def _check_unknown(reader: AdapterConfigReader, field: str, value: object) -> None:
     if value is None or value is False or value in ("", [], {}, 0):
         reader.warn(field, value, "is unknown, but off; it is ignored")
     else:
@@ -106,7 +106,7 @@ def _check_unknown(reader: ConfigReader, field: str, value: object) -> None:
         reader.refuse(field, value, hint)
 
 
-def check_init(reader: ConfigReader) -> None:
+def check_init(reader: AdapterConfigReader) -> None:
     """Refuse initialisations that moved a part of the base into the adapter."""
     value = reader.fields.get("init_lora_weights", True)
     if isinstance(value, bool):
@@ -123,7 +123,7 @@ def check_init(reader: ConfigReader) -> None:
         reader.refuse("init_lora_weights", value, "is not an initialisation that PEFT 0.21 knows")
 
 
-def check_task(reader: ConfigReader) -> None:
+def check_task(reader: AdapterConfigReader) -> None:
     """Only tasks of decoders, with at most one vector of outputs for a prompt."""
     value = reader.fields.get("task_type")
     if value is None or value in _SERVED_TASKS:
@@ -135,7 +135,7 @@ def check_task(reader: ConfigReader) -> None:
         reader.refuse("task_type", value, f"is not a task that PEFT knows; use {served} or null")
 
 
-def check_combinations(reader: ConfigReader) -> None:
+def check_combinations(reader: AdapterConfigReader) -> None:
     """Refuse what PEFT itself refuses when it reads the config."""
     fields = reader.fields
     targets = fields.get("target_modules")

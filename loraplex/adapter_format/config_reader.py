@@ -26,7 +26,7 @@ MAX_NAME_CHARS = 256
 
 
 @dataclass(slots=True)
-class ConfigReader:
+class AdapterConfigReader:
     """The fields of one config. Getters return PEFT's default for an absent or refused field."""
 
     fields: dict[str, object]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loraplex.adapter_format.config_reader import ConfigReader
+from loraplex.adapter_format.config_reader import AdapterConfigReader
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.tasks import SEQ_CLS
 
@@ -57,7 +57,7 @@ class PoolingFields:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def read_pooling(reader: ConfigReader) -> PoolingFields:
+def read_pooling(reader: AdapterConfigReader) -> PoolingFields:
     """The fields of a config, each checked for itself."""
     if reader.fields.get("task_type") != SEQ_CLS:
         for name in HEAD_FIELDS:
@@ -82,7 +82,7 @@ def check_labels(fields: PoolingFields, num_labels: int, findings: Findings, sou
             findings.refuse(f"{source}:{name}", count, why)
 
 
-def _labels(reader: ConfigReader) -> tuple[str, ...]:
+def _labels(reader: AdapterConfigReader) -> tuple[str, ...]:
     value = reader.fields.get("id2label")
     if value is None:
         return ()
@@ -94,7 +94,7 @@ def _labels(reader: ConfigReader) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-def _whole(reader: ConfigReader, name: str, least: int) -> int | None:
+def _whole(reader: AdapterConfigReader, name: str, least: int) -> int | None:
     value = reader.fields.get(name)
     if value is None or (type(value) is int and least <= value < _MAX_TOKEN_ID):
         return value
@@ -102,7 +102,7 @@ def _whole(reader: ConfigReader, name: str, least: int) -> int | None:
     return None
 
 
-def _one_of(reader: ConfigReader, name: str, known: Sequence[str]) -> str:
+def _one_of(reader: AdapterConfigReader, name: str, known: Sequence[str]) -> str:
     value = reader.fields.get(name)
     if value is None:
         return ""

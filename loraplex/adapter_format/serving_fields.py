@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from loraplex.adapter_format import rope_scaling
-from loraplex.adapter_format.config_reader import ConfigReader, is_index_list
+from loraplex.adapter_format.config_reader import AdapterConfigReader, is_index_list
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.strict_json import read_object
@@ -55,7 +55,7 @@ def complete_config(
     return json.dumps({**fields, **fields_given}).encode() if fields_given else config_bytes
 
 
-def read_rope_scaling(reader: ConfigReader) -> RopeScaling | None:
+def read_rope_scaling(reader: AdapterConfigReader) -> RopeScaling | None:
     """The field of a config."""
     value = reader.fields.get(ROPE_FIELD)
     if value is None:
@@ -68,7 +68,7 @@ def read_rope_scaling(reader: ConfigReader) -> RopeScaling | None:
         return None
 
 
-def read_eos_token_ids(reader: ConfigReader) -> tuple[int, ...]:
+def read_eos_token_ids(reader: AdapterConfigReader) -> tuple[int, ...]:
     """The field of a config: one id or a list of them."""
     value = reader.fields.get(EOS_FIELD)
     ids = _ids(value)

@@ -25,7 +25,7 @@ from loraplex.errors import InvalidRequest
 if TYPE_CHECKING:
     from loraplex.client.inference_client import InferenceClient
     from loraplex.client.registry_client import RegistryClient
-    from loraplex.workload import Outcome, Workload
+    from loraplex.workload import RequestOutcome, Workload
 
 EXAMPLE = "loraplex bench trace --adapters 100 --rate 4 --duration 2m --prepare-from ./my-adapter"
 
@@ -95,7 +95,7 @@ def _opened(path: Path | None) -> TextIO | None:
         raise InvalidRequest.field("--outcomes", path, f"cannot be written: {error}") from None
 
 
-def _write(file: TextIO, workload: Workload, outcomes: Sequence[Outcome]) -> None:
+def _write(file: TextIO, workload: Workload, outcomes: Sequence[RequestOutcome]) -> None:
     """In the order of the trace."""
     from loraplex.workload import generate
 
@@ -141,7 +141,7 @@ async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> N
 
 async def _drive(
     client: InferenceClient, workload: Workload, prefix: str, first_token_s: float | None
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     from loraplex.workload import generate
     from loraplex.workload.driving import check_lengths, drive, targets
 

@@ -30,7 +30,7 @@ RowsOf = Callable[[int, int], Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorLocation:
     """A tensor and the file that it is in."""
 
     path: Path
@@ -54,7 +54,7 @@ class Edit:
     rows: RowsOf
 
 
-class Checkpoint:
+class CheckpointFolder:
     """The weights of a folder in Hugging Face layout."""
 
     def __init__(self, folder: Path) -> None:
@@ -69,7 +69,7 @@ class Checkpoint:
         self.is_sharded = index.exists()
         self.files = {name: _tensors(folder / name) for name in names}
         self.tensors = {
-            info.name: Source(folder / name, info)
+            info.name: TensorLocation(folder / name, info)
             for name, infos in self.files.items()
             for info in infos
         }
@@ -163,7 +163,7 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, num_rows)
 
 
-def _copy(source: Source, sink: BinaryIO) -> None:
+def _copy(source: TensorLocation, sink: BinaryIO) -> None:
     left = source.info.num_bytes
     with source.path.open("rb") as file:
         file.seek(source.info.begin)

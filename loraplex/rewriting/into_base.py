@@ -26,7 +26,7 @@ from loraplex.adapter_format.quantisation import FIELD
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
-from loraplex.rewriting.checkpoint import Checkpoint, Edit, RowsOf, Source
+from loraplex.rewriting.checkpoint import CheckpointFolder, Edit, RowsOf, TensorLocation
 from loraplex.rewriting.merging import check_one_serving
 from loraplex.rewriting.tensors import Array, Opened, new_folder, open_adapter
 
@@ -59,9 +59,9 @@ class _Share:
     def factor(self) -> np.float32:
         return np.float32(self.weight * self.module.scale)
 
-    def source(self, info: TensorInfo) -> Source:
+    def source(self, info: TensorInfo) -> TensorLocation:
         """A tensor of the adapter, to be read by rows."""
-        return Source(self.adapter.content.tensor_path, info)
+        return TensorLocation(self.adapter.content.tensor_path, info)
 
 
 def merge_into_base(
@@ -91,7 +91,7 @@ def merge_into_base(
             _check_parts(folder, share, is_alone=len(folders) == 1 and weight == 1)
             shares.setdefault(module.name, []).append(share)
     with new_folder(out) as partial:
-        plan = _Plan(Checkpoint(base), geometry)
+        plan = _Plan(CheckpointFolder(base), geometry)
         for name, own in sorted(shares.items()):
             plan.add(name, own)
         is_untied = plan.settle_tied_head(shares)
@@ -114,7 +114,7 @@ def _refuse_quantised(base: Path) -> None:
 class _Plan:
     """Which tensors of the base change, and how."""
 
-    def __init__(self, checkpoint: Checkpoint, geometry: Geometry) -> None:
+    def __init__(self, checkpoint: CheckpointFolder, geometry: Geometry) -> None:
         self.checkpoint = checkpoint
         self.edits: dict[str, Edit] = {}
         self.added: dict[str, str] = {}
@@ -168,7 +168,7 @@ class _Plan:
             _refuse(f"{TENSOR_FILE}:{name}", name, "has no weight in the base's files")
         return tensor
 
-    def _source(self, tensor: str) -> Source:
+    def _source(self, tensor: str) -> TensorLocation:
         """Where the base keeps a weight; a head that is tied is read from the embedding."""
         if self._tied and tensor == f"{self._head}.weight":
             return self.checkpoint.tensors[f"{self._embedding}.weight"]
@@ -230,7 +230,9 @@ def _facts(shares: Sequence[_Share] | None) -> object:
     return found
 
 
-def _edited(shares: Sequence[_Share], source: Source, offset: int, *, is_table: bool) -> RowsOf:
+def _edited(
+    shares: Sequence[_Share], source: TensorLocation, offset: int, *, is_table: bool
+) -> RowsOf:
     """Rows of a weight with everything but the gain of a DoRA table.
 
     Args:
@@ -321,7 +323,7 @@ def _check_parts(folder: Path, share: _Share, *, is_alone: bool) -> None:
             _refuse(f"{folder}/{TENSOR_FILE}:{info.name}", part, description)
 
 
-def _check_copies(shares: Sequence[_Share], source: Source) -> None:
+def _check_copies(shares: Sequence[_Share], source: TensorLocation) -> None:
     """Of several adapters, each must have been trained on the table that the base has."""
     if len(shares) == 1 and shares[0].weight == 1:
         return

@@ -25,7 +25,7 @@ from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.adapter_format.tensor_names import PREFIX
 from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
-from loraplex.rewriting.checkpoint import Checkpoint
+from loraplex.rewriting.checkpoint import CheckpointFolder
 from loraplex.rewriting.merging import scaled_by_one, tensor_name
 from loraplex.rewriting.tensors import Array, Opened, new_folder, stored_bytes, write_adapter
 from loraplex.rewriting.trtllm_modules import (
@@ -34,8 +34,8 @@ from loraplex.rewriting.trtllm_modules import (
     FUSED_MLP,
     LAST_ID,
     MLP_H_TO_4H,
-    Bases,
-    Place,
+    BaseLinears,
+    TrtllmPlace,
     place_of,
 )
 
@@ -89,7 +89,7 @@ def to_trtllm(
         if getattr(adapter.report.config, field) is not None:
             value = adapter.config.get(field)
             _refuse(f"{PEFT_CONFIG}:{field}", value, "has no place in TensorRT-LLM's format")
-    rows = _rows(adapter, geometry, None if base is None else Checkpoint(base))
+    rows = _rows(adapter, geometry, None if base is None else CheckpointFolder(base))
     order = sorted(rows)
     is_dora = any(row.gain is not None for row in rows.values())
     config = []
@@ -112,7 +112,7 @@ def to_trtllm(
 
 
 def _rows(
-    adapter: Opened, geometry: Geometry | None, base: Checkpoint | None
+    adapter: Opened, geometry: Geometry | None, base: CheckpointFolder | None
 ) -> dict[tuple[int, int], _Row]:
     """By layer and module id."""
     rows: dict[tuple[int, int], _Row] = {}
@@ -130,11 +130,11 @@ def _rows(
     for (layer, number), by_index in experts.items():
         if geometry is None:
             _need_base("the files of one adapter may not name all experts")
-        rows[layer, number] = _stacked(by_index, Bases.of(geometry).num_experts(layer))
+        rows[layer, number] = _stacked(by_index, BaseLinears.of(geometry).num_experts(layer))
     return rows
 
 
-def _row(adapter: Opened, module: AdapterModule, base: Checkpoint | None) -> _Row:
+def _row(adapter: Opened, module: AdapterModule, base: CheckpointFolder | None) -> _Row:
     assert module.a is not None and module.b is not None, "a linear's pair, checked by _place"
     a, b = adapter.tensor(module.a), adapter.tensor(module.b)
     if module.expert is not None:
@@ -148,7 +148,7 @@ def _row(adapter: Opened, module: AdapterModule, base: Checkpoint | None) -> _Ro
     return _Row(module.rank, a, b, adapter.tensor(module.magnitude).reshape(-1) / norms)
 
 
-def _halves(place: Place, row: _Row) -> Iterator[tuple[int, _Row]]:
+def _halves(place: TrtllmPlace, row: _Row) -> Iterator[tuple[int, _Row]]:
     """An expert's row; two where gate and up are one parameter and share A."""
     if place.leaf != FUSED_MLP:
         yield place.number, row
@@ -194,8 +194,8 @@ def from_trtllm(
         InvalidAdapter: naming the row that is wrong, or does not fit the base.
     """
     weights, config = _read(folder)
-    bases = Bases.of(geometry)
-    checkpoint = None if base is None else Checkpoint(base)
+    bases = BaseLinears.of(geometry)
+    checkpoint = None if base is None else CheckpointFolder(base)
     tensors: dict[str, Array] = {}
     ranks: dict[str, int] = {}
     use_dora = bool(config[:, 3].any())
@@ -252,7 +252,7 @@ def _shares(number: int, modules: Sequence[Module], row: _Row) -> Iterator[tuple
         begin = end
 
 
-def _norms(base: Checkpoint | None, name: str, a: Array, b: Array) -> Array:
+def _norms(base: CheckpointFolder | None, name: str, a: Array, b: Array) -> Array:
     """Norms of the rows of W + B A, where B has the scale."""
     if base is None:
         _need_base("DoRA's magnitudes are divided by norms of the base's weights")
@@ -261,7 +261,7 @@ def _norms(base: Checkpoint | None, name: str, a: Array, b: Array) -> Array:
     return norms
 
 
-def _place(module: AdapterModule) -> Place:
+def _place(module: AdapterModule) -> TrtllmPlace:
     """Raises InvalidAdapter where there is none."""
     for part in _NO_PLACE:
         info = getattr(module, part)
@@ -307,7 +307,7 @@ def _load(path: Path) -> npt.NDArray[np.generic]:
     return array
 
 
-def _modules(number: int, layer: int, bases: Bases, where: str) -> list[Module]:
+def _modules(number: int, layer: int, bases: BaseLinears, where: str) -> list[Module]:
     """The base's modules that a row is for."""
     if number in CROSS_ATTENTION:
         _refuse(where, number, "is of cross attention, which no served base has")

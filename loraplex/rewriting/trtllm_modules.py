@@ -41,7 +41,7 @@ _EXPERT = re.compile(r"(\w+\.experts)\.(\d+)\.(\w+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrtllmPlace:
     """Where a module stands in the format."""
 
     layer: int
@@ -52,7 +52,7 @@ class Place:
     expert: int | None = None
 
 
-def place_of(name: str) -> Place | None:
+def place_of(name: str) -> TrtllmPlace | None:
     """The place of a base's module, if the format has one."""
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -62,19 +62,19 @@ def place_of(name: str) -> Place | None:
     expert = _EXPERT.fullmatch(inner)
     if expert is not None:
         number = 13 if leaf == FUSED_MLP else _EXPERT_IDS.get(leaf)
-        return None if number is None else Place(layer, number, leaf, int(expert[2]))
+        return None if number is None else TrtllmPlace(layer, number, leaf, int(expert[2]))
     found = _IDS.get(inner)
-    return None if found is None else Place(layer, found, leaf)
+    return None if found is None else TrtllmPlace(layer, found, leaf)
 
 
 @dataclass(frozen=True, slots=True)
-class Bases:
+class BaseLinears:
     """The linears of a base, by layer and by what follows it in the name."""
 
     modules: Mapping[tuple[int, str], Module]
 
     @classmethod
-    def of(cls, geometry: Geometry) -> Bases:
+    def of(cls, geometry: Geometry) -> BaseLinears:
         """Those that lie in a layer."""
         found = {}
         for module in geometry.modules:

@@ -4,7 +4,7 @@ What this package exports is pure. `driving` sends a trace through a gateway, an
 makes the adapters for it.
 """
 
-from loraplex.workload.metrics import Outcome, Summary, summarize
+from loraplex.workload.metrics import RequestOutcome, Summary, summarize
 from loraplex.workload.trace import (
     RANK_MIXES,
     LogNormalLengths,
@@ -18,7 +18,7 @@ from loraplex.workload.trace import (
 __all__ = [
     "RANK_MIXES",
     "LogNormalLengths",
-    "Outcome",
+    "RequestOutcome",
     "Summary",
     "TracedRequest",
     "UniformLengths",

@@ -12,7 +12,7 @@ from loraplex.api.sampling import Sampling
 from loraplex.client.generation import Model
 from loraplex.client.inference_client import InferenceClient
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex.workload import Outcome, TracedRequest
+from loraplex.workload import RequestOutcome, TracedRequest
 
 TEXT_VOCAB = 256
 """Prompts hold ids below this: every vocabulary has them."""
@@ -52,14 +52,14 @@ async def drive(
     models: Sequence[Model],
     seed: int,
     first_token_s: float | None = None,
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Send every request at its time and wait for all. `models[0]` is the base.
 
     A request that fails is an outcome, not an error.
     """
     begin_s = time.monotonic()
 
-    async def send(index: int, request: TracedRequest) -> Outcome:
+    async def send(index: int, request: TracedRequest) -> RequestOutcome:
         model = models[0 if request.adapter is None else request.adapter + 1]
         prompt = random_prompt(f"{seed}/{index}", request.num_input)
         await asyncio.sleep(begin_s + request.arrival_s - time.monotonic())
@@ -80,7 +80,7 @@ async def _one(
     prompt: list[int],
     request: TracedRequest,
     times: tuple[float, float | None],
-) -> Outcome:
+) -> RequestOutcome:
     """`times`: when the trace began, and how long first tokens may take."""
     begin_s, first_token_s = times
     sampling = Sampling(max_tokens=request.num_output, temperature=0.0, ignore_eos=True)
@@ -102,7 +102,7 @@ async def _one(
     end_s = time.monotonic() - begin_s
     finished = not reason and num_output == request.num_output
     reason = reason or ("" if finished else "ENDED_EARLY")
-    return Outcome(
+    return RequestOutcome(
         arrival_s=request.arrival_s,
         first_token_s=first_s,
         end_s=end_s,

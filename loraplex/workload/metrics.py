@@ -10,7 +10,7 @@ DEFAULT_SLO_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """How one request of a trace ended. Times are in seconds since the start of the trace."""
 
     arrival_s: float
@@ -84,7 +84,7 @@ class Summary:
     """Mean over all requests of 1 - (first token latency / slo_s)^2; late and aborted ones 0."""
 
 
-def summarize(outcomes: Sequence[Outcome], slo_s: float = DEFAULT_SLO_S) -> Summary:
+def summarize(outcomes: Sequence[RequestOutcome], slo_s: float = DEFAULT_SLO_S) -> Summary:
     """Numbers of a run; `outcomes` holds every request of the trace."""
     finished = [outcome for outcome in outcomes if outcome.finished]
     latencies_s = [outcome.first_token_latency_s for outcome in outcomes]

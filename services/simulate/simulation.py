@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import LoraplexError
-from loraplex.workload import Outcome, TracedRequest
+from loraplex.workload import RequestOutcome, TracedRequest
 from loraplex_services.gateway.admission.controller import Permit
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.simulate.costs import Costs
@@ -114,7 +114,7 @@ class Simulation:
             for _ in range(fleet.num_gateways)
         ]
         self._flights: dict[str, _Flight] = {}
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, RequestOutcome] = {}
         self._rng = random.Random(0)
         self._turns: list[tuple[float, int]] = []
         """When workers begin or end a step, soonest first; only `next_turn_s` is true."""
@@ -122,7 +122,7 @@ class Simulation:
         """For the first of them."""
         self.tally = Tally()
 
-    def run(self, trace: Sequence[TracedRequest]) -> list[Outcome]:
+    def run(self, trace: Sequence[TracedRequest]) -> list[RequestOutcome]:
         """Every request's outcome, in the order of the trace."""
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             loop = runner.get_loop()
@@ -159,7 +159,7 @@ class Simulation:
             flight.end_s, reason = loop.time(), error.reason
         back_s = (1.0 - _TO_GATE - _TO_WORKER) * outside_s
         first_s = flight.first_token_s
-        self._outcomes[number] = Outcome(
+        self._outcomes[number] = RequestOutcome(
             arrival_s=request.arrival_s,
             first_token_s=None if first_s is None else first_s + back_s,
             end_s=flight.end_s + back_s,

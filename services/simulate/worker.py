@@ -12,9 +12,9 @@ from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.types.messages import (
+    AdapterFetched,
     Command,
     EngineConfig,
-    Fetched,
     StepOutput,
     Submit,
 )
@@ -77,7 +77,7 @@ class SimulatedWorker:
         num_bytes = int(rank * self._costs.adapter_bytes_per_rank)
         wait_s = 0.0 if self._on_disk else self._costs.fetch(num_bytes)
         num_blocks = self._costs.adapter_blocks(rank)
-        self._deliver(moment_s + wait_s, Fetched(digest, digest, rank, num_blocks))
+        self._deliver(moment_s + wait_s, AdapterFetched(digest, digest, rank, num_blocks))
 
     def _deliver(self, moment_s: float, command: Command) -> None:
         heapq.heappush(self._inbox, (moment_s, next(self._order), command))

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
 from loraplex_services.common.tls import PLAIN, TlsFiles
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.config import GatewayConfig
 from loraplex_services.gateway.gateway import Gateway
+from tests.gateway.http.documented import check_exchange
 from tests.gateway.scripted_registry import ScriptedRegistry, start_registry
 from tests.gateway.scripted_worker import ScriptedWorker, start_worker
 
@@ -134,9 +135,13 @@ class Stack:
             return await stub.GetStatus(request)
 
     def openai(self) -> AsyncOpenAI:
-        """The official client; `stop` closes it."""
+        """The official client; `stop` closes it. All that it exchanges is checked against the
+        OpenAPI document."""
         if self.client is None:
-            self.client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+            transport = DefaultAsyncHttpxClient(event_hooks={"response": [check_exchange]})
+            self.client = AsyncOpenAI(
+                base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=transport
+            )
         return self.client
 
 

@@ -13,12 +13,12 @@ from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.messages import (
+    AdapterFetched,
     Command,
-    Fetched,
     StepOutput,
     Submit,
     TokenOutput,
-    Unload,
+    UnloadAdapter,
 )
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
@@ -96,13 +96,13 @@ class Stage:
         load = self.step(*commands).load
         return load.total_blocks - load.free_blocks
 
-    def fetched(self, *digests: str) -> Iterable[Fetched]:
-        return [Fetched(digest, str(self.files / digest), 8) for digest in digests]
+    def fetched(self, *digests: str) -> Iterable[AdapterFetched]:
+        return [AdapterFetched(digest, str(self.files / digest), 8) for digest in digests]
 
     def close(self) -> None:
         """Leave the shared runner's tables empty."""
         for digest in (A, B):
-            self.step(Unload(digest))
+            self.step(UnloadAdapter(digest))
 
 
 def submit(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.workload.metrics import Outcome, percentiles, summarize
+from loraplex.workload.metrics import RequestOutcome, percentiles, summarize
 
-FAST = Outcome(arrival_s=0.0, first_token_s=3.0, end_s=5.0, num_output=5, finished=True)
-LATE = Outcome(arrival_s=1.0, first_token_s=8.0, end_s=10.0, num_output=1, finished=True)
-ABORTED = Outcome(2.0, 2.5, 4.0, num_output=3, finished=False, reason="DEADLINE_EXCEEDED")
+FAST = RequestOutcome(arrival_s=0.0, first_token_s=3.0, end_s=5.0, num_output=5, finished=True)
+LATE = RequestOutcome(arrival_s=1.0, first_token_s=8.0, end_s=10.0, num_output=1, finished=True)
+ABORTED = RequestOutcome(2.0, 2.5, 4.0, num_output=3, finished=False, reason="DEADLINE_EXCEEDED")
 
 
 def test_attainment_and_satisfaction_count_late_and_aborted_requests_as_zero() -> None:
@@ -32,7 +32,7 @@ def test_latencies_are_those_of_finished_requests() -> None:
 
 
 def test_time_outside_the_engine_is_what_the_worker_does_not_account_for() -> None:
-    known = Outcome(1.0, 3.0, 5.0, num_output=5, finished=True, engine_s=1.5)
+    known = RequestOutcome(1.0, 3.0, 5.0, num_output=5, finished=True, engine_s=1.5)
     assert summarize([known, FAST]).outside.mean_s == pytest.approx(0.5)
 
 

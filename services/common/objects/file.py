@@ -104,7 +104,10 @@ class FileStore:
 
     async def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         walk = self._walk(self._root, "", prefix, start_after)
-        while batch := await _in_thread(lambda: list(islice(walk, _LIST_BATCH))):
+        is_over = False
+        while not is_over:
+            batch = await _in_thread(lambda: list(islice(walk, _LIST_BATCH)))
+            is_over = len(batch) < _LIST_BATCH  # most lists are short, and each thread costs time
             for info in batch:
                 yield info
 
@@ -252,7 +255,11 @@ class FileStore:
     def _walk(self, folder: Path, base: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
         """Objects under `folder` in the order of their keys; `base` is the key of the folder."""
         try:
-            entries = [(entry, entry.is_dir(follow_symlinks=False)) for entry in os.scandir(folder)]
+            entries = [
+                (entry, entry.is_dir(follow_symlinks=False))
+                for entry in os.scandir(folder)
+                if (base + entry.name).startswith(prefix) or prefix.startswith(base + entry.name)
+            ]
         except (FileNotFoundError, NotADirectoryError):
             return
         for name, entry in sorted((e.name + "/" * is_dir, e) for e, is_dir in entries):

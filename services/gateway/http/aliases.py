@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -57,12 +58,8 @@ class AliasEndpoints:
     async def load(self, request: Request, *, in_place: bool) -> Response:
         """POST load_lora_adapter: a name that exists is replaced only in place."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
-        name, folder = _name(body), body.text("lora_path") or ""
-        in_place = body.flag("load_inplace", default=in_place)
-        body.integer("lora_int_id")
-        body.flag("is_3d_lora_weight")
-        body.finish()
+        fields = await read_json(request, caller.tenant)
+        name, folder, in_place = parse_load(fields, in_place=in_place)
         version = await self._folders.load(
             api_key_of(request), caller, name, folder, in_place=in_place
         )
@@ -74,10 +71,7 @@ class AliasEndpoints:
     async def unload(self, request: Request) -> Response:
         """POST unload_lora_adapter: deletes all versions, if `load` made them."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
-        name = _name(body)
-        body.integer("lora_int_id")
-        body.finish()
+        name = parse_unload(await read_json(request, caller.tenant))
         async with self._client(api_key_of(request)) as registry:
             found = [
                 version
@@ -93,6 +87,29 @@ class AliasEndpoints:
                 )
             await registry.delete(name, every=True, force=True)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def parse_load(fields: dict[str, Any], *, in_place: bool = False) -> tuple[str, str, bool]:
+    """Body of a load: name, folder, and whether it may replace what has the name.
+
+    Raises: InvalidRequest, Unsupported.
+    """
+    body = Body(fields)
+    name, folder = _name(body), body.text("lora_path") or ""
+    in_place = body.flag("load_inplace", default=in_place)
+    body.integer("lora_int_id")
+    body.flag("is_3d_lora_weight")
+    body.finish()
+    return name, folder, in_place
+
+
+def parse_unload(fields: dict[str, Any]) -> str:
+    """Body of an unload: the name. Raises: InvalidRequest, Unsupported."""
+    body = Body(fields)
+    name = _name(body)
+    body.integer("lora_int_id")
+    body.finish()
+    return name
 
 
 def _name(body: Body) -> str:

@@ -35,6 +35,7 @@ from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import Guard, HostRule, authorization_of
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.models import list_models, show_model
+from loraplex_services.gateway.http.openapi import OpenApiEndpoint
 from loraplex_services.gateway.http.sse import CHUNKS
 from loraplex_services.gateway.http.token_generate import GenerateFormatter, parse_generate
 from loraplex_services.gateway.metrics import REQUESTS
@@ -132,6 +133,7 @@ class OpenAIEndpoints:
             Route("/version", self.version, methods=["GET"]),
             *others,
         ]
+        routes.append(OpenApiEndpoint(tuple(routes)).route())
         if self._context.shows_metrics:
             routes.append(Route("/metrics", self.metrics, methods=["GET"]))
         handlers: dict[Any, Any] = {

@@ -15,7 +15,8 @@ SHARED_FIELDS = frozenset(
     {
         *("adapters", "allowed_token_ids", "bad_token_ids", "cache_salt", "chat_template_kwargs"),
         *("first_token_s", "frequency_penalty", "ignore_eos", "include_stop_str_in_output"),
-        *("logit_bias", "lora_scale", "min_p", "min_tokens", "presence_penalty", "priority"),
+        *("logit_bias", "lora_scale", "min_p", "min_tokens", "on_update"),
+        *("presence_penalty", "priority"),
         *("repetition_penalty", "seed", "skip_special_tokens", "stop_token_ids", "temperature"),
         *("top_k", "top_p", "truncate_prompt_tokens"),
     }

@@ -27,7 +27,7 @@ class Block:
     call: ToolCall | None = None
 
 
-class Step(enum.Enum):
+class BlockStep(enum.Enum):
     """What happened to a block."""
 
     OPENED = enum.auto()
@@ -39,7 +39,7 @@ class Step(enum.Enum):
 class BlockEvent:
     """A step in the life of one block."""
 
-    step: Step
+    step: BlockStep
     block: Block
     text: str = ""
     """What a growing block gained."""
@@ -72,17 +72,17 @@ class AnswerBlocks:
     def close(self) -> list[BlockEvent]:
         """Close the open block, if there is one."""
         block, self._open = self._open, None
-        return [] if block is None else [BlockEvent(Step.CLOSED, block)]
+        return [] if block is None else [BlockEvent(BlockStep.CLOSED, block)]
 
     def _grow(self, kind: BlockKind, text: str) -> list[BlockEvent]:
         is_open = self._open is not None and self._open.kind is kind
         events = [] if is_open else self._open_new(kind)
         block = self.blocks[-1]
         block.text += text
-        return [*events, BlockEvent(Step.GREW, block, text)]
+        return [*events, BlockEvent(BlockStep.GREW, block, text)]
 
     def _open_new(self, kind: BlockKind, call: ToolCall | None = None) -> list[BlockEvent]:
         events = self.close()
         self._open = Block(len(self.blocks), kind, call=call)
         self.blocks.append(self._open)
-        return [*events, BlockEvent(Step.OPENED, self._open)]
+        return [*events, BlockEvent(BlockStep.OPENED, self._open)]

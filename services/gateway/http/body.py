@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
@@ -50,6 +51,17 @@ DEFAULTS: Mapping[str, tuple[object, ...]] = {
 """Values of unsupported fields that have no effect, and are therefore accepted."""
 
 
+Schema = Mapping[str, Any]
+"""A JSON Schema."""
+ANYTHING: Schema = {}
+STRING: Schema = {"type": "string"}
+INTEGER: Schema = {"type": "integer"}
+TOKEN_IDS: Schema = {"type": "array", "items": INTEGER}
+
+reads: ContextVar[list[tuple[Body, str, Schema]] | None] = ContextVar("reads", default=None)
+"""If set, every field that a body is asked for is added, so that a parser's reads become the schema
+of its bodies."""
+
 _MAX_SHOWN_CHARS = 24
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -88,89 +100,108 @@ class Body:
 
     def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
         """`prefix` is put before the names of fields in errors."""
-        self._prefix = prefix
+        self.prefix = prefix
         self._left = {name: value for name, value in fields.items() if value is not None}
 
     def text(self, name: str) -> str | None:
         """A string field."""
-        value = self._left.pop(name, None)
+        value = self._take(name, STRING)
         if value is not None and not isinstance(value, str):
-            raise bad_type(self._prefix + name, value, "a string")
+            raise bad_type(self.prefix + name, value, "a string")
         return value
 
     def integer(self, name: str) -> int | None:
         """An integer field; true and false are refused."""
-        value = self._left.pop(name, None)
+        value = self._take(name, INTEGER)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise bad_type(self._prefix + name, value, "a whole number")
+            raise bad_type(self.prefix + name, value, "a whole number")
         return value
 
     def count(self, name: str) -> int | None:
         """An integer field that may also be true, which means 1, or false, which means none."""
-        if isinstance(self._left.get(name), bool):
-            return int(self.flag(name)) or None
-        return self.integer(name)
+        value = self._take(name, {"type": ["integer", "boolean"]})
+        if isinstance(value, bool):
+            return int(value) or None
+        if value is not None and not isinstance(value, int):
+            raise bad_type(self.prefix + name, value, "a whole number")
+        return value
 
     def number(self, name: str) -> float | None:
         """A number field."""
-        value = self._left.pop(name, None)
-        return None if value is None else _float(self._prefix + name, value)
+        value = self._take(name, {"type": "number"})
+        return None if value is None else _float(self.prefix + name, value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A boolean field."""
-        value = self._left.pop(name, default)
+        value = self._take(name, {"type": "boolean", "default": default})
+        if value is None:
+            return default
         if not isinstance(value, bool):
-            raise bad_type(self._prefix + name, value, "true or false")
+            raise bad_type(self.prefix + name, value, "true or false")
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
         """A list of token ids."""
-        value = self._left.pop(name, [])
+        value = self._take(name, TOKEN_IDS)
+        if value is None:
+            return ()
         if not isinstance(value, list) or not all(is_id(item) for item in value):
-            raise bad_type(self._prefix + name, value, "a list of token ids")
+            raise bad_type(self.prefix + name, value, "a list of token ids")
         return tuple(value)
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A string or a list of strings."""
-        value = self._left.pop(name, [])
+        value = self._take(name, {"type": ["string", "array"], "items": STRING})
+        if value is None:
+            return ()
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-            raise bad_type(self._prefix + name, value, "a string or a list of strings")
+            raise bad_type(self.prefix + name, value, "a string or a list of strings")
         return tuple(items)
 
     def bias(self, name: str) -> dict[int, float]:
         """An object from token id to number."""
-        value = self._left.pop(name, {})
+        numbers = {"type": "object", "additionalProperties": {"type": "number"}}
+        value = self._take(name, numbers)
+        if value is None:
+            return {}
         if not isinstance(value, dict):
-            raise bad_type(self._prefix + name, value, "an object from token id to number")
+            raise bad_type(self.prefix + name, value, "an object from token id to number")
         for key in value:
             if not _is_integer_text(key):
                 shown = key[:_MAX_SHOWN_CHARS]
                 raise InvalidRequest.field(
-                    self._prefix + name, shown, f"the key {shown!r} is not a token id"
+                    self.prefix + name, shown, f"the key {shown!r} is not a token id"
                 )
-        biases = {int(key): _float(self._prefix + name, bias) for key, bias in value.items()}
+        biases = {int(key): _float(self.prefix + name, bias) for key, bias in value.items()}
         if len(biases) < len(value):
-            raise InvalidRequest.field(self._prefix + name, "", "names a token twice")
+            raise InvalidRequest.field(self.prefix + name, "", "names a token twice")
         return biases
 
-    def raw(self, name: str) -> Any:
-        """A field of any type; None if absent."""
-        return self._left.pop(name, None)
+    def raw(self, name: str, schema: Schema = ANYTHING) -> Any:
+        """A field that the caller checks; None if absent."""
+        return self._take(name, schema)
 
     def named(self, names: Collection[str]) -> dict[str, Any]:
         """Those of these fields that the body has, unread."""
-        return {name: self._left.pop(name) for name in list(self._left) if name in names}
+        found = {name: self._take(name, ANYTHING) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
     def finish(self) -> None:
         """Refuse the fields that were not read. Raises: Unsupported naming the field."""
         for name, value in self._left.items():
             if name not in IGNORED and value not in DEFAULTS.get(name, ()):
                 raise Unsupported.field(
-                    self._prefix + name,
+                    self.prefix + name,
                     "",
                     "this field is unknown or not served with this value; leave it out",
                 )
+
+    def _take(self, name: str, schema: Schema) -> Any:
+        """A field's value, None if it is absent or null."""
+        if (log := reads.get()) is not None:
+            log.append((self, name, schema))
+        return self._left.pop(name, None)
 
 
 def is_id(value: object) -> bool:

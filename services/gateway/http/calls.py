@@ -13,7 +13,11 @@ from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.guided import read_grammar
-from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
+from loraplex_services.gateway.http.prompts import (
+    PROMPTS,
+    parse_conversation,
+    parse_prompts,
+)
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.request import GenerateCall, beginning_hash
 from loraplex_services.gateway.tools.tool_use import ToolUse
@@ -70,7 +74,7 @@ def parse_completion(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     """Body of /v1/completions. Raises: InvalidRequest, Unsupported."""
     body = Body(fields)
     special = body.flag("add_special_tokens", default=True)
-    prompts = parse_prompts("prompt", body.raw("prompt"), special)
+    prompts = parse_prompts("prompt", body.raw("prompt", PROMPTS), special)
     asked = read_sampling(
         body, max_tokens=body.integer("max_tokens"), logprobs=body.count("logprobs")
     )
@@ -122,7 +126,9 @@ def call_of(
         raise InvalidRequest.field("model", model or "", "name a base or an adapter")
     stream = body.flag("stream")
     _check_sequences(len(prompts), asked.n or 1)
-    include_usage, continuous_usage = _stream_options(body.raw("stream_options"), stream)
+    include_usage, continuous_usage = _stream_options(
+        body.raw("stream_options", {"type": "object"}), stream
+    )
     if stream and asked.prompt_logprobs is not None:
         raise Unsupported.field(
             "prompt_logprobs", asked.prompt_logprobs, "are not part of streams; leave out stream"
@@ -168,7 +174,7 @@ def _first_call(
         model=model,
         prompt=prompt,
         sampling=asked,
-        adapters=_adapters(body.raw("adapters")),
+        adapters=_adapters(body.raw("adapters", {"type": "array"})),
         cache_salt=body.text("cache_salt") or "",
         priority=priority,
         timeout_s=origin.timeout_s,

@@ -6,11 +6,29 @@ from typing import Any
 
 from loraplex.api.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.gateway.http.body import Body, bad_type, is_id
+from loraplex_services.gateway.http.body import STRING, TOKEN_IDS, Body, Schema, bad_type, is_id
 from loraplex_services.gateway.http.tool_choice import template_messages
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
 MAX_PROMPTS = 1024
+PROMPTS: Schema = {
+    "anyOf": [
+        STRING,
+        TOKEN_IDS,
+        {"type": "array", "items": {"anyOf": [STRING, TOKEN_IDS]}, "maxItems": MAX_PROMPTS},
+    ]
+}
+"""What `parse_prompts` takes."""
+MESSAGES: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {"role": STRING, "content": {"type": ["string", "array"]}},
+    },
+}
+"""What a chat's `messages` are."""
 
 
 def parse_prompts(field: str, value: Any, add_special_tokens: bool) -> list[Prompt]:
@@ -46,7 +64,7 @@ def parse_conversation(body: Body, tool_use: ToolUse, *, generates: bool = True)
     Args:
         generates: the default of add_generation_prompt.
     """
-    options = body.raw("chat_template_kwargs")
+    options = body.raw("chat_template_kwargs", {"type": "object"})
     if options is not None and not isinstance(options, dict):
         raise bad_type("chat_template_kwargs", options, "an object")
     effort = body.text("reasoning_effort")
@@ -57,7 +75,7 @@ def parse_conversation(body: Body, tool_use: ToolUse, *, generates: bool = True)
             "continue_final_message", "true", "needs add_generation_prompt: false"
         )
     return ChatPrompt(
-        template_messages(_messages(body.raw("messages"))),
+        template_messages(_messages(body.raw("messages", MESSAGES))),
         body.flag("add_special_tokens"),
         tool_use.tools,
         {**(options or {}), **({"reasoning_effort": effort} if effort else {})},
@@ -70,7 +88,7 @@ def parse_inputs(body: Body, fields: dict[str, Any]) -> tuple[list[Prompt], str]
     """What `input` holds, or one conversation, and the field it came in. Raises: InvalidRequest."""
     if fields.get("messages") is None:
         special = body.flag("add_special_tokens", default=True)
-        return parse_prompts("input", body.raw("input"), special), "input"
+        return parse_prompts("input", body.raw("input", PROMPTS), special), "input"
     if fields.get("input") is not None:
         raise InvalidRequest.field("messages", "", "send input or messages, not both")
     return [parse_conversation(body, ToolUse(), generates=False)], "messages"

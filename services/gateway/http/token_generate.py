@@ -25,7 +25,7 @@ def parse_generate(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     ids = body.ids("token_ids")
     if not ids:
         raise InvalidRequest.field("token_ids", "", "send at least one token id")
-    params = body.raw("sampling_params")
+    params = body.raw("sampling_params", {"type": "object"})
     if not isinstance(params, dict):
         raise bad_type("sampling_params", params, "an object")
     origin = replace(origin, request_id=body.text("request_id") or origin.request_id)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,7 +13,7 @@ from starlette.routing import Route
 from loraplex.api.request import Prompt, TokenPrompt
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.common.callers import Caller
-from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.body import STRING, Body
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
 from loraplex_services.gateway.http.tool_choice import read_tools
@@ -88,28 +90,22 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
-        model = body.text("model")
-        shows_names = body.flag("return_token_strs")
-        prompt, field = _prompt(body)
-        body.finish()
-        served, ids = await self._encoder.encode(model, caller.tenant, prompt, field)
+        call = parse_tokenize(await read_json(request, caller.tenant))
+        served, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, call.field)
         name_of = served.tokenizer.tokens.name_of
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": served.model.max_model_len,
                 "tokens": list(ids),
-                "token_strs": [name_of(token_id) for token_id in ids] if shows_names else None,
+                "token_strs": [name_of(token_id) for token_id in ids] if call.shows_names else None,
             }
         )
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
-        body = Body(await read_json(request, caller.tenant))
-        model, ids = body.text("model"), body.ids("tokens")
-        body.finish()
+        model, ids = parse_detokenize(await read_json(request, caller.tenant))
         served = await self._encoder.served(model, caller.tenant, TokenPrompt(ids))
         if len(ids) > served.model.max_model_len:
             raise InvalidRequest.field(
@@ -124,9 +120,38 @@ class TokenizeEndpoints:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """A request for the tokens of a prompt."""
+
+    model: str | None
+    prompt: Prompt
+    field: str
+    """Where the prompt came in."""
+    shows_names: bool
+
+
+def parse_tokenize(fields: dict[str, Any]) -> TokenizeCall:
+    """Body of /tokenize. Raises: InvalidRequest, Unsupported."""
+    body = Body(fields)
+    model = body.text("model")
+    shows_names = body.flag("return_token_strs")
+    prompt, field = _prompt(body)
+    body.finish()
+    return TokenizeCall(model, prompt, field, shows_names)
+
+
+def parse_detokenize(fields: dict[str, Any]) -> tuple[str | None, tuple[int, ...]]:
+    """Body of /detokenize: the model and the tokens. Raises: InvalidRequest, Unsupported."""
+    body = Body(fields)
+    model, ids = body.text("model"), body.ids("tokens")
+    body.finish()
+    return model, ids
+
+
 def _prompt(body: Body) -> tuple[Prompt, str]:
     """A text or a conversation, and the field it came in. Raises: InvalidRequest."""
-    text = body.raw("prompt")
+    text = body.raw("prompt", STRING)
     if text is None:
         return parse_conversation(body, read_tools(body)), "messages"
     if not isinstance(text, str):

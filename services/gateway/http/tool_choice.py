@@ -17,8 +17,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 def read_tools(body: Body) -> ToolUse:
     """tools, tool_choice, parallel_tool_calls. Raises: InvalidRequest, Unsupported."""
-    tools = _tools(body.raw("tools"))
-    choice = body.raw("tool_choice")
+    tools = _tools(body.raw("tools", {"type": "array"}))
+    choice = body.raw("tool_choice", {"type": ["string", "object"]})
     is_parallel = body.flag("parallel_tool_calls", default=True)
     if choice is None:
         choice = "auto" if tools else "none"

@@ -10,7 +10,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.pipeline.recent import CANCELLED, OK, RecentRequests
-from loraplex_services.gateway.registry.usage_reports import UsageByKey, UsageCounts, UsageKey
+from loraplex_services.gateway.registry.usage_reports import DailyUsageKey, UsageByKey, UsageCounts
 from loraplex_services.gateway.request import GenerateCall, Target
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class UsageCounter:
     """Counts since they were last taken."""
 
     def __init__(self) -> None:
-        self._counts: dict[UsageKey, UsageCounts] = {}
+        self._counts: dict[DailyUsageKey, UsageCounts] = {}
         self.recent = RecentRequests()
 
     def add(self, prepared: PreparedRequest, outcome: str) -> None:
@@ -74,9 +74,9 @@ class UsageCounter:
         return taken
 
     def _of(self, day: str, tenant: str, model: str) -> UsageCounts:
-        key = UsageKey(day, tenant, model)
+        key = DailyUsageKey(day, tenant, model)
         if key not in self._counts and len(self._counts) >= MAX_KEYS:
-            key = UsageKey(day, tenant, OTHER)
+            key = DailyUsageKey(day, tenant, OTHER)
         return self._counts.setdefault(key, UsageCounts())
 
 

@@ -34,7 +34,7 @@ _PASSING = (Unavailable, DeadlineExceeded, ResourceExhausted)
 """Failures that are worth a retry."""
 
 
-class LoadingWorkers(Protocol):
+class StagingWorkers(Protocol):
     """The part of the fleet that staging needs."""
 
     def views(self, base_id: str | None = None) -> list[WorkerView]: ...
@@ -51,7 +51,7 @@ class Moves(Protocol):
 class Stager:
     """One task for each pending tag."""
 
-    def __init__(self, resolver: Resolver, workers: LoadingWorkers, moves: Moves) -> None:
+    def __init__(self, resolver: Resolver, workers: StagingWorkers, moves: Moves) -> None:
         self._resolver = resolver
         self._workers = workers
         self._moves = moves

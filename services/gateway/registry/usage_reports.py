@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 5.0
 
 
-class UsageKey(NamedTuple):
+class DailyUsageKey(NamedTuple):
     """What is counted apart."""
 
     day: str
@@ -41,7 +41,7 @@ class UsageCounts:
     duration_s: float = 0.0
 
 
-UsageByKey = Mapping[UsageKey, UsageCounts]
+UsageByKey = Mapping[DailyUsageKey, UsageCounts]
 
 
 class UsageReceiver(Protocol):
@@ -82,5 +82,5 @@ class UsageReports:
             self._unsent = None
 
 
-def _entry(key: UsageKey, counts: UsageCounts) -> registry_pb2.UsageEntry:
+def _entry(key: DailyUsageKey, counts: UsageCounts) -> registry_pb2.UsageEntry:
     return usage_entry_to_proto(UsageEntry(*key, **dataclasses.asdict(counts)))

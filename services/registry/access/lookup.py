@@ -104,6 +104,13 @@ class Lookup:
         except CatalogDown:
             return await self._from_objects(tenant, name)
 
+    async def tags(self, tenant: str, name: str) -> tuple[TagRecord, ...]:
+        """The tags of one adapter."""
+        try:
+            return (await self._catalog.find(scope_of(tenant, name), "tag", "latest")).tags
+        except CatalogDown:
+            return (await self._from_objects(tenant, name)).tags
+
     async def page(
         self, query: Query, access: Access, page_size: int, after: Cursor
     ) -> tuple[list[ResolvedVersion], Cursor | None]:

@@ -17,7 +17,7 @@ MAX_SHARED_WITH = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class SharingChange:
     """A change of sharing."""
 
     visibility: int
@@ -38,7 +38,7 @@ class AdapterSharing:
         self._versions = versions
         self._audit = audit
 
-    async def set(self, tenant: str, name: str, wanted: Wanted, actor: str) -> AdapterRecord:
+    async def set(self, tenant: str, name: str, wanted: SharingChange, actor: str) -> AdapterRecord:
         """Change who may use an adapter, and return its record.
 
         Raises:
@@ -72,7 +72,7 @@ class AdapterSharing:
         return record
 
 
-def _check(wanted: Wanted) -> None:
+def _check(wanted: SharingChange) -> None:
     if bool(wanted.shared_with) != (wanted.visibility == SHARED):
         description = "needs tenants if and only if the visibility is 'shared'"
         raise InvalidRequest.field("shared_with", list(wanted.shared_with), description)
@@ -81,7 +81,7 @@ def _check(wanted: Wanted) -> None:
         raise InvalidRequest.field("shared_with", f"{len(wanted.shared_with)}", description)
 
 
-def _changed(held: AdapterRecord, wanted: Wanted) -> AdapterRecord:
+def _changed(held: AdapterRecord, wanted: SharingChange) -> AdapterRecord:
     visibility = wanted.visibility or held.visibility
     kept = held.pullable and wanted.visibility != PRIVATE
     pullable = kept if wanted.pullable is None else wanted.pullable

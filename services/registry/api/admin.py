@@ -15,7 +15,7 @@ from loraplex_services.common.limits import MAX_UPLOAD_STREAMS, MAX_UPLOAD_STREA
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.registry.access.auth import comes_from_here
 from loraplex_services.registry.access.permissions import Access
-from loraplex_services.registry.access.sharing import Wanted
+from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.access.signatures import Offered
 from loraplex_services.registry.api import convert
 from loraplex_services.registry.api.usage import (
@@ -188,7 +188,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access = caller_access()
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
-        wanted = Wanted(
+        wanted = SharingChange(
             int(request.visibility),
             tuple(check_tenant(other, field="shared_with") for other in request.shared_with),
             request.pullable if request.HasField("pullable") else None,

@@ -101,7 +101,7 @@ class RegistryService(AdminService):
         await signatures.keep(done.version, options.signatures)
         self._registry.retention.published(done.version)
         place = (done.version.tenant, done.version.name)
-        tags = (await self._registry.lookup.everything(*place)).tags
+        tags = await self._registry.lookup.tags(*place)
         return pb.FinishUploadResponse(
             version=convert.version_to_proto(done.version, done.adapter, tags),
             created=done.created,

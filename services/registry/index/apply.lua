@@ -74,7 +74,9 @@ for _, item in ipairs(change.items) do
         end
       else
         if have == 1 then count_use(item, -1) end
-        refresh_newest(change.scope)
+        -- Retired updates are never the newest, and looking through all takes longer each time.
+        local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
+        if item.number >= newest then refresh_newest(change.scope) end
       end
     end
     if item.visibility then

@@ -27,6 +27,7 @@ A scope is `<tenant>/<name>`, or `bases`. Documents are stored as "<generation> 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -67,6 +68,7 @@ _MAX_FOUND_AT_ONCE = 64
 """References resolved in one round trip, during which Redis does nothing else."""
 
 T = TypeVar("T")
+_VERSION_FIELD = re.compile(r"v\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +158,18 @@ class Catalog:
             await pipe.execute()
 
     async def find(self, scope: str, kind: str, selector: str = "") -> Found:
-        """The versions that a tag, number or digest selects (kind `all`: every one), and the tags.
+        """The versions that a tag, number or digest selects, and the tags. The kind `live` selects
+        versions that are not deleted, `all` every one.
 
         `selector` of a version is its number in decimal.
         """
         return await self._lookups.ask((scope, kind, selector))
+
+    async def contents(self, scope: str) -> tuple[set[int], set[str]]:
+        """The numbers and the digests of all versions, tombstones included."""
+        fields = [text(field) for field in await self._run("read", ["HKEYS", f"a:{scope}"])]
+        numbers = {int(field[1:]) for field in fields if _VERSION_FIELD.fullmatch(field)}
+        return numbers, {field[2:] for field in fields if field.startswith("d:")}
 
     async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[Found]:
         """Several `find` in one round trip."""

@@ -1,6 +1,6 @@
 -- Everything that answers references, many in one round trip.
 -- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), then for each reference three:
--- scope, kind ('tag' | 'version' | 'digest' | 'all'), selector.
+-- scope, kind ('tag' | 'version' | 'digest' | 'live' | 'all'), selector. Live versions have generation 1.
 -- Returns {epoch, sequence, {{tags, versions, adapter}...}}, or false where there is no index or it is
 -- behind that position. Values are '<generation> <document>'.
 local epoch = redis.call('GET', KEYS[1] .. 'epoch')
@@ -33,7 +33,10 @@ local function found(scope, kind, selector)
   else
     for _, field in ipairs(redis.call('HKEYS', key)) do
       local number = string.match(field, '^v(%d+)$')
-      if number then add(number) end
+      if number then
+        local value = redis.call('HGET', key, field)
+        if kind == 'all' or string.sub(value, 1, 2) == '1 ' then versions[#versions + 1] = value end
+      end
     end
   end
   return {redis.call('HVALS', tags_key), versions, redis.call('HGET', key, 'adapter') or ''}

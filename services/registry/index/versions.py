@@ -34,6 +34,27 @@ class Versions:
             known[record.version] = record
         return [known[number] for number in sorted(keys)]
 
+    async def of_content(
+        self, tenant: str, name: str, digest: str
+    ) -> tuple[int, list[VersionRecord]]:
+        """(highest number, versions by number): every version if one may have this content, and
+        otherwise just the first.
+
+        An adapter that a trainer updates has thousands of versions, and nearly every update is new.
+        The index tells, as long as it lacks no number below the highest. A version above that it
+        does not know yet is noticed when its number is claimed.
+        """
+        scope = scope_of(tenant, name)
+        try:
+            numbers, digests = await self._catalog.contents(scope)
+            if digest not in digests and len(numbers) == max(numbers, default=0):
+                found = await self._catalog.find(scope, "version", "1") if numbers else None
+                return len(numbers), list(found.versions) if found else []
+        except CatalogDown:
+            pass
+        records = await self.of(tenant, name)
+        return records[-1].version if records else 0, records
+
     async def read(self, tenant: str, name: str, number: int) -> VersionRecord | None:
         """One version from the objects, a tombstone too."""
         return await documents.read(

@@ -10,7 +10,7 @@ from loraplex.errors import Blocked, InvalidAdapter, LoraplexError
 from loraplex_services.common.objects import ObjectStore, Segment
 from loraplex_services.registry import layout
 from loraplex_services.registry.publish.failpoint import failpoint
-from loraplex_services.registry.publish.inspection import Inspected, Source
+from loraplex_services.registry.publish.inspection import FileSource, Inspected
 from loraplex_services.registry.publish.uploads import Uploads, UploadSession
 
 BLOB_FRESH_S = 1800.0
@@ -25,7 +25,7 @@ class Blobs:
         self._store = store
         self._uploads = uploads
 
-    async def sources(self, session: UploadSession) -> list[Source]:
+    async def sources(self, session: UploadSession) -> list[FileSource]:
         """The stored bytes of each file.
 
         Raises:
@@ -39,11 +39,11 @@ class Blobs:
         for state in states:
             if state.complete:
                 parts = tuple(state.segments())
-                sources.append(Source(state.file, parts, state.known_sha256))
+                sources.append(FileSource(state.file, parts, state.known_sha256))
             elif state.file in known:
                 key = layout.blob(state.file.sha256)
                 whole = Segment(key, 0, state.file.size, whole=True)
-                sources.append(Source(state.file, (whole,), ""))
+                sources.append(FileSource(state.file, (whole,), ""))
             else:
                 lacking.append(f"{state.file.path} ({state.committed_bytes}/{state.file.size})")
         if lacking:
@@ -67,26 +67,32 @@ class Blobs:
         return known
 
     async def keep(
-        self, sources: Sequence[Source], inspected: Inspected, damaged: Sequence[str]
+        self, sources: Sequence[FileSource], inspected: Inspected, damaged: Sequence[str]
     ) -> None:
         """Store all bytes as content-addressed blobs, then check that they are there.
 
-        Files are stored concurrently, because the cost is waiting for the disk. Blobs with a sha256
-        in `damaged` are overwritten.
+        All are stored concurrently, because the cost is waiting for the disk: nothing refers to the
+        manifest before there is a version. Blobs with a sha256 in `damaged` are overwritten.
         """
         now = await self._store.clock_s()
         await asyncio.gather(
-            *(self._keep_one(source, now, source.file.sha256 in damaged) for source in sources)
+            *(self._keep_one(source, now, source.file.sha256 in damaged) for source in sources),
+            self._keep_manifest(inspected, now),
         )
-        manifest = layout.blob(inspected.digest)
-        if not await self._is_fresh(manifest, len(inspected.manifest), now):
-            await self._store.put(manifest, inspected.manifest)
         failpoint("publish.manifest")
-        for key in (manifest, *(layout.blob(source.file.sha256) for source in sources)):
-            if await self._store.head(key) is None:
+        keys = [layout.blob(inspected.digest), *(layout.blob(s.file.sha256) for s in sources)]
+        for key, found in zip(
+            keys, await asyncio.gather(*map(self._store.head, keys)), strict=True
+        ):
+            if found is None:
                 raise LoraplexError(f"blob {key} vanished while it was being published")
 
-    async def _keep_one(self, source: Source, now: float, is_damaged: bool) -> None:
+    async def _keep_manifest(self, inspected: Inspected, now: float) -> None:
+        key = layout.blob(inspected.digest)
+        if not await self._is_fresh(key, len(inspected.manifest), now):
+            await self._store.put(key, inspected.manifest)
+
+    async def _keep_one(self, source: FileSource, now: float, is_damaged: bool) -> None:
         key = layout.blob(source.file.sha256)
         if is_damaged or not await self._is_fresh(key, source.file.size, now):
             await self._store.compose(key, source.segments)

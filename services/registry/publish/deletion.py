@@ -115,9 +115,11 @@ class Deletion:
 
     async def _release(self, tag: TagRecord, mover: str) -> TagRecord | None:
         """Remove deleted versions from a tag: `latest` falls back, other tags are deleted."""
-        live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
-        if all(target.version in live for target in tag.targets):
+        numbers = [target.version for target in tag.targets]
+        held = [await self._versions.read(tag.tenant, tag.name, number) for number in numbers]
+        if all(record is not None and not record.deleted for record in held):
             return None
+        live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
         fallback: list[TagTarget] = []
         unsigned = await self._signatures.unsigned(tag.tenant, list(live.values()))
         if tag.tag == LATEST and live.keys() - unsigned:

@@ -26,14 +26,14 @@ from loraplex_services.common.objects import ObjectStore, Segment, read_chunks
 from loraplex_services.registry.publish.bases import Bases
 from loraplex_services.registry.publish.scanning import Scans
 from loraplex_services.registry.publish.validation import Validations
-from loraplex_services.registry.publish.validation_process import Job
+from loraplex_services.registry.publish.validation_process import ValidationJob
 from loraplex_services.registry.records import BaseRecord
 
 DEFAULT_MAX_RANK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FileSource:
     """Where the bytes of one declared file are."""
 
     file: File
@@ -85,7 +85,7 @@ async def inspect(
     bases: Bases,
     scans: Scans,
     validations: Validations,
-    sources: Sequence[Source],
+    sources: Sequence[FileSource],
     wanted: Wanted,
 ) -> Inspected:
     """Validate an adapter from its stored bytes.
@@ -109,7 +109,7 @@ async def _inspect(
     bases: Bases,
     scans: Scans,
     validations: Validations,
-    sources: Sequence[Source],
+    sources: Sequence[FileSource],
     wanted: Wanted,
 ) -> Inspected:
     by_path = {source.file.path: source for source in sources}
@@ -151,7 +151,7 @@ async def check(
     size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
     config = await asyncio.to_thread(parse_config, config_bytes)
     base, warnings = await bases.choose(wanted.base_id, config)
-    job = Job(
+    job = ValidationJob(
         config_bytes,
         header_bytes,
         size,
@@ -173,7 +173,9 @@ def _refuse_if_strict(warnings: Sequence[Violation], strict: bool) -> None:
         raise InvalidAdapter.of(warnings)
 
 
-async def _verify(store: ObjectStore, source: Source, feed: Callable[[bytes], None] | None) -> None:
+async def _verify(
+    store: ObjectStore, source: FileSource, feed: Callable[[bytes], None] | None
+) -> None:
     """Read a file once: hash it unless its hash is known, and hand its bytes to `feed`."""
     if source.known_sha256:
         if source.known_sha256 != source.file.sha256:
@@ -196,18 +198,18 @@ def _digest_chunk(
         feed(chunk)
 
 
-async def _chunks(store: ObjectStore, source: Source) -> AsyncIterator[bytes]:
+async def _chunks(store: ObjectStore, source: FileSource) -> AsyncIterator[bytes]:
     for segment in source.segments:
         async for chunk in read_chunks(store, segment.key, segment.offset, segment.length):
             yield chunk
 
 
-async def _whole(store: ObjectStore, source: Source) -> bytes:
+async def _whole(store: ObjectStore, source: FileSource) -> bytes:
     """A small file."""
     return await _read(store, source, 0, source.file.size)
 
 
-async def _read(store: ObjectStore, source: Source, offset: int, length: int) -> bytes:
+async def _read(store: ObjectStore, source: FileSource, offset: int, length: int) -> bytes:
     """A range of bytes of a file, across its segments."""
     data = bytearray()
     for segment in source.segments:

@@ -1,7 +1,7 @@
 """Publishing: the only way to create a version.
 
-    session -> parts -> inspect -> blobs -> intent -> version -> visibility, tags -> audit
-            -> index and event -> acknowledgement
+    session -> parts -> inspect -> blobs -> intent -> version -> visibility, tags
+            -> audit, index and event -> acknowledgement
 
 Nothing is visible before the version record, which is created only where none is. A crash after it
 is rolled forward from the intent, by the next try of the client or of any registry; a crash before
@@ -10,6 +10,7 @@ it leaves only bytes that the collector finds unreferenced. Every step may be re
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Sequence
@@ -30,8 +31,8 @@ from loraplex_services.registry.publish.blobs import Blobs
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.inspection import (
     DamagedFile,
+    FileSource,
     Inspected,
-    Source,
     Wanted,
     inspect,
 )
@@ -138,7 +139,7 @@ class Publisher:
         raise Conflict("the version is deleted again and again while it is published; try later")
 
     async def _send_again(
-        self, session: UploadSession, sources: Sequence[Source], damage: DamagedFile
+        self, session: UploadSession, sources: Sequence[FileSource], damage: DamagedFile
     ) -> None:
         """Drop bytes that differ from the declared ones. Raises Blocked if they had not to be
         sent, so that clients open the session again and send them."""
@@ -180,13 +181,14 @@ class Publisher:
         return None
 
     async def _claim(
-        self, session: UploadSession, inspected: Inspected, sources: Sequence[Source]
+        self, session: UploadSession, inspected: Inspected, sources: Sequence[FileSource]
     ) -> tuple[VersionRecord, bool]:
         """The version of this content: an existing one, or one with a new number."""
         options = session.options
         wanted = await self._record(session, inspected, [source.file for source in sources])
+        place = options.tenant, options.name
+        last, records = await self._versions.of_content(*place, wanted.digest)
         while True:
-            records = await self._versions.of(options.tenant, options.name)
             same = next(
                 (
                     record
@@ -204,20 +206,20 @@ class Publisher:
             intent = Intent(wanted.digest, 0, generations)
             await self._uploads.intend(session.upload_id, intent)
             failpoint("publish.intent")
-            number = max((record.version for record in records), default=0) + 1
             created_s = now_s()
             expires_s = created_s + options.ttl_s if options.ttl_s else 0.0
             spelling = records[0].shown_name if records else options.spelling
             record = dataclasses.replace(
                 wanted,
-                version=number,
+                version=last + 1,
                 created_s=created_s,
                 expires_s=expires_s,
                 spelling="" if spelling == options.name else spelling,
             )
-            key = layout.version(options.tenant, options.name, number)
-            if await documents.create(self._store, key, record):
+            if await documents.create(self._store, layout.version(*place, last + 1), record):
                 return record, True
+            records = await self._versions.of(*place)
+            last = records[-1].version
 
     async def _record(
         self, session: UploadSession, inspected: Inspected, files: Sequence[File]
@@ -281,14 +283,17 @@ class Publisher:
             return None
         action = "version.publish" if created else "version.republish"
         subject = f"{version.tenant}/{version.name}:v{version.version}"
-        await self._audit.write(
-            session.creator, version.tenant, action, subject, digest=version.digest,
-            details={"tags": " ".join(session.options.tags), "base": version.base_id},
+        # Either may come first: a publication without an acknowledgement is completed again.
+        await asyncio.gather(
+            self._audit.write(
+                session.creator, version.tenant, action, subject, digest=version.digest,
+                details={"tags": " ".join(session.options.tags), "base": version.base_id},
+            ),
+            self._catalog.apply(
+                scope_of(version.tenant, version.name), items, operation=operation
+            ),
         )  # fmt: skip
         failpoint("publish.audit")
-        await self._catalog.apply(
-            scope_of(version.tenant, version.name), items, operation=operation
-        )
         failpoint("publish.index")
         finished = Finished(version, adapter, created)
         await self._uploads.finish(session.upload_id, finished)

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 ACTOR = "registry"
 """The actor in the audit log."""
 
+RETIRE_PAUSE_S = 1.0
+"""After an update, before older ones are retired: workers fetch the new one meanwhile, and several
+updates of a fast trainer are handled at once."""
+
 
 class Retention:
     """Deletes versions that were published to be replaced."""
@@ -44,6 +48,7 @@ class Retention:
         """Retire what `published` named, one adapter after another, until cancelled."""
         while True:
             await self._wake.wait()
+            await asyncio.sleep(RETIRE_PAUSE_S)
             self._wake.clear()
             while self._updated:
                 (tenant, name), kept = self._updated.popitem()
@@ -57,8 +62,8 @@ class Retention:
     async def retire(self, tenant: str, name: str, kept: int) -> None:
         """Delete all but the newest `kept` of the versions that were published as updates. Versions
         with a tag stay."""
-        found = await self._catalog.find(scope_of(tenant, name), "all")
-        updates = [r.version for r in found.versions if r.keep_versions and not r.deleted]
+        found = await self._catalog.find(scope_of(tenant, name), "live")
+        updates = [record.version for record in found.versions if record.keep_versions]
         tagged = {target.version for tag in found.tags for target in (*tag.targets, *tag.pending)}
         old = [number for number in sorted(updates)[:-kept] if number not in tagged]
         if old:

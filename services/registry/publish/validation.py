@@ -11,7 +11,7 @@ from loraplex.adapter_format import Header, Report
 from loraplex.errors import InvalidAdapter, Violation
 from loraplex_services.common.limits import VALIDATIONS, PoolLimits
 from loraplex_services.common.process_pool import JobFailed, ProcessPool
-from loraplex_services.registry.publish.validation_process import Job, Outcome
+from loraplex_services.registry.publish.validation_process import ValidationJob, ValidationOutcome
 
 SMALL_BYTES = 64 << 10
 """Config and header of up to 500 tensors take milliseconds."""
@@ -27,7 +27,7 @@ class Validations:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="validation")
         """Apart from the threads that read and write objects, which must not wait for these."""
 
-    async def check(self, tenant: str, job: Job) -> tuple[Report, Header]:
+    async def check(self, tenant: str, job: ValidationJob) -> tuple[Report, Header]:
         """A valid adapter's description and header.
 
         Args:
@@ -65,5 +65,5 @@ class Validations:
         )
 
 
-def _outcome(answer: bytes) -> Outcome:
-    return msgspec.msgpack.decode(answer, type=Outcome)
+def _outcome(answer: bytes) -> ValidationOutcome:
+    return msgspec.msgpack.decode(answer, type=ValidationOutcome)

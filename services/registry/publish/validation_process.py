@@ -17,7 +17,7 @@ NICE = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ValidationJob:
     """The arguments of `validate`."""
 
     config_bytes: bytes
@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ValidationOutcome:
     """A valid adapter, or why it is refused."""
 
     valid: tuple[Report, Header] | None = None
@@ -56,12 +56,12 @@ class Outcome:
 
 def _answer(content: bytes) -> bytes:
     try:
-        outcome = Outcome(msgspec.msgpack.decode(content, type=Job).run())
+        outcome = ValidationOutcome(msgspec.msgpack.decode(content, type=ValidationJob).run())
     except InvalidAdapter as error:
-        outcome = Outcome(violations=tuple(error.violations))
+        outcome = ValidationOutcome(violations=tuple(error.violations))
     except MemoryError:
         description = "needs too much memory to validate; it has too many tensors or modules"
-        outcome = Outcome(
+        outcome = ValidationOutcome(
             violations=(Violation.of("adapter_model.safetensors", "header", description),)
         )
     return msgspec.msgpack.encode(outcome)

@@ -14,7 +14,7 @@ from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.engine.adapter_checks import BaseFacts, admit
 from loraplex_services.worker.scheduling.early_abort import ServiceTimes
-from loraplex_services.worker.types.messages import Fetched
+from loraplex_services.worker.types.messages import AdapterFetched
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.residency import Load
 from loraplex_services.worker.types.runner_protocol import Copied, Pending, Runner
@@ -38,7 +38,7 @@ class AdapterLoads:
         self._runner = runner
         self._cache = cache
         self._times = times
-        self._packing: dict[str, tuple[Fetched, Pending[int]]] = {}
+        self._packing: dict[str, tuple[AdapterFetched, Pending[int]]] = {}
         self._copying: list[tuple[Load, Pending[Copied]]] = []
         self._pins: dict[str, bool] = {}
         """Whether to pin adapters that are wanted as soon as they are packed."""
@@ -56,7 +56,7 @@ class AdapterLoads:
         if not self._cache.known([digest]):
             self._awaited_since_s.setdefault(digest, now)
 
-    def fetched(self, command: Fetched, now: float) -> Failures:
+    def fetched(self, command: AdapterFetched, now: float) -> Failures:
         """An adapter lies on disk; it is packed first if the API server process could not do it."""
         if (since_s := self._awaited_since_s.pop(command.digest, None)) is not None:
             self._times.fetches.add(now - since_s)
@@ -162,7 +162,7 @@ class AdapterLoads:
                 self.prefetch(command.digest, pin, now)
         return failures
 
-    def _is_here(self, command: Fetched, num_blocks: int) -> Failures:
+    def _is_here(self, command: AdapterFetched, num_blocks: int) -> Failures:
         path = Path(command.path)
         try:
             self._cache.fetched(command.digest, path, num_blocks, command.max_rank)

@@ -37,11 +37,11 @@ from loraplex_services.worker.scheduling.policies import (
 )
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.messages import (
+    AdapterFetched,
     Cancel,
     Command,
     EngineConfig,
     EngineReady,
-    Fetched,
     FetchFailed,
     Gone,
     Prefetch,
@@ -49,7 +49,7 @@ from loraplex_services.worker.types.messages import (
     StepOutput,
     Submit,
     TokenOutput,
-    Unload,
+    UnloadAdapter,
     Unpin,
 )
 from loraplex_services.worker.types.request import Request
@@ -244,7 +244,7 @@ class Engine:
                 self._submit(command, now)
             case Cancel(request_id):
                 self._outputs.drop(request_id, now)
-            case Fetched():
+            case AdapterFetched():
                 self._fail_all(self._loads.fetched(command, now), now)
             case FetchFailed(digest, error):
                 self._fetch_failed(digest, error.to_error(), now)
@@ -255,7 +255,7 @@ class Engine:
                 self._loads.prefetch(digest, pin, now)
             case Unpin(digest):
                 self.cache.unpin(digest)
-            case Unload(digest):
+            case UnloadAdapter(digest):
                 self.cache.unload(digest)
 
     def _submit(self, command: Submit, now: float) -> None:

@@ -25,7 +25,7 @@ from loraplex_services.worker.types.messages import WireError
 STACK_BYTES = 2 << 20
 
 
-class Setup(msgspec.Struct, frozen=True):
+class GrammarSetup(msgspec.Struct, frozen=True):
     """What grammars are matched with."""
 
     tokenizer_json: str
@@ -36,7 +36,7 @@ class Setup(msgspec.Struct, frozen=True):
 def main() -> None:
     """Answer every grammar until stdin closes: null for a good one, else why it is refused."""
     limit_memory(GRAMMARS.memory_bytes)
-    setup = msgspec.json.decode(read_setup(), type=Setup)
+    setup = msgspec.json.decode(read_setup(), type=GrammarSetup)
     vocabulary: LLTokenizer | LoraplexError
     try:
         path = Path(setup.tokenizer_json)

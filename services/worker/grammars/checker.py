@@ -11,7 +11,7 @@ from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
 from loraplex_services.common.limits import GRAMMARS, PoolLimits
 from loraplex_services.common.process_pool import JobFailed, ProcessPool
-from loraplex_services.worker.grammars.check_process import Setup
+from loraplex_services.worker.grammars.check_process import GrammarSetup
 from loraplex_services.worker.grammars.compiling import bad_grammar, check_size
 from loraplex_services.worker.types.messages import WireError
 
@@ -43,7 +43,7 @@ class GrammarChecker:
         """
         check_size(grammar)
         if self._pool is None:
-            setup = Setup(str(self._tokenizer_json), vocab_size, list(eos_ids))
+            setup = GrammarSetup(str(self._tokenizer_json), vocab_size, list(eos_ids))
             self._pool = ProcessPool(_MODULE, self._limits, msgspec.json.encode(setup))
         try:
             answer = await self._pool.ask(tenant, msgspec.json.encode(grammar), grammar)

@@ -26,7 +26,7 @@ QUICK_MASK_S = 0.001
 the step chooses its tokens."""
 
 
-class Follower:
+class AdapterMatcher:
     """A matcher under an adapter's own tokens."""
 
     def __init__(
@@ -82,7 +82,7 @@ class GrammarConstraint:
     """Implements `request.Constraint`. Masks are computed where `submit` runs them, while steps
     run."""
 
-    def __init__(self, grammar: Grammar, follower: Follower, submit: Submit) -> None:
+    def __init__(self, grammar: Grammar, follower: AdapterMatcher, submit: Submit) -> None:
         """`follower` is the constraint's own from here on."""
         self._grammar = grammar
         self._follower = follower
@@ -128,7 +128,7 @@ class GrammarConstraint:
         return mask
 
 
-def resume(follower: Follower, grammar: Grammar, output_ids: Sequence[int]) -> None:
+def resume(follower: AdapterMatcher, grammar: Grammar, output_ids: Sequence[int]) -> None:
     """Let `follower`, which is at the start, follow the output so far.
 
     Raises:

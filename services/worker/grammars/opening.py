@@ -17,7 +17,7 @@ from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.common.recent import Recent
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from loraplex_services.worker.grammars.constraint import Follower, GrammarConstraint, resume
+from loraplex_services.worker.grammars.constraint import AdapterMatcher, GrammarConstraint, resume
 from loraplex_services.worker.grammars.tenant_threads import TenantThreads
 from loraplex_services.worker.types.request import Request
 
@@ -122,7 +122,7 @@ class Grammars:
             matcher = compile_grammar(grammar, self._vocabulary)
             with self._compiled_lock:
                 self._compiled.put(grammar, matcher)
-        follower = Follower(matcher.deep_copy(), self._vocabulary, own, self._eos_ids)
+        follower = AdapterMatcher(matcher.deep_copy(), self._vocabulary, own, self._eos_ids)
         resume(follower, grammar, output_ids)
         submit = functools.partial(self._maskers.submit, tenant)
         constraint = GrammarConstraint(grammar, follower, submit)

@@ -21,7 +21,7 @@ from loraplex_services.worker.layers.ranks import GatheredLinear
 from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.layers.sharded_lora import ShardedLora
 from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mixer, Mlp, SiteWeights
-from loraplex_services.worker.model.load import Weights, Window, take_rows, take_window
+from loraplex_services.worker.model.load import TensorWindow, Weights, take_rows, take_window
 from loraplex_services.worker.ops.linear.coded import CodedWeight, joined
 from loraplex_services.worker.ops.linear.stacked import StackedLinear
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear, WeightRows
@@ -120,7 +120,7 @@ class Builder:
         shape = (config.vocab_size, config.hidden_size)
         if shard.size == 1:
             return self.weights.take(name, shape)
-        rows = self.weights.take(name, shape, Window([shard.vocabulary(config.vocab_size)]))
+        rows = self.weights.take(name, shape, TensorWindow([shard.vocabulary(config.vocab_size)]))
         missing = padded_share(config.vocab_size, shard.size) - len(rows)
         return F.pad(rows, (0, 0, 0, missing))
 
@@ -214,7 +214,7 @@ class Builder:
             return take_rows(self.weights, parts, num_inputs)
         rows = self.shard.spans(cut.outputs) or [(0, sum(rows for _, rows in modules))]
         columns = self.shard.spans(cut.inputs)
-        window = Window(rows, columns[0] if columns else None)
+        window = TensorWindow(rows, columns[0] if columns else None)
         return take_window(self.weights, parts, [num_inputs], window)
 
     def expert_linear(

@@ -26,7 +26,7 @@ HARMLESS_KEYS = frozenset(
 """Keys that change nothing at inference, or that another reader takes (`eos_token_id`)."""
 
 
-class ConfigReader:
+class ModelConfigReader:
     """Reads keys of one JSON object, remembers which, and refuses what is left over."""
 
     def __init__(self, raw: dict[str, Any], source: str = "config.json:") -> None:
@@ -67,15 +67,15 @@ class ConfigReader:
         self._seen.add(key)
         return key in self._raw and self._raw[key] is None
 
-    def without(self, key: str) -> ConfigReader:
+    def without(self, key: str) -> ModelConfigReader:
         """A reader of the other keys; what it reads counts here, too."""
-        other = ConfigReader({k: v for k, v in self._raw.items() if k != key}, self._source)
+        other = ModelConfigReader({k: v for k, v in self._raw.items() if k != key}, self._source)
         other._seen = self._seen
         return other
 
-    def replaced(self, key: str, value: Any) -> ConfigReader:
+    def replaced(self, key: str, value: Any) -> ModelConfigReader:
         """A reader with another value of one key; what it reads counts here, too."""
-        other = ConfigReader({**self._raw, key: value}, self._source)
+        other = ModelConfigReader({**self._raw, key: value}, self._source)
         other._seen = self._seen
         return other
 

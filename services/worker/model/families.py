@@ -25,7 +25,7 @@ from loraplex_services.worker.model import (
     qwen_moe,
 )
 from loraplex_services.worker.model.config_reader import (
-    ConfigReader,
+    ModelConfigReader,
     eos_token_ids,
     read_json_object,
 )
@@ -38,7 +38,7 @@ from loraplex_services.worker.types.model_config import ModelConfig
 class Family:
     """How to read a config and build a model."""
 
-    read_config: Callable[[ConfigReader, tuple[int, ...]], ModelConfig]
+    read_config: Callable[[ModelConfigReader, tuple[int, ...]], ModelConfig]
     build: Callable[[ModelConfig, Weights, Operators], Decoder]
 
 
@@ -92,7 +92,7 @@ def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
     if model_type != "gpt_oss":  # whose files are quantised in a way of their own
         quantisation_of(raw)
         handled.add("quantization_config")
-    reader = ConfigReader({k: v for k, v in raw.items() if k not in handled}, field)
+    reader = ModelConfigReader({k: v for k, v in raw.items() if k not in handled}, field)
     config = family.read_config(reader, eos_token_ids(folder))
     reader.finish()
     return family, config

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder, LayerNames
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import (
@@ -33,7 +33,7 @@ NAMES = LayerNames(
 )
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
     config = read_gemma(reader, "gemma2", eos_token_ids, DEFAULTS)
     default = [SLIDING if layer % 2 == 0 else FULL for layer in range(config.num_layers)]
@@ -47,7 +47,7 @@ def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelCo
 
 
 def read_gemma(
-    reader: ConfigReader, model_type: str, eos_token_ids: tuple[int, ...], defaults: Defaults
+    reader: ModelConfigReader, model_type: str, eos_token_ids: tuple[int, ...], defaults: Defaults
 ) -> ModelConfig:
     """What Gemma 2 and 3 have in common."""
     reader.get("hidden_act")  # written next to hidden_activation, which is the one in use

@@ -7,7 +7,7 @@ from typing import Any
 
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.gemma2 import DEFAULTS, NAMES, read_gemma
 from loraplex_services.worker.model.load import Weights
@@ -19,7 +19,7 @@ GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of the text model."""
     ropes = _read_ropes(reader)
     defaults = replace(DEFAULTS, max_position_embeddings=131072)
@@ -36,7 +36,7 @@ def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelCo
     )
 
 
-def _read_ropes(reader: ConfigReader) -> dict[str, RopeConfig]:
+def _read_ropes(reader: ModelConfigReader) -> dict[str, RopeConfig]:
     """Rotary embedding per layer type; older files scale the full layers' only."""
     theta = reader.number("rope_theta", GLOBAL_THETA)
     local_theta = reader.number("rope_local_base_freq", LOCAL_THETA)

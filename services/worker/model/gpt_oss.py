@@ -20,7 +20,7 @@ from loraplex_services.worker.layers.moe import (
 )
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.mxfp4 import take_mxfp4
@@ -51,7 +51,7 @@ REPEATED = ("initial_context_length", "experts_per_token")
 """What published files say a second time, under another name."""
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
     for key in REPEATED:
         reader.get(key)
@@ -82,7 +82,7 @@ def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelCo
     )
 
 
-def _check_quantisation(reader: ConfigReader) -> None:
+def _check_quantisation(reader: ModelConfigReader) -> None:
     found = reader.get("quantization_config", {"quant_method": "mxfp4"})
     if not isinstance(found, dict) or found.get("quant_method") != "mxfp4":
         raise reader.refuse("quantization_config", found, "is not served; only mxfp4 is")

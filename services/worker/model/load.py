@@ -42,7 +42,7 @@ SCALE_SUFFIXES = ("scale", "scale_inv", "scales")
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TensorWindow:
     """The part of a tensor that one tensor-parallel rank has."""
 
     rows: Sequence[Span]
@@ -66,7 +66,7 @@ class Weights(Protocol):
         self,
         name: str,
         shape: Sequence[int],
-        window: Window | None = None,
+        window: TensorWindow | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The tensor, or a window of it, in a dtype or else the model's, on the model's device.
@@ -100,7 +100,7 @@ def take_rows(weights: Weights, parts: Sequence[tuple[str, int]], *columns: int)
 
 
 def take_window(
-    weights: Weights, parts: Sequence[tuple[str, int]], columns: Sequence[int], window: Window
+    weights: Weights, parts: Sequence[tuple[str, int]], columns: Sequence[int], window: TensorWindow
 ) -> Tensor:
     """The same as `take_rows`, of a window of the stacked tensors."""
     taken, begin = [], 0
@@ -108,7 +108,7 @@ def take_window(
         spans = within(window.rows, begin, begin + rows)
         begin += rows
         if spans:
-            own = Window(spans, window.columns)
+            own = TensorWindow(spans, window.columns)
             taken.append(weights.take(name, (rows, *columns), own))
     return taken[0] if len(taken) == 1 else torch.cat(taken)
 
@@ -158,7 +158,7 @@ class Checkpoint:
         self,
         name: str,
         shape: Sequence[int],
-        window: Window | None = None,
+        window: TensorWindow | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Read one tensor, or a window of it.
@@ -229,7 +229,7 @@ class Checkpoint:
             raise InvalidRequest.field(name, "left over", description)
 
 
-def _read_window(file: safe_open, name: str, window: Window) -> Tensor:
+def _read_window(file: safe_open, name: str, window: TensorWindow) -> Tensor:
     source = file.get_slice(name)
     if len(source.get_shape()) == 1:
         return torch.cat([source[begin:end] for begin, end in window.rows])
@@ -260,7 +260,9 @@ class FileRows:
             for span in within([(begin, end)], first, first + rows):
                 path, inner = self._file_of[name]
                 with safe_open(str(path), framework="pt") as file:
-                    read.append(_read_window(file, inner, Window([span])).to(self._dtype).float())
+                    read.append(
+                        _read_window(file, inner, TensorWindow([span])).to(self._dtype).float()
+                    )
             first += rows
         return torch.cat(read)
 
@@ -339,7 +341,7 @@ class DummyWeights:
         self,
         name: str,
         shape: Sequence[int],
-        window: Window | None = None,
+        window: TensorWindow | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Ones for norms, zeros for biases, normal numbers for the rest. A window is cut from the

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
@@ -20,7 +20,7 @@ REPEATED = "max_position_embeddings"
 """Of the config, written again among the rotary parameters."""
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
     params = reader.get("rope_parameters", reader.get("rope_scaling"))
     if not isinstance(params, dict):
@@ -37,7 +37,7 @@ def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelCo
     )
 
 
-def _query_scale(reader: ConfigReader, params: dict[str, object]) -> QueryScale | None:
+def _query_scale(reader: ModelConfigReader, params: dict[str, object]) -> QueryScale | None:
     beta, context_len = params.get(BETA), params.get(CONTEXT_LEN)
     if beta is None:
         return None

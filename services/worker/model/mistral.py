@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
@@ -16,7 +16,7 @@ WINDOW_WHEN_ABSENT = 4096
 """An absent key means the first Mistral's window; later files say null."""
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
     defaults = Defaults(max_position_embeddings=4096 * 32)
     config = read_plain(reader, "mistral", eos_token_ids, defaults)

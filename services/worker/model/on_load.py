@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.worker.model.load import Weights, Window
+from loraplex_services.worker.model.load import TensorWindow, Weights
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 from loraplex_services.worker.types.model_config import ModelConfig
@@ -42,7 +42,7 @@ class QuantisedOnLoad:
         self,
         name: str,
         shape: Sequence[int],
-        window: Window | None = None,
+        window: TensorWindow | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """See `load.Weights`; as the files have it."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraplex_services.worker.layers.mlp import ACTIVATIONS
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.rope_config import read_rope
 from loraplex_services.worker.types.model_config import ModelConfig
 
@@ -31,7 +31,7 @@ class Defaults:
 
 
 def read_plain(
-    reader: ConfigReader,
+    reader: ModelConfigReader,
     model_type: str,
     eos_token_ids: tuple[int, ...],
     defaults: Defaults | None = None,
@@ -65,7 +65,7 @@ def read_plain(
 
 
 def read_layer_types(
-    reader: ConfigReader, num_layers: int, default: Sequence[str]
+    reader: ModelConfigReader, num_layers: int, default: Sequence[str]
 ) -> tuple[str, ...]:
     """`layer_types`, each full or sliding attention."""
     types = reader.get("layer_types", list(default))

@@ -21,7 +21,7 @@ from loraplex.adapter_format.quantisation import (
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.model.formats import awq, bitsandbytes, compressed_tensors, gptq
 from loraplex_services.worker.model.formats.words import ReadWeight
-from loraplex_services.worker.model.load import Checkpoint, Window
+from loraplex_services.worker.model.load import Checkpoint, TensorWindow
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
@@ -60,7 +60,7 @@ class QuantisedCheckpoint:
         self,
         name: str,
         shape: Sequence[int],
-        window: Window | None = None,
+        window: TensorWindow | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """See `load.Weights`; codes are dequantised."""

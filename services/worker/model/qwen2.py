@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import (
@@ -20,14 +20,14 @@ from loraplex_services.worker.model.plain import (
 from loraplex_services.worker.types.model_config import ModelConfig
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
     defaults = Defaults(max_position_embeddings=32768)
     config = read_plain(reader, "qwen2", eos_token_ids, defaults)
     return replace(config, qkv_bias=True, windows=read_windows(reader, config.num_layers))
 
 
-def read_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+def read_windows(reader: ModelConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """Windows on layers from `max_window_layers` on, where `use_sliding_window` says so."""
     first = int(reader.get("max_window_layers", 28))
     window = reader.get("sliding_window", 4096)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
@@ -15,7 +15,7 @@ from loraplex_services.worker.types.model_config import ModelConfig
 
 
 def read_config(
-    reader: ConfigReader, eos_token_ids: tuple[int, ...], default_head_dim: int | None = 128
+    reader: ModelConfigReader, eos_token_ids: tuple[int, ...], default_head_dim: int | None = 128
 ) -> ModelConfig:
     """Translate config.json."""
     defaults = Defaults(head_dim=default_head_dim, max_position_embeddings=32768)

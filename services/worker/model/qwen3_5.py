@@ -13,7 +13,7 @@ from torch import Tensor
 from loraplex_services.worker.layers.gated_delta_net import GatedDeltaNet, Split
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder, Modules, dense_mlp
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder, Mixer, Mlp
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import FULL, Defaults, read_plain
@@ -36,12 +36,12 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Of rotary embeddings: without images, the three positions of a token are equal."""
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of the dense text model."""
     return _read(reader, "qwen3_5_text", eos_token_ids)
 
 
-def read_moe_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_moe_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of the text model with experts."""
     width = reader.integer("moe_intermediate_size", 512)
     own = reader.replaced("intermediate_size", width).replaced("moe_intermediate_size", width)
@@ -52,7 +52,7 @@ def read_moe_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Mod
     return replace(config, moe=moe)
 
 
-def read_next_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_next_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of Qwen 3 Next."""
     own = reader.replaced("norm_topk_prob", reader.flag("norm_topk_prob", True))
     config = _read(own, "qwen3_next", eos_token_ids)
@@ -61,7 +61,9 @@ def read_next_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     return replace(config, moe=moe)
 
 
-def _read(reader: ConfigReader, model_type: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def _read(
+    reader: ModelConfigReader, model_type: str, eos_token_ids: tuple[int, ...]
+) -> ModelConfig:
     for key in OF_OTHER_PARTS:
         reader.get(key)
     reader.expect("attn_output_gate", (True,), True)
@@ -79,7 +81,7 @@ def _read(reader: ConfigReader, model_type: str, eos_token_ids: tuple[int, ...])
     )
 
 
-def _of_text(reader: ConfigReader) -> ConfigReader:
+def _of_text(reader: ModelConfigReader) -> ModelConfigReader:
     """A reader whose rotary embedding is that of texts."""
     params = reader.get("rope_parameters", reader.get("rope_scaling", {}))
     if not isinstance(params, dict):
@@ -89,7 +91,7 @@ def _of_text(reader: ConfigReader) -> ConfigReader:
     return reader.replaced("rope_parameters", kept).replaced("partial_rotary_factor", part)
 
 
-def _read_recurrence(reader: ConfigReader, num_layers: int) -> RecurrenceConfig:
+def _read_recurrence(reader: ModelConfigReader, num_layers: int) -> RecurrenceConfig:
     period = reader.integer("full_attention_interval", 4)
     default = [RECURRENT if (layer + 1) % period else FULL for layer in range(num_layers)]
     types = reader.get("layer_types", default)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model import qwen2, qwen3
 from loraplex_services.worker.model.build import Builder, dense_mlp
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder, Mlp
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
@@ -16,7 +16,7 @@ from loraplex_services.worker.types.model_config import ModelConfig, MoeConfig
 NAMES = ExpertNames()
 
 
-def read_qwen2_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_qwen2_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of Qwen 2 MoE."""
     config = qwen2.read_config(reader, eos_token_ids)
     shared = reader.integer("shared_expert_intermediate_size", 5632)
@@ -25,14 +25,14 @@ def read_qwen2_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> M
     return replace(config, model_type="qwen2_moe", qkv_bias=has_bias, moe=moe)
 
 
-def read_qwen3_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def read_qwen3_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of Qwen 3 MoE."""
     config = qwen3.read_config(reader, eos_token_ids, default_head_dim=None)
     return replace(config, model_type="qwen3_moe", moe=read_moe(reader, config, 8, 128))
 
 
 def read_moe(
-    reader: ConfigReader, config: ModelConfig, num_active: int, num_experts: int
+    reader: ModelConfigReader, config: ModelConfig, num_active: int, num_experts: int
 ) -> MoeConfig:
     """The experts of a family, with its defaults. Files spell their number in two ways."""
     step = reader.integer("decoder_sparse_step", 1)

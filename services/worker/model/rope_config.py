@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.types.model_config import RopeConfig
 
 _REQUIRED = {
@@ -35,7 +35,7 @@ _SPELLINGS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_facto
 
 
 def read_rope(
-    reader: ConfigReader,
+    reader: ModelConfigReader,
     head_dim: int,
     default_theta: float = 10000.0,
     default_original: int | None = None,
@@ -64,7 +64,7 @@ def kind_of(params: dict[str, Any]) -> str:
 
 
 def _with_original(
-    reader: ConfigReader, params: dict[str, Any], default_original: int | None
+    reader: ModelConfigReader, params: dict[str, Any], default_original: int | None
 ) -> dict[str, Any]:
     """With the context that the base was trained for: the config's goes before the rope's, as in
     transformers; where neither is said, it is the base's context."""
@@ -78,7 +78,7 @@ def _with_original(
 
 
 def rope_from_params(
-    reader: ConfigReader,
+    reader: ModelConfigReader,
     params: dict[str, Any],
     head_dim: int,
     theta: float,
@@ -115,13 +115,13 @@ def rope_from_params(
     )
 
 
-def _positive(reader: ConfigReader, key: str, value: Any) -> float:
+def _positive(reader: ModelConfigReader, key: str, value: Any) -> float:
     if type(value) in (int, float) and math.isfinite(value) and value > 0:
         return float(value)
     raise reader.refuse(f"rope_parameters.{key}", value, "must be a number above 0")
 
 
-def _factors(reader: ConfigReader, key: str, value: Any, count: int) -> tuple[float, ...]:
+def _factors(reader: ModelConfigReader, key: str, value: Any, count: int) -> tuple[float, ...]:
     is_list = isinstance(value, list) and len(value) == count
     if not is_list or not all(type(v) in (int, float) and math.isfinite(v) and v for v in value):
         description = f"must be a list of {count} numbers, one for each pair that rotates"

@@ -14,13 +14,13 @@ from loraplex_services.worker.adapters.fetch.source import AdapterSource
 from loraplex_services.worker.server.engine_client import EngineClient
 from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.types.messages import (
+    AdapterFetched,
     Command,
     EngineReady,
-    Fetched,
     FetchFailed,
     Prefetch,
     ResidencyChange,
-    Unload,
+    UnloadAdapter,
     Unpin,
     WireError,
 )
@@ -79,7 +79,7 @@ class AdapterFetcher:
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
         self._pins.discard(digest)
-        self._client.send(Unload(digest))
+        self._client.send(UnloadAdapter(digest))
 
     def ensure_loaded(self, digest: str) -> None:
         """Tell the engine where an adapter is, after fetching it if it is not on disk."""
@@ -129,5 +129,5 @@ class AdapterFetcher:
             self._client.send(command)
 
 
-def _fetched(adapter: DiskAdapter) -> Fetched:
-    return Fetched(adapter.digest, str(adapter.path), adapter.max_rank, adapter.num_blocks)
+def _fetched(adapter: DiskAdapter) -> AdapterFetched:
+    return AdapterFetched(adapter.digest, str(adapter.path), adapter.max_rank, adapter.num_blocks)

@@ -29,8 +29,8 @@ from loraplex_services.worker.server.crash_guard import CrashGuard, crash_key
 from loraplex_services.worker.server.engine_client import EngineClient
 from loraplex_services.worker.server.sessions import (
     GatewaySession,
-    LiveRequest,
-    LiveRequests,
+    ServerRequest,
+    ServerRequests,
     StepNews,
 )
 from loraplex_services.worker.server.status import StatusBoard
@@ -56,7 +56,7 @@ class ApiServer:
         self._bundle: TokenizerBundle
         self._grammars: GrammarChecker
         self._engine: EngineReady | None = None
-        self._live = LiveRequests()
+        self._live = ServerRequests()
         self._sessions: set[GatewaySession] = set()
         self._session_ids = itertools.count(1)
         self._guard = CrashGuard()
@@ -240,7 +240,7 @@ class ApiServer:
         metrics.observe_submit(asked.sampling.max_tokens)
         came_s = time.monotonic()
         num_prompt = len(asked.prompt_ids)
-        request = LiveRequest(session, asked.request_id, digests, num_prompt, came_s, crash)
+        request = ServerRequest(session, asked.request_id, digests, num_prompt, came_s, crash)
         key = self._live.add(request)
         self._idle.clear()
         self._fetcher.lease(digests)
@@ -260,7 +260,7 @@ class ApiServer:
             self._fetcher.ensure_loaded(digest)
 
     async def _pass_on_checked(
-        self, key: str, request: LiveRequest, submit: Submit, grammar: Grammar
+        self, key: str, request: ServerRequest, submit: Submit, grammar: Grammar
     ) -> None:
         """The same once the grammar is known to be good, unless the request has ended meanwhile."""
         fault: LoraplexError | None = None

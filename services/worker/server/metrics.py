@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from loraplex.api.output import Timings
 from loraplex.api.residency import AdapterResidency, Tier
-from loraplex_services.worker.server.sessions import LiveRequest
+from loraplex_services.worker.server.sessions import ServerRequest
 from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.types.messages import StepOutput, TokenOutput
 
@@ -130,7 +130,7 @@ def observe_submit(max_tokens: int) -> None:
     _output_limit.observe(max_tokens)
 
 
-def observe_step(new: Sequence[tuple[LiveRequest, TokenOutput]], now: float) -> None:
+def observe_step(new: Sequence[tuple[ServerRequest, TokenOutput]], now: float) -> None:
     """Count the outputs of one step. Mutates: the requests' times and counts."""
     if not new:
         return
@@ -140,7 +140,7 @@ def observe_step(new: Sequence[tuple[LiveRequest, TokenOutput]], now: float) -> 
         _observe_output(request, output, now)
 
 
-def _observe_output(request: LiveRequest, output: TokenOutput, now: float) -> None:
+def _observe_output(request: ServerRequest, output: TokenOutput, now: float) -> None:
     if request.first_token_s is None or request.last_token_s is None:
         request.first_token_s = now
         _first_token.observe(now - request.arrival_s)
@@ -158,7 +158,7 @@ def _observe_output(request: LiveRequest, output: TokenOutput, now: float) -> No
         count_end(output.finish_reason)
 
 
-def _observe_end(request: LiveRequest, output: TokenOutput, decode_s: float) -> None:
+def _observe_end(request: ServerRequest, output: TokenOutput, decode_s: float) -> None:
     timings = output.timings or Timings()
     _queue.observe(timings.queue_s)
     _prefill.observe(timings.prefill_s)

@@ -13,7 +13,7 @@ MAX_UNREAD = 10_000
 
 
 @dataclass(slots=True)
-class LiveRequest:
+class ServerRequest:
     """A request of a session, as the API server sees it."""
 
     session: GatewaySession
@@ -86,34 +86,34 @@ class GatewaySession:
         return news
 
 
-class LiveRequests:
+class ServerRequests:
     """All live requests of all sessions, by the engine's request id."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, LiveRequest] = {}
+        self._by_key: dict[str, ServerRequest] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def add(self, request: LiveRequest) -> str:
+    def add(self, request: ServerRequest) -> str:
         """Register; returns the id that the engine knows it by."""
         key = f"{request.session.session_id}/{request.request_id}"
         self._by_key[key] = request
         request.session.live[request.request_id] = key
         return key
 
-    def get(self, key: str) -> LiveRequest | None:
+    def get(self, key: str) -> ServerRequest | None:
         """The request, unless it has ended."""
         return self._by_key.get(key)
 
-    def remove(self, key: str) -> LiveRequest | None:
+    def remove(self, key: str) -> ServerRequest | None:
         """Forget a request; None when it had ended."""
         request = self._by_key.pop(key, None)
         if request is not None:
             request.session.live.pop(request.request_id, None)
         return request
 
-    def clear(self) -> list[LiveRequest]:
+    def clear(self) -> list[ServerRequest]:
         """Forget everything; returns what was live."""
         requests = list(self._by_key.values())
         for key in list(self._by_key):

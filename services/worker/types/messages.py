@@ -107,7 +107,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: str
 
 
-class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+class AdapterFetched(msgspec.Struct, frozen=True, tag="fetched"):
     """An adapter lies verified in `path`, and stays there until `Gone`."""
 
     digest: str
@@ -143,7 +143,7 @@ class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
     digest: str
 
 
-class Unload(msgspec.Struct, frozen=True, tag="unload"):
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload"):
     """Free an adapter as soon as no request uses it."""
 
     digest: str
@@ -153,7 +153,9 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Asks for a sign of life, which any StepOutput is."""
 
 
-Command = Submit | Cancel | Fetched | FetchFailed | Gone | Prefetch | Unpin | Unload | Ping
+Command = (
+    Submit | Cancel | AdapterFetched | FetchFailed | Gone | Prefetch | Unpin | UnloadAdapter | Ping
+)
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):

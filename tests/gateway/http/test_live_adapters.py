@@ -114,6 +114,26 @@ async def test_a_request_that_follows_its_tag_switches_once_the_version_is_loade
     ]
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_answers_of_the_other_apis_follow_and_name_their_weights_too(
+    live: Stack, path: str
+) -> None:
+    body: dict[str, Any] = {"model": "policy", "on_update": "follow"}
+    if path == "/v1/responses":
+        body |= {"input": "hi", "max_output_tokens": NUM_TOKENS}
+    else:
+        body |= {"messages": [{"role": "user", "content": "hi"}], "max_tokens": NUM_TOKENS}
+    running = asyncio.create_task(_post(live, path, body))
+    await _until_running(live)
+    live.registry.put("policy", 2)
+    answer = (await running).json()
+    assert [span["digests"] for span in answer["weights"]] == [
+        [digest_of("policy", 1)],
+        [digest_of("policy", 2)],
+    ]
+    assert sum(span["length"] for span in answer["weights"]) == NUM_TOKENS
+
+
 async def test_other_requests_are_not_touched_by_an_update(live: Stack) -> None:
     others = [_start(live, model="other", on_update="follow"), _start(live, model="base")]
     running = _start(live, on_update="follow")

@@ -64,9 +64,7 @@ async def _state(client: RegistryClient) -> dict[str, int]:
 
 DAILY = {
     ("publish.blob:2", "embedded"),
-    ("publish.version", "embedded"),
     ("publish.version", "surviving"),
-    ("publish.tag", "surviving"),
     ("publish.index", "surviving"),
 }
 CASES = [

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from loraplex.errors import AdapterNotFound, InvalidRequest
 from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
-from loraplex_services.registry import layout
+from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.convert import options_from_proto
 from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index import catalog
 from loraplex_services.registry.publish import publisher, retention
+from loraplex_services.registry.records import VersionRecord, decode
 from tests.registry.house import publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -58,7 +61,10 @@ async def test_bytes_of_a_retired_version_wait_for_the_collector_and_no_longer(
     assert registry.retention.num_retired == 1
 
 
-async def test_the_task_retires_what_was_published(registry: Registry) -> None:
+async def test_the_task_retires_what_was_published(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "RETIRE_PAUSE_S", 0.01)
     for seed in (1, 2, 3):
         done = await publish(registry, "policy", seed, keep_versions=1)
         registry.retention.published(done.version)
@@ -66,6 +72,45 @@ async def test_the_task_retires_what_was_published(registry: Registry) -> None:
     while await _live(registry, "policy") != [3]:
         await asyncio.sleep(0.01)
     task.cancel()
+
+
+async def test_an_update_reads_no_more_records_after_many_others(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_decoded = 0
+
+    def counting(kind: type, data: bytes) -> object:
+        nonlocal num_decoded
+        num_decoded += kind is VersionRecord
+        return decode(kind, data)
+
+    for module in (catalog, documents):
+        monkeypatch.setattr(module, "decode", counting)
+    counts = []
+    for seed in range(1, 31):
+        await _update(registry, "policy", seed)
+        counts.append(num_decoded)
+        num_decoded = 0
+    assert counts[-1] == counts[4] <= 20
+    assert await _live(registry, "policy") == [29, 30]
+
+
+async def test_a_version_that_the_index_lacks_is_found_and_its_number_never_given_again(
+    registry: Registry,
+) -> None:
+    for seed in (1, 2, 3):
+        await publish(registry, "policy", seed)
+    for number, key in ((4, 3), (6, 5)):  # one after, then one below the highest that it knows
+        record = await registry.versions.read("default", "policy", 1)
+        assert record is not None
+        unseen = dataclasses.replace(record, version=number, digest=f"sha256:{number:064x}")
+        assert await documents.create(
+            registry.store, layout.version("default", "policy", number), unseen
+        )
+        done = await publish(registry, "policy", 10 + key)
+        assert done.version.version == number + 1
+    again = await publish(registry, "policy", 1)
+    assert (again.version.version, again.created) == (1, False)
 
 
 async def test_a_lasting_publication_of_an_update_is_a_version_of_its_own(

@@ -13,7 +13,7 @@ from loraplex.adapter_format.safetensors_header import MAX_TENSORS
 from loraplex.errors import InvalidAdapter
 from loraplex_services.common.limits import VALIDATIONS
 from loraplex_services.registry.publish.validation import SMALL_BYTES, Validations
-from loraplex_services.registry.publish.validation_process import Job
+from loraplex_services.registry.publish.validation_process import ValidationJob
 from tests.adapter_format.builders import good_config, good_tensors, tensor_file, tiny_geometry
 
 pytestmark = pytest.mark.hostile
@@ -26,13 +26,13 @@ async def validations() -> AsyncIterator[Validations]:
     await made.close()
 
 
-def job(header: bytes, *, size: int | None = None) -> Job:
+def job(header: bytes, *, size: int | None = None) -> ValidationJob:
     """Its config is long enough for a process."""
     config = json.dumps(good_config()).encode() + b" " * SMALL_BYTES
-    return Job(config, header, size or len(header), (), tiny_geometry(), 256, False)
+    return ValidationJob(config, header, size or len(header), (), tiny_geometry(), 256, False)
 
 
-def crowded(num_tensors: int = MAX_TENSORS - 1) -> Job:
+def crowded(num_tensors: int = MAX_TENSORS - 1) -> ValidationJob:
     """A header that takes seconds, and is for no module of the base."""
     tensors = {
         f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.weight": {

@@ -16,12 +16,12 @@ from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
 from loraplex_services.worker.engine.engine import POLICIES, Engine
 from loraplex_services.worker.types.messages import (
+    AdapterFetched,
     Cancel,
     Command,
-    Fetched,
     Gone,
     Prefetch,
-    Unload,
+    UnloadAdapter,
     Unpin,
 )
 from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
@@ -124,13 +124,13 @@ class Stage:
         request = make_submit(name, range(start, start + num_prompt), sampling, self.live[name])
         self.step(request, *self.fetched(self.live[name]))
 
-    def fetched(self, digests: tuple[str, ...]) -> list[Fetched]:
-        return [Fetched(digest, digest, 8, BLOCKS[digest]) for digest in digests]
+    def fetched(self, digests: tuple[str, ...]) -> list[AdapterFetched]:
+        return [AdapterFetched(digest, digest, 8, BLOCKS[digest]) for digest in digests]
 
     def act(self, kind: str, digest: str) -> None:
         used = {d for digests in self.live.values() for d in digests}
         if kind == "unload":
-            self.step(Unload(digest))
+            self.step(UnloadAdapter(digest))
         elif kind == "gone" and digest not in used:  # the API server leases what requests use
             self.step(Gone(digest))
         elif kind in ("prefetch", "pin"):
@@ -170,7 +170,7 @@ def test_every_request_ends_and_every_block_is_accounted_for(
         patience -= 1
         assert patience, f"waiting forever: {stage.live}"
         stage.step()
-    stage.step(*(Unload(digest) for digest in DIGESTS))
+    stage.step(*(UnloadAdapter(digest) for digest in DIGESTS))
     for _ in range(200):
         stage.step()
     load = stage.engine.step([]).load

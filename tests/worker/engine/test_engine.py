@@ -14,13 +14,13 @@ from loraplex.errors import AdapterNotFound
 from loraplex_services.worker.adapters.pack.image import images_in
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.messages import (
+    AdapterFetched,
     Cancel,
-    Fetched,
     FetchFailed,
     Gone,
     Prefetch,
     Submit,
-    Unload,
+    UnloadAdapter,
     Unpin,
     WireError,
 )
@@ -219,7 +219,7 @@ def test_an_adapter_on_the_device_serves_on_when_its_files_and_the_store_are_awa
     stage.step(Gone(A))
     stage.run(submit("after", A), FetchFailed(A, WireError.of(AdapterNotFound(A))))
     assert stage.failures == {} and stage.outputs["after"] == stage.outputs["before"]
-    output = stage.step(Unload(A))
+    output = stage.step(UnloadAdapter(A))
     assert [(c.residency.digest, c.residency.tier) for c in output.residency] == [(A, Tier.NONE)]
 
 
@@ -237,7 +237,7 @@ def test_an_adapter_that_cannot_be_copied_fails_with_a_reason_and_a_pause(
 ) -> None:
     doomed = tiny.write_adapter(tmp_path / "doomed", seed=3)
     digest = "sha256:" + "c" * 64
-    stage.step(Fetched(digest, str(doomed), 4))
+    stage.step(AdapterFetched(digest, str(doomed), 4))
     images_in(doomed)[0].write_bytes(b"damaged")
     stage.step(submit("first", digest), submit("base"))
     stage.run(submit("second", digest))
@@ -252,7 +252,7 @@ def test_an_adapter_whose_header_is_damaged_fails_the_requests_that_wait(
     broken = tiny.write_adapter(tmp_path / "broken", seed=3)
     digest = "sha256:" + "d" * 64
     (broken / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
-    stage.run(submit("r", digest), Fetched(digest, str(broken), 4))
+    stage.run(submit("r", digest), AdapterFetched(digest, str(broken), 4))
     assert stage.failures == {"r": "INVALID_ADAPTER"}
 
 
@@ -297,7 +297,7 @@ def test_wanted_adapters_load_without_a_request_and_pins_stay(stage: Stage) -> N
     output = stage.step(*stage.fetched(A), Prefetch(A, pin=True))
     [entry] = [c.residency for c in output.residency if c.residency.digest == A]
     assert entry.tier == Tier.DEVICE and entry.pinned and entry.device_bytes > 0
-    output = stage.step(Unpin(A), Unload(A))
+    output = stage.step(Unpin(A), UnloadAdapter(A))
     [entry] = [c.residency for c in output.residency if c.residency.digest == A]
     assert entry.tier == Tier.DISK and entry.device_bytes == 0
 

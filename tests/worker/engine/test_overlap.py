@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from loraplex.api.output import FinishReason
-from loraplex_services.worker.types.messages import Cancel, Command, Submit, TokenOutput, Unload
+from loraplex_services.worker.types.messages import (
+    Cancel,
+    Command,
+    Submit,
+    TokenOutput,
+    UnloadAdapter,
+)
 from tests.worker import tiny
 from tests.worker.engine_stage import A, B, Stage, make_runner, submit, write_files
 
@@ -63,7 +69,7 @@ def run(stage: Stage, requests: Sequence[Submit], cancels: dict[int, str]) -> Ru
         if step in cancels:
             commands.append(Cancel(cancels[step]))
         if step % 7 == 3:
-            commands.append(Unload(A))
+            commands.append(UnloadAdapter(A))
         for token in stage.step(*commands).tokens:
             last = said.last.get(token.request_id)
             assert last is None or not last.finish_reason, "tokens after the end"

@@ -18,7 +18,7 @@ from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.types.messages import Command, Fetched, Gone, Unload
+from loraplex_services.worker.types.messages import AdapterFetched, Command, Gone, UnloadAdapter
 from tests.worker import tiny
 from tests.worker.commands import make_config, make_submit
 
@@ -78,7 +78,7 @@ class Soak:
         self.live[str(number)] = (name, number)
         sampling = SamplingParams(max_tokens=4, seed=0, ignore_eos=True)
         submit = make_submit(str(number), self.prompt(number), sampling, [digest])
-        return [submit, Fetched(digest, str(self.folder(name)), 2, self.num_blocks(name))]
+        return [submit, AdapterFetched(digest, str(self.folder(name)), 2, self.num_blocks(name))]
 
     def prompt(self, number: int) -> list[int]:
         rng = random.Random(number)
@@ -113,7 +113,7 @@ class Soak:
         stage.engine = Engine(self.alone, config, time.monotonic)
         stage.outputs, stage.live = {}, {}
         stage.run(stage.request(number, name))
-        stage.run([Unload(digest_of(name, self.versions[name]))])
+        stage.run([UnloadAdapter(digest_of(name, self.versions[name]))])
         return stage.outputs[str(number)]
 
     def facts(self) -> tuple[int, int, int]:
@@ -141,7 +141,7 @@ def test_five_thousand_names_are_served_as_their_digest_and_leave_nothing(
             if soak.rng.random() < 0.2:
                 commands += soak.upload(name)
             elif soak.rng.random() < 0.1:
-                commands.append(Unload(digest_of(name, soak.versions[name])))
+                commands.append(UnloadAdapter(digest_of(name, soak.versions[name])))
             number += 1
             commands += soak.request(number, name)
         soak.run(commands)

@@ -13,7 +13,7 @@ import pytest
 from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
-from loraplex_services.worker.grammars.constraint import Follower, GrammarConstraint, resume
+from loraplex_services.worker.grammars.constraint import AdapterMatcher, GrammarConstraint, resume
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "base" / "tokenizer.json"
 VOCAB, EOS = 264, 257
@@ -33,7 +33,7 @@ def vocabulary():
 
 
 def follower(vocabulary, grammar, own):
-    return Follower(compile_grammar(grammar, vocabulary), vocabulary, own, [EOS])
+    return AdapterMatcher(compile_grammar(grammar, vocabulary), vocabulary, own, [EOS])
 
 
 def ids_in(mask: bytes) -> set[int]:

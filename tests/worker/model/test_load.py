@@ -14,7 +14,7 @@ from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.model.load import (
     Checkpoint,
     DummyWeights,
-    Window,
+    TensorWindow,
     take_rows,
     take_window,
 )
@@ -216,7 +216,7 @@ def test_windows_of_stacked_tensors_are_the_parts_of_the_whole(base):
     prefix = "model.layers.0.self_attn"
     parts = [(f"{prefix}.q_proj.weight", 64), (f"{prefix}.k_proj.weight", 32)]
     whole = take_rows(weights, parts, 64)
-    window = Window([(16, 32), (80, 96)], (8, 24))
+    window = TensorWindow([(16, 32), (80, 96)], (8, 24))
     expected = torch.cat([whole[16:32, 8:24], whole[80:96, 8:24]])
     assert take_window(weights, parts, [64], window).equal(expected)
     rows = weights.rows_in_files(parts, 64)
@@ -229,7 +229,7 @@ def test_a_window_of_a_tensor_of_another_shape_is_refused_by_name(base):
     weights = Checkpoint(base.folder, torch.float32, CPU)
     name = "model.layers.0.self_attn.o_proj.weight"
     with pytest.raises(InvalidRequest, match="asks for shape") as caught:
-        weights.take(name, (64, 32), Window([(0, 32)]))
+        weights.take(name, (64, 32), TensorWindow([(0, 32)]))
     assert caught.value.violations[0].field == name
 
 

@@ -53,8 +53,9 @@ def run(arguments, interpret):
 
 
 @pytest.mark.timeout(400)
-def test_kernels_are_right_under_the_interpreter():
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "400"]
+@pytest.mark.parametrize("marks", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_kernels_are_right_under_the_interpreter(marks):
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "400", "-m", marks]
     done = run(["-m", "pytest", *options, str(FOLDER)], True)
     assert done.returncode == 0, done.stdout + done.stderr
 

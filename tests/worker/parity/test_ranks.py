@@ -21,11 +21,10 @@ from tests.worker.parity.suite import (
 NUM_NEW_TOKENS = 24
 ALWAYS = {
     ("llama3-rope-tied", 2, False),
-    ("gemma3", 2, False),
     ("qwen2-moe", 2, False),
     ("llama", 2, True),
 }
-"""Tied tables, windows and head norms, experts with a shared one; (base, ranks, whether both
+"""Tied tables, experts with a shared one; (base, ranks, whether both
 matrices of an adapter are divided)."""
 
 

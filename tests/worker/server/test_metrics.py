@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from loraplex.api.output import FinishReason, Timings
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex_services.worker.server import metrics
-from loraplex_services.worker.server.sessions import GatewaySession, LiveRequest
+from loraplex_services.worker.server.sessions import GatewaySession, ServerRequest
 from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.types.messages import ResidencyChange, StepOutput, TokenOutput
 
@@ -30,7 +30,7 @@ def test_load_and_tokens_appear_under_vllm_names() -> None:
     prompts, tokens = value_of("vllm:prompt_tokens_total"), value_of("vllm:generation_tokens_total")
     firsts = value_of("vllm:time_to_first_token_seconds_count")
     gaps = value_of("vllm:inter_token_latency_seconds_count")
-    request = LiveRequest(GatewaySession(1, "g"), "r", (), 7, arrival_s=0.0)
+    request = ServerRequest(GatewaySession(1, "g"), "r", (), 7, arrival_s=0.0)
     metrics.observe_step([(request, TokenOutput("r", [1], 0))], 0.5)
     metrics.observe_step(
         [(request, TokenOutput("r", [2], 1, finish_reason=FinishReason.LENGTH))], 0.6
@@ -51,7 +51,7 @@ def sums() -> dict[str, float]:
 
 def test_the_phases_and_sizes_of_a_request_are_observed_when_it_ends() -> None:
     before = sums()
-    request = LiveRequest(GatewaySession(1, "g"), "r", (), 7, arrival_s=10.0)
+    request = ServerRequest(GatewaySession(1, "g"), "r", (), 7, arrival_s=10.0)
     metrics.observe_submit(64)
     first = TokenOutput("r", [1], 0, cached_tokens=4)
     last = TokenOutput(

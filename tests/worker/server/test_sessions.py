@@ -8,19 +8,19 @@ from loraplex.errors import DataLoss, ResourceExhausted, Unavailable
 from loraplex_services.worker.server import sessions
 from loraplex_services.worker.server.sessions import (
     GatewaySession,
-    LiveRequest,
-    LiveRequests,
+    ServerRequest,
+    ServerRequests,
     StepNews,
 )
 from loraplex_services.worker.types.messages import Failure, TokenOutput, WireError
 
 
-def add(live: LiveRequests, session: GatewaySession, request_id: str) -> str:
-    return live.add(LiveRequest(session, request_id, (), 3, 0.0))
+def add(live: ServerRequests, session: GatewaySession, request_id: str) -> str:
+    return live.add(ServerRequest(session, request_id, (), 3, 0.0))
 
 
 def test_one_step_becomes_one_message_for_each_session() -> None:
-    live, one, two = LiveRequests(), GatewaySession(1, "g1"), GatewaySession(2, "g2")
+    live, one, two = ServerRequests(), GatewaySession(1, "g1"), GatewaySession(2, "g2")
     keys = [add(live, one, "a"), add(live, one, "b"), add(live, two, "a")]
     tokens = [TokenOutput(key, [index], 0) for index, key in enumerate(keys[1:])]
     failures = [Failure(keys[0], WireError.of(DataLoss("damaged")))]
@@ -31,7 +31,7 @@ def test_one_step_becomes_one_message_for_each_session() -> None:
 
 
 def test_a_request_that_has_ended_hears_nothing() -> None:
-    live, session = LiveRequests(), GatewaySession(1, "g")
+    live, session = ServerRequests(), GatewaySession(1, "g")
     key = add(live, session, "a")
     live.remove(key)
     assert live.sort_out(1, [TokenOutput(key, [1], 0)], []) == {} and session.live == {}
@@ -48,7 +48,7 @@ async def test_queued_news_come_before_the_end() -> None:
 
 
 async def test_a_half_closed_session_ends_with_its_last_request() -> None:
-    live, session = LiveRequests(), GatewaySession(1, "g")
+    live, session = ServerRequests(), GatewaySession(1, "g")
     key = add(live, session, "a")
     session.no_more_requests()
     session.push(StepNews(1))

@@ -14,10 +14,10 @@ from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, GrammarTokens, SamplingParams
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex_services.worker.types.messages import (
+    AdapterFetched,
     Cancel,
     Command,
     Failure,
-    Fetched,
     FetchFailed,
     FrameBuffer,
     Gone,
@@ -28,7 +28,7 @@ from loraplex_services.worker.types.messages import (
     StepOutput,
     Submit,
     TokenOutput,
-    Unload,
+    UnloadAdapter,
     Unpin,
     WireError,
     decode_input,
@@ -62,12 +62,12 @@ SUBMIT = Submit(
 COMMANDS: list[Command] = [
     SUBMIT,
     Cancel("1/r"),
-    Fetched(DIGEST, "/cache/a", 8),
+    AdapterFetched(DIGEST, "/cache/a", 8),
     FetchFailed(DIGEST, WireError.of(DataLoss("damaged"))),
     Gone(DIGEST),
     Prefetch(DIGEST, pin=True),
     Unpin(DIGEST),
-    Unload(DIGEST),
+    UnloadAdapter(DIGEST),
     Ping(),
 ]
 OUTPUT = StepOutput(

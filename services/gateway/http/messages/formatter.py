@@ -7,9 +7,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from loraplex.api.output import FinishReason
+from loraplex.api.output import FinishReason, WeightSpan
 from loraplex.errors import LoraplexError
-from loraplex_services.gateway.http.blocks import AnswerBlocks, Block, BlockEvent, BlockKind, Step
+from loraplex_services.gateway.http.blocks import (
+    AnswerBlocks,
+    Block,
+    BlockEvent,
+    BlockKind,
+    BlockStep,
+)
 from loraplex_services.gateway.http.chat_answers import ChatAnswers
 from loraplex_services.gateway.http.errors import messages_error
 from loraplex_services.gateway.http.formatting import ResponseInfo
@@ -27,6 +33,7 @@ class MessagesFormatter:
         self._blocks = AnswerBlocks()
         self._last = TextDelta(0)
         self._has_begun = False
+        self._spans: list[WeightSpan] = []
 
     def chunks(self, text_delta: TextDelta) -> list[Event]:
         opening = [] if self._has_begun else [self._opening(text_delta)]
@@ -36,7 +43,7 @@ class MessagesFormatter:
     def ending(self) -> list[Event]:
         return [
             *self._events(self._blocks.close()),
-            {"type": "message_delta", "delta": self._stop(), "usage": self._usage()},
+            {"type": "message_delta", "delta": self._stop(), **self._facts()},
             {"type": "message_stop"},
         ]
 
@@ -47,10 +54,15 @@ class MessagesFormatter:
         [text_delta] = choices
         self._read(text_delta)
         content = [_content(block) for block in self._blocks.blocks]
-        return self._message(content) | self._stop() | {"usage": self._usage()}
+        return self._message(content) | self._stop() | self._facts()
+
+    def _facts(self) -> dict[str, Any]:
+        """What is known at the end: the usage, and which weights computed which tokens."""
+        return {"usage": self._usage(), **self._info.weights(0, self._spans)}
 
     def _read(self, text_delta: TextDelta) -> list[BlockEvent]:
         self._last = text_delta
+        self._spans += text_delta.spans
         return self._blocks.add(self._answers.read(text_delta))
 
     def _opening(self, text_delta: TextDelta) -> Event:
@@ -100,12 +112,12 @@ class MessagesFormatter:
 def _step_events(step: BlockEvent) -> list[Event]:
     block = step.block
     match step.step:
-        case Step.OPENED:
+        case BlockStep.OPENED:
             empty = _content(block, is_empty=True)
             return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
-        case Step.GREW:
+        case BlockStep.GREW:
             return [_delta(block, _DELTAS[block.kind], step.text)]
-        case Step.CLOSED:
+        case BlockStep.CLOSED:
             closed = [{"type": "content_block_stop", "index": block.index}]
             if block.kind is BlockKind.THOUGHT:
                 signature = _delta(block, ("signature_delta", "signature"), _signature(block.text))

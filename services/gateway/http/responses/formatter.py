@@ -6,9 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.output import FinishReason, TokenLogprob, WeightSpan
 from loraplex.errors import LoraplexError, codes_of
-from loraplex_services.gateway.http.blocks import AnswerBlocks, Block, BlockEvent, BlockKind, Step
+from loraplex_services.gateway.http.blocks import (
+    AnswerBlocks,
+    Block,
+    BlockEvent,
+    BlockKind,
+    BlockStep,
+)
 from loraplex_services.gateway.http.chat_answers import ChatAnswers
 from loraplex_services.gateway.http.formatting import ResponseInfo
 from loraplex_services.gateway.http.logprobs import chat_logprobs
@@ -43,6 +49,7 @@ class ResponsesFormatter:
         self._is_over = False
         self._num_events = 0
         self._logprobs = _TextLogprobs(info)
+        self._spans: list[WeightSpan] = []
 
     def chunks(self, text_delta: TextDelta) -> list[Event]:
         opening = [] if self._num_events else self._opening()
@@ -68,6 +75,7 @@ class ResponsesFormatter:
 
     def _read(self, text_delta: TextDelta) -> list[BlockEvent]:
         self._finish_reason = text_delta.finish_reason
+        self._spans += text_delta.spans
         delta = self._answers.read(text_delta)
         if self._call.shows_logprobs:
             self._logprobs.add(text_delta, self._answers.content_begin(text_delta.index))
@@ -108,7 +116,7 @@ class ResponsesFormatter:
         part_place = place if is_call else place | {"content_index": 0}
         is_text = block.kind is BlockKind.TEXT
         match step.step:
-            case Step.OPENED:
+            case BlockStep.OPENED:
                 item = self._item(block, _IN_PROGRESS, is_empty=True)
                 added = self._event(
                     "response.output_item.added", output_index=block.index, item=item
@@ -117,10 +125,10 @@ class ResponsesFormatter:
                     return [added]
                 part = self._part(block, is_empty=True)
                 return [added, self._event("response.content_part.added", **part_place, part=part)]
-            case Step.GREW:
+            case BlockStep.GREW:
                 shown = {"logprobs": self._logprobs.take()} if is_text else {}
                 return [self._event(f"{name}.delta", **part_place, delta=step.text, **shown)]
-            case Step.CLOSED:
+            case BlockStep.CLOSED:
                 item = self._item(block, self._last_status())
                 if is_call:
                     fields = {"arguments": block.text, "name": item["name"]}
@@ -209,6 +217,7 @@ class ResponsesFormatter:
             "top_logprobs": info.call.calls[0].sampling.logprobs or 0,
             "truncation": "disabled",
             "usage": _usage(self._answers),
+            **(info.weights(0, self._spans) if self._is_over else {}),
             **self._call.echoed,
         }
 

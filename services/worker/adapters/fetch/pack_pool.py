@@ -11,7 +11,7 @@ import msgspec
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.errors import Unavailable
 from loraplex_services.common.piped_process import ask_line, start_module
-from loraplex_services.worker.adapters.pack.pack_messages import Job, Prepared, Setup
+from loraplex_services.worker.adapters.pack.pack_messages import PackJob, PackSetup, Prepared
 from loraplex_services.worker.cores import usable_cores
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 
@@ -29,7 +29,7 @@ class PackPool:
 
     def __init__(self, geometry: Geometry, layout: AdapterLayout) -> None:
         self.fingerprint = layout.fingerprint
-        self._setup = msgspec.json.encode(Setup(geometry, layout)) + b"\n"
+        self._setup = msgspec.json.encode(PackSetup(geometry, layout)) + b"\n"
         count = max(1, min(MAX_PROCESSES, usable_cores() // 2))
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         for _ in range(count):
@@ -62,7 +62,7 @@ class PackPool:
             if process is None or process.returncode is not None:
                 process = await self._start()
             async with asyncio.timeout(TIMEOUT_S):
-                job = msgspec.json.encode(Job(str(folder), sha256))
+                job = msgspec.json.encode(PackJob(str(folder), sha256))
                 answer = msgspec.json.decode(await ask_line(process, job), type=Prepared)
         except (TimeoutError, EOFError, OSError) as failure:
             self._end(process)

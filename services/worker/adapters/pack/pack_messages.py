@@ -12,14 +12,14 @@ DAMAGED_IMAGE = "damaged-image"
 """Name that an image gets whose bytes are not those that were written."""
 
 
-class Setup(msgspec.Struct, frozen=True):
+class PackSetup(msgspec.Struct, frozen=True):
     """What is packed for."""
 
     geometry: Geometry
     layout: AdapterLayout
 
 
-class Job(msgspec.Struct, frozen=True):
+class PackJob(msgspec.Struct, frozen=True):
     """An adapter's folder and the sha256 of its tensor file."""
 
     folder: str

@@ -17,7 +17,12 @@ from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.errors import DataLoss, LoraplexError, Unavailable
 from loraplex_services.worker.adapters.pack.contents import ModuleReader
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path, images_in
-from loraplex_services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE, Job, Prepared, Setup
+from loraplex_services.worker.adapters.pack.pack_messages import (
+    DAMAGED_IMAGE,
+    PackJob,
+    PackSetup,
+    Prepared,
+)
 from loraplex_services.worker.adapters.pack.packing import NeedsBase, Packer
 from loraplex_services.worker.types.messages import WireError
 
@@ -28,11 +33,11 @@ NICE = 5
 def main() -> None:
     """Answer every line until stdin closes."""
     os.nice(NICE)
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=PackSetup)
     reader = ModuleReader(setup.geometry, setup.layout.sites, setup.layout.max_rank)
     packer = Packer(reader, setup.layout)
     for line in sys.stdin.buffer:
-        job = msgspec.json.decode(line, type=Job)
+        job = msgspec.json.decode(line, type=PackJob)
         try:
             answer = Prepared(prepare(Path(job.folder), job.sha256, packer))
         except LoraplexError as error:

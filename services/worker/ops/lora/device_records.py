@@ -47,7 +47,7 @@ Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputRange:
     """Outputs [begin, begin + length) of a site, which one module adds to."""
 
     site_id: int
@@ -137,9 +137,9 @@ class AdapterRecords:
 class RecordBuilder:
     """Collects the records of one adapter."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[OutputRange]) -> None:
         """`parts`: of all sites, in the order of the index."""
-        self._parts: dict[int, list[tuple[int, Part]]] = {}
+        self._parts: dict[int, list[tuple[int, OutputRange]]] = {}
         for i, part in enumerate(parts):
             self._parts.setdefault(part.site_id, []).append((i, part))
         self._index = np.zeros((len(parts), INDEX_WORDS), np.int32)
@@ -175,7 +175,7 @@ class RecordBuilder:
         places = np.array(self._places, np.int32).reshape(-1, PLACE_WORDS)
         return AdapterRecords(frozenset(self._sites), self._index, data, places)
 
-    def _add_groups(self, site: SiteMatrices, piece: Slice, part: Part) -> None:
+    def _add_groups(self, site: SiteMatrices, piece: Slice, part: OutputRange) -> None:
         """Rank rows of a slice that lie in one tile of A and one of B, 16 at a time."""
         first, last = piece.rank_begin, piece.rank_begin + piece.rank_len
         a_tiles = [tile for tile in site.a if tile.row_begin < last and first < tile.row_end]
@@ -200,7 +200,7 @@ class RecordBuilder:
         rows: tuple[int, int],
         a: Rectangle,
         b: Rectangle,
-        part: Part,
+        part: OutputRange,
         site: SiteMatrices,
         scale: float,
     ) -> None:
@@ -223,7 +223,7 @@ class RecordBuilder:
             ]
         )
 
-    def _add_vectors(self, site: SiteMatrices, part: Part) -> None:
+    def _add_vectors(self, site: SiteMatrices, part: OutputRange) -> None:
         kinds = site.gains, site.lora_biases, site.biases
         cuts = {part.begin, part.end} | {
             edge for tiles in kinds for tile in tiles for edge in (tile.col_begin, tile.col_end)

@@ -20,7 +20,7 @@ from loraplex_services.worker.ops.lora.device_records import (
     RECORD_BYTES,
     RECORD_WORDS,
     AdapterRecords,
-    Part,
+    OutputRange,
     RecordBuilder,
     Rectangle,
     SiteMatrices,
@@ -34,7 +34,7 @@ class SiteShape:
     """What launches need to know of a site."""
 
     num_inputs: int
-    parts: tuple[Part, ...]
+    parts: tuple[OutputRange, ...]
     """Ascending and without gaps; together the site's outputs."""
     is_aligned: bool = False
     """Whether all widths are multiples of 16 elements, so that kernels may load vectors."""

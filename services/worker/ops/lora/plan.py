@@ -21,7 +21,7 @@ GRAPH_GROUPS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class SitePlan:
+class LaunchPlan:
     """Sizes of one launch."""
 
     block_outputs: int
@@ -57,17 +57,17 @@ FUSED_SHARED_BYTES = 128 << 10
 """Shared memory that a launch with the base product may take; GPUs with less compute it apart."""
 
 
-def fused_plan(num_outputs: int) -> SitePlan:
+def fused_plan(num_outputs: int) -> LaunchPlan:
     """Of a launch that computes the base product as well."""
     if num_outputs > WIDE_OUTPUTS:
-        return SitePlan(128, 128, 3)
-    return SitePlan(32, 128, 6)
+        return LaunchPlan(128, 128, 3)
+    return LaunchPlan(32, 128, 6)
 
 
-def expand_plan(num_rows: int, num_outputs: int, itemsize: int) -> SitePlan:
+def expand_plan(num_rows: int, num_outputs: int, itemsize: int) -> LaunchPlan:
     """Of a launch that adds to a base product."""
     if itemsize == 4:
-        return SitePlan(64, block_ranks=16, block_shrink=32, shrink_stages=2)
+        return LaunchPlan(64, block_ranks=16, block_shrink=32, shrink_stages=2)
     if num_rows <= 64 and num_outputs <= WIDE_OUTPUTS:
-        return SitePlan(64, block_ranks=64)
-    return SitePlan(128)
+        return LaunchPlan(64, block_ranks=64)
+    return LaunchPlan(128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from loraplex_services.worker.ops.lora.device_records import MAX_PARTS, Part
+from loraplex_services.worker.ops.lora.device_records import MAX_PARTS, OutputRange
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 SERVED_KINDS = (LINEAR, LM_HEAD)
@@ -19,15 +19,15 @@ def module_edges(sites: SiteTable) -> list[list[int]]:
     return [sorted(edges[site.id]) for site in sites.sites]
 
 
-def site_parts(sites: SiteTable) -> list[tuple[Part, ...]]:
+def site_parts(sites: SiteTable) -> list[tuple[OutputRange, ...]]:
     """By site id: its parts, ascending and without gaps. One part is all of a site of more than
     `MAX_PARTS` modules; sites that kernels do not serve have none."""
-    parts: list[tuple[Part, ...]] = []
+    parts: list[tuple[OutputRange, ...]] = []
     for site, edges in zip(sites.sites, module_edges(sites), strict=True):
         if len(edges) - 1 > MAX_PARTS:
             edges = [0, site.out_features]
         if site.kind in SERVED_KINDS:
-            parts.append(tuple(Part(site.id, a, b - a) for a, b in pairwise(edges)))
+            parts.append(tuple(OutputRange(site.id, a, b - a) for a, b in pairwise(edges)))
         else:
             parts.append(())
     return parts

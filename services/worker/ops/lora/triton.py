@@ -22,7 +22,7 @@ from loraplex_services.worker.ops.lora.plan import (
     FUSED_SHARED_BYTES,
     SPLIT_INPUTS,
     TILE_ROWS,
-    SitePlan,
+    LaunchPlan,
     expand_plan,
     fused_plan,
     is_fused,
@@ -143,7 +143,7 @@ def launch(
     base_weight: Tensor | None,
     shrinks: bool,
     expands: bool,
-    plan: SitePlan | None = None,
+    plan: LaunchPlan | None = None,
 ) -> None:
     """One launch of `update_site`.
 
@@ -194,7 +194,7 @@ def launch(
 
 
 def constants_of(
-    plan: SitePlan,
+    plan: LaunchPlan,
     shape: SiteShape,
     dtype: torch.dtype,
     is_int8: bool,
@@ -224,7 +224,7 @@ def constants_of(
     }
 
 
-def _plan(x: Tensor, num_outputs: int, base_weight: Tensor | None) -> SitePlan:
+def _plan(x: Tensor, num_outputs: int, base_weight: Tensor | None) -> LaunchPlan:
     if base_weight is None:
         return expand_plan(len(x), num_outputs, x.itemsize)
     return fused_plan(num_outputs)

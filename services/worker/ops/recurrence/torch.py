@@ -16,7 +16,7 @@ CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class RecurrenceInputs:
     """Inputs of the recurrence, float32; `...` is a batch and H the value heads."""
 
     q: Tensor
@@ -80,7 +80,7 @@ class TorchDeltaNet:
         taps = self._weights.taps[:, None]
         return F.silu(F.conv1d(inputs.T[None], taps, groups=len(taps))[0].T)
 
-    def _heads(self, mixed: Tensor, decay: Tensor, beta: Tensor) -> Heads:
+    def _heads(self, mixed: Tensor, decay: Tensor, beta: Tensor) -> RecurrenceInputs:
         config = self._config
         sizes = (config.keys_size, config.keys_size, config.values_size)
         q, k, v = mixed.split(sizes, dim=-1)
@@ -92,7 +92,7 @@ class TorchDeltaNet:
             for x in (q, k)
         )
         v = v.unflatten(-1, (config.num_value_heads, config.value_dim))
-        return Heads(q * config.key_dim**-0.5, k, v, decay, beta)
+        return RecurrenceInputs(q * config.key_dim**-0.5, k, v, decay, beta)
 
     def _read(self, states: StateBatch, spans: slice) -> tuple[Tensor, Tensor]:
         """Fresh inputs of the convolution `[n, K - 1, channels]` and matrices `[n, H, Dk, Dv]`."""
@@ -125,7 +125,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + QK_EPS)
 
 
-def single_step(heads: Heads, state: Tensor) -> Tensor:
+def single_step(heads: RecurrenceInputs, state: Tensor) -> Tensor:
     """One token of each of n sequences; `[n, H, Dv]`.
 
     Args:
@@ -139,7 +139,7 @@ def single_step(heads: Heads, state: Tensor) -> Tensor:
     return torch.matmul(heads.q[..., None, :], state)[..., 0, :]
 
 
-def chunked(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
+def chunked(heads: RecurrenceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """T tokens of one sequence, a chunk after the other: `[T, H, Dv]` and the state after them.
 
     Args:

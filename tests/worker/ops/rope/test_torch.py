@@ -6,7 +6,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from loraplex_services.worker.model.config_reader import ConfigReader
+from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.rope_config import read_rope
 from loraplex_services.worker.ops.rope.torch import Rotary, rotate
 
@@ -41,7 +41,7 @@ def test_rotation_equals_transformers(params):
     q = torch.randn(5, 4, HEAD_DIM, generator=torch.Generator().manual_seed(1))
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     expected, _ = apply_rotary_pos_emb(q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos, sin)
-    reader = ConfigReader({"rope_parameters": params})
+    reader = ModelConfigReader({"rope_parameters": params})
     rotary = Rotary(read_rope(reader, HEAD_DIM), torch.device("cpu"))
     actual = rotate(q, rotary.cos_sin(positions, torch.float32))
     torch.testing.assert_close(actual, expected[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
@@ -49,15 +49,15 @@ def test_rotation_equals_transformers(params):
 
 def test_old_and_new_spellings_mean_the_same():
     scaling = {"type": "linear", "factor": 2.0}
-    old = ConfigReader({"rope_theta": 777.0, "rope_scaling": scaling})
-    new = ConfigReader(
+    old = ModelConfigReader({"rope_theta": 777.0, "rope_scaling": scaling})
+    new = ModelConfigReader(
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0}}
     )
     assert read_rope(old, HEAD_DIM) == read_rope(new, HEAD_DIM)
 
 
 def test_components_beyond_the_rotated_part_stay():
-    reader = ConfigReader({"partial_rotary_factor": 0.25})
+    reader = ModelConfigReader({"partial_rotary_factor": 0.25})
     rotary = Rotary(read_rope(reader, HEAD_DIM), torch.device("cpu"))
     x = torch.randn(3, 2, HEAD_DIM)
     turned = rotate(x, rotary.cos_sin(torch.tensor([3, 4, 5]), torch.float32))
@@ -78,7 +78,7 @@ def test_an_odd_part_of_the_head_is_rounded_up_as_in_transformers():
     )
     positions = torch.tensor([1, 7, 300])
     expected, _ = Phi3RotaryEmbedding(config)(torch.zeros(1), positions[None])
-    rope = read_rope(ConfigReader({"rope_parameters": params}), HEAD_DIM)
+    rope = read_rope(ModelConfigReader({"rope_parameters": params}), HEAD_DIM)
     assert rope.dim == 5
     cos, _ = Rotary(rope, torch.device("cpu")).cos_sin(positions, torch.float32)
     torch.testing.assert_close(cos[:, 0], expected[0, :, : cos.shape[-1]], rtol=0, atol=0)

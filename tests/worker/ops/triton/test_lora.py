@@ -9,7 +9,7 @@ import torch
 from loraplex_services.worker.ops.lora import reference, step_work, triton_kernels
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as fast
-from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from loraplex_services.worker.ops.lora.plan import SPLIT_INPUTS
 from loraplex_services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs, row_runs
@@ -25,7 +25,7 @@ SHAPES = [(1, 1, 1), (3, 33, 5), (18, 40, 70), (50, 20, 24)]
 def site_shapes(num_inputs, num_outputs, cuts=()):
     """Those of a model whose middle site has one part between each two cuts."""
     edges = [0, *cuts, num_outputs]
-    parts = tuple(Part(SITE, begin, end - begin) for begin, end in itertools.pairwise(edges))
+    parts = tuple(OutputRange(SITE, begin, end - begin) for begin, end in itertools.pairwise(edges))
     return [SiteShape(8, ()), SiteShape(num_inputs, parts), SiteShape(8, ())]
 
 
@@ -175,7 +175,7 @@ def plain_tables(dtype, device, num_rows, num_inputs, parts, ranks):
 def test_a_base_product_with_its_update_equals_both_apart(num_rows, device):
     torch.manual_seed(num_rows)
     dtype, num_inputs = torch.float16, 256
-    parts = (Part(SITE, 0, 64), Part(SITE, 64, 32), Part(SITE, 96, 32))
+    parts = (OutputRange(SITE, 0, 64), OutputRange(SITE, 64, 32), OutputRange(SITE, 96, 32))
     tables, table = plain_tables(dtype, device, num_rows, num_inputs, parts, (16, 24))
     edge = (num_rows + 1) // 2
     runs = [RowRun(0, 1.5, 0, edge)] + ([RowRun(1, -0.5, edge, num_rows - 1)] * (num_rows > 2))
@@ -191,7 +191,7 @@ def test_a_base_product_with_its_update_equals_both_apart(num_rows, device):
 
 
 def test_an_intermediate_beyond_half_precision_overflows_to_infinity_not_to_nan(device):
-    parts = (Part(SITE, 0, 16),)
+    parts = (OutputRange(SITE, 0, 16),)
     tables, table = plain_tables(torch.float16, device, 1, 16, parts, (16,))
     delta = table[0, SITE]
     for tile in (*delta.a, *delta.b):

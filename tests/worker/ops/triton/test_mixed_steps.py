@@ -78,6 +78,7 @@ class AttendingRecorder(SegmentRecorder):
         return attended
 
 
+@pytest.mark.long
 def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
     gpu = runner._batches.gpu
     plan = mixed_plan(runner, lambda before: eager(runner, before))

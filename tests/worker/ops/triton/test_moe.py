@@ -16,7 +16,7 @@ from loraplex_services.worker.layers.moe import Expert, ExpertWeights, LoopedExp
 from loraplex_services.worker.layers.operators import TorchOperators
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
-from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -65,7 +65,12 @@ def test_pairs_are_sorted_by_expert_then_token(device, num_experts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_active", "num_inputs", "num_outputs"),
-    [(1, 3, 1, 8, 1), (19, 4, 2, 40, 33), (40, 7, 3, 33, 70), (6, 130, 4, 16, 16)],
+    [
+        (1, 3, 1, 8, 1),
+        (19, 4, 2, 40, 33),
+        pytest.param(40, 7, 3, 33, 70, marks=pytest.mark.long),
+        (6, 130, 4, 16, 16),
+    ],
 )
 def test_each_pair_is_multiplied_by_its_experts_weight(
     device, dtype, num_tokens, num_experts, num_active, num_inputs, num_outputs
@@ -189,7 +194,7 @@ def test_adapters_on_experts_are_added_and_others_leave_the_kernels_alone(
     table = {(0, 2): deltas[0], (1, other): deltas[1]}
     tables = None
     if has_tables:
-        part = Part(0, 0, 2 * width)
+        part = OutputRange(0, 0, 2 * width)
         shapes = [SiteShape(hidden, (part,))] * 7
         tables = DeviceTables(arena.data.view(-1), torch.float32, shapes, 2, 200)
         tables.enter(0, {2: deltas[0]}, {2})
@@ -228,6 +233,7 @@ def plan_of(requests):
     return StepPlan(0, tuple(rows))
 
 
+@pytest.mark.long
 def test_a_mixture_over_kernels_equals_one_expert_at_a_time_and_asks_nobody(
     base, device, monkeypatch
 ):

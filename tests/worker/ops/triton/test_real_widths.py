@@ -15,7 +15,7 @@ from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.lora import reference
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as fast
-from loraplex_services.worker.ops.lora.device_records import Part
+from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from loraplex_services.worker.ops.lora.runs import RowRun, dense_runs
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice
@@ -76,7 +76,7 @@ class Stage:
             plain_delta(arena, self.num_inputs, self.widths, rank, generator) for rank in RANKS
         ]
         edges = itertools.pairwise(itertools.accumulate(self.widths, initial=0))
-        parts = tuple(Part(0, begin, end - begin) for begin, end in edges)
+        parts = tuple(OutputRange(0, begin, end - begin) for begin, end in edges)
         shape = SiteShape(self.num_inputs, parts, is_aligned=True, may_be_cut=False)
         self.tables = DeviceTables(arena.data.view(-1), torch.bfloat16, [shape], len(RANKS), 4000)
         for slot, delta in enumerate(deltas):

@@ -30,7 +30,7 @@ def check(scores, limits, device):
 
 
 @pytest.mark.parametrize("kind", ["spread", "tied", "deep", "tiny", "masked"])
-@pytest.mark.parametrize("width", [1, 97, 1000, WIDE])
+@pytest.mark.parametrize("width", [1, 97, pytest.param(1000, marks=pytest.mark.long), WIDE])
 def test_what_is_kept_is_what_sorting_keeps(device, width, kind):
     generator = torch.Generator().manual_seed(width)
     limits = limits_of_kinds(width)

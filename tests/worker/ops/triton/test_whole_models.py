@@ -201,6 +201,7 @@ def all_steps(name, folders, device, dtype, backend):
     return steps + [runner.step() for _ in range(1 + DECODE_STEPS)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "dtype"), params("float32"))
 def test_float32_equals_plain_torch(name, dtype, folders, device):

@@ -46,6 +46,7 @@ class Group:
 
     root: Path
     fully_sharded: bool = False
+    num_adapters: int = 0
     ended: list[tuple[int, int]] = field(default_factory=list)
     has_ended: threading.Event = field(default_factory=threading.Event)
     runner: TorchRunner = field(init=False)
@@ -67,20 +68,33 @@ class Group:
         self.has_ended.set()
 
     def adapter(self, name: str, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Path:
-        return tiny.write_adapter(self.root / name, seed=rank, rank=rank, targets=targets)
+        self.num_adapters += 1
+        folder = self.root / f"{name}-{self.num_adapters}"
+        return tiny.write_adapter(folder, seed=rank, rank=rank, targets=targets)
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Group]:
-    group = Group(tmp_path)
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    """Ranks that outlive each test."""
+    group = Group(tmp_path_factory.mktemp("group"))
     yield group
+    assert not group.ended
+    group.runner.close()
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    """Ranks that divide both matrices of each pair, and outlive each test."""
+    group = Group(tmp_path_factory.mktemp("full"), fully_sharded=True)
+    yield group
+    assert not group.ended
     group.runner.close()
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> Iterator[Group]:
-    """Ranks that divide both matrices of each pair."""
-    group = Group(tmp_path, fully_sharded=True)
+def mortal(tmp_path: Path) -> Iterator[Group]:
+    """Ranks for one test to end."""
+    group = Group(tmp_path)
     yield group
     group.runner.close()
 
@@ -147,6 +161,7 @@ def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, facto
         driver.load(slot, full.adapter(f"rank-{rank}", rank, targets))
     for slot, rank in enumerate(ranks):
         sent = sent_bytes(full, num_tokens, ((slot, 1.0),)) - base
+        full.runner.unload_adapter(slot)
         expected = tiny.NUM_LAYERS * factor * (2 - 1) * num_tokens * rank / 2
         assert sent == expected * FLOAT_BYTES
 
@@ -158,13 +173,13 @@ def test_divided_pairs_leave_half_of_an_adapter_on_each_of_two_ranks(full):
     assert held_bytes(full, folder) == [whole / 2] * 2
 
 
-def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(group):
-    [follower] = group.runner._followers._all
+def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(mortal):
+    [follower] = mortal.runner._followers._all
     os.kill(follower.process.pid, signal.SIGKILL)
-    assert group.has_ended.wait(PATIENCE_S)
-    assert group.ended == [(1, -signal.SIGKILL)]
+    assert mortal.has_ended.wait(PATIENCE_S)
+    assert mortal.ended == [(1, -signal.SIGKILL)]
     with pytest.raises(RankLost):
-        sent_bytes(group, 4)
+        sent_bytes(mortal, 4)
 
 
 def test_an_image_that_one_rank_cannot_read_fails_the_load_and_not_the_group(group):
@@ -188,11 +203,11 @@ def test_an_adapter_that_validation_refuses_is_refused_as_with_one_rank(group):
         group.runner.pack_adapter(folder).result(PATIENCE_S)
 
 
-def test_closing_ends_the_other_ranks_and_is_no_loss(group):
-    processes = [follower.process for follower in group.runner._followers._all]
-    group.runner.close()
+def test_closing_ends_the_other_ranks_and_is_no_loss(mortal):
+    processes = [follower.process for follower in mortal.runner._followers._all]
+    mortal.runner.close()
     assert [process.wait(PATIENCE_S) is not None for process in processes] == [True]
-    assert not group.ended
+    assert not mortal.ended
 
 
 def test_a_lost_rendezvous_names_the_setting(tmp_path):
