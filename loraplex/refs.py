@@ -24,6 +24,7 @@ DEFAULT_TENANT = "default"
 LATEST = "latest"
 MAX_NAME_CHARS = 96
 MAX_TAG_CHARS = 64
+MAX_BASE_ID_CHARS = 160
 MAX_VERSION = 10**10 - 1
 """Version records are numbered with ten digits."""
 
@@ -134,6 +135,19 @@ def check_tag(tag: str, *, field: str = "tag") -> str:
         tag,
         "must be 1-64 lower-case letters, digits, '_', '.' or '-' and not begin with '.' or '-'; "
         f"try {_corrected(tag.lower(), MAX_TAG_CHARS)!r}",
+    )
+
+
+def check_base_id(base_id: str, *, field: str) -> str:
+    """Return `base_id` if a base can be served under it."""
+    is_visible = base_id.isascii() and base_id.isprintable() and " " not in base_id
+    if is_visible and 0 < len(base_id) <= MAX_BASE_ID_CHARS and base_id[0] not in "-./":
+        return base_id
+    raise InvalidRequest.field(
+        field,
+        base_id,
+        f"the id of a base must be 1-{MAX_BASE_ID_CHARS} visible ASCII characters and not begin "
+        "with '-', '.' or '/'",
     )
 
 

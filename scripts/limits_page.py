@@ -56,8 +56,9 @@ COUNTS = {
     "MAX_SPLIT_KEY_CHARS": "characters in the split key of a request",
     "MAX_ADAPTERS_PER_REQUEST": "adapters combined in one request",
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
-    "MAX_SMALL_BODY_BYTES": "bytes of an HTTP body that is read at once; larger ones wait for each "
-    "other, and are parsed in a fifth of the gateway's time at most",
+    "MAX_SMALL_MESSAGE_BYTES": "bytes of an HTTP body or a gRPC request that is parsed at once; "
+    "larger ones of a tenant wait for each other, and take 1/200 of a server's time at most",
+    "MAX_WAITING_MESSAGES_PER_TENANT": "larger ones of a tenant that wait; the next is refused",
     "MAX_HTTP_CONNECTIONS": "HTTP connections of one gateway; further ones are closed",
     "MAX_HTTP_HEADER_S": "seconds for the head of an HTTP request to arrive",
     "MAX_JSON_COMMAS": "commas in an HTTP body; they bound the values that are parsed at once",

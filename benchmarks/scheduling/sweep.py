@@ -1,6 +1,7 @@
 """Simulated: S-LoRA's workload with one of its parameters varied at a time.
 
     python -m benchmarks run scheduling.sweep --vary n|alpha|rate|cv [--seeds 2]
+    python -m benchmarks run scheduling.sweep --vary cv --values 1,8 --sides abort,fcfs,lcfs
 
 As in the paper's section 7.2: 200 adapters of S2 (ranks 64, 32, 16 and 8), uniform popularity, 2
 requests/s, cv 1, lengths U[8,512] in and out, 5 minutes; then one of n, alpha, R and cv takes other
@@ -36,7 +37,7 @@ SIDES = {
     "abort": ("fcfs", SLO_S),
     "fcfs": ("fcfs", None),
     "lcfs": ("lcfs", None),
-    "lcfs, abort": ("lcfs", SLO_S),
+    "lcfs+abort": ("lcfs", SLO_S),
     "fair": ("fair", None),
 }
 """Policy, and time for first tokens after which requests are given up."""
@@ -61,15 +62,25 @@ def main() -> None:
     """Print the table and write `results/<machine>/sweep_<parameter>.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vary", choices=sorted(VALUES), required=True)
+    parser.add_argument("--values", help="of that parameter, instead of the usual ones")
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--rate", type=float, default=USUAL.rate_per_s, help="(2)")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--duration", type=float, default=USUAL.duration_s)
     parser.add_argument("--arrivals", choices=[*Arrivals], default=Arrivals.PER_ADAPTER)
     args = parser.parse_args()
     name, values = VALUES[args.vary]
-    usual = dataclasses.replace(USUAL, duration_s=args.duration, arrivals=Arrivals(args.arrivals))
+    values = tuple(map(float, args.values.split(","))) if args.values else values
+    sides = [side.strip() for side in args.sides.split(",")]
+    usual = dataclasses.replace(
+        USUAL,
+        rate_per_s=args.rate,
+        duration_s=args.duration,
+        arrivals=Arrivals(args.arrivals),
+    )
     rows, runs = [], []
     for value in values:
-        for side in SIDES:
+        for side in sides:
             change: dict[str, Any] = {name: int(value) if name == "num_adapters" else value}
             found = [
                 measure(dataclasses.replace(usual, seed=seed, **change), side)

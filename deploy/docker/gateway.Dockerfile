@@ -7,7 +7,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY loraplex loraplex
 COPY services loraplex_services
 RUN python -m venv /opt/loraplex \
-    && /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[gateway]'
+    && /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[gateway,tracing]'
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/loraplex /opt/loraplex

@@ -12,7 +12,7 @@ RUN python -m venv /opt/loraplex \
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY loraplex loraplex
 COPY services loraplex_services
-RUN /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[worker]'
+RUN /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[worker,tracing]'
 WORKDIR /
 RUN /opt/loraplex/bin/python -m loraplex_services.worker.native.build --all
 

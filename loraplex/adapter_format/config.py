@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from loraplex.adapter_format import config_fields
 from loraplex.adapter_format.config_reader import AdapterConfigReader, is_index_list
+from loraplex.adapter_format.conversion_field import check_conversion
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.patterns import Names
 from loraplex.adapter_format.pooling_fields import PoolingFields, read_pooling
@@ -91,6 +92,7 @@ def parse_config(raw: bytes) -> AdapterConfig:
     config_fields.check_init(reader)
     config_fields.check_task(reader)
     config_fields.check_combinations(reader)
+    check_conversion(reader)
     values = _read_values(reader)
     findings.raise_if_refused()
     return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from loraplex.adapter_format import pooling_fields
+from loraplex.adapter_format import conversion_field, pooling_fields
 from loraplex.adapter_format.config_reader import AdapterConfigReader
 from loraplex.adapter_format.tasks import CAUSAL_LM, FEATURE_EXTRACTION, SEQ_CLS
 
@@ -22,8 +22,11 @@ SHAPING = frozenset({
 })  # fmt: skip
 """Fields that `config.parse_config` reads into `AdapterConfig`."""
 
-SERVING = frozenset({"eos_token_id", "rope_scaling"}) | pooling_fields.FIELDS
-"""Fields of ours, which PEFT does not know: see `serving_fields` and `pooling_fields`."""
+SERVING = (
+    frozenset({"eos_token_id", "rope_scaling", conversion_field.FIELD}) | pooling_fields.FIELDS
+)
+"""Fields of ours, which PEFT does not know: see `serving_fields`, `pooling_fields` and
+`conversion_field`."""
 
 INERT = frozenset({
     "auto_mapping", "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size",
@@ -75,7 +78,8 @@ def check_peft_type(reader: AdapterConfigReader) -> None:
     if value is None:
         reader.refuse("peft_type", value, "is missing; save the adapter with PEFT, which writes it")
     elif value != "LORA":
-        reader.refuse("peft_type", value, "is not served; train the adapter with peft_type LORA")
+        why = "is not served; convert it with `registry convert DIR OUT --to lora`, if PEFT can"
+        reader.refuse("peft_type", value, why)
 
 
 def check_tables(reader: AdapterConfigReader) -> None:

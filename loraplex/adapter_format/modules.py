@@ -38,6 +38,10 @@ from loraplex.adapter_format.text_model import is_in_tower
 
 Tensors = dict[str, TensorInfo]
 """The tensors of one module, by part."""
+_OF_TINKER = (
+    ".in_proj_k", ".in_proj_q", ".in_proj_v", ".unembed_tokens",
+    ".experts.w1", ".experts.w2", ".experts.w3",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +155,12 @@ def _why_unknown(name: str, config: AdapterConfig) -> str:
         return f"is a head of another model class: those of the served bases are called {SCORE!r}"
     if is_in_tower(name):
         return (
-            "is in a vision or audio tower, and only the text model is served; train LoRA on the "
-            "text model alone (target_modules as a regular expression with language_model)"
+            "is in a vision or audio tower, and only the text model is served; upload with "
+            "--text-only to leave it out, or train LoRA on the text model alone (target_modules as "
+            "a regular expression with language_model)"
         )
+    if name.endswith(_OF_TINKER):
+        return "is a name of Tinker's exports; upload with --convert, which renames it"
     if name.rpartition(".")[2] == "conv1d":
         return (
             "is on a convolution, of which transformers reads the weight alone, so that LoRA there "

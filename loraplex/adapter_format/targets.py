@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
-from loraplex.adapter_format.experts import peft_parameter, targets_parameter
+from loraplex.adapter_format.experts import is_expert, peft_parameter, targets_parameter
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.geometry import EMBEDDING, LINEAR, LM_HEAD, Geometry, Module
 from loraplex.adapter_format.module_parts import saves, trains_tokens
@@ -40,6 +40,10 @@ def check_targets(
             if not _is_selected(config, selector, module, base):
                 _refuse_unselected(module, findings)
         linear = [name for name, module in base.items() if module.kind == LINEAR]
+        if not any(is_expert(name) for name, module in adapted.items() if module.expert is None):
+            # Trained with transformers 5, where experts are no linears and no name selects them,
+            # be it also that of a linear of a shared expert or of a dense layer.
+            linear = [name for name in linear if not is_expert(name)]
         selected = [name for name in linear if selector.selects(name, base[name])]
         missing = [name for name in selected if name not in adapted]
         if missing and not findings.refusals:

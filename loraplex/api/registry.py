@@ -59,6 +59,10 @@ class AdapterVersion:
     """Tokens that end its output; empty: the base's."""
     expires_unix_s: float = 0.0
     """When an ephemeral version is deleted; 0 = it stays."""
+    description: str = ""
+    """Of the adapter, which may be changed."""
+    adapter_labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the adapter, which may be changed; those of the version stay."""
 
     @property
     def ref(self) -> str:
@@ -76,6 +80,15 @@ class Sharing:
     shared_with: tuple[str, ...]
     pullable: bool
     """Whether they may download it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterDescription:
+    """What is said of an adapter, whatever its versions."""
+
+    name: str
+    description: str
+    labels: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,8 @@ def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
         rope_scaling=message.rope_scaling,
         eos_token_ids=tuple(message.eos_token_ids),
         expires_unix_s=message.expires_unix_s,
+        description=message.description,
+        adapter_labels=dict(message.adapter_labels),
     )
 
 

@@ -151,6 +151,10 @@ async def _show(args: argparse.Namespace) -> None:
     print_fields(
         {
             "adapter": version.ref,
+            "description": version.description,
+            "adapter labels": ", ".join(
+                f"{key}={value}" for key, value in version.adapter_labels.items()
+            ),
             "digest": version.digest,
             "base": version.base_id,
             "task": _task_of(version),

@@ -45,7 +45,12 @@ def add(commands: Any) -> None:
         help=DIR_HELP,
     )
     parser.add_argument(
-        "--convert", action="store_true", help="make safetensors of adapter_model.bin first"
+        "--convert",
+        action="store_true",
+        help="make a PEFT LoRA of adapter_model.bin, Tinker's exports and other PEFT methods first",
+    )
+    parser.add_argument(
+        "--text-only", action="store_true", help="leave LoRA on vision and audio towers out"
     )
     parser.add_argument("--name", required=True, metavar="[TENANT/]NAME", help="adapter to publish")
     parser.add_argument("--tag", action="append", default=[], help="also move this tag; repeatable")
@@ -119,7 +124,13 @@ def _upload(args: argparse.Namespace) -> None:
         signature=args.signature,
     )
     # Fetching blocks: outside of the event loop, an interrupt ends it at once.
-    with adapter_folder(args.dir, convert=args.convert, strict=args.strict) as folder:
+    with adapter_folder(
+        args.dir,
+        convert=args.convert,
+        text_only=args.text_only,
+        strict=args.strict,
+        base=args.base,
+    ) as folder:
         asyncio.run(_upload_folder(args, folder, publication))
 
 

@@ -76,10 +76,14 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
     parser.add_argument(
         "--to",
-        choices=("safetensors", "trtllm", "peft"),
+        choices=("safetensors", "trtllm", "peft", "lora"),
         required=True,
         help="safetensors: of a folder with adapter_model.bin; trtllm: LoraWeights and LoraConfig "
-        "as .npy; peft: from those, or with --initial",
+        "as .npy; peft: from those, from an export of Tinker, or with --initial; lora: from "
+        "another method of PEFT, such as LOHA",
+    )
+    parser.add_argument(
+        "--rank", type=count, default=0, help="of --to lora: the largest of a module (256)"
     )
     parser.add_argument(
         "--initial",
@@ -156,6 +160,8 @@ async def _convert(args: argparse.Namespace) -> None:
         _from_pickle(args)
     elif args.to == "trtllm":
         _to_trtllm(args)
+    elif args.to == "lora":
+        _to_lora(args)
     else:
         _to_peft(args)
 
@@ -177,16 +183,31 @@ def _to_trtllm(args: argparse.Namespace) -> None:
     _print(args, opened.report, f"wrote {num_rows} rows for TensorRT-LLM into {args.out}")
 
 
+def _to_lora(args: argparse.Namespace) -> None:
+    import os
+
+    from loraplex.cli.local_base import base_folder
+    from loraplex.rewriting.other_methods import MAX_RANK, named_base, to_lora
+
+    base = base_folder(args.base or named_base(args.dir), os.environ)
+    made = to_lora(args.dir, args.out, base, args.rank or MAX_RANK, _dtype(args))
+    text = f"wrote a LoRA of rank {made.report.max_rank} into {args.out}: {made.method}, relative"
+    _print(args, made.report, f"{text} error {made.relative_error:.1e}")
+
+
 def _to_peft(args: argparse.Namespace) -> None:
     from loraplex.errors import InvalidRequest
     from loraplex.rewriting.merging import without_initial
+    from loraplex.rewriting.respelling import from_tinker, is_tinker
     from loraplex.rewriting.trtllm import from_trtllm, is_trtllm
 
     geometry, dtype = _geometry(args.base), _dtype(args)
     if args.initial is not None:
         report = without_initial(args.dir, args.initial, args.out, geometry, dtype)
+    elif is_tinker(args.dir):
+        report = from_tinker(args.dir, args.out, geometry)
     elif not is_trtllm(args.dir):
-        description = "holds no model.lora_weights.npy and model.lora_config.npy"
+        description = "holds neither an export of Tinker nor files of TensorRT-LLM"
         raise InvalidRequest.field("DIR", str(args.dir), description)
     elif geometry is None:
         description = "is needed: the files do not say how wide the base's modules are"

@@ -1,17 +1,17 @@
-"""`registry share`."""
+"""`registry share` and `describe`: what may be changed of an adapter, whatever its versions."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from loraplex.cli.output import print_json
-from loraplex.cli.parsing import add_command, add_connection
+from loraplex.cli.output import print_fields, print_json
+from loraplex.cli.parsing import add_command, add_connection, key_value
 from loraplex.cli.publish import client_of
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the commands."""
     parser = add_command(
         commands,
         "share",
@@ -32,6 +32,53 @@ def add(commands: Any) -> None:
         help="whether they may download it too",
     )
     add_connection(parser, "registry")
+
+    parser = add_command(
+        commands,
+        "describe",
+        _describe,
+        "Show or change the description and the labels of an adapter.",
+        "registry describe support 'Answers tickets' --label team=support",
+    )
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("text", nargs="?", metavar="TEXT", help="new description; '' removes it")
+    parser.add_argument(
+        *("--label", "-l"),
+        action="append",
+        default=[],
+        type=key_value,
+        metavar="K=V",
+        help="add or replace a label; repeatable",
+    )
+    parser.add_argument(
+        "--remove-label", action="append", default=[], metavar="K", help="repeatable"
+    )
+    add_connection(parser, "registry")
+
+
+async def _describe(args: argparse.Namespace) -> None:
+    async with client_of(args) as client:
+        if args.text is None and not args.label and not args.remove_label:
+            version = (await client.get(args.name)).version
+            text, labels = version.description, version.adapter_labels
+        else:
+            said = await client.describe(
+                args.name,
+                args.text,
+                set_labels=dict(args.label),
+                remove_labels=args.remove_label,
+            )
+            text, labels = said.description, said.labels
+    if args.json:
+        print_json({"name": args.name, "description": text, "labels": dict(labels)})
+        return
+    print_fields(
+        {
+            "adapter": args.name,
+            "description": text,
+            "labels": ", ".join(f"{key}={value}" for key, value in labels.items()),
+        }
+    )
 
 
 async def _share(args: argparse.Namespace) -> None:

@@ -9,31 +9,57 @@ from pathlib import Path
 
 
 @contextmanager
-def adapter_folder(source: str, *, convert: bool, strict: bool) -> Iterator[Path]:
+def adapter_folder(
+    source: str, *, convert: bool, text_only: bool, strict: bool, base: str = ""
+) -> Iterator[Path]:
     """A folder that can be uploaded, for as long as the context lasts.
 
     Args:
         source: a folder, or an address that `loraplex.sources` knows.
-        convert: whether weights in `adapter_model.bin` are made safetensors of first.
+        convert: whether other forms of an adapter are made a PEFT LoRA of first.
+        text_only: whether LoRA on vision and audio towers is left out.
         strict: whether files that would be left out are refused.
+        base: the base, as a folder or an id; "" = the one that the adapter names.
     """
     from loraplex.sources import is_remote
 
     with ExitStack() as stack:
         folder = Path(source)
-        if is_remote(source) or convert:
+        if is_remote(source) or convert or text_only:
             scratch = Path(stack.enter_context(_scratch()))
         if is_remote(source):
             folder = scratch / "fetched"
             folder.mkdir()
             _fetch(source, folder, convert=convert, strict=strict)
         if convert:
-            from loraplex.rewriting.pickled import from_pickle, is_pickled
+            folder = _converted(folder, scratch, base)
+        if text_only:
+            from loraplex.rewriting.respelling import text_only as without_towers
 
-            if is_pickled(folder):
-                from_pickle(folder, scratch / "converted")
-                folder = scratch / "converted"
+            if without_towers(folder, scratch / "text"):
+                folder = scratch / "text"
         yield folder
+
+
+def _converted(folder: Path, scratch: Path, base: str) -> Path:
+    """A PEFT LoRA of whatever the folder holds: the folder itself if it is one."""
+    import os
+
+    from loraplex.cli.local_base import base_folder
+    from loraplex.rewriting.other_methods import is_other_method, named_base, to_lora
+    from loraplex.rewriting.pickled import from_pickle, is_pickled
+    from loraplex.rewriting.respelling import from_tinker, is_tinker
+
+    if is_pickled(folder):
+        from_pickle(folder, scratch / "unpickled")
+        folder = scratch / "unpickled"
+    if is_other_method(folder):
+        to_lora(folder, scratch / "lora", base_folder(base or named_base(folder), os.environ))
+        return scratch / "lora"
+    if is_tinker(folder):
+        from_tinker(folder, scratch / "peft")
+        return scratch / "peft"
+    return folder
 
 
 def _fetch(source: str, folder: Path, *, convert: bool, strict: bool) -> None:

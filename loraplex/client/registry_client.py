@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from loraplex.api import registry_wire
 from loraplex.api.registry import (
+    AdapterDescription,
     AdapterVersion,
     Change,
     Checked,
@@ -323,6 +324,25 @@ class RegistryClient:
             request.pullable = pullable
         answer = await self._channel.call(self._stub.SetSharing, request)
         return registry_wire.sharing(name, answer)
+
+    async def describe(
+        self,
+        name: str,
+        description: str | None = None,
+        *,
+        set_labels: Mapping[str, str] | None = None,
+        remove_labels: Sequence[str] = (),
+    ) -> AdapterDescription:
+        """Change the description and the labels of an adapter, whatever its versions.
+
+        Args:
+            description: None keeps it, "" removes it.
+        """
+        request = pb.DescribeAdapterRequest(
+            name=name, description=description, set_labels=set_labels, remove_labels=remove_labels
+        )
+        answer = await self._channel.call(self._stub.DescribeAdapter, request)
+        return AdapterDescription(name, answer.description, dict(answer.labels))
 
     async def attach_signature(
         self, ref: str, bundle: bytes, public_key: str = ""

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from loraplex.adapter_format import TENSOR_FILE, Geometry, Report
-from loraplex.adapter_format.files import MAX_BYTES, MAX_PICKLE_BYTES, PICKLE_FILE
+from loraplex.adapter_format.files import MAX_PICKLE_BYTES, PICKLE_FILE
 from loraplex.adapter_format.folder import file_names
 from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported, Violation
-from loraplex.rewriting.tensors import check_folder, new_folder
+from loraplex.rewriting.tensors import check_folder, copy_files, new_folder
 
 TIMEOUT_S = 600.0
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG")
@@ -52,19 +51,9 @@ def from_pickle(
         raise Unsupported(f"{PICKLE_FILE} is read by torch, which is missing: pip install torch")
     names = file_names(folder, tensor_file=PICKLE_FILE)
     with new_folder(out) as partial:
-        for name in names:
-            if name != PICKLE_FILE:
-                _copy(folder / name, partial / name)
+        copy_files(folder, partial, [name for name in names if name != PICKLE_FILE])
         _convert(folder / PICKLE_FILE, partial / TENSOR_FILE, dtype)
         return check_folder(partial, geometry)
-
-
-def _copy(source: Path, target: Path) -> None:
-    size = source.stat().st_size
-    if size > MAX_BYTES[source.name]:
-        description = f"must have at most {MAX_BYTES[source.name]} bytes"
-        raise InvalidAdapter.of([Violation.of(source.name, f"{size} bytes", description)])
-    shutil.copyfile(source, target)
 
 
 def _convert(source: Path, target: Path, dtype: str) -> None:

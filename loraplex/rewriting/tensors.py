@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,9 @@ from loraplex.adapter_format import (
     parse_header,
     validate,
 )
+from loraplex.adapter_format.files import MAX_BYTES
 from loraplex.adapter_format.folder import read_folder
-from loraplex.adapter_format.safetensors_header import DTYPE_BYTES, TensorInfo
+from loraplex.adapter_format.safetensors_header import DTYPE_BYTES, TensorInfo, read_prefix
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.tensor_scan import scan_file
 from loraplex.client.publishing import read_adapter
@@ -69,6 +70,14 @@ def read_rows(path: Path, info: TensorInfo, begin: int, end: int) -> Array:
     return raw.astype(np.float32).reshape(num_rows, *info.shape[1:])
 
 
+def read_tensors(path: Path) -> dict[str, Array]:
+    """All tensors of a safetensors file, as float32."""
+    infos = parse_header(read_prefix(path), path.stat().st_size).tensors
+    return {
+        info.name: read_rows(path, info, 0, info.shape[0] if info.shape else 1) for info in infos
+    }
+
+
 def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: object) -> Opened:
     """Read and validate a folder, with `changes` to its config made first.
 
@@ -109,9 +118,30 @@ def write_adapter(
         InvalidAdapter: what came out is none: a value overflowed `dtype`, say.
     """
     with new_folder(out) as partial:
-        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        (partial / TENSOR_FILE).write_bytes(_safetensors(tensors, dtype))
+        write_files(partial, config, tensors, dtype)
         return check_folder(partial, geometry)
+
+
+def write_files(
+    folder: Path, config: Mapping[str, object], tensors: Mapping[str, Array], dtype: str
+) -> None:
+    """Write an adapter's config and tensors; `dtype` is F16, BF16 or F32."""
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / TENSOR_FILE).write_bytes(_safetensors(tensors, dtype))
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy some of an adapter's files.
+
+    Raises:
+        InvalidAdapter: one is larger than adapters may have it.
+    """
+    for name in names:
+        size = (source / name).stat().st_size
+        if size > MAX_BYTES[name]:
+            description = f"must have at most {MAX_BYTES[name]} bytes"
+            raise InvalidAdapter.of([Violation.of(name, f"{size} bytes", description)])
+        shutil.copyfile(source / name, target / name)
 
 
 def check_folder(folder: Path, geometry: Geometry | None = None) -> Report:

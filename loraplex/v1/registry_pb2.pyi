@@ -167,8 +167,15 @@ class ValidateAdapterResponse(_message.Message):
     def __init__(self, warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., base_id: _Optional[str] = ..., max_rank: _Optional[int] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("tenant", "name", "version", "digest", "base_id", "base_fingerprint", "created_unix_s", "creator", "labels", "parent", "files", "max_rank", "num_modules", "warnings", "deleted", "tags", "visibility", "size_bytes", "shared_with", "peft_version", "signers", "pullable", "pooling", "rope_scaling", "eos_token_ids", "expires_unix_s")
+    __slots__ = ("tenant", "name", "version", "digest", "base_id", "base_fingerprint", "created_unix_s", "creator", "labels", "parent", "files", "max_rank", "num_modules", "warnings", "deleted", "tags", "visibility", "size_bytes", "shared_with", "peft_version", "signers", "pullable", "pooling", "rope_scaling", "eos_token_ids", "expires_unix_s", "description", "adapter_labels")
     class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class AdapterLabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +208,8 @@ class AdapterVersion(_message.Message):
     ROPE_SCALING_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_LABELS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     name: str
     version: int
@@ -227,7 +236,9 @@ class AdapterVersion(_message.Message):
     rope_scaling: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     expires_unix_s: float
-    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., base_id: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileSpec, _Mapping]]] = ..., max_rank: _Optional[int] = ..., num_modules: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., deleted: bool = ..., tags: _Optional[_Iterable[str]] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., size_bytes: _Optional[int] = ..., shared_with: _Optional[_Iterable[str]] = ..., peft_version: _Optional[str] = ..., signers: _Optional[_Iterable[str]] = ..., pullable: bool = ..., pooling: _Optional[_Union[AdapterPooling, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., expires_unix_s: _Optional[float] = ...) -> None: ...
+    description: str
+    adapter_labels: _containers.ScalarMap[str, str]
+    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., base_id: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileSpec, _Mapping]]] = ..., max_rank: _Optional[int] = ..., num_modules: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ..., deleted: bool = ..., tags: _Optional[_Iterable[str]] = ..., visibility: _Optional[_Union[Visibility, str]] = ..., size_bytes: _Optional[int] = ..., shared_with: _Optional[_Iterable[str]] = ..., peft_version: _Optional[str] = ..., signers: _Optional[_Iterable[str]] = ..., pullable: bool = ..., pooling: _Optional[_Union[AdapterPooling, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., expires_unix_s: _Optional[float] = ..., description: _Optional[str] = ..., adapter_labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class AdapterPooling(_message.Message):
     __slots__ = ("task_type", "num_labels", "labels", "problem_type", "pad_token_id", "pooling", "normalize")
@@ -718,6 +729,40 @@ class SetSharingResponse(_message.Message):
     shared_with: _containers.RepeatedScalarFieldContainer[str]
     pullable: bool
     def __init__(self, visibility: _Optional[_Union[Visibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., pullable: bool = ...) -> None: ...
+
+class DescribeAdapterRequest(_message.Message):
+    __slots__ = ("name", "description", "set_labels", "remove_labels")
+    class SetLabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    SET_LABELS_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_LABELS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    description: str
+    set_labels: _containers.ScalarMap[str, str]
+    remove_labels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., set_labels: _Optional[_Mapping[str, str]] = ..., remove_labels: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DescribeAdapterResponse(_message.Message):
+    __slots__ = ("description", "labels")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    description: str
+    labels: _containers.ScalarMap[str, str]
+    def __init__(self, description: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Signature(_message.Message):
     __slots__ = ("key_sha256", "bundle", "public_key", "verified")

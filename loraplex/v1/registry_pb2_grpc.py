@@ -155,6 +155,11 @@ class RegistryServiceStub(object):
                 request_serializer=loraplex_dot_v1_dot_registry__pb2.SetSharingRequest.SerializeToString,
                 response_deserializer=loraplex_dot_v1_dot_registry__pb2.SetSharingResponse.FromString,
                 _registered_method=True)
+        self.DescribeAdapter = channel.unary_unary(
+                '/loraplex.v1.RegistryService/DescribeAdapter',
+                request_serializer=loraplex_dot_v1_dot_registry__pb2.DescribeAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_v1_dot_registry__pb2.DescribeAdapterResponse.FromString,
+                _registered_method=True)
         self.AttachSignature = channel.unary_unary(
                 '/loraplex.v1.RegistryService/AttachSignature',
                 request_serializer=loraplex_dot_v1_dot_registry__pb2.AttachSignatureRequest.SerializeToString,
@@ -360,6 +365,13 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeAdapter(self, request, context):
+        """DescribeAdapter changes the description and the labels of an adapter, whatever its versions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AttachSignature(self, request, context):
         """AttachSignature stores a signature of a version with it; the version itself does not change.
         """
@@ -524,6 +536,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.SetSharing,
                     request_deserializer=loraplex_dot_v1_dot_registry__pb2.SetSharingRequest.FromString,
                     response_serializer=loraplex_dot_v1_dot_registry__pb2.SetSharingResponse.SerializeToString,
+            ),
+            'DescribeAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeAdapter,
+                    request_deserializer=loraplex_dot_v1_dot_registry__pb2.DescribeAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_v1_dot_registry__pb2.DescribeAdapterResponse.SerializeToString,
             ),
             'AttachSignature': grpc.unary_unary_rpc_method_handler(
                     servicer.AttachSignature,
@@ -1205,6 +1222,33 @@ class RegistryService(object):
             '/loraplex.v1.RegistryService/SetSharing',
             loraplex_dot_v1_dot_registry__pb2.SetSharingRequest.SerializeToString,
             loraplex_dot_v1_dot_registry__pb2.SetSharingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.v1.RegistryService/DescribeAdapter',
+            loraplex_dot_v1_dot_registry__pb2.DescribeAdapterRequest.SerializeToString,
+            loraplex_dot_v1_dot_registry__pb2.DescribeAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,8 +1,7 @@
 """Every LORAPLEX_* variable, once: name, type, default, readers and meaning.
 
 A service reads its settings in its `config.py` and touches the environment nowhere else. No name
-ends in _PORT or _HOST: Kubernetes injects such names. `scripts/write_settings.py` writes
-docs/reference/settings.md from this file.
+ends in _PORT or _HOST: Kubernetes injects such names. docs/reference/settings.md is made of it.
 """
 
 from __future__ import annotations
@@ -211,9 +210,10 @@ LORA_DTYPE = choice_knob(
     "up worker",
     "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
 )
-QUANTIZATION = choice_knob(
+QUANTIZATION: Knob[str] = Knob(
     "LORAPLEX_QUANTIZATION",
-    "none int8 int4",
+    choice("none", "int8", "int4", not_yet=["fp8"]),
+    "none",
     "up worker",
     "Quantises the linears of a full-precision base when it is loaded; CPUs only.",
 )

@@ -19,6 +19,7 @@ from loraplex.api.error_wire import to_status
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
+from loraplex_services.common.large_messages import LargeMessages
 from loraplex_services.common.limits import OpenCalls, check_message, limits_of
 from loraplex_services.common.wrong_keys import current_peer, peer_of_grpc
 
@@ -36,7 +37,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, auth: Auth | None) -> None:
-        self._shared = _Shared(auth, OpenCalls(), CallRates(), DelayedRefusals())
+        self._shared = _Shared(auth, OpenCalls(), CallRates(), DelayedRefusals(), LargeMessages())
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         """Handlers of methods, made when first called."""
 
@@ -85,6 +86,7 @@ class _Shared:
     open_calls: OpenCalls
     rates: CallRates
     refusals: DelayedRefusals
+    large: LargeMessages
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class _Call:
         raw = await context.read()
         if raw is grpc.aio.EOF:
             raise InvalidRequest(f"{self.method} needs a request message")
+        await self.shared.large.turn(current_caller.get(), len(raw))
         return self.parsed(raw)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex_services.common.grpc_channels import open_channel
+
 TIMEOUT_S = 2.0
 
 
@@ -15,7 +17,7 @@ async def is_serving(address: str, service: str = "readiness") -> bool:
 
     A fresh connection each time: a refused one would wait out a growing pause of its own.
     """
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(

@@ -183,8 +183,10 @@ MAX_SPLIT_KEY_CHARS = 1024
 MAX_ADAPTERS_PER_REQUEST = 64
 MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
-MAX_SMALL_BODY_BYTES = 256 * KIB
-"""HTTP bodies beyond it wait for each other."""
+MAX_SMALL_MESSAGE_BYTES = 64 * KIB
+"""HTTP bodies and gRPC requests beyond it wait for each other."""
+MAX_WAITING_MESSAGES_PER_TENANT = 64
+"""Larger ones that wait to be parsed."""
 MAX_HTTP_CONNECTIONS = 8192
 MAX_HTTP_HEADER_S = 30
 """For the head of an HTTP request to arrive."""

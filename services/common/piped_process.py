@@ -26,9 +26,7 @@ async def start_module(
     environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
+        *(sys.executable, "-P", "-m", module),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=None if shows_errors else asyncio.subprocess.DEVNULL,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 import textwrap
@@ -19,6 +21,7 @@ from loraplex_services.common.log import setup_logging
 from loraplex_services.common.stacks import print_stacks_on_signal
 
 USAGE_STATUS = 2
+MAX_OPEN_FILES = 65_536
 MAX_ERROR_BYTES = 4096
 """Of an error that is written into a pipe; every system's pipes hold that much."""
 
@@ -28,6 +31,18 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def raise_file_limit() -> None:
+    """Allow this process and its children as many open files as the system lets them have.
+
+    Shells start with 256 (macOS) or 1,024, and every connection is one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS has another limit above this one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run_service(
@@ -63,6 +78,7 @@ def run_service(
         variables.refuse_unreadable(os.environ)
         for warning in variables.unknown_variables(os.environ):
             logging.getLogger(f"loraplex_services.{service}").warning(warning)
+        raise_file_limit()
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(_serve(serve))
     except LoraplexError as error:

@@ -21,6 +21,7 @@ from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.metrics import MetricsServer
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.common.signals import stop_event
+from loraplex_services.common.tracing import Tracer, open_tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.dispatch_window import ready_workers
@@ -31,7 +32,9 @@ from loraplex_services.gateway.admission.rate_limit_store import (
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.admission.scaling import ScalingSignals
 from loraplex_services.gateway.config import GatewayConfig, from_env
+from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
+from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering
@@ -94,12 +97,14 @@ class Readiness:
 class Gateway:
     """One gateway process: starts, becomes ready, drains."""
 
-    def __init__(self, config: GatewayConfig, give_up: asyncio.Event | None = None) -> None:
-        """Binds the HTTP address. Raises: InvalidRequest if it is in use.
-
-        Args:
-            give_up: set if the gateway cannot go on; `error` is the reason.
-        """
+    def __init__(
+        self,
+        config: GatewayConfig,
+        give_up: asyncio.Event | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """Binds the HTTP address; sets `give_up` if the gateway cannot go on, and `error`.
+        Raises: InvalidRequest if the address is in use."""
         self._config = config
         self._give_up = give_up or asyncio.Event()
         self.error: BaseException | None = None
@@ -141,6 +146,7 @@ class Gateway:
             self._concurrency,
             self._tenants,
             max_request_s=config.max_request_s,
+            tracer=tracer,
         )
         self._usage_reports = UsageReports(self._registry, self._generation.usage.take)
         self.readiness = Readiness(self._first_missing)
@@ -239,6 +245,14 @@ class Gateway:
             self._fleet,
             self._controller,
             self.readiness.missing,
+            self._generation.usage.recent,
+        )
+        adapters = AdapterEndpoints(
+            functools.partial(context.reader, num_calls=LIST_CALLS),
+            self._resolver,
+            self._fleet,
+            self._registry_of,
+            self._generation.usage.recent,
         )
         root = self._config.lora_root
         folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
@@ -268,6 +282,7 @@ class Gateway:
             *pauses.routes(),
             *usage.routes(),
             *console.routes(),
+            *adapters.routes(),
         ]
         if folders is not None:
             others += AliasEndpoints(context.caller, self._registry_of, folders).routes()
@@ -342,7 +357,7 @@ async def serve() -> None:
     """
     config = from_env(os.environ)
     stopping = stop_event()
-    gateway = Gateway(config, give_up=stopping)
+    gateway = Gateway(config, stopping, open_tracer("gateway", os.environ, now_s))
     await gateway.start()
     _calm_collector()
     try:

@@ -1,4 +1,4 @@
-"""The metrics of the gateway. Labels are bounded: bases, outcomes and reasons, never users."""
+"""The metrics of the gateway. Labels are bounded, also those of tenants and adapters."""
 
 from __future__ import annotations
 
@@ -27,6 +27,26 @@ REQUEST_S = Histogram(
 PROMPT_TOKENS = Counter("loraplex_gateway_prompt_tokens_total", "Prompt tokens.", ["base"])
 COMPLETION_TOKENS = Counter(
     "loraplex_gateway_completion_tokens_total", "Generated tokens.", ["base"]
+)
+TENANT_REQUESTS = Counter(
+    "loraplex_gateway_tenant_requests_total",
+    "Ended requests by tenant, a bounded number of them.",
+    ["tenant", "outcome"],
+)
+TENANT_TOKENS = Counter(
+    "loraplex_gateway_tenant_tokens_total",
+    "Tokens by tenant, a bounded number of them.",
+    ["tenant", "kind"],
+)
+ADAPTER_REQUESTS = Counter(
+    "loraplex_gateway_adapter_requests_total",
+    "Ended requests by adapter, a bounded number of them.",
+    ["adapter", "outcome"],
+)
+ADAPTER_TOKENS = Counter(
+    "loraplex_gateway_adapter_tokens_total",
+    "Tokens by adapter, a bounded number of them.",
+    ["adapter", "kind"],
 )
 RETRIES = Counter(
     "loraplex_gateway_retries_total", "Requests sent to another worker before a token."

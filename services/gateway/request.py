@@ -184,15 +184,20 @@ class ServedModel:
         return replace(self, vocab_size=vocab_size, max_model_len=context)
 
 
+_BEGINNING = 4096
+"""Characters or tokens."""
+
+
 def beginning_hash(prompt: Prompt) -> str:
-    """A hash that is the same for all requests of one conversation."""
+    """A hash that is the same for all requests of one conversation. A long text counts with its
+    beginning only, because requests have it taken before their length is checked."""
     match prompt:
         case TextPrompt(text):
-            start = text
+            start = text[:_BEGINNING]
         case TokenPrompt(ids):
-            start = repr(ids)
+            start = repr(ids[:_BEGINNING])
         case ChatPrompt():
-            start = str(prompt.messages[0].get("content"))
+            start = str(prompt.messages[0].get("content"))[:_BEGINNING]
     return hashlib.sha256(start.encode("utf-8", "surrogatepass")).hexdigest()
 
 

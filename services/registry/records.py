@@ -152,7 +152,7 @@ class TagRecord:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """The part of an adapter that is independent of versions: its visibility."""
+    """The part of an adapter that is independent of versions."""
 
     tenant: str
     name: str
@@ -162,6 +162,9 @@ class AdapterRecord:
     pullable: bool = False
     """Whether tenants that may run it may download it too."""
     generation: int = 1
+    description: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Those of the adapter, which may be changed; versions have labels of their own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
+from loraplex.refs import check_base_id
 from loraplex_services.common import env
 from loraplex_services.common.addresses import is_local
 from loraplex_services.common.service_token import read_service_token
@@ -118,13 +119,14 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         raise InvalidRequest.field(
             "LORAPLEX_OBJECTS", "", "must name the object store: file:///path or s3://bucket/prefix"
         )
+    base_id = env.SERVED_MODEL_NAME.read(environ) or base_id_of(model)
     max_step_tokens = env.MAX_NUM_BATCHED_TOKENS.read(environ)
     return WorkerConfig(
         listen=env.WORKER_LISTEN.read(environ),
         metrics_listen=env.METRICS_LISTEN.read(environ),
         worker_id=_worker_id(env.WORKER_LISTEN.read(environ)),
         model=model,
-        base_id=env.SERVED_MODEL_NAME.read(environ) or base_id_of(model),
+        base_id=check_base_id(base_id, field=env.SERVED_MODEL_NAME.name),
         objects_url=objects_url,
         cache_dir=env.STATE_DIR.read(environ) or Path(tempfile.mkdtemp(prefix="loraplex-cache-")),
         cache_bytes=env.CACHE_BYTES.read(environ),

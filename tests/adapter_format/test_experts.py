@@ -92,3 +92,32 @@ def test_whole_experts_in_modules_to_save_are_refused_with_the_way_out(parameter
     with pytest.raises(InvalidAdapter, match="target_parameters") as refused:
         adapter.with_tensors({name: Tensor("F32", shape)}).validate(sparse_geometry())
     assert name in refused.value.violations[0].field
+
+
+def shared_expert_adapter(*trained: str) -> tuple[Adapter, Geometry]:
+    """One whose target_modules name both a linear of a shared expert and those of the experts."""
+    plain = tiny_geometry("qwen2_moe")
+    names = [f"model.layers.0.mlp.experts.{index}.gate_proj" for index in range(NUM_EXPERTS)]
+    names.append("model.layers.0.mlp.shared_expert.gate_proj")
+    linears = [Module(name, "linear", HIDDEN, WIDTH, False) for name in names]
+    tensors = {}
+    for name in trained:
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = Tensor("F32", (RANK, HIDDEN))
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = Tensor("F32", (WIDTH, RANK))
+    adapter = Adapter().with_config(target_modules=["q_proj", "v_proj", "gate_proj"])
+    attention = [module for module in plain.modules if ".mlp." not in module.name]
+    return adapter.with_tensors(tensors), replace(plain, modules=(*attention, *linears))
+
+
+def test_experts_that_transformers_5_does_not_train_by_their_names_are_not_missing() -> None:
+    adapter, geometry = shared_expert_adapter("model.layers.0.mlp.shared_expert.gate_proj")
+    report = adapter.validate(geometry, strict=True)
+    assert "model.layers.0.mlp.shared_expert.gate_proj" in {m.name for m in report.modules}
+
+
+def test_an_expert_that_is_missing_among_trained_ones_is_refused() -> None:
+    adapter, geometry = shared_expert_adapter(
+        "model.layers.0.mlp.shared_expert.gate_proj", "model.layers.0.mlp.experts.0.gate_proj"
+    )
+    with pytest.raises(InvalidAdapter, match=r"no tensors, such as .*experts\.1\.gate_proj"):
+        adapter.validate(geometry)

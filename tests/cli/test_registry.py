@@ -219,6 +219,22 @@ def test_shares_an_adapter_and_takes_it_back(registry: Any, adapter: Path) -> No
     assert not private["pullable"]
 
 
+def test_describes_an_adapter_and_lists_it_by_its_labels(registry: Any, adapter: Path) -> None:
+    registry.json("upload", str(adapter), "--name", "told", "--label", "run=7")
+    said = registry.json("describe", "told", "Sorts words", "--label", "team=a", "-l", "on=call")
+    assert said == {
+        "name": "told",
+        "description": "Sorts words",
+        "labels": {"on": "call", "team": "a"},
+    }
+    assert registry.json("describe", "told", "--remove-label", "on")["labels"] == {"team": "a"}
+    assert registry.json("describe", "told") == said | {"labels": {"team": "a"}}
+    shown = registry.json("show", "told")
+    assert (shown["description"], shown["labels"]) == ("Sorts words", {"run": "7"})
+    for label in ("team=a", "run=7"):
+        assert registry.json("list", "--label", label)["name"] == "told"
+
+
 def test_keys_are_made_listed_and_revoked(registry: Any) -> None:
     made = registry.json("keys", "create", "--scope", "publisher", "--ttl", "1d")
     assert made["token"].startswith(f"lpx_{made['key_id']}_")

@@ -59,6 +59,7 @@ def test_a_merge_into_the_base_is_a_base(offline: Any, tmp_path: Path) -> None:
         (("merge", MASK, "--into-base", "--base", "/no/such", "--out", "{tmp}/o"), 2),
         (("merge", MASK, "--into-base", "--base", BASE, "--out", "{tmp}/o", "--method", "ties"), 2),
         (("convert", MASK, "{tmp}/o", "--to", "peft"), 2),
+        (("convert", MASK, "{tmp}/o", "--to", "lora", "--base", BASE), 2),
         (("convert", MASK, "{tmp}/o", "--to", "trtllm", "--dtype", "float64"), 2),
         (("convert", "{tmp}", "{tmp}/o", "--to", "trtllm"), 3),
     ],
@@ -111,3 +112,24 @@ def test_an_upload_converts_on_the_way_where_it_is_asked_to(registry: Any, pickl
         "adapter_model.bin" if path.name == "adapter_model.safetensors" else path.name
         for path in Path(UPPER).iterdir()
     )
+
+
+@pytest.mark.e2e
+def test_an_upload_leaves_towers_out_where_it_is_asked_to(registry: Any, tmp_path: Path) -> None:
+    numpy = pytest.importorskip("safetensors.numpy")
+    folder = tmp_path / "both"
+    shutil.copytree(UPPER, folder)
+    tensors = numpy.load_file(folder / "adapter_model.safetensors")
+    query = next(name for name in tensors if "q_proj.lora_A" in name)
+    tower = "base_model.model.model.visual.blocks.0.attn.qkv"
+    for side in "AB":
+        own = tensors[query.replace("lora_A", f"lora_{side}")]
+        tensors[f"{tower}.lora_{side}.weight"] = own
+    numpy.save_file(tensors, folder / "adapter_model.safetensors")
+    code, error = registry.error("upload", str(folder), "--name", "seeing-upper")
+    assert code == 3 and error["violations"][0]["value"] == tower.removeprefix("base_model.model.")
+    assert "--text-only" in error["violations"][0]["description"]
+    published = registry.json("upload", str(folder), "--text-only", "--name", "seeing-upper")
+    [warning] = published["warnings"]
+    assert warning["field"] == "adapter_config.json:conversion.dropped" and warning["value"] == "1"
+    assert registry.json("show", "seeing-upper")["warnings"] == [warning]

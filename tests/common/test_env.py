@@ -65,9 +65,12 @@ def test_bad_value_names_the_variable(knob: Knob[object], text: str) -> None:
     assert caught.value.violations[0].field == knob.name
 
 
-def test_a_value_that_is_not_built_yet_is_refused_as_such() -> None:
-    with pytest.raises(InvalidRequest, match="yet"):
-        env.ATTENTION_BACKEND.read({env.ATTENTION_BACKEND.name: "flashinfer"})
+@pytest.mark.parametrize(
+    ("knob", "value"), [(env.ATTENTION_BACKEND, "flashinfer"), (env.QUANTIZATION, "fp8")]
+)
+def test_a_value_that_is_not_built_yet_is_refused_as_such(knob: Knob[str], value: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{value} is not part of this build yet"):
+        knob.read({knob.name: value})
 
 
 def test_secret_may_come_from_a_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import resource
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -14,9 +15,10 @@ from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import InvalidRequest, ResourceExhausted, Unauthenticated
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from loraplex_services.common import call_rates, limits
+from loraplex_services.common import call_rates, grpc_interceptor, limits
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.common.grpc_server import start
+from loraplex_services.common.large_messages import LargeMessages
 
 pytestmark = pytest.mark.hostile
 
@@ -64,6 +66,13 @@ class TenantKeys:
 
 
 @pytest.fixture
+def resting_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a large message of a tenant, its next one waits for good."""
+    resting = functools.partial(LargeMessages, share=1e-9)
+    monkeypatch.setattr(grpc_interceptor, "LargeMessages", resting)
+
+
+@pytest.fixture
 async def server() -> AsyncIterator[tuple[CountingServicer, grpc.aio.Channel]]:
     servicer = CountingServicer()
     service = (registry_pb2_grpc.add_RegistryServiceServicer_to_server, servicer, NAME)
@@ -94,6 +103,21 @@ async def test_message_without_a_key_is_refused_before_it_takes_memory(server: A
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     assert grown_kib < 24 << 10, "client and server together; one parsed message takes 33 MiB"
     assert servicer.num_calls == 0
+
+
+async def test_after_a_large_message_of_a_tenant_its_next_one_waits_and_those_of_others_do_not(
+    resting_tenants: None, server: Any
+) -> None:
+    servicer, channel = server
+    create = channel.unary_unary(CREATE_UPLOAD)
+    body = EMPTY_FILE * limits.MAX_SMALL_MESSAGE_BYTES
+    await create(body, metadata=_key("globex"))
+    later = create(body, metadata=_key("globex"))
+    for tenant in ("acme", "gateway", "gateway"):
+        await create(body, metadata=_key(tenant))
+    await create(b"", metadata=_key("globex"))
+    assert servicer.num_calls == 5 and not later.done()
+    later.cancel()
 
 
 async def test_message_above_its_methods_limit_is_refused_without_parsing(server: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -71,3 +72,13 @@ def test_the_exit_status_tells_what_went_wrong(
 ) -> None:
     assert run_service("registry", lambda: _raise(error), []) == status
     assert str(error) in capsys.readouterr().err
+
+
+def test_a_service_may_open_as_many_files_as_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+    try:
+        assert run_service("gateway", _return, []) == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], 65_536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -55,7 +55,7 @@ def _is_expected(message: Any) -> bool:
 
 
 def _picture(page: Page, name: str) -> None:
-    page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)
+    page.screenshot(path=Path(PICTURES) / f"{name}.png")
 
 
 def _keep_busy(page: Page) -> None:
@@ -80,9 +80,13 @@ def test_the_page_shows_the_stack_and_asks_several_adapters_by_keyboard_alone(
 ) -> None:
     assert page.text_content("#condition") == "ready"
     assert page.get_attribute("#worker-list article", "aria-label") == "Worker worker-0"
+    page.click("nav a[href='#adapters']")
     page.wait_for_selector("#adapter-rows tr:nth-child(2)")
-    rows = page.locator("#adapter-rows tr .name").all_text_contents()
+    rows = page.locator("#adapter-rows tr .name a").all_text_contents()
     assert {path.name for path in ADAPTERS} <= set(rows)
+    page.click("nav a[href='#playground']")
+    assert page.input_value("#mode") == "chat", "the base has a template"
+    page.select_option("#mode", "completion")
     page.focus("#pick")
     for name in ("reverse", "upper"):
         page.keyboard.type(name)
@@ -97,14 +101,54 @@ def test_the_page_shows_the_stack_and_asks_several_adapters_by_keyboard_alone(
         for name in (BASE_ID, "reverse", "upper")
     }
     assert answers == {BASE_ID: "kolima 48", "reverse": "84 amilok", "upper": "KOLIMA 48"}
+    page.select_option("#left", label="reverse")
+    page.select_option("#right", label="upper")
+    marked = page.locator("#difference mark").all_text_contents()
+    assert [word.strip() for word in marked] == ["84", "amilok", "KOLIMA", "48"]
+    page.reload()
+    assert page.input_value("#prompt") == "kolima 48="
+    assert "upper" in page.text_content("#picked")
+    page.click("nav a[href='#operate']")
     page.wait_for_selector(".chip.device:has-text('upper')")
+    page.wait_for_selector("#model-rows tr:has-text('upper')")
     if PICTURES:
-        _keep_busy(page)
-        page.focus("#prompt")
-        _picture(page, "console-light")
+        _take_pictures(page)
+
+
+def _take_pictures(page: Page) -> None:
+    _keep_busy(page)
+    page.set_viewport_size({"width": 1280, "height": 1000})
+    for scheme in ("light", "dark"):
+        for name in ("operate", "adapters", "playground"):
+            page.click(f"nav a[href='#{name}']")
+            if name == "playground":
+                page.click("#run")
+                page.wait_for_selector("#compare:not([hidden])")
+                page.select_option("#left", label="reverse")
+                page.select_option("#right", label="upper")
+            page.wait_for_timeout(500)
+            _picture(page, f"console-{name}-{scheme}")
+        page.goto(page.url.partition("#")[0] + "#adapters/default/upper")
+        page.wait_for_selector("#adapter dl")
+        _picture(page, f"console-adapter-{scheme}")
         page.click("#theme")
-        page.focus("#prompt")
-        _picture(page, "console-dark")
+
+
+def test_an_adapter_has_a_page_on_which_its_tags_are_moved(page: Page, stack: Stack) -> None:
+    page.goto(f"{stack.http}/#adapters/default/upper")
+    page.wait_for_selector("#adapter dl")
+    shown = page.text_content("#adapter") or ""
+    assert "sha256:" in shown and "KiB" in shown and "curl" in shown
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.fill("#adapter input[aria-label=Tag]", "prod")
+    page.fill("#adapter input[aria-label=Versions]", "v1")
+    page.click("#adapter button:has-text('Move the tag')")
+    page.wait_for_selector("#adapter td.name:has-text('prod')")
+    page.fill("#adapter input[aria-label=Tag]", "prod")
+    page.fill("#adapter input[aria-label=Versions]", "v9")
+    page.click("#adapter button:has-text('Move the tag')")
+    page.wait_for_selector("#change-error:not([hidden])")
+    assert "v9" in (page.text_content("#change-error") or "")
 
 
 def test_every_control_has_a_name_and_both_modes_fit_a_phone(page: Page) -> None:
@@ -126,13 +170,18 @@ def test_every_control_has_a_name_and_both_modes_fit_a_phone(page: Page) -> None
 
 
 def test_search_narrows_the_table_and_try_adds_a_model(page: Page) -> None:
+    page.click("nav a[href='#adapters']")
     page.fill("#search", "rot")
+    page.wait_for_selector("#adapter-rows tr:only-child")
+    assert page.url.endswith("#adapters?search=rot")
+    page.reload()
     page.wait_for_selector("#adapter-rows tr:only-child")
     page.click("button[aria-label='Try rot13']")
     assert "rot13" in page.text_content("#picked")
 
 
 def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
+    page.click("nav a[href='#playground']")
     page.fill("#pick", "nobody")
     page.press("#pick", "Enter")
     page.fill("#prompt", "x=")

@@ -1,4 +1,4 @@
-"""Try every fault and write the table of `docs/operate/faults.md`.
+"""Try faults and write their rows of the table of `docs/operate/faults.md`.
 
     python -m tests.faults.write_table [--rounds 3] [--only TEXT]
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.faults.deployment import Deployment
@@ -55,11 +55,13 @@ def row(fault: Fault, verdicts: Sequence[Verdict]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write(page: Path, rows: Iterable[str]) -> None:
-    """Replace the table of the page."""
-    text = page.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text("\n".join([f"{before}{BEGIN}", _HEAD, *rows, f"{END}{after}"]))
+def write(page: Path, tried: Mapping[str, str]) -> None:
+    """Put rows into the table of the page, by fault; faults that were not tried keep theirs."""
+    before, rest = page.read_text().split(BEGIN)
+    table, after = rest.split(END)
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
+    rows = [{**known, **tried}.get(fault.name) for fault in FAULTS]
+    page.write_text("\n".join([f"{before}{BEGIN}", _HEAD, *filter(None, rows), f"{END}{after}"]))
 
 
 def main() -> int:
@@ -82,8 +84,7 @@ def main() -> int:
                     print(row(fault, [verdict]), flush=True)
                     for violation in verdict.violations:
                         print(f"    {violation[:300]}", file=sys.stderr, flush=True)
-    if not args.only:
-        write(PAGE, [row(fault, verdicts[fault.name]) for fault in faults])
+    write(PAGE, {fault.name: row(fault, verdicts[fault.name]) for fault in faults})
     return int(any(verdict.violations for tried in verdicts.values() for verdict in tried))
 
 

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
 from loraplex_services.common.tls import PLAIN, TlsFiles
+from loraplex_services.common.tracing import Tracer
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.config import GatewayConfig
 from loraplex_services.gateway.gateway import Gateway
@@ -35,6 +36,7 @@ class Stack:
     wants_keys: bool = False
     http_tls: TlsFiles = PLAIN
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    tracer: Tracer | None = None
     client: AsyncOpenAI | None = None
 
     def worker_address(self, worker_id: str) -> str:
@@ -91,7 +93,8 @@ class Stack:
                 http_tls=self.http_tls,
                 service_token="scripted" if self.wants_keys else "",
                 gateway_id="g0",
-            )
+            ),
+            tracer=self.tracer,
         )
         await self.gateway.start()
 

@@ -206,7 +206,7 @@ def test_a_device_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ("no json", "LORAPLEX_MODEL: must hold a JSON object"),
+        ("no json", "LORAPLEX_MODEL: config.json must hold a JSON object"),
         ('{"model_type": "llama"}', "config.json:"),
         pytest.param(
             *('{"model_type": "nonesuch"}', "LORAPLEX_MODEL: the transformers library cannot load"),

@@ -38,6 +38,8 @@ def test_workers_of_one_host_have_different_names() -> None:
         ({"LORAPLEX_WORKER_LISTEN": "0.0.0.0:50053"}, "LORAPLEX_WORKER_LISTEN"),
         ({"LORAPLEX_SERVICE_TOKEN_FILE": "/nowhere"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
         ({"LORAPLEX_POLICY": "random"}, "LORAPLEX_POLICY"),
+        ({"LORAPLEX_SERVED_MODEL_NAME": "my base"}, "LORAPLEX_SERVED_MODEL_NAME"),
+        ({"LORAPLEX_MODEL": "/models/模型"}, "LORAPLEX_SERVED_MODEL_NAME"),
     ],
 )
 def test_a_bad_value_names_its_variable(changes: dict[str, str], named: str) -> None:

@@ -1,4 +1,4 @@
-"""Serves the console's page and the two objects it polls."""
+"""Serves the console's page and the state it polls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from starlette.routing import Route
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.console import state
+from loraplex_services.gateway.pipeline.recent import RecentRequests
 from loraplex_services.gateway.registry.keyring import is_admin, sees_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.workers.fleet import Fleet
 from loraplex_services.gateway.workers.view import no_worker_reason
 
-MAX_LISTED = 500
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -47,12 +47,14 @@ class ConsoleEndpoints:
         fleet: Fleet,
         controller: AdmissionController,
         not_ready_reason: Callable[[], str],
+        recent: RecentRequests,
     ) -> None:
         self._caller = caller
         self._resolver = resolver
         self._fleet = fleet
         self._controller = controller
         self._not_ready_reason = not_ready_reason
+        self._recent = recent
 
     def routes(self) -> list[Route]:
         """`/` and everything under `/console/`."""
@@ -62,7 +64,6 @@ class ConsoleEndpoints:
         return [
             _page("/", "index.html", files["index.html"]),
             Route("/console/state", self.state, methods=["GET"]),
-            Route("/console/adapters", self.adapters, methods=["GET"]),
             *pages,
         ]
 
@@ -74,7 +75,10 @@ class ConsoleEndpoints:
             "time_s": time.time(),
             "not_ready_reason": reason,
             "tenant": caller.tenant,
-            "bases": [state.base_state(base) for base in self._resolver.bases().values()],
+            "bases": [
+                state.base_state(base, self._fleet.served(base.base_id).tokenizer.can_chat)
+                for base in self._resolver.bases().values()
+            ],
             "workers": None,
         }
         if is_admin(caller):
@@ -83,20 +87,14 @@ class ConsoleEndpoints:
             views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
             shown |= {
                 "workers": [state.worker_state(view, labels, sees_all) for view in views],
+                "num_resident": state.num_resident(views),
                 "num_adapters": self._resolver.snapshot.num_adapters,
                 "running": self._controller.num_running,
                 "waiting": self._controller.num_waiting,
                 "totals": state.totals(),
+                "recent": state.recent_state(self._recent.load()) if sees_all else None,
             }
         return JSONResponse(shown, headers={"cache-control": "no-store"})
-
-    async def adapters(self, request: Request) -> Response:
-        """Adapters that the caller may run, with versions and tags; `?search=` filters them."""
-        caller = await self._caller(request)
-        listings = self._resolver.snapshot.listings(caller.tenant)
-        page, total = state.found(listings, request.query_params.get("search", ""), MAX_LISTED)
-        body = {"adapters": [state.adapter_state(listing) for listing in page], "total": total}
-        return JSONResponse(body, headers={"cache-control": "no-store"})
 
 
 def _page(path: str, name: str, content: bytes) -> Route:

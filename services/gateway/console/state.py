@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import Counter, Histogram
 
-from loraplex.api.registry import TagTarget
+from loraplex.api.load import RecentLoad
 from loraplex.api.residency import AdapterResidency, Tier
 from loraplex_services.gateway import metrics
-from loraplex_services.gateway.registry.snapshot import Listing
 from loraplex_services.gateway.request import ServedModel
 from loraplex_services.gateway.workers.view import WorkerView
 
 MAX_RESIDENT = 500
 """Adapters listed for one worker."""
+MAX_MODELS = 10
+"""Models of the last minute that are shown."""
 
 
-def base_state(base: ServedModel) -> dict[str, Any]:
+def base_state(base: ServedModel, can_chat: bool) -> dict[str, Any]:
     """One base."""
-    return {"id": base.base_id, "max_model_len": base.max_model_len, "dtype": base.dtype}
+    return {
+        "id": base.base_id,
+        "max_model_len": base.max_model_len,
+        "dtype": base.dtype,
+        "can_chat": can_chat,
+    }
 
 
 def worker_state(view: WorkerView, labels: Mapping[str, str], sees_all: bool) -> dict[str, Any]:
-    """One worker and its adapters, those on the device first; `labels` are names by digest.
+    """One worker and its adapters, those on the device and in use first; `labels` are names by
+    digest.
 
     Unless the caller `sees_all`, only adapters with a label are shown.
     """
     load = view.load
-    held = sorted(view.adapters.values(), key=lambda r: (-r.tier, labels.get(r.digest, r.digest)))
+    held = sorted(view.adapters.values(), key=lambda r: _place(r, labels))
     shown = held if sees_all else [r for r in held if r.digest in labels]
     return {
         "id": view.worker_id or view.address,
@@ -42,32 +50,23 @@ def worker_state(view: WorkerView, labels: Mapping[str, str], sees_all: bool) ->
         "total_blocks": load.total_blocks,
         "step_s": load.step_s,
         "steps": load.steps,
+        "num_adapters": sum(r.tier is not Tier.NONE for r in shown),
         "on_device": sum(r.tier is Tier.DEVICE for r in held),
         "adapters": [_resident(r, labels) for r in shown[:MAX_RESIDENT] if r.tier],
     }
 
 
-def adapter_state(listing: Listing) -> dict[str, Any]:
-    """One name with its versions, newest first, and its tags."""
-    return {
-        "tenant": listing.tenant,
-        "name": listing.name,
-        "versions": [
-            {
-                "number": version.number,
-                "digest": version.digest,
-                "base": version.base_id,
-                "rank": version.max_rank,
-                "created_unix_s": version.created_unix_s,
-                "public": version.is_public,
-            }
-            for version in listing.versions
-        ],
-        "tags": [
-            {"tag": tag.tag, "sides": _sides(tag.targets), "pending": _sides(tag.pending)}
-            for tag in listing.tags
-        ],
-    }
+def recent_state(recent: RecentLoad) -> dict[str, Any]:
+    """The last minute: failures by reason, most frequent first, and the models in use."""
+    failures = sorted(recent.failures.items(), key=lambda item: (-item[1], item[0]))
+    models = [dataclasses.asdict(model) for model in recent.models[:MAX_MODELS]]
+    return {"requests": recent.requests, "failures": failures, "models": models}
+
+
+def num_resident(views: Iterable[WorkerView]) -> int:
+    """Adapters that at least one worker holds on its device."""
+    held = (residency for view in views for residency in view.adapters.values())
+    return len({residency.digest for residency in held if residency.tier is Tier.DEVICE})
 
 
 def totals() -> dict[str, Any]:
@@ -91,6 +90,12 @@ def _condition(view: WorkerView) -> str:
     return "ready" if view.ready else "starting"
 
 
+def _place(residency: AdapterResidency, labels: Mapping[str, str]) -> tuple[int, int, str]:
+    """By tier, traffic and name."""
+    name = labels.get(residency.digest, residency.digest)
+    return -residency.tier, -residency.running_requests, name
+
+
 def _resident(residency: AdapterResidency, labels: Mapping[str, str]) -> dict[str, Any]:
     return {
         "ref": labels.get(residency.digest, residency.digest[:19]),
@@ -101,10 +106,6 @@ def _resident(residency: AdapterResidency, labels: Mapping[str, str]) -> dict[st
         "pinned": residency.pinned,
         "running": residency.running_requests,
     }
-
-
-def _sides(sides: Sequence[TagTarget]) -> list[dict[str, int]]:
-    return [{"number": side.version, "weight": side.weight} for side in sides]
 
 
 def _sum(counter: Counter, wanted: Mapping[str, str]) -> float:
@@ -125,10 +126,3 @@ def _buckets(histogram: Histogram) -> list[tuple[float | None, float]]:
                 bound = float(sample.labels["le"])
                 counts[bound] = counts.get(bound, 0.0) + sample.value
     return [(None if bound == float("inf") else bound, counts[bound]) for bound in sorted(counts)]
-
-
-def found(listings: Iterable[Listing], search: str, limit: int) -> tuple[list[Listing], int]:
-    """The first `limit` listings whose name or tenant contains the text, and their total number."""
-    needle = search.strip().lower()
-    matching = [one for one in listings if needle in f"{one.tenant}/{one.name}".lower()]
-    return matching[:limit], len(matching)

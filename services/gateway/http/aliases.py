@@ -58,7 +58,7 @@ class AliasEndpoints:
     async def load(self, request: Request, *, in_place: bool) -> Response:
         """POST load_lora_adapter: a name that exists is replaced only in place."""
         caller = await self._caller(request)
-        fields = await read_json(request, caller.tenant)
+        fields = await read_json(request, caller)
         name, folder, in_place = parse_load(fields, in_place=in_place)
         version = await self._folders.load(
             api_key_of(request), caller, name, folder, in_place=in_place
@@ -71,7 +71,7 @@ class AliasEndpoints:
     async def unload(self, request: Request) -> Response:
         """POST unload_lora_adapter: deletes all versions, if `load` made them."""
         caller = await self._caller(request)
-        name = parse_unload(await read_json(request, caller.tenant))
+        name = parse_unload(await read_json(request, caller))
         async with self._client(api_key_of(request)) as registry:
             found = [
                 version

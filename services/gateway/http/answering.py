@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -22,6 +23,7 @@ from loraplex_services.gateway.http.sse import (
     Renamed,
     StreamFormat,
     compact_json,
+    json_in_parts,
     until_gone,
 )
 from loraplex_services.gateway.metrics import REQUESTS
@@ -30,6 +32,10 @@ from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import with_names
 from loraplex_services.gateway.text.chat_style import overridden
 from loraplex_services.gateway.tools.call_grammar import call_grammar
+
+_MAX_DELTAS_AT_ONCE = 256
+"""Answers of more, and those with logprobs, are formatted in a thread: thousands of logprobs would
+stop the event loop for tenths of a second."""
 
 
 class Answering:
@@ -182,6 +188,15 @@ async def _complete_response(
         await until_gone(request.receive, collect())
     except LoraplexError as error:
         raise renamed(error) from None
-    body = formatter.full_body([choices[index].sum() for index in sorted(choices)])
     REQUESTS.labels("http", "ok").inc()
-    return json_response(body, info.headers())
+    parts = [choices[index] for index in sorted(choices)]
+    sampling = info.call.calls[0].sampling
+    has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+    if not has_logprobs and sum(len(part.text_deltas) for part in parts) <= _MAX_DELTAS_AT_ONCE:
+        return json_response(formatter.full_body([part.sum() for part in parts]), info.headers())
+
+    def formatted() -> bytes:
+        return json_in_parts(formatter.full_body([part.sum() for part in parts])).encode()
+
+    body = await asyncio.to_thread(formatted)
+    return Response(body, media_type="application/json", headers=info.headers())

@@ -188,7 +188,7 @@ class OpenAIEndpoints:
 
     async def _complete(self, request: Request, parse: Parse) -> Any:
         caller = await self._context.caller(request)
-        call = parse(await read_json(request, caller.tenant), origin_of(request, caller.tenant))
+        call = parse(await read_json(request, caller), origin_of(request, caller.tenant))
         return await self._answering.answer(
             request, call, _completion_id(call, request), _FORMATTERS[parse], CHUNKS
         )

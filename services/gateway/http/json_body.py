@@ -1,15 +1,16 @@
-"""Reads JSON bodies. Large ones wait for each other, so that parsing them leaves the event loop
-free for all other requests most of the time."""
+"""Reads JSON bodies. Large ones wait for each other, so that they leave memory and the event loop
+to all other requests."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from starlette.requests import Request
 
 from loraplex.errors import DeadlineExceeded, InvalidRequest
+from loraplex_services.common.callers import Caller
+from loraplex_services.common.large_messages import LargeMessages
 from loraplex_services.common.limits import (
     HTTP_BODY,
     MAX_JSON_BRACKETS,
@@ -17,27 +18,24 @@ from loraplex_services.common.limits import (
     MAX_LARGE_BODIES,
     MAX_LARGE_BODIES_PER_TENANT,
     MAX_LARGE_BODY_S,
-    MAX_SMALL_BODY_BYTES,
+    MAX_SMALL_MESSAGE_BYTES,
 )
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.http.body import parse_object
 
 MAX_BODY_BYTES = HTTP_BODY.max_message_bytes
-_REST = 4.0
-"""For each second that a large body was parsed, seconds until the next one is."""
 
 
 class LargeBodies:
     """The large bodies of one server. `Guard` adds it to the state of every request."""
 
-    def __init__(self, rest: float = _REST) -> None:
-        self._rest = rest
+    def __init__(self, parsed: LargeMessages | None = None) -> None:
         self._read = TenantSlots(MAX_LARGE_BODIES, max_held=MAX_LARGE_BODIES_PER_TENANT)
-        self._parsed = TenantSlots(1)
+        self._parsed = parsed or LargeMessages()
 
-    async def read(self, request: Request, tenant: str) -> dict[str, Any]:
+    async def read(self, request: Request, caller: Caller) -> dict[str, Any]:
         """Raises as `read_json`."""
-        async with self._read.held(tenant, "large bodies"):
+        async with self._read.held(caller.tenant, "large bodies"):
             try:
                 async with asyncio.timeout(MAX_LARGE_BODY_S):
                     raw = await _read_capped(request)
@@ -46,24 +44,16 @@ class LargeBodies:
                     f"the body took longer than {MAX_LARGE_BODY_S} s to arrive",
                     reason="BODY_TOO_SLOW",
                 ) from None
-            return await self.parse(raw, tenant)
+            return await self.parse(raw, caller)
 
-    async def parse(self, raw: bytes, tenant: str) -> dict[str, Any]:
+    async def parse(self, raw: bytes | bytearray, caller: Caller) -> dict[str, Any]:
         """A JSON object; large ones wait. Raises: InvalidRequest, ResourceExhausted."""
-        if len(raw) <= MAX_SMALL_BODY_BYTES:
-            return parse_object(raw)
-        _check_values(raw)
-        await self._parsed.take(tenant, "large bodies")
-        begin_s = time.perf_counter()
-        try:
-            return parse_object(raw)
-        finally:
-            rest_s = self._rest * (time.perf_counter() - begin_s)
-            asyncio.get_running_loop().call_later(rest_s, self._parsed.give, tenant)
+        await self._parsed.turn(caller, len(raw))
+        return parse_object(raw)
 
 
-async def read_json(request: Request, tenant: str) -> dict[str, Any]:
-    """The body as an object; large ones of `tenant` wait for each other.
+async def read_json(request: Request, caller: Caller) -> dict[str, Any]:
+    """The body as an object; large ones of a tenant wait for each other.
 
     Raises:
         InvalidRequest: for type, size and syntax.
@@ -79,35 +69,36 @@ async def read_json(request: Request, tenant: str) -> dict[str, Any]:
     num_bytes = int(declared) if declared.isdecimal() else MAX_BODY_BYTES
     if num_bytes > MAX_BODY_BYTES:
         raise _too_large()
-    if num_bytes <= MAX_SMALL_BODY_BYTES:
+    if num_bytes <= MAX_SMALL_MESSAGE_BYTES:
         return parse_object(await _read_capped(request))
     bodies: LargeBodies = request.state.large_bodies
-    return await bodies.read(request, tenant)
+    return await bodies.read(request, caller)
 
 
-async def _read_capped(request: Request) -> bytes:
-    """The body. Raises: InvalidRequest if it is too large."""
+async def _read_capped(request: Request) -> bytearray:
+    """The body. Raises: InvalidRequest if it is too large, or has so many values that parsing it
+    stops the event loop.
+
+    Characters within strings count, too: to tell them apart takes as long as to parse the body.
+    They are counted as they come, because that takes a millisecond for each megabyte.
+    """
     body = bytearray()
+    num_commas = num_brackets = 0
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise _too_large()
-    return bytes(body)
-
-
-def _check_values(raw: bytes) -> None:
-    """Raises InvalidRequest if the body has so many values that parsing it stops the event loop.
-
-    Characters within strings count, too: to tell them apart takes as long as to parse the body.
-    """
-    for what, count, most in (
-        ("commas", raw.count(b","), MAX_JSON_COMMAS),
-        ("opening brackets", raw.count(b"{") + raw.count(b"["), MAX_JSON_BRACKETS),
-    ):
-        if count > most:
-            raise InvalidRequest(
-                f"the body has {count} {what}; send at most {most}", reason="BODY_TOO_COMPLEX"
-            )
+        num_commas += chunk.count(b",")
+        num_brackets += chunk.count(b"{") + chunk.count(b"[")
+        for what, count, most in (
+            ("commas", num_commas, MAX_JSON_COMMAS),
+            ("opening brackets", num_brackets, MAX_JSON_BRACKETS),
+        ):
+            if count > most:
+                raise InvalidRequest(
+                    f"the body has more than {most} {what}; send fewer", reason="BODY_TOO_COMPLEX"
+                )
+    return body
 
 
 def _too_large() -> InvalidRequest:

@@ -6,7 +6,7 @@ from typing import Any
 
 from loraplex.api.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.gateway.http.body import STRING, TOKEN_IDS, Body, Schema, bad_type, is_id
+from loraplex_services.gateway.http.body import STRING, TOKEN_IDS, Body, Schema, are_ids, bad_type
 from loraplex_services.gateway.http.tool_choice import template_messages
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
@@ -39,7 +39,7 @@ def parse_prompts(field: str, value: Any, add_special_tokens: bool) -> list[Prom
         raise InvalidRequest.field(field, "", f"the {field} is missing or empty")
     if not isinstance(value, list):
         raise _bad_prompt(field, value)
-    if all(is_id(item) for item in value):
+    if are_ids(value):
         return [TokenPrompt(tuple(value))]
     if len(value) > MAX_PROMPTS:
         raise InvalidRequest.field(field, len(value), f"at most {MAX_PROMPTS} prompts at once")
@@ -49,7 +49,7 @@ def parse_prompts(field: str, value: Any, add_special_tokens: bool) -> list[Prom
 def _listed_prompt(field: str, item: Any, add_special_tokens: bool) -> Prompt:
     if isinstance(item, str):
         return TextPrompt(item, add_special_tokens)
-    if isinstance(item, list) and all(is_id(token_id) for token_id in item):
+    if are_ids(item):
         return TokenPrompt(tuple(item))
     raise _bad_prompt(field, item)
 

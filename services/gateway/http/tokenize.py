@@ -90,7 +90,7 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
-        call = parse_tokenize(await read_json(request, caller.tenant))
+        call = parse_tokenize(await read_json(request, caller))
         served, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, call.field)
         name_of = served.tokenizer.tokens.name_of
         return JSONResponse(
@@ -105,7 +105,7 @@ class TokenizeEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
-        model, ids = parse_detokenize(await read_json(request, caller.tenant))
+        model, ids = parse_detokenize(await read_json(request, caller))
         served = await self._encoder.served(model, caller.tenant, TokenPrompt(ids))
         if len(ids) > served.model.max_model_len:
             raise InvalidRequest.field(

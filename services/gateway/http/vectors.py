@@ -147,8 +147,8 @@ class VectorEndpoints:
         return await self._resolver.target(call)
 
     async def _read(self, request: Request) -> tuple[Fields, Origin]:
-        tenant = (await self._caller(request)).tenant
-        return await read_json(request, tenant), origin_of(request, tenant)
+        caller = await self._caller(request)
+        return await read_json(request, caller), origin_of(request, caller.tenant)
 
 
 async def _answered(

@@ -15,6 +15,7 @@ from loraplex.api.registry import TenantLimits
 from loraplex.api.request import ChatPrompt
 from loraplex.api.sampling import GrammarTokens
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from loraplex_services.common.tracing import Span, Tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
 from loraplex_services.gateway.admission.queue import AdmissionRequest, deadline_infeasible
@@ -34,6 +35,7 @@ from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_id
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest, scaled
 from loraplex_services.gateway.pipeline.recent import CANCELLED, OK
 from loraplex_services.gateway.pipeline.sampling import resolve
+from loraplex_services.gateway.pipeline.spans import end_refused, end_span
 from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory
@@ -78,7 +80,9 @@ class Generation:
         *,
         max_request_s: float,
         draw_seed: Callable[[], int] = draw_seed,
+        tracer: Tracer | None = None,
     ) -> None:
+        """`tracer` begins a span for each request; None = none is exported."""
         self._resolver = resolver
         self._fleet = fleet
         self._adapter_text = adapter_text
@@ -90,6 +94,7 @@ class Generation:
         self._tenants = tenants
         self._max_request_s = max_request_s
         self._draw_seed = draw_seed
+        self._tracer = tracer or Tracer()
         self._is_draining = False
         self.usage = UsageCounter()
 
@@ -102,13 +107,17 @@ class Generation:
 
         Raises: ResourceExhausted, NotFound, InvalidRequest, Unsupported, Unavailable.
         """
+        span = self._tracer.begin("gateway request", call.trace, now_s())
         try:
-            return await self._prepared(call)
+            prepared = await self._prepared(call, span)
         except LoraplexError as error:
             self.usage.refuse(call, error)
+            end_refused(span, call, error)
             raise
+        span.child("prepare", prepared.arrival_s, now_s())
+        return prepared
 
-    async def _prepared(self, call: GenerateCall) -> PreparedRequest:
+    async def _prepared(self, call: GenerateCall, span: Span) -> PreparedRequest:
         if self._is_draining:
             raise Unavailable(
                 "this gateway is draining; retry at another one",
@@ -153,6 +162,7 @@ class Generation:
             grammar_tokens=_grammar_tokens(target, tokenizer.added),
             usage=Usage(prompt_tokens=len(prompt_ids)),
             labels={adapter.digest: adapter.label for adapter in target.adapters},
+            span=span,
         )
 
     async def charge_request(self, tenant: str) -> TenantLimits:
@@ -197,6 +207,7 @@ class Generation:
             raise
         finally:
             self.usage.add(prepared, outcome)
+            end_span(prepared, outcome)
 
     async def _counted(self, prepared: PreparedRequest) -> TextDeltas:
         base_id = prepared.base.base_id
@@ -235,7 +246,9 @@ class Generation:
                 )
                 request = self._admission_request(prepared)
                 await enter(self._concurrency.held(limits, request.cost))
+                offered_s = now_s()
                 permit = await enter(self._controller.admit(request))
+                prepared.span.child("queue", offered_s, now_s())
                 self._check_deadline(prepared)
             except LoraplexError as error:
                 REJECTIONS.labels(error.reason).inc()

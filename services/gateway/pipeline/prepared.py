@@ -10,6 +10,7 @@ from loraplex.api.pooling import Pooling
 from loraplex.api.registry import TenantLimits
 from loraplex.api.request import AdapterSet, TextPrompt, WorkerRequest
 from loraplex.api.sampling import Grammar, GrammarTokens
+from loraplex_services.common.tracing import Span
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
 from loraplex_services.gateway.request import (
@@ -46,6 +47,7 @@ class PreparedRequest:
     """Counts grow while the request runs."""
     labels: dict[str, str] = field(default_factory=dict)
     """tenant/name:vN by digest of the adapters that it has run with; grows if it follows a tag."""
+    span: Span = field(default_factory=Span)
 
     @property
     def adapter_set(self) -> AdapterSet:
@@ -88,7 +90,7 @@ class PreparedRequest:
             sample_index=sample_index,
             cache_salt=call.cache_salt or call.tenant,
             priority=call.priority,
-            trace=call.trace,
+            trace=self.span.traceparent,
             grammar=grammar,
             grammar_tokens=GrammarTokens() if grammar is None else self.grammar_tokens,
             pooling=self.pooling,

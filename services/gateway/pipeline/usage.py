@@ -8,6 +8,13 @@ import time
 
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.metrics import (
+    ADAPTER_REQUESTS,
+    ADAPTER_TOKENS,
+    TENANT_REQUESTS,
+    TENANT_TOKENS,
+)
+from loraplex_services.gateway.pipeline.label_limits import OTHER, LabelledCounters
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.pipeline.recent import CANCELLED, OK, RecentRequests
 from loraplex_services.gateway.registry.usage_reports import DailyUsageKey, UsageByKey, UsageCounts
@@ -16,9 +23,10 @@ from loraplex_services.gateway.request import GenerateCall, Target
 logger = logging.getLogger(__name__)
 
 MAX_KEYS = 5_000
-"""Days, tenants and models that are counted apart between two reports."""
-OTHER = "other"
-"""Models beyond that."""
+"""Days, tenants and models that are counted apart between two reports; models beyond them are
+counted as `OTHER`."""
+_BY_TENANT = LabelledCounters(TENANT_REQUESTS, TENANT_TOKENS)
+_BY_ADAPTER = LabelledCounters(ADAPTER_REQUESTS, ADAPTER_TOKENS)
 
 
 class UsageCounter:
@@ -52,9 +60,19 @@ class UsageCounter:
             generated_tokens=usage.completion_tokens,
             duration_s=duration_s,
         )
+        is_failure = outcome not in (OK, CANCELLED)
+        shown = "failed" if is_failure else outcome
+        tokens = {
+            "prompt": usage.prompt_tokens,
+            "cached": usage.cached_tokens,
+            "generated": usage.completion_tokens,
+        }
+        _BY_TENANT.count(tenant, shown, tokens)
+        if prepared.target.adapters:
+            _BY_ADAPTER.count(model, shown, tokens)
         counts = self._of(_today(), tenant, model)
         counts.requests += 1
-        counts.errors += outcome not in (OK, CANCELLED)
+        counts.errors += is_failure
         counts.prompt_tokens += usage.prompt_tokens
         counts.cached_tokens += usage.cached_tokens
         counts.generated_tokens += usage.completion_tokens

@@ -116,7 +116,7 @@ class RegistrySnapshot:
 
     def latest(self, tenant: str) -> Iterator[Version]:
         """The latest version of each adapter that a tenant may run, by tenant and name."""
-        for owner, name in self._perhaps_visible(tenant):
+        for owner, name in self.perhaps_visible(tenant):
             entry = self._entries[owner, name]
             version = self.find(Ref(owner, name, tag=LATEST), "") or _newest(entry)
             if version is not None and version.visible_to(tenant):
@@ -124,7 +124,7 @@ class RegistrySnapshot:
 
     def listings(self, tenant: str) -> Iterator[Listing]:
         """The adapters a tenant may run with versions and tags, ordered by tenant and name."""
-        for owner, name in self._perhaps_visible(tenant):
+        for owner, name in self.perhaps_visible(tenant):
             if listing := self.listing(owner, name, tenant):
                 yield listing
 
@@ -161,7 +161,7 @@ class RegistrySnapshot:
         self._by_owner.setdefault(tenant, set()).add(key)
         return self._entries.setdefault(key, _Entry())
 
-    def _perhaps_visible(self, tenant: str) -> list[Adapter]:
+    def perhaps_visible(self, tenant: str) -> list[Adapter]:
         """A tenant's own adapters, and all that may be for others too, in order. Takes no time for
         the private adapters of other tenants."""
         return sorted(self._by_owner.get(tenant, set()) | self._for_others)

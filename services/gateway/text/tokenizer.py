@@ -53,6 +53,11 @@ class BaseTokenizer:
         """Tokens beyond the base's."""
         self.style = detected(self._chat.template if self._chat else "")
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether there is a chat template."""
+        return self._chat is not None
+
     def with_tokens(self, added: Sequence[AddedToken]) -> BaseTokenizer:
         """A tokenizer with more tokens, whose ids follow the last one; both share large data.
 
@@ -184,6 +189,7 @@ class IdsOnly:
         self.tokens = TokenBytes(empty)
         self.added: tuple[AddedToken, ...] = ()
         self.style = ChatStyle()
+        self.can_chat = False
 
     async def encode(
         self,

@@ -95,9 +95,9 @@ class WorkerSession:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         request = job.request
         wire_id = f"{request.request_id}.{request.sample_index}.{next(self._numbers)}"
-        stream = TokenStream(lambda: self._cancel(wire_id), self._pacer)
+        stream = TokenStream(lambda: self._cancel(wire_id), self._pacer, request.tenant)
         self._streams[wire_id] = stream
-        self._pacer.num_streams += 1
+        self._pacer.opened(request.tenant)
         num_tokens = len(request.prompt_ids) + len(request.output_ids)
         self._prompt_tokens[wire_id] = num_tokens
         self.in_flight_tokens += num_tokens
@@ -197,9 +197,9 @@ class WorkerSession:
 
     def _forget(self, wire_id: str) -> bool:
         self.in_flight_tokens -= self._prompt_tokens.pop(wire_id, 0)
-        if self._streams.pop(wire_id, None) is None:
+        if (stream := self._streams.pop(wire_id, None)) is None:
             return False
-        self._pacer.num_streams -= 1
+        self._pacer.closed(stream.tenant)
         self._drop_adapters(wire_id)
         return True
 
@@ -221,7 +221,7 @@ class WorkerSession:
     def _fail_all(self) -> None:
         for stream in self._streams.values():
             stream.fail(WorkerLost(f"the connection to worker {self.worker_id} was lost"))
-        self._pacer.num_streams -= len(self._streams)
+            self._pacer.closed(stream.tenant)
         self._streams.clear()
         self._prompt_tokens.clear()
         self.in_flight_tokens = 0

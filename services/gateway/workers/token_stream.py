@@ -4,13 +4,14 @@ A reader that is slower than the engine takes several steps as one event. If man
 once, or if the whole gateway is late, readers are woken less often and find more each time: a
 message to a client costs nearly the same whether it carries one token or ten. The readers of one
 step are woken one after another, each in its own iteration of the event loop, so that a new request
-need not wait for all of them. First and last tokens are never delayed.
+need not wait for all of them. First and last tokens are never delayed. Each tenant has its part of
+the messages: the many streams of one do not make those of another come in larger pieces.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from loraplex.errors import LoraplexError
@@ -28,24 +29,33 @@ _MOST_GATHER_S = 0.05
 class WakeupPacer:
     """Decides how often the readers of one gateway are woken."""
 
-    __slots__ = ("_due", "_lag_s", "num_streams")
+    __slots__ = ("_due", "_lag_s", "_num_streams")
 
     def __init__(self) -> None:
-        self.num_streams = 0
-        """Streams that are open at this gateway."""
+        self._num_streams: Counter[str] = Counter()
+        """Open streams of each tenant. No empty entries."""
         self._lag_s = 0.0
         """Moving mean of the seconds that tokens wait for a reader that was woken."""
         self._due: deque[TokenStream] = deque()
         """Streams whose readers are due."""
 
-    @property
-    def gather_s(self) -> float:
-        """The least number of seconds between two wake-ups of one reader.
+    def opened(self, tenant: str) -> None:
+        """A stream more."""
+        self._num_streams[tenant] += 1
 
-        Messages to all readers then take half of a core. A gateway that is late anyway wakes them
-        less often still.
+    def closed(self, tenant: str) -> None:
+        """A stream less."""
+        self._num_streams[tenant] -= 1
+        if not self._num_streams[tenant]:
+            del self._num_streams[tenant]
+
+    def gather_s(self, tenant: str) -> float:
+        """The least number of seconds between two wake-ups of one reader of a tenant.
+
+        Messages to all readers then take half of a core, of which each tenant has an equal part. A
+        gateway that is late anyway wakes them less often still.
         """
-        gather_s = 2.0 * _MESSAGE_S * self.num_streams
+        gather_s = 2.0 * _MESSAGE_S * self._num_streams[tenant] * len(self._num_streams)
         late_s = self._lag_s - _FREE_LAG_S
         return min(max(gather_s, late_s * _GATHER_PER_LAG), _MOST_GATHER_S)
 
@@ -79,11 +89,15 @@ class TokenStream:
         "_timer",
         "_waiter",
         "_woken_s",
+        "tenant",
     )
 
-    def __init__(self, cancel: Callable[[], None], pacer: WakeupPacer | None = None) -> None:
+    def __init__(
+        self, cancel: Callable[[], None], pacer: WakeupPacer | None = None, tenant: str = ""
+    ) -> None:
         """`cancel` tells the worker to stop; it may be called more than once."""
         self._cancel = cancel
+        self.tenant = tenant
         self._pacer = pacer if pacer is not None else WakeupPacer()
         self._put_s = self._taken_s = self._woken_s = 0.0
         """When the oldest waiting event came, the reader last took events, and was last woken."""
@@ -144,7 +158,7 @@ class TokenStream:
         if not self._taken_s:
             self.wake()
             return
-        wait_s = self._taken_s + self._pacer.gather_s - now_s()
+        wait_s = self._taken_s + self._pacer.gather_s(self.tenant) - now_s()
         if wait_s > 0:
             self._timer = asyncio.get_running_loop().call_later(wait_s, self.wake)
         else:

@@ -228,12 +228,13 @@ def _kept(found: Found, query: Query, access: Access, scope: str) -> list[Versio
     if not name.startswith(query.name_prefix):
         return []
     live = [record for record in found.versions if not record.deleted]
+    own = found.adapter.labels if found.adapter is not None else {}
     kept = live if query.all_versions else _current(found, live)
     return [
         record
         for record in kept
         if query.base_id in ("", record.base_id)
-        and all(record.labels.get(key) == value for key, value in query.labels)
+        and all(value in (record.labels.get(key), own.get(key)) for key, value in query.labels)
     ]
 
 

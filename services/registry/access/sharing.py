@@ -1,8 +1,10 @@
-"""Sharing of adapters: private, shared with some tenants, or public."""
+"""What may be changed of an adapter, whatever its versions: who may use it, and what is said of
+it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 from loraplex.errors import AdapterNotFound, InvalidRequest
 from loraplex_services.common.objects import ObjectStore
@@ -14,6 +16,7 @@ from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.records import PRIVATE, SHARED, AdapterRecord
 
 MAX_SHARED_WITH = 1000
+MAX_LABELS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class SharingChange:
 
 
 class AdapterSharing:
-    """Changes who may use adapters."""
+    """Changes who may use adapters, and what is said of them."""
 
     def __init__(
         self, store: ObjectStore, catalog: Catalog, versions: Versions, audit: Audit
@@ -46,6 +49,51 @@ class AdapterSharing:
             InvalidRequest: a list of tenants without SHARED, or the other way round.
         """
         _check(wanted)
+        record = await self._changed(tenant, name, lambda held: _changed(held, wanted))
+        details = {
+            "visibility": ("private", "shared", "public")[record.visibility - 1],
+            "shared_with": " ".join(record.shared_with),
+            "pullable": str(record.pullable).lower(),
+        }
+        await self._audit.write(actor, tenant, "adapter.share", f"{tenant}/{name}", details=details)
+        return record
+
+    async def describe(
+        self,
+        tenant: str,
+        name: str,
+        description: str | None,
+        set_labels: Mapping[str, str],
+        remove_labels: Sequence[str],
+        actor: str,
+    ) -> AdapterRecord:
+        """Change description and labels, and return the adapter's record.
+
+        Raises:
+            AdapterNotFound: there is no such adapter.
+            InvalidRequest: too many labels.
+        """
+
+        def changed(held: AdapterRecord) -> AdapterRecord:
+            kept = {key: value for key, value in held.labels.items() if key not in remove_labels}
+            labels = dict(sorted((kept | dict(set_labels)).items()))
+            if len(labels) > MAX_LABELS:
+                why = f"at most {MAX_LABELS} labels of one adapter; remove some"
+                raise InvalidRequest.field("set_labels", f"{len(labels)}", why)
+            text = held.description if description is None else description
+            return dataclasses.replace(held, description=text, labels=labels)
+
+        record = await self._changed(tenant, name, changed)
+        labels = " ".join(sorted(f"{key}={value}" for key, value in record.labels.items()))
+        details = {"description": record.description, "labels": labels}
+        subject = f"{tenant}/{name}"
+        await self._audit.write(actor, tenant, "adapter.describe", subject, details=details)
+        return record
+
+    async def _changed(
+        self, tenant: str, name: str, change: Callable[[AdapterRecord], AdapterRecord]
+    ) -> AdapterRecord:
+        """The record after a change, which is in the index. Raises: AdapterNotFound."""
         live = [record for record in await self._versions.of(tenant, name) if not record.deleted]
         if not live:
             raise AdapterNotFound(f"{tenant}/{name}")
@@ -53,20 +101,14 @@ class AdapterSharing:
 
         def step(current: AdapterRecord | None) -> AdapterRecord | None:
             held = current or AdapterRecord(tenant, name, PRIVATE, generation=0)
-            changed = _changed(held, wanted)
+            changed = change(held)
             if current is not None and changed == current:
                 return None
             return dataclasses.replace(changed, generation=held.generation + 1)
 
         key = layout.adapter(tenant, name)
         record = await documents.change(self._store, key, AdapterRecord, step)
-        assert record is not None, "a shared adapter has a record"
-        details = {
-            "visibility": ("private", "shared", "public")[record.visibility - 1],
-            "shared_with": " ".join(record.shared_with),
-            "pullable": str(record.pullable).lower(),
-        }
-        await self._audit.write(actor, tenant, "adapter.share", f"{tenant}/{name}", details=details)
+        assert record is not None, "a changed adapter has a record"
         items = [adapter_item(record, live)]
         await self._catalog.apply(scope_of(tenant, name), items, operation=operation)
         return record

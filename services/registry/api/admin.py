@@ -11,7 +11,12 @@ from loraplex.refs import check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import current_caller
-from loraplex_services.common.limits import MAX_UPLOAD_STREAMS, MAX_UPLOAD_STREAMS_PER_TENANT
+from loraplex_services.common.limits import (
+    MAX_DESCRIPTION_CHARS,
+    MAX_UPLOAD_STREAMS,
+    MAX_UPLOAD_STREAMS_PER_TENANT,
+    check_chars,
+)
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.registry.access.auth import comes_from_here
 from loraplex_services.registry.access.permissions import Access
@@ -195,6 +200,24 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         )
         record = await self._registry.sharing.set(tenant, name, wanted, access.actor)
         return convert.sharing_to_proto(record)
+
+    async def DescribeAdapter(
+        self, request: pb.DescribeAdapterRequest, context: Any
+    ) -> pb.DescribeAdapterResponse:
+        access = caller_access()
+        tenant, name = parse_name(request.name, access.tenant)
+        access.require("publisher", tenant)
+        convert.check_adapter_labels(request.set_labels, "set_labels")
+        check_chars("description", request.description, MAX_DESCRIPTION_CHARS)
+        record = await self._registry.sharing.describe(
+            tenant,
+            name,
+            request.description if request.HasField("description") else None,
+            request.set_labels,
+            request.remove_labels,
+            access.actor,
+        )
+        return pb.DescribeAdapterResponse(description=record.description, labels=record.labels)
 
     async def CheckKey(self, request: pb.CheckKeyRequest, context: Any) -> pb.CheckKeyResponse:
         caller_access().require_service_or_root()

@@ -26,6 +26,7 @@ from loraplex_services.common.callers import current_caller
 from loraplex_services.common.limits import EPHEMERAL_S, KEPT_VERSIONS, WAIT_S
 from loraplex_services.registry.access.lookup import Cursor, ResolvedVersion
 from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.access.sharing import MAX_LABELS
 from loraplex_services.registry.access.signatures import Offered, checked_keys
 from loraplex_services.registry.publish.uploads import FileState, Options
 from loraplex_services.registry.records import (
@@ -50,7 +51,6 @@ _VISIBILITY = {
     PUBLIC: pb.VISIBILITY_PUBLIC,
 }
 
-MAX_LABELS = 64
 MAX_TAGS = 64
 MAX_LABEL_KEY_CHARS = 63
 MAX_LABEL_VALUE_CHARS = 256
@@ -110,6 +110,14 @@ def check_labels(labels: Mapping[str, str], field: str) -> None:
             raise InvalidRequest.field(f"{field}[{key[:80]}]", value, description)
     if ROPE_FIELD in labels:
         _check_rope_label(labels[ROPE_FIELD], f"{field}[{ROPE_FIELD}]")
+
+
+def check_adapter_labels(labels: Mapping[str, str], field: str) -> None:
+    """Raises InvalidRequest as `check_labels`, and for one that only a version can have."""
+    check_labels(labels, field)
+    if ROPE_FIELD in labels:
+        why = "belongs to a version, which never changes; publish one with this label"
+        raise InvalidRequest.field(f"{field}[{ROPE_FIELD}]", "", why)
 
 
 def _check_rope_label(label: str, field: str) -> None:
@@ -177,6 +185,9 @@ def version_to_proto(
             adapter.shared_with if is_owner else {*adapter.shared_with} & {access.tenant}
         )
         message.pullable = adapter.pullable
+        message.description = adapter.description
+        if adapter.labels:
+            message.adapter_labels.update(adapter.labels)
     return message
 
 

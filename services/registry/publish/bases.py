@@ -8,10 +8,10 @@ from loraplex.adapter_format import AdapterConfig
 from loraplex.errors import (
     AlreadyExists,
     InvalidAdapter,
-    InvalidRequest,
     Unavailable,
     Violation,
 )
+from loraplex.refs import check_base_id
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.index.catalog import Catalog
@@ -20,7 +20,6 @@ from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.publish.base_names import is_copy
 from loraplex_services.registry.records import BaseRecord
 
-MAX_ID_CHARS = 160
 _BASE_FIELD = "adapter_config.json:base_model_name_or_path"
 
 
@@ -38,7 +37,7 @@ class Bases:
             InvalidRequest: the id is malformed.
             AlreadyExists: the id belongs to another base or to an adapter.
         """
-        _check_id(base.base_id)
+        check_base_id(base.base_id, field="base.base_id")
         await self._check_no_adapter(base.base_id)
 
         def step(current: BaseRecord | None) -> BaseRecord | None:
@@ -141,16 +140,6 @@ class Bases:
                 raise AlreadyExists(
                     f"{base_id!r} is the name of an adapter; serve the base under another id"
                 )
-
-
-def _check_id(base_id: str) -> None:
-    printable = base_id.isascii() and base_id.isprintable() and " " not in base_id
-    if not base_id or len(base_id) > MAX_ID_CHARS or not printable or base_id[0] in "-./":
-        raise InvalidRequest.field(
-            "base.base_id",
-            base_id,
-            f"must be 1-{MAX_ID_CHARS} visible ASCII characters and not begin with '-', '.' or '/'",
-        )
 
 
 def _united(aliases: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ class Builder:
     linears: dict[int, WeightRows] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)
     norm_offsets: dict[int, float] = field(default_factory=dict)
+    published: dict[int, WeightRows] = field(default_factory=dict)
     _query_scales: Tensor | None = None
     _codes: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """Linears by their scheme and by whether their products read codes."""
@@ -104,7 +105,12 @@ class Builder:
             how = "kept in codes" if is_kept else "dequantised, as no kernel here reads them"
             logger.info("quantised weights: %d linears of %s are %s", count, scheme, how)
         sites = SiteWeights(
-            self.sites.build(), self.linears, self.biases, self.norm_offsets, self.shard
+            self.sites.build(),
+            self.linears,
+            self.biases,
+            self.norm_offsets,
+            self.shard,
+            self.published,
         )
         return Decoder(config, embedding, layers, norm, head, score, sites)
 
@@ -305,17 +311,19 @@ class Builder:
                 description = "differs from the embedding, but tie_word_embeddings is true"
                 raise InvalidRequest.field("lm_head.weight", "present", description)
         vocab_size, width = self.config.vocab_size, self.config.hidden_size
-        base = self._head_base(name, table)
         site_id = self.sites.add(-1, LM_HEAD, width, [("lm_head", vocab_size)])
+        base = self._head_base(site_id, name, table)
         self.linears[site_id] = self._rows_of(base, [(name, vocab_size)], width)
         if self.shard.size > 1:  # what adapters add to the head is computed on rank 0
             base = GatheredLinear(base, vocab_size, self.operators.ranks)
         return LoraLinear(site_id, base, None, self.operators.add_lora())
 
-    def _head_base(self, name: str, table: Tensor | None) -> BaseLinear:
+    def _head_base(self, site_id: int, name: str, table: Tensor | None) -> BaseLinear:
         """The head's product; `table` is its weight where that is the embedding."""
         shape = self.config.vocab_size, self.config.hidden_size
         if (codes := self.weights.take_codes(f"{name}.weight", shape)) is not None:
+            if codes.published is not None:
+                self.published[site_id] = codes.published
             return self._coded_linear(codes)
         if table is None:
             table = self._vocabulary_rows(f"{name}.weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -89,6 +89,8 @@ class SiteWeights:
     """By site id: added to a norm's weight, a trained one included; 0 where absent."""
     shard: Shard = ONLY
     """Which part of each site the layers have; `table` and `linears` tell of the whole."""
+    published: Mapping[int, WeightRows] = field(default_factory=dict)
+    """By site id: the weight as it was published, where it was quantised when it was loaded."""
 
     @property
     def own_table(self) -> SiteTable:

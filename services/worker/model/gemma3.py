@@ -37,15 +37,15 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
 
 
 def _read_ropes(reader: ModelConfigReader) -> dict[str, RopeConfig]:
-    """Rotary embedding per layer type; older files scale the full layers' only."""
+    """Rotary embedding per layer type; `rope_scaling` changes that of the full layers only."""
     theta = reader.number("rope_theta", GLOBAL_THETA)
     local_theta = reader.number("rope_local_base_freq", LOCAL_THETA)
     scaling = reader.get("rope_scaling", {})
-    params = reader.get("rope_parameters", {FULL: scaling, SLIDING: {}})
+    params = reader.get("rope_parameters", {FULL: {}, SLIDING: {}})
     if SLIDING not in params or FULL not in params:
         raise reader.refuse("rope_parameters", params, f"must have {FULL} and {SLIDING}")
     return {
-        FULL: rope_from_params(reader, _used(params[FULL]), 1, theta),
+        FULL: rope_from_params(reader, _used({**(params[FULL] or {}), **scaling}), 1, theta),
         SLIDING: rope_from_params(reader, _used(params[SLIDING]), 1, local_theta),
     }
 

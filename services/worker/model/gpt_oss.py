@@ -32,6 +32,7 @@ from loraplex_services.worker.model.plain import (
     read_plain,
     windows_of,
 )
+from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
 from loraplex_services.worker.types.sharding import WHOLE
 
@@ -57,8 +58,8 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
         reader.get(key)
     _check_quantisation(reader)
     reader.expect("hidden_act", ("silu",), "silu")  # of the gate, which is clamped
-    rope = reader.get("rope_parameters", reader.get("rope_scaling", ROPE))
-    own = reader.replaced("rope_parameters", rope)
+    rope = rope_parameters(reader, ROPE)
+    own = reader.without("rope_scaling").replaced("rope_parameters", rope)
     config = read_plain(own, "gpt_oss", eos_token_ids, DEFAULTS)
     default = [FULL if layer % 2 else SLIDING for layer in range(config.num_layers)]
     types = read_layer_types(reader, config.num_layers, default)

@@ -10,6 +10,7 @@ from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
+from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.types.model_config import ModelConfig, QueryScale
 
 DEFAULTS = Defaults(
@@ -22,13 +23,12 @@ REPEATED = "max_position_embeddings"
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json."""
-    params = reader.get("rope_parameters", reader.get("rope_scaling"))
+    params = rope_parameters(reader)
     if not isinstance(params, dict):
         raise reader.refuse("rope_parameters", params, "must be an object")
     rope = {key: value for key, value in params.items() if key not in (BETA, REPEATED)}
-    config = read_plain(
-        reader.replaced("rope_parameters", rope), "ministral3", eos_token_ids, DEFAULTS
-    )
+    own = reader.without("rope_scaling").replaced("rope_parameters", rope)
+    config = read_plain(own, "ministral3", eos_token_ids, DEFAULTS)
     window = None if reader.get("sliding_window") is None else reader.integer("sliding_window")
     return replace(
         config,

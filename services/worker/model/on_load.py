@@ -7,6 +7,7 @@ head becomes int8 in both: it is as sensitive as it is large. Embeddings, norms 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,7 +52,10 @@ class QuantisedOnLoad:
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
         """See `load.Weights`."""
         weight = self._files.take(name, shape)
-        return int8(weight) if self._scheme == INT8 or name in _HEADS else int4(weight)
+        if name in _HEADS:
+            rows, columns = shape
+            return replace(int8(weight), published=self.rows_in_files([(name, rows)], columns))
+        return int8(weight) if self._scheme == INT8 else int4(weight)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """See `load.Weights`."""

@@ -18,6 +18,7 @@ from loraplex_services.worker.model.decoder import Decoder, Mixer, Mlp
 from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import FULL, Defaults, read_plain
 from loraplex_services.worker.model.qwen_moe import read_moe
+from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
 from loraplex_services.worker.ops.recurrence.backend import DeltaWeights
 from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
@@ -83,12 +84,13 @@ def _read(
 
 def _of_text(reader: ModelConfigReader) -> ModelConfigReader:
     """A reader whose rotary embedding is that of texts."""
-    params = reader.get("rope_parameters", reader.get("rope_scaling", {}))
+    params = rope_parameters(reader, {})
     if not isinstance(params, dict):
         raise reader.refuse("rope_parameters", params, "must be an object")
     kept = {key: value for key, value in params.items() if key not in OF_IMAGES}
     part = reader.number("partial_rotary_factor", PARTIAL_ROTARY)
-    return reader.replaced("rope_parameters", kept).replaced("partial_rotary_factor", part)
+    own = reader.without("rope_scaling").replaced("rope_parameters", kept)
+    return own.replaced("partial_rotary_factor", part)
 
 
 def _read_recurrence(reader: ModelConfigReader, num_layers: int) -> RecurrenceConfig:

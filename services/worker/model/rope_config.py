@@ -42,19 +42,27 @@ def read_rope(
 ) -> RopeConfig:
     """The one rotary embedding of a model whose layers share it.
 
-    New files hold `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
     `default_original`: what an absent `original_max_position_embeddings` of the config means, in
     families that have the key.
     """
     theta = reader.number("rope_theta", default_theta)
     partial = reader.number("partial_rotary_factor", 1.0)
-    scaling = reader.get("rope_scaling", {})
-    params = reader.get("rope_parameters", scaling)
+    params = rope_parameters(reader, {})
     if not isinstance(params, dict):
         raise reader.refuse("rope_parameters", params, "must be an object")
     if kind_of(params) in _WITH_ORIGINAL:
         params = _with_original(reader, params, default_original)
     return rope_from_params(reader, params, head_dim, theta, partial)
+
+
+def rope_parameters(reader: ModelConfigReader, default: Any = None) -> Any:
+    """What the config says of its rotary embedding.
+
+    New files hold `rope_parameters`, older ones `rope_theta` and `rope_scaling`. People add the
+    latter to new files, too, and it goes first, as in transformers.
+    """
+    newer = reader.get("rope_parameters", default)
+    return reader.get("rope_scaling") or newer
 
 
 def kind_of(params: dict[str, Any]) -> str:

@@ -34,11 +34,15 @@ class ArenaSize:
             step_bytes: runs the largest step and says what it needs in addition to them.
 
         Raises:
-            InvalidRequest: nothing is left, or the setting means nothing on this device.
+            InvalidRequest: nothing is left, more is asked for than the device has, or the setting
+                means nothing on this device.
         """
         if self.gpu_utilization and not is_gpu:
             why = "the worker computes on the CPU; set --kv-memory, in bytes or percent"
             raise InvalidRequest.field("gpu_memory_utilization", self.gpu_utilization, why)
+        if self.num_bytes > memory.total_bytes:
+            why = f"is more than the {memory.total_bytes} bytes of memory that there are; lower it"
+            raise InvalidRequest.field("kv_memory", self.num_bytes, why)
         if self.num_bytes:
             return self.num_bytes
         if self.share:

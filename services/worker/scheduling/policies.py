@@ -178,11 +178,20 @@ class VirtualCounters:
 
     def is_least_served(self, name: Hashable, now: float) -> bool:
         """Whether nobody present, or expected back, was served less than `name`."""
-        while self.left_s and now - next(iter(self.left_s.values())) > EXPECTED_BACK_S:
-            del self.left_s[next(iter(self.left_s))]
+        self._expect(now)
         served = self.accounts[name].served
         expected = (self.accounts[other] for other in self.left_s if other in self.accounts)
         return not any(other.served < served for other in (*self.present.values(), *expected))
+
+    def num_expected(self, now: float) -> int:
+        """How many are present, or expected back."""
+        self._expect(now)
+        return len(self.present) + len(self.left_s)
+
+    def _expect(self, now: float) -> None:
+        """Nobody who left long ago."""
+        while self.left_s and now - next(iter(self.left_s.values())) > EXPECTED_BACK_S:
+            del self.left_s[next(iter(self.left_s))]
 
     def _forget(self) -> None:
         """Drop the absent whom an arrival would lift anyway, or all if nobody is present."""

@@ -8,7 +8,7 @@ token a step in flight chooses have nothing left to compute.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -28,6 +28,8 @@ class Member:
     num_placed: int = 0
     """Positions that have a block."""
     is_decoding: bool = False
+    last_turn: int = -1
+    """The last step in which it decoded while others of its tenant sat out."""
 
     def row(self, num_tokens: int) -> PlannedRow:
         """Compute the next `num_tokens` positions."""
@@ -113,8 +115,8 @@ class RunningBatch:
         elif self.prompts.pop(request_id, None) is None:
             del self.ending[request_id]
 
-    def decode_rows(self) -> list[PlannedRow]:
-        """A row for every request that decodes and need not wait."""
+    def decode_rows(self, sitting_out: Collection[Member] = ()) -> list[PlannedRow]:
+        """A row for every request that decodes, need not wait and does not sit out."""
         return [
             PlannedRow(
                 request,
@@ -125,7 +127,7 @@ class RunningBatch:
                 request.in_flight_output if request.num_in_flight_tokens else None,
             )
             for member in self.decoding
-            if not (request := member.request).must_wait
+            if not (request := member.request).must_wait and member not in sitting_out
         ]
 
     def check_integrity(self, tokens_per_block: int) -> None:

@@ -31,13 +31,13 @@ class UncachedPrompts:
         self._budget = budget
         self._running = running
         self._max_tokens = self._tokens_left = self._num_started = 0
-        self._has_others_due = False
+        self.has_others_due = False
         """Whether the last step left out rows that use the cache."""
 
     def begin_step(self) -> None:
         """A step is about to be planned."""
         self._max_tokens = self._budget.max_whole_tokens(self._running)
-        self._tokens_left = 0 if self._has_others_due else self._max_tokens
+        self._tokens_left = 0 if self.has_others_due else self._max_tokens
         self._num_started = 0
 
     def accepts(self, request: Request) -> bool:
@@ -58,7 +58,7 @@ class UncachedPrompts:
 
     def choose(self, rows: list[PlannedRow]) -> list[PlannedRow]:
         """Of all rows that a step could have, those that it has."""
-        self._has_others_due = 0 < self._num_started < len(rows)
+        self.has_others_due = 0 < self._num_started < len(rows)
         return [row for row in rows if row.request.without_cache] if self._num_started else rows
 
 

@@ -19,6 +19,7 @@ from loraplex.api.residency import AdapterResidency
 from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.refs import check_digest
+from loraplex_services.common.tracing import Tracer
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
 from loraplex_services.worker.grammars.checker import GrammarChecker
@@ -33,9 +34,17 @@ from loraplex_services.worker.server.sessions import (
     ServerRequests,
     StepNews,
 )
+from loraplex_services.worker.server.spans import end_span
 from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.server.validation import IntakeLimits, check_request
-from loraplex_services.worker.types.messages import Cancel, EngineReady, Gone, StepOutput, Submit
+from loraplex_services.worker.types.messages import (
+    Cancel,
+    EngineReady,
+    Gone,
+    StepOutput,
+    Submit,
+    TokenOutput,
+)
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -45,12 +54,17 @@ class ApiServer:
     """Validates requests, passes them to the engine and hands their tokens to sessions."""
 
     def __init__(
-        self, status: StatusBoard, max_adapters: int, on_ready: Callable[[bool], None]
+        self,
+        status: StatusBoard,
+        max_adapters: int,
+        on_ready: Callable[[bool], None],
+        tracer: Tracer,
     ) -> None:
         """`max_adapters` bounds one request; `on_ready` hears when readiness may have changed."""
         self.status = status
         self._max_adapters = max_adapters
         self._on_ready = on_ready
+        self._tracer = tracer
         self._client: EngineClient
         self._fetcher: AdapterFetcher
         self._bundle: TokenizerBundle
@@ -118,7 +132,7 @@ class ApiServer:
         request = self._live.get(key)
         if request is not None and request.grammar_check is not None:
             request.grammar_check.cancel()
-        self._end(key)
+        self._end(key, "cancelled")
         metrics.count_end("cancelled")
         if self._client.is_up:
             self._client.send(Cancel(key))
@@ -170,12 +184,13 @@ class ApiServer:
         new = [(request, token) for request, token in found if request is not None]
         metrics.observe_step(new, time.monotonic())
         for request, token in new:
+            request.first_step = request.first_step or output.step
             self._guard.settled(token.request_id)
             if token.finish_reason:
                 self._guard.finished(request.crash_key)
-                self._end(token.request_id)
+                self._end(token.request_id, "ok", token, output.step)
         for failure in output.failures:
-            if self._end(failure.request_id):
+            if self._end(failure.request_id, failure.error.reason.lower()):
                 metrics.count_end("error")
         for session, parcel in news.items():
             session.push(parcel)
@@ -193,6 +208,7 @@ class ApiServer:
             if request.grammar_check is not None:
                 request.grammar_check.cancel()
             self._fetcher.release(request.digests)
+            end_span(request, error.reason.lower())
         self._idle.set()
         for session in self._sessions:
             session.end(error)
@@ -241,6 +257,7 @@ class ApiServer:
         came_s = time.monotonic()
         num_prompt = len(asked.prompt_ids)
         request = ServerRequest(session, asked.request_id, digests, num_prompt, came_s, crash)
+        request.span = self._tracer.begin("worker request", asked.trace, came_s)
         key = self._live.add(request)
         self._idle.clear()
         self._fetcher.lease(digests)
@@ -273,15 +290,19 @@ class ApiServer:
         except LoraplexError as error:
             fault = error
         if fault is not None and self._live.get(key) is request:
-            self._end(key)
+            self._end(key, fault.reason.lower())
             metrics.count_end("error")
             news = StepNews(self.status.load.steps, failures=[(request.request_id, fault)])
             request.session.push(news)
 
-    def _end(self, key: str) -> bool:
+    def _end(
+        self, key: str, outcome: str, last: TokenOutput | None = None, last_step: int = 0
+    ) -> bool:
+        """Forget a request; False if it has ended before. `last`: its last output, of that step."""
         request = self._live.remove(key)
         if request is None:
             return False
+        end_span(request, outcome, last, last_step)
         self._guard.settled(key)
         self._fetcher.release(request.digests)
         if not len(self._live):

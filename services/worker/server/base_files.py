@@ -113,7 +113,8 @@ def _token_id(files: dict[str, bytes], key: str, names: Sequence[str]) -> int | 
             if value is None:  # A multimodal base may say it of its text model.
                 value = (config.get("text_config") or {}).get(key)
         except (ValueError, AttributeError) as error:
-            raise InvalidRequest.field("LORAPLEX_MODEL", name, "must hold a JSON object") from error
+            why = f"{name} must hold a JSON object"
+            raise InvalidRequest.field("LORAPLEX_MODEL", name, why) from error
         if type(value) is int and value >= 0:
             return value
     return None

@@ -14,6 +14,7 @@ from loraplex_services.common import env, grpc_server
 from loraplex_services.common.metrics import MetricsServer
 from loraplex_services.common.objects.opening import open_store
 from loraplex_services.common.service_token import ServiceAuth
+from loraplex_services.common.tracing import open_tracer
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
 from loraplex_services.worker.config import MAX_RESIDENT, WorkerConfig, from_env
@@ -38,7 +39,12 @@ async def serve() -> None:
     _check_torch()
     status = StatusBoard()
     ready_changed = asyncio.Event()
-    api_server = ApiServer(status, config.max_request_adapters, lambda _: ready_changed.set())
+    api_server = ApiServer(
+        status,
+        config.max_request_adapters,
+        lambda _: ready_changed.set(),
+        open_tracer("worker", os.environ),
+    )
     server = await grpc_server.start(
         [worker_service(config, api_server)],
         [config.listen],

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from loraplex.errors import LoraplexError, ResourceExhausted
+from loraplex_services.common.tracing import Span
 from loraplex_services.worker.types.messages import Failure, TokenOutput
 
 MAX_UNREAD = 10_000
@@ -34,6 +35,9 @@ class ServerRequest:
     """When its latest token did."""
     num_output: int = 0
     """Tokens that it has generated here."""
+    first_step: int = 0
+    """The engine's step that chose its first token."""
+    span: Span = field(default_factory=Span)
 
 
 @dataclass(slots=True)

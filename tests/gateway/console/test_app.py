@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from loraplex.v1 import registry_pb2
-from loraplex_services.gateway.console import state
+from loraplex_services.gateway.registry.snapshot import Version
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 
@@ -39,9 +39,13 @@ async def _get(stack: Stack, path: str, **headers: str) -> Answer:
 
 
 def _got(url: str, headers: dict[str, str]) -> Answer:
+    return _sent(urllib.request.Request(url, headers=headers))
+
+
+def _sent(request: urllib.request.Request) -> Answer:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(url, headers=headers)) as found:
+        with opener.open(request) as found:
             return Answer(found.status, found.headers, found.read().decode())
     except urllib.error.HTTPError as error:
         return Answer(error.code, error.headers, error.read().decode())
@@ -83,20 +87,50 @@ async def test_state_tells_of_bases_workers_and_load(stack: Stack) -> None:
     assert bounds[-1] is None and bounds[:-1] == sorted(bounds[:-1])
 
 
-async def test_adapters_come_with_versions_tags_and_search(stack: Stack) -> None:
-    stack.registry.put("upper", 1)
-    stack.registry.put("upper", 2)
-    stack.registry.put("lower", 1)
+async def test_adapters_come_in_pages_that_are_filtered_and_sorted(stack: Stack) -> None:
+    for number in range(1, 53):
+        stack.registry.put(f"a{number:02d}", 1)
+    for number in (1, 2, 3, 4, 5):
+        stack.registry.put("upper", number)
     stack.registry.tag("upper", "prod", {1: 1, 2: 3})
     await stack.start()
-    found = (await _get(stack, "/console/adapters?search=UPP")).json()
-    assert found["total"] == 1
-    (upper,) = found["adapters"]
-    assert [version["number"] for version in upper["versions"]] == [2, 1]
-    assert upper["versions"][0]["digest"] == digest_of("upper", 2)
+
+    async def names(query: str) -> tuple[list[str], int, int]:
+        found = (await _get(stack, f"/console/adapters?{query}")).json()
+        return [each["name"] for each in found["adapters"]], found["total"], found["num_pages"]
+
+    first, total, num_pages = await names("")
+    assert (first[0], len(first), total, num_pages) == ("a01", 50, 53, 2)
+    assert (await names("page=2"))[0] == ["a51", "a52", "upper"]
+    assert (await names("page=9"))[0] == []
+    assert (await names("search=UPP"))[:2] == (["upper"], 1)
+    assert (await names("search=prod"))[0] == (await names("tag=prod"))[0] == ["upper"]
+    assert (await names("sort=versions"))[0][0] == "upper"
+    assert (await names("base=other"))[1] == (await names("resident=true"))[1] == 0
+    [upper] = (await _get(stack, "/console/adapters?search=upper")).json()["adapters"]
+    assert [version["number"] for version in upper["versions"]] == [5, 4, 3]
+    assert upper["num_versions"] == 5
+    assert upper["versions"][0]["digest"] == digest_of("upper", 5)
     tags = {tag["tag"]: tag["sides"] for tag in upper["tags"]}
     assert tags["prod"] == [{"number": 1, "weight": 1}, {"number": 2, "weight": 3}]
-    assert (await _get(stack, "/console/adapters")).json()["total"] == 2
+
+
+@pytest.mark.parametrize("query", ["sort=colour", "page=0", "page=x", "page=-1"])
+async def test_bad_queries_are_refused_by_name(stack: Stack, query: str) -> None:
+    await stack.start()
+    answer = await _get(stack, f"/console/adapters?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == query.partition("=")[0]
+
+
+async def test_ten_thousand_adapters_are_listed_a_page_at_a_time(stack: Stack) -> None:
+    await stack.start()
+    snapshot = stack.running._resolver.snapshot
+    for number in range(10_000):
+        snapshot.put_version(Version("default", f"n{number:05d}", 1, f"sha256:{number:064x}", "b"))
+    found = (await _get(stack, "/console/adapters?page=200")).json()
+    assert (found["total"], found["num_pages"], len(found["adapters"])) == (10_000, 200, 50)
+    assert found["adapters"][-1]["name"] == "n09999"
 
 
 async def test_with_keys_the_page_is_open_and_the_facts_are_not(stack: Stack) -> None:
@@ -127,17 +161,56 @@ async def test_other_sites_cannot_reach_it_without_keys(stack: Stack) -> None:
     assert answer.status_code == 403
 
 
-def test_search_is_capped_and_says_how_many_there_are() -> None:
-    listings: Any = [
-        type("L", (), {"tenant": "acme", "name": f"a{place}"})() for place in range(30)
-    ]
-    page, total = state.found(listings, "acme/a1", 5)
-    assert (len(page), total) == (5, 11)
-
-
 @pytest.mark.parametrize("name", ["state", "adapters"])
 async def test_answers_are_plain_json_that_nobody_keeps(stack: Stack, name: str) -> None:
     await stack.start()
     answer = await _get(stack, f"/console/{name}")
     assert answer.headers["cache-control"] == "no-store"
     json.loads(answer.text)
+
+
+async def test_one_adapter_is_shown_to_those_who_may_run_it(stack: Stack) -> None:
+    stack.registry.put("upper", 1)
+    stack.registry.put("upper", 2)
+    stack.registry.put("theirs", tenant="other")
+    await stack.start()
+    await stack.openai().completions.create(model="upper", prompt="a", max_tokens=1)
+    shown = (await _get(stack, "/console/adapter?name=upper")).json()
+    assert [version["number"] for version in shown["versions"]] == [2, 1]
+    assert shown["last_minute"]["requests"] == 1 and shown["may_change"]
+    for name, status in (("other/theirs", 404), ("nobody", 404), ("a/b/c", 400), ("", 400)):
+        assert (await _get(stack, f"/console/adapter?name={name}")).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"name": "upper", "action": "burn"}, "action"),
+        ({"name": "upper", "action": "tag", "tag": "prod", "targets": [1]}, "targets"),
+        ({"name": "upper", "action": "tag", "tag": "prod", "targets": {"1": "x"}}, "targets"),
+        ({"name": "upper", "action": "tag", "tag": "prod", "targets": {"one": 1}}, "targets"),
+        ({"name": "up per", "action": "delete", "version": 1}, "name"),
+        ({"name": "upper", "action": "delete", "version": "1"}, "version"),
+        ({"name": "upper", "action": "delete", "version": 1, "all": True}, "all"),
+    ],
+)
+async def test_changes_that_are_not_understood_name_the_field(
+    stack: Stack, body: dict[str, Any], param: str
+) -> None:
+    await stack.start()
+    request = urllib.request.Request(
+        f"{stack.url}/console/adapter",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    answer = await asyncio.to_thread(_sent, request)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_form_of_another_site_changes_nothing(stack: Stack) -> None:
+    await stack.start()
+    body = json.dumps({"name": "upper", "action": "delete", "version": 1}).encode()
+    plain = urllib.request.Request(
+        f"{stack.url}/console/adapter", body, {"content-type": "text/plain"}
+    )
+    assert (await asyncio.to_thread(_sent, plain)).status_code == 400

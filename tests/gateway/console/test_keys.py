@@ -45,13 +45,14 @@ async def test_the_page_asks_for_a_key_until_it_has_a_good_one(stack: Stack) -> 
         browser = await playwright.chromium.launch(executable_path=BROWSER, args=SWITCHES)
         page = await browser.new_page()
         page.set_default_timeout(30_000)
-        await page.goto(stack.url)
+        await page.goto(f"{stack.url}/#adapters")
         await _give(page, UNKNOWN)
         await page.wait_for_selector("#key-error:not([hidden])")
         assert await page.inner_text("#key-error") == "This key is not known here."
         await _give(page, READER)
         await page.wait_for_selector("text=mine")
         assert await page.locator("text=theirs").count() == 0
+        await page.click("nav a[href='#operate']")
         await page.wait_for_selector("text=keys with the scope admin")
         assert READER not in await page.evaluate("JSON.stringify(localStorage) + document.cookie")
         await page.click("#key")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 
 from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied
 from loraplex_services.common.callers import Caller
-from loraplex_services.gateway.http import logprobs
+from loraplex_services.gateway.http import answering, logprobs
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.lora_folders import LoraFolders
-from loraplex_services.gateway.http.sse import compact_json
+from loraplex_services.gateway.http.sse import compact_json, json_in_parts
 from tests.gateway.conftest import Stack
 
 pytestmark = pytest.mark.hostile
@@ -85,3 +86,37 @@ async def test_errors_of_loading_a_folder_do_not_tell_where_it_is(tmp_path: Path
     said = error.message + "".join(f"{v.field}{v.value}{v.description}" for v in error.violations)
     assert str(tmp_path) not in said
     assert "adapter_config.json is missing" in said
+
+
+LOGPROBS = {"tokens": ["a"] * 200, "top_logprobs": [{"a": -1.5, "b": -2.5}] * 200}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"choices": []},
+        {"choices": [{"index": i, "logprobs": LOGPROBS} for i in range(100)], "usage": {"n": 1}},
+        {"choices": [{"logprobs": {"content": [{"top_logprobs": [{"bytes": [1]}]}] * 150}}]},
+        [[], [None, 'x"', {"é": [1.5]}]],
+    ],
+)
+def test_an_answer_in_parts_is_the_same_json(value: Any) -> None:
+    assert json_in_parts(value) == compact_json(value)
+
+
+async def test_the_event_loop_goes_on_while_an_answer_with_many_logprobs_is_formatted(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noted(value: object) -> str:
+        threads.append(threading.get_ident())
+        return json_in_parts(value)
+
+    monkeypatch.setattr(answering, "json_in_parts", noted)
+    await stack.start()
+    complete = stack.openai().completions.create
+    for more in ({}, {"logprobs": 2}, {"logprobs": 2, "n": 2}):
+        await complete(model="base", prompt="hello", max_tokens=4, **more)
+    assert len(threads) == 2 and threading.get_ident() not in threads

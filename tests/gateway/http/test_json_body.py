@@ -10,11 +10,15 @@ import pytest
 from starlette.requests import Request
 
 from loraplex.errors import DeadlineExceeded, InvalidRequest
-from loraplex_services.common.limits import MAX_LARGE_BODIES_PER_TENANT, MAX_SMALL_BODY_BYTES
+from loraplex_services.common.callers import ALL_SCOPES, LOCAL, Caller
+from loraplex_services.common.large_messages import LargeMessages
+from loraplex_services.common.limits import MAX_LARGE_BODIES_PER_TENANT, MAX_SMALL_MESSAGE_BYTES
 from loraplex_services.gateway.http import json_body
 from loraplex_services.gateway.http.json_body import MAX_BODY_BYTES, LargeBodies, read_json
 
 pytestmark = pytest.mark.hostile
+
+ACME, GLOBEX = (Caller(tenant, f"{tenant}-key", ALL_SCOPES) for tenant in ("acme", "globex"))
 
 
 class Sender:
@@ -40,7 +44,7 @@ class Sender:
 
 
 def large(value: str = "x") -> bytes:
-    return json.dumps({"prompt": value * (MAX_SMALL_BODY_BYTES + 1)}).encode()
+    return json.dumps({"prompt": value * (MAX_SMALL_MESSAGE_BYTES + 1)}).encode()
 
 
 async def _settle() -> None:
@@ -57,33 +61,43 @@ async def test_large_bodies_of_one_tenant_are_read_few_at_a_time_and_small_ones_
     bodies: LargeBodies,
 ) -> None:
     senders = [Sender(large()) for _ in range(MAX_LARGE_BODIES_PER_TENANT + 3)]
-    tasks = [asyncio.create_task(read_json(s.request(bodies), "globex")) for s in senders]
+    tasks = [asyncio.create_task(read_json(s.request(bodies), GLOBEX)) for s in senders]
     await _settle()
     assert sum(sender.is_read for sender in senders) == MAX_LARGE_BODIES_PER_TENANT
     small, other = Sender(b'{"a": 1}'), Sender(large())
     for sender in (small, other):
         sender.is_sending.set()
-    assert await read_json(small.request(bodies), "globex") == {"a": 1}
-    assert await read_json(other.request(bodies), "acme")
+    assert await read_json(small.request(bodies), GLOBEX) == {"a": 1}
+    assert await read_json(other.request(bodies), ACME)
     for sender in senders:
         sender.is_sending.set()
     assert len(await asyncio.gather(*tasks)) == len(senders)
 
 
-async def test_the_event_loop_rests_between_large_bodies() -> None:
-    bodies = LargeBodies(rest=1e6)
-    senders = [Sender(large()) for _ in range(2)]
-    for sender in senders:
+async def test_after_a_large_body_of_a_tenant_its_next_one_waits_and_those_of_others_do_not() -> (
+    None
+):
+    bodies = LargeBodies(LargeMessages(share=1e-9))
+
+    async def read(caller: Caller, body: bytes) -> dict[str, Any]:
+        sender = Sender(body)
         sender.is_sending.set()
-    assert await read_json(senders[0].request(bodies), "acme")
-    later = asyncio.create_task(read_json(senders[1].request(bodies), "globex"))
+        return await read_json(sender.request(bodies), caller)
+
+    assert await read(GLOBEX, large())
+    later = asyncio.create_task(read(GLOBEX, large()))
     await _settle()
-    assert senders[1].is_read and not later.done()
-    small = Sender(b"{}")
-    small.is_sending.set()
-    assert await read_json(small.request(bodies), "globex") == {}
+    assert await read(ACME, large()) and await read(GLOBEX, b"{}") == {}
+    await _settle()
+    assert not later.done()
     later.cancel()
     await asyncio.gather(later, return_exceptions=True)
+
+
+async def test_without_keys_large_bodies_do_not_wait() -> None:
+    bodies = LargeBodies(LargeMessages(share=1e-9))
+    for _ in range(2):
+        assert await bodies.parse(large(), LOCAL)
 
 
 async def test_a_large_body_that_trickles_is_given_up(
@@ -91,9 +105,9 @@ async def test_a_large_body_that_trickles_is_given_up(
 ) -> None:
     monkeypatch.setattr(json_body, "MAX_LARGE_BODY_S", 0.05)
     with pytest.raises(DeadlineExceeded, match="took longer"):
-        await read_json(Sender(large()).request(bodies), "globex")
+        await read_json(Sender(large()).request(bodies), GLOBEX)
     with pytest.raises(DeadlineExceeded):
-        await read_json(Sender(b"{}", declared=-1).request(bodies), "globex")
+        await read_json(Sender(b"{}", declared=-1).request(bodies), GLOBEX)
 
 
 @pytest.mark.parametrize("declared", [None, -1])
@@ -103,7 +117,7 @@ async def test_a_body_beyond_the_limit_is_refused(
     sender = Sender(b" " * (MAX_BODY_BYTES + 1), declared)
     sender.is_sending.set()
     with pytest.raises(InvalidRequest) as caught:
-        await read_json(sender.request(bodies), "globex")
+        await read_json(sender.request(bodies), GLOBEX)
     assert caught.value.reason == "BODY_TOO_LARGE"
 
 
@@ -116,7 +130,7 @@ async def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
     sender = Sender(b'{"prompt": [' + values + value + b"]}")
     sender.is_sending.set()
     with pytest.raises(InvalidRequest) as caught:
-        await read_json(sender.request(bodies), "globex")
+        await read_json(sender.request(bodies), GLOBEX)
     assert caught.value.reason == "BODY_TOO_COMPLEX"
 
 
@@ -124,4 +138,4 @@ async def test_as_many_token_ids_as_a_long_context_has_are_read(bodies: LargeBod
     ids = list(range(1 << 19))
     sender = Sender(json.dumps({"prompt": ids}).encode())
     sender.is_sending.set()
-    assert (await read_json(sender.request(bodies), "acme"))["prompt"] == ids
+    assert (await read_json(sender.request(bodies), ACME))["prompt"] == ids

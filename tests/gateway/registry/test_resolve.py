@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from loraplex.api.registry import Tag, TagTarget
-from loraplex.api.request import AskedAdapter, TextPrompt
+from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, NotFound, Unavailable
 from loraplex.refs import Ref
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Version
-from loraplex_services.gateway.request import GenerateCall, ServedModel, Target
+from loraplex_services.gateway.request import GenerateCall, ServedModel, Target, beginning_hash
 
 CALL = GenerateCall(tenant="default", model="", prompt=TextPrompt("x"))
 
@@ -204,3 +205,22 @@ def test_models_list_own_adapters_before_public_ones(resolver: Resolver) -> None
     resolver.snapshot.put_version(replace(_version(1), tenant="acme", is_public=True))
     names = [getattr(m, "tenant", "") for m in resolver.models("default")]
     assert names == ["", "default", "acme"]
+
+
+def _text(end: str) -> Prompt:
+    return TextPrompt("once upon a time " * 1000 + end)
+
+
+def _tokens(end: str) -> Prompt:
+    return TokenPrompt((*range(10_000), len(end)))
+
+
+def _chat(end: str) -> Prompt:
+    return ChatPrompt(({"role": "user", "content": "hello " * 5000 + end},))
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("prompt", [_text, _tokens, _chat])
+def test_the_side_of_a_split_follows_from_the_beginning_of_a_long_prompt(prompt: Any) -> None:
+    assert beginning_hash(prompt("and then")) == beginning_hash(prompt("x" * 100_000))
+    assert beginning_hash(TextPrompt("a")) != beginning_hash(TextPrompt("b"))

@@ -230,7 +230,7 @@ async def test_readers_of_a_late_gateway_are_woken_less_often_and_lose_nothing()
     pacer = WakeupPacer()
     for _ in range(200):
         pacer.observe(0.02)
-    assert pacer.gather_s > 0.01
+    assert pacer.gather_s("acme") > 0.01
     stream = TokenStream(lambda: None, pacer)
     taken: list[Tokens] = []
 
@@ -252,15 +252,29 @@ def test_gateway_that_keeps_up_gathers_nothing() -> None:
     pacer = WakeupPacer()
     for lag_s in (0.05, *[0.0005] * 300):
         pacer.observe(lag_s)
-    assert pacer.gather_s == 0.0
+    assert pacer.gather_s("acme") == 0.0
 
 
 def test_many_streams_share_half_a_core() -> None:
     pacer = WakeupPacer()
-    pacer.num_streams = 10
-    assert 0 < pacer.gather_s < 0.002
-    pacer.num_streams = 10_000
-    assert pacer.gather_s <= 0.05
+    for _ in range(10):
+        pacer.opened("acme")
+    assert 0 < pacer.gather_s("acme") < 0.002
+    for _ in range(10_000):
+        pacer.opened("acme")
+    assert pacer.gather_s("acme") <= 0.05
+
+
+@pytest.mark.hostile
+def test_the_streams_of_one_tenant_do_not_delay_the_tokens_of_another() -> None:
+    pacer = WakeupPacer()
+    for tenant in ("acme", *["globex"] * 500):
+        pacer.opened(tenant)
+    assert pacer.gather_s("acme") < 0.001
+    assert pacer.gather_s("globex") == 0.05
+    for _ in range(500):
+        pacer.closed("globex")
+    assert pacer.gather_s("globex") == 0.0
 
 
 async def test_first_token_overtakes_the_readers_of_a_large_step() -> None:

@@ -234,6 +234,43 @@ async def test_running_and_pulling_are_shared_separately(
             )
 
 
+async def test_what_is_said_of_an_adapter_may_be_changed_and_its_versions_may_not(
+    guarded: tuple[Registry, str], tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        owner = await _client(stack, guarded, "acme", "publisher")
+        reader = await _client(stack, guarded, "acme", "reader")
+        stranger = await _client(stack, guarded, "other", "publisher")
+        await upload(owner, tmp_path, "sql", 1)
+        before = (await reader.get("sql")).version
+        said = await owner.describe("sql", "Writes SQL", set_labels={"team": "data", "stage": "x"})
+        assert (said.description, said.labels) == ("Writes SQL", {"stage": "x", "team": "data"})
+        said = await owner.describe("sql", set_labels={"team": "db"}, remove_labels=["stage", "no"])
+        assert (said.description, said.labels) == ("Writes SQL", {"team": "db"})
+        after = (await reader.get("sql")).version
+        assert (after.description, after.adapter_labels) == ("Writes SQL", {"team": "db"})
+        assert (after.labels, after.digest) == (before.labels, before.digest)
+        await upload(owner, tmp_path, "sql", 2)
+        assert [v.version async for v in reader.list(labels={"team": "db"})] == [2]
+        assert [v.version async for v in reader.list(labels={"team": "data"})] == []
+        assert (await owner.describe("sql", "")).description == ""
+        with pytest.raises(PermissionDenied):
+            await reader.describe("sql", "mine")
+        with pytest.raises(NotFound):
+            await stranger.describe("acme/sql", "mine")
+        with pytest.raises(NotFound):
+            await owner.describe("nothing", "x")
+        for fields, field in (
+            ({"description": "x" * 257}, "description"),
+            ({"set_labels": {"k" * 64: ""}}, "set_labels"),
+            ({"set_labels": {f"k{number}": "" for number in range(64)}}, "set_labels"),
+            ({"set_labels": {"rope_scaling": "{}"}}, "set_labels"),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                await owner.describe("sql", **fields)
+            assert caught.value.violations[0].field.startswith(field)
+
+
 async def test_gateways_may_ask_who_holds_a_key(guarded: tuple[Registry, str]) -> None:
     registry, address = guarded
     record, token = await registry.keys.create("acme", ["reader"], 0.0, "")

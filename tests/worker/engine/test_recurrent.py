@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
+import torch
 
+from loraplex.api.request import KeptPrefix
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.runner.building import build_runner
@@ -17,15 +22,19 @@ from loraplex_services.worker.types.messages import Submit
 from tests.worker.commands import make_submit
 from tests.worker.engine_stage import A, B, Stage
 from tests.worker.parity.adapters import FEATURES, make_adapter
-from tests.worker.parity.bases import make_base
+from tests.worker.parity.bases import TinyBase, make_base
 
 INVOCATION = FEATURES["delta-nets-activated"]["alora_invocation_tokens"]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("qwen")
-    base = make_base("qwen3.5", root / "base")
+def base(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
+    return make_base("qwen3.5", tmp_path_factory.mktemp("qwen") / "base")
+
+
+@pytest.fixture(scope="module")
+def files(base: TinyBase) -> Path:
+    root = base.folder.parent
     make_adapter(base, "delta-nets", root / A)
     make_adapter(base, "delta-nets-activated", root / B)
     return root
@@ -166,3 +175,44 @@ def test_a_request_that_another_worker_continues_gets_the_same_tokens(
             stage.run(changed(request, output_ids=expected[:cut]))
             stage.close()
             assert stage.outputs[name] == expected, f"resumed after {cut} tokens"
+
+
+@pytest.mark.parametrize("max_step_tokens", [64, 7])
+def test_a_kept_prefix_goes_on_from_the_state_that_the_earlier_adapter_left(
+    files: Path, runner: TorchRunner, base: TinyBase, max_step_tokens: int
+) -> None:
+    """A request that follows its tag from A to no adapter; PEFT does the same with one cache. What
+    A computed behind its last snapshot is computed again."""
+    first = submit("a1", A, max_tokens=20)
+    stage = run(runner, files, [first], max_step_tokens=max_step_tokens)
+    tokens = [*first.request.prompt_ids, *stage.outputs["a1"]]
+    kept = (KeptPrefix(first.request.adapters, len(tokens) - 1),)
+    with torch.inference_mode():
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), files / A).eval()
+        cache = model(torch.tensor([tokens[:48]])).past_key_values
+        with model.disable_adapter():
+            expected = continued(model, cache, tokens[48:], 30)
+    for name, num_known in (("new", 0), ("preempted", 17)):
+        stage.outputs[name] = [*stage.outputs["a1"], *expected[:num_known]]
+        output_ids = list(stage.outputs[name])
+        stage.run(
+            changed(
+                submit(name),
+                prompt_ids=tokens[:60],
+                output_ids=output_ids,
+                kept=kept,
+                sampling=replace(first.request.sampling, max_tokens=50),
+            )
+        )
+        assert stage.outputs[name][20:] == expected, name
+    stage.close()
+
+
+def continued(model: Any, cache: Any, tokens: Sequence[int], num_new: int) -> list[int]:
+    """Greedy tokens of transformers after a prefix that is in its cache."""
+    found: list[int] = []
+    while len(found) < num_new:
+        output = model(torch.tensor([list(tokens)]), past_key_values=cache)
+        found.append(int(output.logits[0, -1].argmax()))
+        cache, tokens = output.past_key_values, found[-1:]
+    return found

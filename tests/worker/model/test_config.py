@@ -126,6 +126,24 @@ def test_what_a_rope_leaves_out_is_the_context_as_in_transformers(tmp_path):
     assert dict(config.ropes[0].params)["original_max_position_embeddings"] == 2048
 
 
+@pytest.mark.parametrize("config_class", ["LlamaConfig", "Gemma3TextConfig"])
+def test_a_scaling_that_is_added_to_a_new_file_goes_first_as_in_transformers(
+    tmp_path, config_class
+):
+    transformers = pytest.importorskip("transformers")
+    theirs = getattr(transformers, config_class)(num_hidden_layers=6)
+    theirs.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "rope_scaling": scaling}))
+    params = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    params = params.get("full_attention", params)
+    _, config = read_model_config(tmp_path)
+    assert config.ropes[-1].kind == params["rope_type"] == "linear"
+    assert dict(config.ropes[-1].params)["factor"] == params["factor"] == 4.0
+    assert config.ropes[-1].theta == params["rope_theta"]
+
+
 def test_rope_parameters_that_are_no_object_are_refused_by_name(tmp_path):
     with pytest.raises(Unsupported) as error:
         read_model_config(write(tmp_path, rope_parameters="linear"))

@@ -49,7 +49,7 @@ VISION = {
 DELTA_NETS = {
     # A query and a key may be nearly orthogonal. What is read is then almost nothing but rounding
     # errors, and the norm multiplies it with up to 1 / sqrt(eps), in transformers as here.
-    "rms_norm_eps": 1e-3,
+    "rms_norm_eps": 1e-2,
     "head_dim": 24,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -6,8 +6,8 @@ that transformers computes with owe nothing to the readers that are judged.
 
 from __future__ import annotations
 
-import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,10 @@ NF4 = torch.tensor(
         0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
     ]
 )  # fmt: skip
+_IN_CODES = re.compile(
+    r"^(?!.*(vision|visual)).*layers\.\d+\..*(_proj|_proj_\w+|\.w[123])\.weight$"
+)
+"""Linears of the text model, experts among them."""
 Packed = tuple[dict[str, Tensor], Tensor]
 """(tensors by the end of their names, the weight they mean in float32)."""
 
@@ -219,21 +223,29 @@ LAYOUTS = {
 
 
 def quantised_base(base: TinyBase, layout_name: str, folder: Path) -> TinyBase:
-    """A copy of a base in a layout, with the model that its files mean."""
-    layout, model = LAYOUTS[layout_name], copy.deepcopy(base.model)
-    parameters = dict(model.named_parameters())
-    tensors = load_file(base.folder / "model.safetensors")
-    for name in list(tensors):
+    """A copy of a base in a layout, with the model that transformers reads from plain files of what
+    the codes mean."""
+    layout = LAYOUTS[layout_name]
+    plain = load_file(base.folder / "model.safetensors")
+    coded = dict(plain)
+    for name in filter(_IN_CODES.search, plain):
         module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or module.endswith(PLAIN_MODULES):
+        if module.endswith(PLAIN_MODULES) or len(plain[name]) % 8:
             continue
-        packed, meaning = layout.pack(tensors.pop(name).float())
-        tensors |= {f"{module}.{end}": t.clone().contiguous() for end, t in packed.items()}
-        parameters[name].data.copy_(meaning)
+        packed, meaning = layout.pack(coded.pop(name).float())
+        kept = {f"{module}.{end}": t.clone().contiguous() for end, t in packed.items()}
+        coded = kept | coded  # the base's own biases replace those that writers add
+        plain[name] = meaning.contiguous()
+    config = json.loads((base.folder / "config.json").read_bytes())
+    _write(folder, coded, {**config, "quantization_config": layout.config})
+    _write(folder / "meaning", plain, config)
+    model = type(base.model).from_pretrained(
+        folder / "meaning", dtype=torch.float32, attn_implementation="eager"
+    )
+    return TinyBase(f"{base.name}-{layout_name}", folder, model.eval().requires_grad_(False))
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((base.folder / "config.json").read_bytes())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "quantization_config": layout.config})
-    )
-    return TinyBase(f"{base.name}-{layout_name}", folder, model)
+    (folder / "config.json").write_text(json.dumps(config))

@@ -15,6 +15,10 @@ from torch import Tensor
 from tests.worker.parity.adapters import resized
 from tests.worker.parity.bases import TinyBase
 
+NUM_PERTURBED = 8
+ROUNDING = 2.0**-24
+"""Half the distance of float32's neighbours, relative."""
+
 
 class Reference:
     """The base and its adapters as PEFT loads them from their folders."""
@@ -41,6 +45,30 @@ class Reference:
         """The same in float64."""
         model = copy.deepcopy(self._models[adapter]).double()
         return self.logits_of(model, token_ids, num_prompt)
+
+    @torch.inference_mode()
+    def rounding_errors(
+        self, adapter: str | None, token_ids: Sequence[int], num_prompt: int, chosen: Sequence[int]
+    ) -> list[float]:
+        """How far the logprobs of `chosen` move, at most, when the weights of a float64 model
+        change by as much as float32 rounds them."""
+        rows = torch.arange(len(chosen)) + num_prompt - 1
+
+        def logprobs(model: torch.nn.Module) -> Tensor:
+            found = self.logits_of(model, token_ids, num_prompt).log_softmax(-1)
+            return found[rows, torch.tensor(chosen)]
+
+        exact = copy.deepcopy(self._models[adapter]).double()
+        expected = logprobs(exact)
+        largest = torch.zeros_like(expected)
+        for seed in range(NUM_PERTURBED):
+            generator = torch.Generator().manual_seed(seed)
+            model = copy.deepcopy(exact)
+            for weight in model.parameters():
+                noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+                weight.mul_(1 + ROUNDING * noise)
+            largest = torch.maximum(largest, (logprobs(model) - expected).abs())
+        return largest.tolist()
 
     def logits_of(
         self, model: torch.nn.Module, token_ids: Sequence[int], num_prompt: int | None

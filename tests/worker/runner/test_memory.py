@@ -58,6 +58,12 @@ def test_a_setting_that_means_nothing_here_or_leaves_nothing_is_refused_by_name(
         ArenaSize(share=0.5).choose(STATE, lambda: 60 * MiB, is_gpu=True)
 
 
+def test_more_bytes_than_the_machine_has_are_refused_before_they_are_touched() -> None:
+    assert ArenaSize(num_bytes=100 * MiB).choose(STATE, no_step, is_gpu=False) == 100 * MiB
+    with pytest.raises(InvalidRequest, match="kv_memory: is more than the 104857600 bytes"):
+        ArenaSize(num_bytes=100 * MiB + 1).choose(STATE, no_step, is_gpu=False)
+
+
 def test_the_hosts_memory_is_within_its_bounds() -> None:
     found = memory_of(torch.device("cpu"))
     assert 0 < found.free_bytes <= found.total_bytes

@@ -24,6 +24,11 @@ export async function get(path) {
   return (await check(await fetch(path, { headers: headers() }))).json();
 }
 
+export async function post(path, body) {
+  const sent = { ...headers(), "content-type": "application/json" };
+  return (await check(await fetch(path, { method: "POST", headers: sent, body: JSON.stringify(body) }))).json();
+}
+
 /** Yields [kind, value]: "served" with the version that runs, then the objects of the stream. */
 export async function* stream(path, body, signal) {
   const response = await check(await fetch(path, {

@@ -1,11 +1,12 @@
-// Polls the gateway and keeps the page up to date.
+// Chooses the page by the address, polls the gateway and keeps the page up to date.
 
+import { Adapters } from "./adapters.js";
 import { NeedsKey, get, key } from "./api.js";
 import { Chart } from "./charts.js";
 import { byId, count, duration, h } from "./dom.js";
 import { Playground } from "./playground.js";
 import { Rates } from "./rates.js";
-import { residency, showAdapters, showWorkers } from "./views.js";
+import { showRecent, showWorkers } from "./views.js";
 
 const STATE_EVERY_MS = 1000;
 const ADAPTERS_EVERY_MS = 4000;
@@ -13,25 +14,59 @@ const WINDOW_S = 120;
 
 const seconds = (value) => duration(value).join(" ");
 const charts = {
-  throughput: new Chart("Tokens a second", [{ name: "generated", show: count }, { name: "read", show: count }], WINDOW_S),
+  throughput: new Chart("Tokens a second", [{ name: "generated", show: count }, { name: "prompt", show: count }], WINDOW_S),
   latency: new Chart("First token", [{ name: "p50", show: seconds }, { name: "p95", show: seconds }], WINDOW_S),
   queue: new Chart("Requests", [{ name: "running", show: count }, { name: "waiting", show: count }], WINDOW_S),
 };
 const rates = new Rates(10);
 const playground = new Playground(askForKey);
-let places = new Map();
-let tenant = "";
+const adapters = new Adapters(tryModel, showFailure);
 let isAsking = false;
 
+/** The page and what it is about: `#adapters/acme/support` is one adapter's. */
+function address() {
+  const [page, ...rest] = (location.hash.slice(1).split("?")[0] || "operate").split("/");
+  if (page === "adapters" && rest.length) return ["adapter", rest.map(decodeURIComponent).join("/")];
+  return [["operate", "adapters", "playground"].includes(page) ? page : "operate", ""];
+}
+
+async function turn() {
+  const [page, subject] = address();
+  for (const section of document.querySelectorAll("[data-page]")) section.hidden = section.dataset.page !== page;
+  for (const link of document.querySelectorAll("nav a")) {
+    const isHere = link.hash === `#${page}` || (page === "adapter" && link.hash === "#adapters");
+    if (isHere) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+  }
+  document.title = `${subject || page[0].toUpperCase() + page.slice(1)} · Loraplex`;
+  if (page === "adapters") await adapters.open();
+  if (page === "adapter") await adapters.openOne(subject);
+  if (page === "playground") await suggest();
+}
+
+function tryModel(name) {
+  playground.add(name);
+  location.hash = "#playground";
+  byId("prompt").focus();
+}
+
+/** Names that complete what is typed into the playground: the first page of what matches. */
+async function suggest() {
+  try {
+    const found = await get(`/console/adapters?search=${encodeURIComponent(byId("pick").value)}`);
+    byId("known").replaceChildren(...found.adapters.map((each) => h("option", { value: `${each.tenant}/${each.name}` })));
+  } catch (error) {
+    showFailure(error);
+  }
+}
+
 function showState(state) {
-  tenant = state.tenant;
   const condition = byId("condition");
   condition.textContent = state.not_ready_reason || "ready";
   condition.title = state.not_ready_reason;
   condition.className = `pill ${state.not_ready_reason ? "warn" : "good"}`;
-  if (!playground.picked.length && state.bases.length) playground.add(state.bases[0].id);
+  playground.offer(state.bases);
   showWorkers(state.workers);
-  places = residency(state.workers);
+  showRecent(state.recent);
   byId("charts").hidden = byId("figures").hidden = !state.totals;
   byId("overview-note").hidden = Boolean(state.totals);
   byId("overview-note").textContent = "Load is shown to keys with the scope admin.";
@@ -46,7 +81,7 @@ function showLoad(state, now) {
   const figures = [
     ["tokens/s", count(now.tokens), ""], ["requests/s", count(now.requests), ""],
     ["first token, p50", ...duration(now.p50)], ["first token, p95", ...duration(now.p95)],
-    ["adapters on devices", count(places.size), `of ${count(state.num_adapters)}`],
+    ["adapters on devices", count(state.num_resident), `of ${count(state.num_adapters)}`],
     ["workers ready", count(ready), `of ${state.workers.length}`],
   ];
   byId("figures").replaceChildren(...figures.map(([name, value, unit]) =>
@@ -60,21 +95,6 @@ async function lookAtState() {
     showFailure(error);
   }
   setTimeout(lookAtState, STATE_EVERY_MS);
-}
-
-async function lookAtAdapters() {
-  try {
-    const search = encodeURIComponent(byId("search").value);
-    const found = await get(`/console/adapters?search=${search}`);
-    showAdapters(found, tenant, places, (name) => {
-      playground.add(name);
-      byId("prompt").focus();
-    });
-    const names = found.adapters.map((each) => (each.tenant === tenant ? each.name : `${each.tenant}/${each.name}`));
-    byId("known").replaceChildren(...names.map((name) => h("option", { value: name })));
-  } catch (error) {
-    showFailure(error);
-  }
 }
 
 function showFailure(error) {
@@ -99,7 +119,7 @@ byId("key-dialog").addEventListener("close", () => {
   const typed = byId("key-input").value.trim();
   if (typed) key.set(typed);
   byId("key-input").value = "";
-  lookAtAdapters();
+  turn();
 });
 
 function setTheme(theme) {
@@ -116,8 +136,11 @@ byId("theme").addEventListener("click", () => {
 });
 
 byId("charts").append(...Object.values(charts).map((chart) => chart.element));
-byId("search").addEventListener("input", lookAtAdapters);
+byId("pick").addEventListener("input", suggest);
+addEventListener("hashchange", turn);
 if (key.get()) byId("key").hidden = false;
 await lookAtState();
-await lookAtAdapters();
-setInterval(() => { if (!isAsking && !document.hidden) lookAtAdapters(); }, ADAPTERS_EVERY_MS);
+await turn();
+setInterval(() => {
+  if (!isAsking && !document.hidden && address()[0] === "adapters") adapters.look();
+}, ADAPTERS_EVERY_MS);

@@ -1,15 +1,25 @@
 // One prompt for several models, answered side by side.
 
+import { copyButton } from "./adapters.js";
 import { NeedsKey, stream } from "./api.js";
 import { byId, count, duration, h } from "./dom.js";
 
 const MAX_PICKED = 8;
+const KEPT = "loraplex-playground";
+const FIELDS = ["prompt", "system", "mode", "max-tokens", "temperature", "seed"];
+const MAX_COMPARED_WORDS = 600;
 
 export class Playground {
   constructor(onNeedsKey) {
     this.onNeedsKey = onNeedsKey;
     this.picked = [];
     this.running = null;
+    this.answers = [];
+    this.isNew = !this.restore();
+    for (const name of FIELDS) byId(name).addEventListener("input", () => this.keep());
+    byId("mode").addEventListener("change", () => this.showMode());
+    for (const name of ["left", "right"]) byId(name).addEventListener("change", () => this.compare());
+    this.showMode();
     byId("ask").addEventListener("submit", (event) => { event.preventDefault(); this.run(); });
     byId("stop").addEventListener("click", () => this.running?.abort());
     byId("add").addEventListener("click", () => this.addTyped());
@@ -21,6 +31,34 @@ export class Playground {
     });
   }
 
+  /** What the form held when this tab was last here; false if it never was. */
+  restore() {
+    const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "null");
+    if (!kept) return false;
+    for (const name of FIELDS) byId(name).value = kept[name] ?? "";
+    this.picked = kept.picked;
+    this.show();
+    return true;
+  }
+
+  keep() {
+    const fields = Object.fromEntries(FIELDS.map((name) => [name, byId(name).value]));
+    sessionStorage.setItem(KEPT, JSON.stringify({ ...fields, picked: this.picked }));
+  }
+
+  /** Begin with a base, and with chat where it has a template. */
+  offer(bases) {
+    if (!this.isNew || !bases.length) return;
+    this.isNew = false;
+    if (bases[0].can_chat) byId("mode").value = "chat";
+    if (!this.picked.length) this.add(bases[0].id);
+    this.showMode();
+  }
+
+  showMode() {
+    byId("system").hidden = byId("system-label").hidden = byId("mode").value !== "chat";
+  }
+
   addTyped() {
     const typed = byId("pick").value.trim();
     if (typed) this.add(typed);
@@ -30,6 +68,7 @@ export class Playground {
   add(model) {
     if (!this.picked.includes(model) && this.picked.length < MAX_PICKED) this.picked.push(model);
     this.show();
+    this.keep();
   }
 
   show() {
@@ -37,32 +76,56 @@ export class Playground {
       h("button", { type: "button", "aria-label": `Remove ${model}`, onclick: () => {
         this.picked = this.picked.filter((other) => other !== model);
         this.show();
+        this.keep();
       } }, "×"))));
   }
 
   async run() {
     this.addTyped();
-    if (!byId("prompt").value) return byId("prompt").focus();
-    if (!this.picked.length) return byId("pick").focus();
+    const lacking = byId("prompt").value ? (this.picked.length ? "" : "pick") : "prompt";
+    byId("run-note").textContent = { prompt: "Write a prompt first.", pick: "Choose a model first.", "": "" }[lacking];
+    if (lacking) return byId(lacking).focus();
     this.running?.abort();
     const running = new AbortController();
     this.running = running;
     byId("stop").disabled = false;
     const answers = this.picked.map((model) => new Answer(model));
+    this.answers = answers;
+    byId("compare").hidden = true;
+    byId("difference").replaceChildren();
     byId("answers").replaceChildren(...answers.map((answer) => answer.element));
     byId("answers").setAttribute("aria-busy", "true");
     await Promise.all(answers.map((answer) => answer.ask(this.question(answer.model), running.signal, this.onNeedsKey)));
     if (this.running !== running) return;
     byId("stop").disabled = true;
     byId("answers").removeAttribute("aria-busy");
+    this.offerComparison();
+  }
+
+  offerComparison() {
+    byId("compare").hidden = this.answers.length < 2;
+    for (const [place, name] of ["left", "right"].entries()) {
+      byId(name).replaceChildren(h("option", { value: "" }, "–"), ...this.answers.map((answer, index) => h("option", { value: index }, answer.model)));
+      byId(name).value = this.answers.length > 2 ? "" : String(place);
+    }
+    this.compare();
+  }
+
+  compare() {
+    const [left, right] = ["left", "right"].map((name) => this.answers[byId(name).value]);
+    if (!left || !right || left === right) return byId("difference").replaceChildren();
+    const [first, second] = difference(words(left.text.textContent), words(right.text.textContent));
+    byId("difference").replaceChildren(...[[left, first], [right, second]].map(([answer, parts]) =>
+      h("article", { className: "answer", "aria-label": `Difference of ${answer.model}` }, h("h3", {}, answer.model),
+        h("pre", {}, ...parts.map(([word, isCommon]) => (isCommon ? word : h("mark", {}, word)))))));
   }
 
   question(model) {
     const number = (id) => (byId(id).value === "" ? null : Number(byId(id).value));
     const body = { model, max_tokens: number("max-tokens"), temperature: number("temperature"), seed: number("seed") };
-    const prompt = byId("prompt").value;
+    const [prompt, system] = [byId("prompt").value, byId("system").value];
     return byId("mode").value === "chat"
-      ? ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: prompt }] }]
+      ? ["/v1/chat/completions", { ...body, messages: [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: prompt }] }]
       : ["/v1/completions", { ...body, prompt }];
   }
 }
@@ -75,7 +138,7 @@ class Answer {
     this.text = h("pre", { tabIndex: 0, "aria-label": `Answer of ${model}` });
     this.facts = h("footer", { role: "status" }, "waiting");
     this.element = h("article", { className: "answer busy", "aria-label": model },
-      h("h3", {}, model, this.version), this.thought, this.text, this.facts);
+      h("h3", {}, model, this.version, copyButton(() => this.text.textContent, `Copy the answer of ${model}`)), this.thought, this.text, this.facts);
   }
 
   async ask([path, body], signal, onNeedsKey) {
@@ -115,4 +178,31 @@ class Answer {
     this.facts.replaceChildren(h("span", { className: wasStopped ? "" : "error" }, why));
     this.element.classList.toggle("failed", !wasStopped);
   }
+}
+
+function words(text) {
+  return (text.match(/\s*\S+|\s+$/g) ?? []).slice(0, MAX_COMPARED_WORDS);
+}
+
+/** The words of two texts, each with whether it belongs to their longest common sequence. */
+function difference(left, right) {
+  const lengths = Array.from({ length: left.length + 1 }, () => new Uint16Array(right.length + 1));
+  for (let i = left.length - 1; i >= 0; i--) {
+    for (let j = right.length - 1; j >= 0; j--) {
+      lengths[i][j] = left[i] === right[j] ? lengths[i + 1][j + 1] + 1 : Math.max(lengths[i + 1][j], lengths[i][j + 1]);
+    }
+  }
+  const [first, second] = [[], []];
+  let [i, j] = [0, 0];
+  while (i < left.length || j < right.length) {
+    if (i < left.length && j < right.length && left[i] === right[j]) {
+      first.push([left[i++], true]);
+      second.push([right[j++], true]);
+    } else if (j >= right.length || (i < left.length && lengths[i + 1][j] >= lengths[i][j + 1])) {
+      first.push([left[i++], false]);
+    } else {
+      second.push([right[j++], false]);
+    }
+  }
+  return [first, second];
 }

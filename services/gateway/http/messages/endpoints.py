@@ -45,7 +45,7 @@ class MessagesEndpoints:
     async def create(self, request: Request) -> Any:
         """POST /v1/messages."""
         caller = await self._caller(request)
-        fields = await read_json(request, caller.tenant)
+        fields = await read_json(request, caller)
         call = parse_messages(fields, origin_of(request, caller.tenant))
         answer_id = f"msg_{request.state.request_id}"
         return await self._answering.answer(request, call, answer_id, MessagesFormatter, _EVENTS)
@@ -53,7 +53,7 @@ class MessagesEndpoints:
     async def count(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
         caller = await self._caller(request)
-        fields = await read_json(request, caller.tenant)
+        fields = await read_json(request, caller)
         origin = origin_of(request, caller.tenant)
         [call] = parse_messages(fields, origin, generates=False).calls
         _, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, "messages")

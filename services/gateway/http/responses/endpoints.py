@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -65,7 +65,12 @@ class ResponsesEndpoints:
         """POST /v1/responses."""
         caller = await self._caller(request)
         call = await self._parsed(request, caller)
-        keep = functools.partial(self._keep, caller.tenant, call)
+        loop = asyncio.get_running_loop()
+
+        def keep(response: dict[str, Any]) -> None:
+            """Called in a thread for long answers."""
+            loop.call_soon_threadsafe(self._keep, caller.tenant, call, response)
+
         return await self._answering.answer(
             request,
             call.chat,
@@ -122,7 +127,7 @@ class ResponsesEndpoints:
         )
 
     async def _parsed(self, request: Request, caller: Caller) -> ResponsesCall:
-        fields = await read_json(request, caller.tenant)
+        fields = await read_json(request, caller)
         origin = origin_of(request, caller.tenant)
         return parse_responses(fields, origin, await self._history(request, caller, fields))
 
@@ -139,7 +144,7 @@ class ResponsesEndpoints:
         responses = b",".join(each.response for each in referred)
         bodies: LargeBodies = request.state.large_bodies
         raw = b'{"turns":[%b],"referred":[%b]}' % (pairs, responses)
-        parsed = await bodies.parse(raw, caller.tenant)
+        parsed = await bodies.parse(raw, caller)
         items = [
             item for given, response in parsed["turns"] for item in (*given, *response["output"])
         ]

@@ -37,7 +37,7 @@ class ResponsesFormatter:
     """Formats the answer to one request, streamed or complete."""
 
     def __init__(
-        self, info: ResponseInfo, call: ResponsesCall, keep: Callable[[dict[str, Any]], None]
+        self, info: ResponseInfo, call: ResponsesCall, keep: Callable[[dict[str, Any]], object]
     ) -> None:
         """`keep(response)` gets the finished response before the client does."""
         self._info = info

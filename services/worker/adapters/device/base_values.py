@@ -57,7 +57,10 @@ class SiteValues:
         if weight is not None:
             begin = 0 if site.kind == EMBEDDING else place.out_begin
             num_own = site.in_features if site.kind == EMBEDDING else place.out_features
-            own = _Rows(self._sites.linears[place.site_id], begin, num_own)
+            base = self._sites.linears[place.site_id]
+            if module.full is None:  # a copy of what was published, whatever it is here
+                base = self._sites.published.get(place.site_id, base)
+            own = _Rows(base, begin, num_own)
             changed = _difference(tensor_of(read(weight)).to(self._dtype), own, self._dtype)
         if module.token_delta is None:
             return changed

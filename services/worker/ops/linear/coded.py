@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from loraplex_services.worker.ops.linear.torch import WeightRows
+
 FLOAT8 = torch.float8_e4m3fn
 INTEGERS = torch.arange(16, dtype=torch.float32)
 """The table of four-bit codes that are their own values."""
@@ -33,6 +35,8 @@ class CodedWeight:
     """float32 `[16]`, of uint8 codes."""
     order: Tensor | None = None
     """int64 `[in]`: which input each column belongs to; None = its own."""
+    published: WeightRows | None = None
+    """The weight before it was quantised here, where an adapter may store a copy of it."""
 
     @property
     def out_features(self) -> int:

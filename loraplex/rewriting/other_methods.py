@@ -1,0 +1,121 @@
+"""Adapters of other PEFT methods as LoRA: LoHa, LoKr, MiSS, VeRA and whatever PEFT can convert.
+
+PEFT itself converts, in a process of its own (see `other_methods_process`), as it has to build the
+base with the adapter on it. What it makes is measured there: the difference of each layer's outputs
+with and without the adapter is the original, whatever the method.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, Report, geometry_from_folder
+from loraplex.adapter_format.config import MAX_CONFIG_BYTES
+from loraplex.adapter_format.conversion_field import conversion
+from loraplex.adapter_format.folder import file_names
+from loraplex.adapter_format.strict_json import read_object
+from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported, Violation
+from loraplex.rewriting.merging import scaled_by_one
+from loraplex.rewriting.tensors import (
+    check_folder,
+    copy_files,
+    new_folder,
+    read_tensors,
+    write_files,
+)
+
+MAX_RANK = 256
+"""The largest rank that a registry takes."""
+REFUSED = 3
+_NEEDED = ("torch", "transformers", "peft")
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A LoRA that was another method."""
+
+    report: Report
+    method: str
+    """PEFT's name of it, such as `LOHA`."""
+    relative_error: float
+    """Of a module's weights, the largest: |LoRA - original| / |original|, Frobenius norms."""
+
+
+def is_other_method(folder: Path) -> bool:
+    """Whether a folder's config names a PEFT method other than LoRA."""
+    config = folder / CONFIG_FILE
+    return config.is_file() and _config(config).get("peft_type") not in (None, "LORA")
+
+
+def named_base(folder: Path) -> str:
+    """The base that an adapter names; "" = none."""
+    return str(_config(folder / CONFIG_FILE).get("base_model_name_or_path") or "")
+
+
+def to_lora(
+    folder: Path, out: Path, base: Path, max_rank: int = MAX_RANK, dtype: str = ""
+) -> Converted:
+    """Write the LoRA of another method's adapter. No module gets more ranks than it needs.
+
+    Args:
+        out: new, or an empty folder.
+        base: its folder.
+        max_rank: what a module gets at most; with fewer than it needs, the best of that rank.
+        dtype: F16, BF16 or F32; "" = F32.
+
+    Raises:
+        InvalidRequest: the folder holds no such adapter.
+        InvalidAdapter: PEFT cannot convert it, or it does not fit the base.
+        Unsupported: PEFT or transformers are not installed.
+    """
+    if not is_other_method(folder):
+        description = "holds no adapter of a PEFT method other than LoRA; there is nothing to do"
+        raise InvalidRequest.field("DIR", str(folder), description)
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise Unsupported(f"this needs the {missing[0]!r} package: pip install {missing[0]}")
+    names = [name for name in file_names(folder) if name not in (CONFIG_FILE, TENSOR_FILE)]
+    config = _config(folder / CONFIG_FILE)
+    method = str(config["peft_type"])
+    with new_folder(out) as partial:
+        found = _run(folder, base, partial / TENSOR_FILE, max_rank)
+        copy_files(folder, partial, names)
+        ranks, error = found["ranks"], found["relative_error"]
+        written = {
+            "peft_type": "LORA",
+            "task_type": config.get("task_type"),
+            "base_model_name_or_path": config.get("base_model_name_or_path"),
+            "target_modules": sorted(ranks),
+            **scaled_by_one(ranks),
+            **conversion(method, relative_error=error),
+        }
+        write_files(partial, written, read_tensors(partial / TENSOR_FILE), dtype or "F32")
+        report = check_folder(partial, geometry_from_folder(base))
+        return Converted(report, method, error)
+
+
+def _config(path: Path) -> dict[str, object]:
+    return read_object(path.read_bytes(), CONFIG_FILE, MAX_CONFIG_BYTES)
+
+
+def _run(folder: Path, base: Path, target: Path, max_rank: int) -> dict[str, Any]:
+    """Run the process that converts; it writes `target`."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    module = "loraplex.rewriting.other_methods_process"
+    argv = [sys.executable, "-P", "-m", module, str(folder), str(base), str(target), str(max_rank)]
+    done = subprocess.run(argv, capture_output=True, env=environ, check=False)
+    if done.returncode == REFUSED:
+        raise InvalidAdapter.of([Violation(**json.loads(done.stderr.splitlines()[-1]))])
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise LoraplexError(f"the process that converts with PEFT ended: {last}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result

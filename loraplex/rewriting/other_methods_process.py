@@ -1,0 +1,125 @@
+"""The process in which PEFT makes a LoRA of another method's adapter.
+
+    python -m loraplex.rewriting.other_methods_process ADAPTER BASE OUT.safetensors MAX_RANK
+
+Prints one JSON object: the rank of each module, and the largest relative error of one. On failure
+the exit code is 3, and stderr ends with one JSON object: field, value, description.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import peft
+import torch
+import transformers
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from loraplex.adapter_format.text_model import is_wrapper
+
+REFUSED = 3
+CONFIG_FILE = "adapter_config.json"
+NEGLIGIBLE = 3e-6
+"""Relative norm of what is left out of a module as rounding error."""
+_CHUNK_ROWS = 1024
+
+
+def main() -> None:
+    """Convert one adapter. Mutates: the file OUT."""
+    folder, base, out, max_rank = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    model = _load(folder, base)
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    worst = 0.0
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        original = _added(layer)
+        a, b = _converted(layer, original, int(max_rank))
+        ranks[name.removeprefix("base_model.model.")] = a.shape[0]
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
+        worst = max(worst, _relative_error(original, a, b))
+    save_file(tensors, out)
+    print("\n" + json.dumps({"ranks": ranks, "relative_error": worst}))
+
+
+def _load(folder: Path, base: Path) -> Any:
+    """The base with the adapter on it, float32."""
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    method = config.peft_type.value
+    for field in ("modules_to_save", "trainable_token_indices"):
+        if value := getattr(config, field, None):
+            _refuse(field, value, f"is not converted together with {method}; train without")
+    if getattr(config, "bias", "none") not in ("none", False):
+        _refuse("bias", config.bias, f"is not converted together with {method}; train without")
+    is_multimodal = is_wrapper(json.loads((base / "config.json").read_text()))
+    kind = "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
+    loader = getattr(transformers, kind)
+    whole = loader.from_pretrained(str(base), dtype=torch.float32, local_files_only=True)
+    try:
+        model = peft.PeftModel.from_pretrained(whole, str(folder), config=config).eval()
+    except (RuntimeError, ValueError, TypeError) as error:
+        _refuse("peft_type", method, f"is not loaded by PEFT on this base: {str(error)[:200]}")
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    if not layers:
+        _refuse("peft_type", method, "changes no weights, so that no LoRA does the same")
+    for layer in layers:
+        if not isinstance(layer.get_base_layer(), torch.nn.Linear):
+            kind = type(layer.get_base_layer()).__name__
+            _refuse("target_modules", kind, f"is not converted from {method}; only linears are")
+    return model
+
+
+@torch.no_grad()
+def _converted(layer: Any, original: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
+    """A and B, without the singular vectors that are rounding errors.
+
+    They are PEFT's where it converts the method, else those of `original`, `[out, in]` float64.
+    """
+    rank = min(max_rank, *original.shape)
+    if layer.supports_lora_conversion("default"):
+        _, found = peft.convert_to_lora(layer, rank=rank)
+        a, b = (found[f".lora_{side}.weight"].float() for side in "AB")
+    else:
+        left, values, right = torch.linalg.svd(original, full_matrices=False)
+        a, b = right[:rank].float(), (left * values)[:, :rank].float()
+    # By descending singular values, which are the norms of B's columns; MiSS has no order.
+    squares = b.double().square().sum(0).flip(0).cumsum(0).flip(0)
+    count = max(1, int((squares > NEGLIGIBLE**2 * squares[0]).sum()))
+    return a[:count].contiguous(), b[:, :count].contiguous()
+
+
+@torch.no_grad()
+def _added(layer: Any) -> Tensor:
+    """`[out, in]` float64: what the layer adds to the outputs of its base for each unit vector."""
+    weight = layer.get_base_layer().weight
+    units = torch.eye(weight.shape[1], dtype=torch.float64)
+    exact = layer.double()
+    chunks = [exact(rows) - exact.get_base_layer()(rows) for rows in units.split(_CHUNK_ROWS)]
+    layer.float()
+    return torch.cat(chunks).T
+
+
+def _relative_error(original: Tensor, a: Tensor, b: Tensor) -> float:
+    """|B A - original| / |original|, Frobenius norms."""
+    norm = original.norm()
+    return float((b.double() @ a.double() - original).norm() / norm) if norm else 0.0
+
+
+def _refuse(field: str, value: object, description: str) -> NoReturn:
+    violation = {"field": f"{CONFIG_FILE}:{field}", "value": str(value), "description": description}
+    sys.stderr.write("\n" + json.dumps(violation))
+    sys.stderr.flush()
+    sys.exit(REFUSED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Adapters whose tensors are named, cut or stacked in another way than PEFT does it.
+
+Tinker's exports: `unembed_tokens` is `lm_head`; `attn` is `self_attn`; the fused `in_proj_qkv` of
+a gated delta net is trained in three parts; and the experts of a layer are one tensor for each of
+`w1` (gate), `w2` (down) and `w3` (up): A `[experts or 1, rank, in]` and B `[experts or 1, out,
+rank]`, 1 where all experts share it. What they become is what PEFT writes for `in_proj_qkv` and for
+`target_parameters`; ranks and alphas grow alike, so that every scale stays.
+
+Text-only: LoRA on vision and audio towers is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from loraplex.adapter_format import CONFIG_FILE, TENSOR_FILE, Geometry, Report, parse_header
+from loraplex.adapter_format.config import MAX_CONFIG_BYTES
+from loraplex.adapter_format.conversion_field import conversion
+from loraplex.adapter_format.experts import PARAMETERS
+from loraplex.adapter_format.folder import file_names
+from loraplex.adapter_format.safetensors_header import TensorInfo, read_prefix
+from loraplex.adapter_format.strict_json import read_object
+from loraplex.adapter_format.tensor_names import PREFIX
+from loraplex.adapter_format.text_model import is_in_tower
+from loraplex.errors import InvalidAdapter, Violation
+from loraplex.rewriting.tensors import (
+    Array,
+    check_folder,
+    copy_files,
+    new_folder,
+    read_rows,
+    write_files,
+)
+
+_PARTS = (".lora_A.weight", ".lora_B.weight")
+_SPLIT = re.compile(r"(.+\.linear_attn)\.in_proj_([qkv])", re.ASCII)
+_STACKED = re.compile(r"(.+\.mlp\.experts)\.(w[123]|gate_proj|up_proj|down_proj)", re.ASCII)
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.\d+)\.(w[123])", re.ASCII)
+_ATTENTION = re.compile(r"(.*layers\.\d+)\.attn\.", re.ASCII)
+_HEADS = ("unembed_tokens", "lm_head")
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_GATE, _UP, _DOWN = _PROJECTIONS["w1"], _PROJECTIONS["w3"], _PROJECTIONS["w2"]
+
+
+@dataclass(slots=True)
+class _Rewritten:
+    """What a folder becomes."""
+
+    tensors: dict[str, Array] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+    """By module or parameter; those of the config are left out."""
+    parameters: set[str] = field(default_factory=set)
+
+    def add(self, module: str, a: Array, b: Array, tensor_module: str = "") -> None:
+        """One pair; `tensor_module` where tensors are not named like the module."""
+        name = PREFIX + (tensor_module or module)
+        self.tensors[f"{name}{_PARTS[0]}"] = a
+        self.tensors[f"{name}{_PARTS[1]}"] = b
+        self.ranks[module] = a.shape[0]
+
+
+def is_tinker(folder: Path) -> bool:
+    """Whether a folder's tensors are named as Tinker exports them."""
+    return any(_is_respelt(info) for info in _infos(folder))
+
+
+def from_tinker(folder: Path, out: Path, geometry: Geometry | None = None) -> Report:
+    """Write the PEFT folder of one of Tinker's exports.
+
+    Args:
+        out: new, or an empty folder.
+        geometry: the base, which says how it lays out its experts.
+
+    Raises:
+        InvalidAdapter: a tensor has no place, or a part of `in_proj_qkv` is missing.
+    """
+    pairs = _pairs(folder)
+    made = _Rewritten()
+    config = _config(folder)
+    alpha, rank = _number(config, "lora_alpha"), _number(config, "r")
+    is_interleaved = _is_interleaved(geometry, config, pairs)
+    fused: dict[str, dict[str, tuple[Array, Array]]] = {}
+    stacked: dict[str, dict[str, tuple[Array, Array]]] = {}
+    for module, pair in pairs.items():
+        if match := _SPLIT.fullmatch(module):
+            fused.setdefault(match[1], {})[match[2]] = pair
+        elif match := _STACKED.fullmatch(module):
+            stacked.setdefault(match[1], {})[_PROJECTIONS.get(match[2], match[2])] = pair
+        else:
+            made.add(_plain(module), *pair)
+    for module, parts in fused.items():
+        made.add(f"{_plain(module)}.in_proj_qkv", *_joined(module, parts))
+    for container, projections in stacked.items():
+        _add_experts(made, _plain(container), projections, interleaved=is_interleaved)
+    modules = sorted(made.ranks.keys() - made.parameters)
+    others = {name: own for name, own in made.ranks.items() if own != rank}
+    written = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        **config,
+        "target_modules": modules,
+        "target_parameters": sorted({_suffix(name) for name in made.parameters}) or None,
+        "rank_pattern": others,
+        "alpha_pattern": {name: alpha * own / rank for name, own in others.items()},
+    }
+    return _write(folder, out, written, made.tensors, geometry)
+
+
+def text_only(folder: Path, out: Path) -> bool:
+    """Write a folder without LoRA on towers; False, and nothing written, if there is none."""
+    infos = _infos(folder)
+    kept = [info for info in infos if not is_in_tower(info.name)]
+    dropped = {_module(info.name) for info in infos if is_in_tower(info.name)}
+    if not dropped:
+        return False
+    if not kept:
+        why = "is in a tower, as all tensors are: nothing of the text model is left"
+        raise InvalidAdapter.of([Violation.of(f"{TENSOR_FILE}:{infos[0].name}", "", why)])
+    config = {**_config(folder), **conversion("text and images", dropped=len(dropped))}
+    tensors = {info.name: _read(folder, info) for info in kept}
+    _write(folder, out, config, tensors)
+    return True
+
+
+def _infos(folder: Path) -> tuple[TensorInfo, ...]:
+    path = folder / TENSOR_FILE
+    return parse_header(read_prefix(path), path.stat().st_size).tensors if path.is_file() else ()
+
+
+def _is_respelt(info: TensorInfo) -> bool:
+    module = _module(info.name)
+    is_split = _SPLIT.fullmatch(module) or _STACKED.fullmatch(module) or _EXPERT.fullmatch(module)
+    return _plain(module) != module or is_split is not None
+
+
+def _module(name: str) -> str:
+    for part in _PARTS:
+        name = name.removesuffix(part)
+    return name.removeprefix(PREFIX)
+
+
+def _plain(module: str) -> str:
+    """A module's name in transformers, with the prefix of a wrapper that it had."""
+    if module.rpartition(".")[2] in _HEADS:
+        return "language_model.lm_head" if module.startswith("language_model.") else "lm_head"
+    if match := _EXPERT.fullmatch(module):
+        return f"{match[1]}.{_PROJECTIONS[match[2]]}"
+    return _ATTENTION.sub(r"\1.self_attn.", module)
+
+
+def _config(folder: Path) -> dict[str, object]:
+    return read_object((folder / CONFIG_FILE).read_bytes(), CONFIG_FILE, MAX_CONFIG_BYTES)
+
+
+def _number(config: Mapping[str, object], key: str) -> float:
+    value = config.get(key)
+    if type(value) not in (int, float) or float(str(value)) <= 0:
+        why = "must be a number above 0"
+        raise InvalidAdapter.of([Violation.of(f"{CONFIG_FILE}:{key}", value, why)])
+    return float(str(value))
+
+
+def _read(folder: Path, info: TensorInfo) -> Array:
+    num_rows = info.shape[0] if info.shape else 1
+    return read_rows(folder / TENSOR_FILE, info, 0, num_rows)
+
+
+def _pairs(folder: Path) -> dict[str, tuple[Array, Array]]:
+    """A and B of every module, in float32."""
+    by_name = {info.name: info for info in _infos(folder)}
+    pairs = {}
+    for name in sorted(by_name):
+        module = _module(name)
+        a, b = (by_name.get(f"{PREFIX}{module}{part}") for part in _PARTS)
+        if a is None or b is None or not name.startswith(PREFIX):
+            why = "is no lora_A or lora_B with its counterpart; export the adapter again"
+            raise InvalidAdapter.of([Violation.of(f"{TENSOR_FILE}:{name}", name, why)])
+        wanted = 3 if _STACKED.fullmatch(module) else 2
+        rank = a.shape[-2] if len(a.shape) == wanted else -1
+        if len(b.shape) != wanted or b.shape[-1] != rank or rank == 0:
+            why = f"must be {wanted}-dimensional, with one rank: A {list(a.shape)}, "
+            why += f"B {list(b.shape)}"
+            raise InvalidAdapter.of([Violation.of(f"{TENSOR_FILE}:{name}", module, why)])
+        pairs[module] = _read(folder, a), _read(folder, b)
+    return pairs
+
+
+def _joined(module: str, parts: Mapping[str, tuple[Array, Array]]) -> tuple[Array, Array]:
+    """One pair that computes the outputs of q, k and v one after the other."""
+    missing = sorted({"q", "k", "v"} - parts.keys())
+    if missing:
+        name = f"{module}.in_proj_{missing[0]}"
+        why = "is missing, so that the outputs of in_proj_qkv cannot be told apart"
+        raise InvalidAdapter.of([Violation.of(TENSOR_FILE, name, why)])
+    pairs = [parts[part] for part in "qkv"]
+    return np.concatenate([a for a, _ in pairs]), _diagonal([b for _, b in pairs])
+
+
+def _diagonal(blocks: list[Array]) -> Array:
+    """Matrices one below and beside the other, zeros elsewhere."""
+    result = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.float32)
+    row = column = 0
+    for block in blocks:
+        result[row : row + block.shape[0], column : column + block.shape[1]] = block
+        row, column = row + block.shape[0], column + block.shape[1]
+    return result
+
+
+def _is_interleaved(
+    geometry: Geometry | None, config: Mapping[str, object], modules: Mapping[str, object]
+) -> bool:
+    """Whether gates and ups of an expert alternate, as gpt-oss has them."""
+    if geometry is not None:
+        return geometry.model_type == "gpt_oss"
+    is_named = "gpt-oss" in str(config.get("base_model_name_or_path")).lower()
+    return is_named or any(_ATTENTION.match(module) for module in modules)
+
+
+def _add_experts(
+    made: _Rewritten,
+    container: str,
+    projections: Mapping[str, tuple[Array, Array]],
+    *,
+    interleaved: bool,
+) -> None:
+    """The two parameters of a layer; where both are there, PEFT nests gate_up_proj inside."""
+    num_experts = max(len(side) for pair in projections.values() for side in pair)
+    for name, pair in projections.items():
+        if any(len(side) not in (1, num_experts) for side in pair):
+            why = f"must have 1 or {num_experts} experts"
+            counts = [len(side) for side in pair]
+            raise InvalidAdapter.of([Violation.of(f"{container}.{name}", counts, why)])
+    found: dict[str, tuple[Array, Array]] = {}
+    if _GATE in projections or _UP in projections:
+        found[PARAMETERS[0]] = _gate_up(projections, num_experts, interleaved=interleaved)
+    if _DOWN in projections:
+        found[PARAMETERS[1]] = _broadcast(projections[_DOWN], num_experts)
+    for parameter, (a, b) in found.items():
+        is_inner = parameter == PARAMETERS[0] and len(found) == 2
+        name, rank = f"{container}.{parameter}", a.shape[1]
+        # A is stacked expert by expert, B rank by rank.
+        made.add(
+            name,
+            a.reshape(-1, a.shape[2]),
+            b.transpose(1, 2, 0).reshape(b.shape[1], -1),
+            f"{container}.base_layer" if is_inner else container,
+        )
+        made.ranks[name] = rank
+        made.parameters.add(name)
+
+
+def _broadcast(pair: tuple[Array, Array], num_experts: int) -> tuple[Array, Array]:
+    a, b = (np.broadcast_to(side, (num_experts, *side.shape[1:])) for side in pair)
+    return a, b
+
+
+def _gate_up(
+    projections: Mapping[str, tuple[Array, Array]], num_experts: int, *, interleaved: bool
+) -> tuple[Array, Array]:
+    """A `[experts, rank, in]` and B `[experts, 2 out, rank]`, the ranks of both together."""
+    ones = [projections[name] for name in (_GATE, _UP) if name in projections]
+    if len(ones) == 1:
+        a, b = ones[0]
+        ones.insert(_GATE in projections, (a[:, :0], b[:, :, :0]))
+    (gate_a, gate_b), (up_a, up_b) = (_broadcast(pair, num_experts) for pair in ones)
+    out, rank = gate_b.shape[1], gate_a.shape[1]
+    b = np.zeros((num_experts, 2 * out, rank + up_a.shape[1]), np.float32)
+    gates, ups = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (
+        slice(0, out), slice(out, None))  # fmt: skip
+    b[:, gates, :rank], b[:, ups, rank:] = gate_b, up_b
+    return np.concatenate((gate_a, up_a), axis=1), b
+
+
+def _suffix(parameter: str) -> str:
+    """Without the layer: what all layers' parameters end with."""
+    return ".".join(parameter.split(".")[-3:])
+
+
+def _write(
+    folder: Path,
+    out: Path,
+    config: Mapping[str, object],
+    tensors: Mapping[str, Array],
+    geometry: Geometry | None = None,
+) -> Report:
+    """With the folder's other files. Values stay as they are: float32 holds every dtype."""
+    dtypes = {info.dtype for info in _infos(folder)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+    names = [name for name in file_names(folder) if name not in (CONFIG_FILE, TENSOR_FILE)]
+    with new_folder(out) as partial:
+        copy_files(folder, partial, names)
+        write_files(partial, json.loads(json.dumps(config)), tensors, dtype)
+        return check_folder(partial, geometry)

@@ -1,0 +1,52 @@
+"""Keeps the large messages of one tenant from stopping the event loop for the others.
+
+To parse a large message takes the event loop milliseconds that nothing can interrupt. Each tenant
+therefore has a small share of the loop's time for them: after each one, its next one waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from loraplex_services.common.callers import Caller
+from loraplex_services.common.limits import (
+    MAX_SMALL_MESSAGE_BYTES,
+    MAX_WAITING_MESSAGES_PER_TENANT,
+    SERVICE_KEY_IDS,
+)
+from loraplex_services.common.tenant_slots import TenantSlots
+
+LOOP_SHARE = 1 / 200
+"""Part of the event loop's time that the large messages of one tenant may take: below the
+hundredth that the slowest requests of the others are."""
+_MAX_TENANTS = 1024
+
+
+class LargeMessages:
+    """The large messages of one server."""
+
+    def __init__(self, share: float = LOOP_SHARE) -> None:
+        self._share = share
+        self._turns = TenantSlots(
+            _MAX_TENANTS, max_held=1, max_waiting_per_tenant=MAX_WAITING_MESSAGES_PER_TENANT
+        )
+
+    async def turn(self, caller: Caller, num_bytes: int) -> None:
+        """Wait until a message of this size may be parsed. Small ones, those of services, and all
+        where auth is off do not wait.
+
+        What the caller's task does until it next waits for something counts as the message's time.
+
+        Raises:
+            ResourceExhausted: the tenant has too many large messages waiting.
+        """
+        if num_bytes <= MAX_SMALL_MESSAGE_BYTES or caller.key_id in SERVICE_KEY_IDS:
+            return
+        await self._turns.take(caller.tenant, "large messages")
+        asyncio.get_running_loop().call_soon(self._rest, caller.tenant, time.thread_time())
+
+    def _rest(self, tenant: str, begin_s: float) -> None:
+        """Called once the task that took the turn waits."""
+        rest_s = (time.thread_time() - begin_s) / self._share
+        asyncio.get_running_loop().call_later(rest_s, self._turns.give, tenant)

@@ -1,0 +1,79 @@
+"""Which requests that decode sit a step out, so that one tenant's do not make the steps of the
+others long.
+
+A step that decodes n tokens takes about `fixed + n * each` seconds, and every stream waits for the
+whole step. While several tenants decode, the one with most requests may therefore make a step half
+as long again as the requests of the others do, and its requests take turns. Where a token more
+costs next to nothing, as in small batches on a GPU, nobody sits out.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+
+from loraplex_services.worker.scheduling.running import Member
+from loraplex_services.worker.types.step_plan import StepPlan
+
+MAX_STRETCH = 1.5
+"""How much longer the requests of one tenant may make a step of the others."""
+NUM_RECENT = 15
+"""Steps of each size that count."""
+
+
+class DecodeTurns:
+    """Learns what a decoded token costs from the steps that were measured."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, deque[tuple[int, float]]] = {}
+        """(number of rows, seconds) of steps without prompts, by the bit length of the number."""
+
+    def measure(self, plan: StepPlan, elapsed_s: float) -> None:
+        """A step of `plan` took that long."""
+        if plan.rows and not plan.num_contexts:
+            size = len(plan.rows)
+            steps = self._steps.setdefault(size.bit_length(), deque(maxlen=NUM_RECENT))
+            steps.append((size, elapsed_s))
+
+    def sitting_out(
+        self, decoding: Sequence[Member], step: int, num_tenants: int
+    ) -> Collection[Member]:
+        """Those that do not decode in this step: of the tenant with most requests, those that did
+        so last. Mutates: the turns of the others of this tenant.
+
+        Args:
+            num_tenants: that are present, or expected back soon.
+        """
+        if num_tenants < 2 or len(decoding) < 2:
+            return ()
+        counts = Counter(member.request.tenant for member in decoding)
+        (tenant, count), (_, next_count), *_ = (*counts.most_common(2), ("", 0))
+        own = [member for member in decoding if member.request.tenant == tenant]
+        num_others = max(1, len(decoding) - count)
+        most = max(1, next_count, self._most_rows(num_others) * own[0].request.fairness_weight)
+        if count <= most:
+            return ()
+        own.sort(key=lambda member: member.last_turn)
+        for member in own[: int(most)]:
+            member.last_turn = step
+        return set(own[int(most) :])
+
+    def _most_rows(self, num_others: int) -> float:
+        """Rows that stretch a step of `num_others` by no more than `MAX_STRETCH`."""
+        if not self._steps:
+            return math.inf
+        sizes, seconds = self._typical(min(self._steps))
+        most_sizes, most_seconds = self._typical(max(self._steps))
+        if most_sizes > sizes:
+            each_s = max(0.0, (most_seconds - seconds) / (most_sizes - sizes))
+        else:  # until steps of another size were seen, all of it counts as the cost of tokens
+            each_s = seconds / sizes
+        fixed_s = max(0.0, seconds - sizes * each_s)
+        return (MAX_STRETCH - 1) * (fixed_s / each_s + num_others) if each_s else math.inf
+
+    def _typical(self, bits: int) -> tuple[float, float]:
+        """The median number of rows and the median seconds of the recent steps of this size."""
+        sizes, seconds = zip(*self._steps[bits], strict=True)
+        return statistics.median(sizes), statistics.median(seconds)

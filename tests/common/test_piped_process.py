@@ -1,0 +1,20 @@
+"""Processes for the work on strangers' bytes start wherever the server was started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loraplex_services.common.piped_process import start_module
+
+
+async def test_a_file_in_the_current_folder_is_not_taken_for_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "struct", "loraplex"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    process = await start_module("json.tool")
+    answer, _ = await process.communicate(b"[1]")
+    assert (process.returncode, answer.split()) == (0, [b"[", b"1", b"]"])

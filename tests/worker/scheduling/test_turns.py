@@ -1,0 +1,99 @@
+"""No tenant's decoding makes the steps of the others long."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from loraplex_services.worker.scheduling.policies import ServiceCounters, fair
+from loraplex_services.worker.scheduling.running import Member, RunningBatch
+from loraplex_services.worker.scheduling.turns import MAX_STRETCH, DecodeTurns
+from loraplex_services.worker.types.step_plan import StepPlan
+from tests.worker.scheduling.stage import STEP_S, Stage, make_request
+
+pytestmark = pytest.mark.hostile
+
+
+def decoding(**num_requests: int) -> list[Member]:
+    batch = RunningBatch()
+    for tenant, count in num_requests.items():
+        for index in range(count):
+            request = make_request(f"{tenant}{index}", 1, tenant=tenant)
+            request.num_computed, request.output_ids = 1, [7]
+            batch.add(request, ())
+            batch.caught_up(request)
+    return batch.decoding
+
+
+def taught(fixed_s: float, each_s: float, *sizes: int) -> DecodeTurns:
+    turns = DecodeTurns()
+    for size in sizes or (2, 100):
+        rows = tuple(member.row(1) for member in decoding(any=size))
+        turns.measure(StepPlan(0, rows), fixed_s + size * each_s)
+    return turns
+
+
+def num_rows(turns: DecodeTurns, members: list[Member], num_tenants: int = 2) -> Counter[str]:
+    out = turns.sitting_out(members, 0, num_tenants)
+    return Counter(member.request.tenant for member in members if member not in out)
+
+
+@pytest.mark.parametrize(("fixed_s", "each_s"), [(0.002, 0.0001), (0.02, 0.0002)])
+def test_a_flood_makes_the_steps_of_another_tenant_half_as_long_again_at_most(
+    fixed_s: float, each_s: float
+) -> None:
+    rows = num_rows(taught(fixed_s, each_s), decoding(globex=120, acme=3))
+    assert rows["acme"] == 3
+    alone_s = fixed_s + 3 * each_s
+    assert alone_s < fixed_s + rows.total() * each_s <= MAX_STRETCH * alone_s + each_s
+
+
+def test_where_tokens_cost_next_to_nothing_nobody_sits_out() -> None:
+    assert not taught(0.02, 1e-9).sitting_out(decoding(globex=120, acme=2), 0, 2)
+
+
+def test_a_tenant_that_is_alone_and_tenants_of_equal_size_lose_nothing() -> None:
+    turns = taught(0.0, 0.001)
+    assert not turns.sitting_out(decoding(globex=50), 0, 1)
+    assert not turns.sitting_out(decoding(globex=50, acme=50), 0, 2)
+
+
+def test_between_two_requests_of_another_tenant_a_flood_does_not_fill_the_steps() -> None:
+    turns = taught(0.002, 0.0001)
+    assert num_rows(turns, decoding(globex=120))["globex"] <= 11
+
+
+def test_until_steps_of_two_sizes_were_seen_tokens_count_as_all_of_the_cost() -> None:
+    assert num_rows(taught(0.002, 0.0001, 100), decoding(globex=98, acme=2)) == {
+        "acme": 2,
+        "globex": 2,
+    }
+    assert not DecodeTurns().sitting_out(decoding(globex=98, acme=2), 0, 2)
+
+
+def test_a_tenant_with_more_weight_may_fill_more_of_a_step() -> None:
+    members = decoding(globex=50, acme=2)
+    for member in members:
+        member.request.fairness_weight = 4.0
+    assert num_rows(taught(0.0, 0.001), members)["globex"] == 4
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_requests_of_a_flood_take_turns_and_all_end(overlaps: bool) -> None:
+    counters = ServiceCounters()
+    stage = Stage(60, policy=fair(counters), counters=counters, overlaps=overlaps, max_running=12)
+    stage.scheduler.turns = taught(0.0, STEP_S)
+    stage.submit(*(make_request(f"g{i}", 2, 6, tenant="globex") for i in range(9)))
+    stage.submit(make_request("a", 2, 20, tenant="acme"))
+    stage.step()
+    rows: list[Counter[str]] = []
+    for _ in range(18):
+        plan = stage.step()
+        rows.append(Counter(row.request.tenant for row in plan.rows if not row.is_context))
+    assert all(row["acme"] == 1 for row in rows)
+    assert all(row["globex"] <= 1 for row in rows[1:])
+    progress = {len(r.output_ids) for r in stage.scheduler._running if r.tenant == "globex"}
+    assert max(progress) - min(progress) <= 2
+    stage.run_dry()
+    assert sorted(stage.finished) == ["a", *(f"g{i}" for i in range(9))]
