@@ -48,6 +48,7 @@ another try. Configs and headers of up to 64 KiB are validated in the registry's
 
 COUNTS = {
     "MAX_STREAMS_PER_CONNECTION": "open calls on one HTTP/2 connection (gRPC)",
+    "MAX_OPEN_STREAMS": "open health watches of one server, and as many calls of reflection",
     "MAX_DESCRIPTION_CHARS": "characters in the description of a key",
     "MAX_MODEL_CHARS": "characters in `model`, and in each adapter reference of a request",
     "MAX_CACHE_SALT_CHARS": "characters in `cache_salt`",
@@ -71,6 +72,7 @@ COUNTS = {
     "MAX_STORED_RESPONSE_BYTES_PER_TENANT": "of these for one tenant, which then loses its oldest",
     "MAX_HISTORY_RESPONSES": "stored responses that one conversation may consist of",
     "MAX_RESPONSE_METADATA": "entries in `metadata` of a response",
+    "MAX_OPEN_UPLOADS_PER_TENANT": "unfinished uploads of a tenant; their bytes count in its quota",
     "MAX_UPLOAD_STREAMS": "streams of uploads that one registry reads at a time; others wait",
     "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "

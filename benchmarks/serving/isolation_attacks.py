@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 
 from benchmarks.serving.isolation_traffic import Target, post
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -213,7 +214,7 @@ def _refusals() -> Any:
         yield
         _statuses["200"] += 1
     except grpc.RpcError as error:
-        _statuses[str(error.code())] += 1
+        _statuses[from_rpc_error(error).reason] += 1
     except TimeoutError:
         _statuses["ended"] += 1
 

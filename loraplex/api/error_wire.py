@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
+from loraplex.errors import LoraplexError, Unavailable, Violation, codes_of, from_wire
 from loraplex.v1 import common_pb2
 
 DOMAIN = "loraplex.dev"
@@ -20,6 +20,10 @@ DETAILS_KEY = "grpc-status-details-bin"
 MAX_VIOLATIONS = 20
 """Details travel in HTTP/2 trailers, which peers cap (often at 8 KiB)."""
 MAX_DETAIL_BYTES = 6000
+
+_LOST_STATUS = "Internal error from Core"
+"""gRPC's asyncio client replaces the status of a server that ends a call with these words, and
+INTERNAL, if a message that it still sends fails (grpc/grpc issue 36066)."""
 
 
 def to_status(error: LoraplexError) -> grpc.Status:
@@ -50,6 +54,12 @@ def from_rpc_error(error: grpc.RpcError) -> LoraplexError:
         return _from_details(status)
     code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     text = getattr(error, "details", str)()
+    if text == _LOST_STATUS:
+        return Unavailable(
+            "the server ended the call while data was being sent, and its reason was lost; retry",
+            reason="STATUS_LOST",
+            retry_after_s=1.0,
+        )
     return from_wire(code.value[0], "", text or code.name)
 
 

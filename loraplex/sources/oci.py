@@ -84,7 +84,7 @@ class _Registry:
             return _get(url, self.authorization, accept)
         except urllib.error.HTTPError as error:
             raise self._typed(error) from error
-        except (OSError, HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError, RecursionError) as error:
             raise self._away(error) from error
 
     def read_manifest(self, reference: str, digest: str = "") -> tuple[bytes, str]:
@@ -195,13 +195,19 @@ def _answer_to(challenge: str, host: str) -> str:
         return f"Basic {basic}"
     fields = dict(_CHALLENGE.findall(rest))
     realm = fields.get("realm", "")
-    if scheme.lower() != "bearer" or not realm.startswith(("https://", "http://")):
+    # A login goes over plain HTTP only where the registry itself is asked so.
+    is_local = _LOOPBACK.fullmatch(host) and realm.startswith("http://")
+    if scheme.lower() != "bearer" or not (is_local or realm.startswith("https://")):
         raise PermissionDenied(f"{host} wants a login: 'docker login {host}'")
     query = {key: fields[key] for key in ("service", "scope") if key in fields}
     url = f"{realm}?{urllib.parse.urlencode(query)}"
     with _get(url, f"Basic {basic}" if basic else "", "application/json") as answer:
-        token = json.loads(answer.read(1 << 20))
-    return f"Bearer {token.get('token') or token['access_token']}"
+        answered = json.loads(answer.read(1 << 20))
+    found = answered if isinstance(answered, dict) else {}
+    token = found.get("token") or found.get("access_token")
+    if not isinstance(token, str):
+        raise ValueError("its token service answers without a token")
+    return f"Bearer {token}"
 
 
 def _stored_login(host: str) -> str:

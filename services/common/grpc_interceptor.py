@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from loraplex.api.error_wire import to_status
-from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted, Unsupported
 from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
 from loraplex_services.common.large_messages import LargeMessages
-from loraplex_services.common.limits import OpenCalls, check_message, limits_of
+from loraplex_services.common.limits import (
+    MAX_OPEN_STREAMS,
+    OpenCalls,
+    check_message,
+    limits_of,
+)
 from loraplex_services.common.wrong_keys import current_peer, peer_of_grpc
 
 logger = logging.getLogger(__name__)
@@ -50,10 +56,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
-        if handler is None or method.startswith(_OPEN_TO_ALL):
-            return handler
+        if handler is None:
+            return None
         if method not in self._wrapped:
-            self._wrapped[method] = _rewrapped(handler, method, self._shared)
+            is_open = method.startswith(_OPEN_TO_ALL)
+            wrap = _counted if is_open else _rewrapped
+            self._wrapped[method] = wrap(handler, method, self._shared)
         return self._wrapped[method]
 
 
@@ -78,6 +86,25 @@ def _rewrapped(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHand
     return grpc.stream_unary_rpc_method_handler(answers, response_serializer=serializer)
 
 
+def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandler[Any, Any]:
+    """The same handler of a method that needs no key. Its streams are counted, because strangers
+    may open them."""
+    if not handler.response_streaming:
+        return cast("grpc.RpcMethodHandler[Any, Any]", handler)
+    inner = handler.unary_stream or handler.stream_stream
+
+    async def written(request: Any, context: Context) -> None:
+        async with shared.opened(method, context):
+            if inspect.isasyncgenfunction(inner):
+                async for response in inner(request, context):
+                    await context.write(response)
+            else:
+                await inner(request, context)
+
+    kind = "stream_stream" if handler.request_streaming else "unary_stream"
+    return cast("grpc.RpcMethodHandler[Any, Any]", handler._replace(**{kind: written}))
+
+
 @dataclass(frozen=True, slots=True)
 class _Shared:
     """What all methods of one server share."""
@@ -87,6 +114,21 @@ class _Shared:
     rates: CallRates
     refusals: DelayedRefusals
     large: LargeMessages
+    num_open: Counter[str] = field(default_factory=Counter)
+    """Streams of methods that need no key, by method."""
+
+    @asynccontextmanager
+    async def opened(self, method: str, context: Context) -> AsyncIterator[None]:
+        """Count such a stream meanwhile, or end it if there are too many."""
+        if self.num_open[method] >= MAX_OPEN_STREAMS:
+            why = f"{MAX_OPEN_STREAMS} calls of {method} are open, which is the limit"
+            error = ResourceExhausted(why, reason="TOO_MANY_CALLS", retry_after_s=1.0)
+            await _abort(error, method, context)
+        self.num_open[method] += 1
+        try:
+            yield
+        finally:
+            self.num_open[method] -= 1
 
 
 @dataclass(frozen=True, slots=True)

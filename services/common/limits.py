@@ -83,6 +83,8 @@ USAGE_CALLS = 20
 
 MAX_STREAMS_PER_CONNECTION = 4096
 """Calls that one HTTP/2 connection may have open."""
+MAX_OPEN_STREAMS = 1024
+"""Watches of a server's health, which need no key, and as many calls of reflection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,8 @@ MAX_HISTORY_RESPONSES = 1024
 """Stored responses that one conversation may consist of."""
 MAX_RESPONSE_METADATA = 16
 """Entries of `metadata` of a response, with keys of 64 and values of 512 characters."""
+MAX_OPEN_UPLOADS_PER_TENANT = 1000
+"""Uploads that a tenant has begun and not finished."""
 MAX_UPLOAD_STREAMS = 32
 """Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
 MAX_UPLOAD_STREAMS_PER_TENANT = 8

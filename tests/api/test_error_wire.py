@@ -73,3 +73,10 @@ def test_garbage_in_the_details_is_ignored() -> None:
         trailing_metadata=(("grpc-status-details-bin", b"\xff\xff\xff"),)
     )
     assert type(from_rpc_error(broken)) is Unavailable
+
+
+def test_a_refusal_whose_status_the_client_library_lost_may_be_retried() -> None:
+    lost = Failed(to_status(LoraplexError("Internal error from Core")))
+    lost._status = lost._status._replace(trailing_metadata=())
+    got = from_rpc_error(lost)
+    assert (type(got), got.reason) == (Unavailable, "STATUS_LOST")

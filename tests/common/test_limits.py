@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import resource
 from collections.abc import AsyncIterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import InvalidRequest, ResourceExhausted, Unauthenticated
@@ -17,7 +19,7 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common import call_rates, grpc_interceptor, limits
 from loraplex_services.common.callers import LOCAL, Caller
-from loraplex_services.common.grpc_server import start
+from loraplex_services.common.grpc_server import LIVENESS, start
 from loraplex_services.common.large_messages import LargeMessages
 
 pytestmark = pytest.mark.hostile
@@ -173,6 +175,31 @@ async def test_one_tenants_watches_leave_space_for_those_of_others(server: Any) 
                 await asyncio.sleep(0.01)
     for call in held:
         call.cancel()
+
+
+async def test_strangers_hold_a_limited_number_of_streams_and_health_is_answered_all_the_same(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_interceptor, "MAX_OPEN_STREAMS", 3)
+    stub: Any = health_pb2_grpc.HealthStub(server[1])
+    asked = health_pb2.HealthCheckRequest(service=LIVENESS)
+
+    async def opened() -> Any:
+        watch = stub.Watch(asked)
+        assert await watch.read() is not grpc.aio.EOF
+        return watch
+
+    held = [await opened() for _ in range(3)]
+    refusal = await _refusal(opened())
+    assert (type(refusal), refusal.reason) == (ResourceExhausted, "TOO_MANY_CALLS")
+    await stub.Check(asked)
+    held.pop().cancel()
+    async with asyncio.timeout(5):
+        while len(held) < 3:  # The server notices a cancelled call a moment later.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                held.append(await opened())
+    for watch in held:
+        watch.cancel()
 
 
 def test_counts_of_open_calls_do_not_outlive_the_calls() -> None:

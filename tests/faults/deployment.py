@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,6 +37,8 @@ class Spec:
     command: tuple[str, ...]
     environ: Mapping[str, str]
     log: Path
+    root: Path = REPO
+    """The checkout whose code it runs."""
 
 
 class Service:
@@ -53,8 +55,18 @@ class Service:
             return
         with self._spec.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._spec.command, env=dict(self._spec.environ), stdout=log, stderr=log, cwd=REPO
+                self._spec.command,
+                env={**self._spec.environ, "PYTHONPATH": str(self._spec.root)},
+                stdout=log,
+                stderr=log,
+                cwd=self._spec.root,
             )
+
+    def replace(self, root: Path) -> None:
+        """End it by SIGTERM and start it with the code of another checkout."""
+        self.stop()
+        self._spec = replace(self._spec, root=root)
+        self.start()
 
     def kill(self) -> None:
         """SIGKILL, as the kernel sends it when memory is out; waits for the end."""
@@ -105,8 +117,14 @@ class Deployment:
     `links` maps "client-server" to the link between them; `services` maps names to processes.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, root: Path = REPO, faketime: Path | None = None) -> None:
+        """
+        Args:
+            folder: for logs and state.
+            root: the checkout whose code the services run at first.
+            faketime: libfaketime, with which `set_clock` can change clocks.
+        """
+        self._folder, self._root, self._faketime = folder, root, faketime
         self._loop = Loop()
         self._moto = moto()
         self.links: dict[str, Link] = {}
@@ -151,6 +169,11 @@ class Deployment:
             link.close()
         self._loop.stop()
         self._moto.__exit__(kind, error, trace)
+
+    def set_clock(self, service: str, offset_s: int) -> None:
+        """Have the wall clock of a service and its children differ from now on."""
+        assert self._faketime is not None
+        self._clock_of(service).write_text(f"{offset_s:+d}")
 
     def publish_folders(self, folders: Iterable[Path]) -> None:
         """Upload adapters under the names of their folders."""
@@ -241,7 +264,19 @@ class Deployment:
     def _add(self, name: str, command: tuple[str, ...], settings: Mapping[str, str]) -> None:
         environ = {**clean_environment(), **settings}
         environ.pop("AWS_ENDPOINT_URL", None)
-        self.services[name] = Service(name, Spec(command, environ, self._folder / f"{name}.log"))
+        log = self._folder / f"{name}.log"
+        if self._faketime is not None:
+            environ |= {
+                "LD_PRELOAD": str(self._faketime),
+                "FAKETIME_TIMESTAMP_FILE": str(self._clock_of(name)),
+                "FAKETIME_CACHE_DURATION": "1",
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            }
+            self.set_clock(name, 0)
+        self.services[name] = Service(name, Spec(command, environ, log, self._root))
+
+    def _clock_of(self, service: str) -> Path:
+        return self._folder / f"{service}.clock"
 
 
 def wait_s(seconds: float) -> None:

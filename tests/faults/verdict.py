@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,15 +31,20 @@ class Verdict:
     violations: tuple[str, ...]
 
 
-def try_fault(deployment: Deployment, fault: Fault, folder: Path) -> Verdict:
-    """Run traffic through a fault, and look afterwards that everything works again."""
+def try_fault(deployment: Deployment, fault: Fault, folder: Path, period_s: float = 0.0) -> Verdict:
+    """Run traffic through a fault, and look afterwards that everything works again.
+
+    The traffic ends `period_s` seconds after its begin, but not before everything is ready again.
+    """
     folder.mkdir()
     traffic = Traffic(deployment, folder)
+    end_s = time.monotonic() + period_s
     with traffic.running():
         wait_s(BEFORE_S)
         with fault.happening(deployment):
             let_last(fault)
         violations = [*_not_recovered(deployment)]
+        wait_s(max(0.0, end_s - time.monotonic()))
     records = (
         ("request", traffic.asked, fault.asked),
         ("first request", traffic.fresh, fault.fresh),

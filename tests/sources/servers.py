@@ -106,6 +106,8 @@ class TokenRegistry:
     address: str = ""
     store: str = ""
     """HOST:PORT that blobs are redirected to."""
+    token: object = field(default_factory=lambda: {"token": "t0ken"})
+    """What the token service answers."""
 
     def __call__(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
         authorization = headers.get("Authorization", "")
@@ -113,7 +115,7 @@ class TokenRegistry:
             if authorization != f"Basic {self.login}":
                 return as_json({"errors": []}, 401)
             assert "scope=repository:acme/support:pull" in path, path
-            return as_json({"token": "t0ken"})
+            return as_json(self.token)
         if authorization != "Bearer t0ken":
             challenge = (
                 f'Bearer realm="http://{self.address}/token",service="test",'

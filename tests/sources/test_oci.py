@@ -19,7 +19,7 @@ from loraplex.adapter_format.folder import read_files
 from loraplex.client.publishing import local_files, read_adapter
 from loraplex.errors import DataLoss, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from loraplex.model_layout import MANIFEST_TYPE
-from loraplex.sources import fetch
+from loraplex.sources import fetch, oci
 from tests.servers import free_port
 from tests.sources.servers import TokenRegistry, served
 
@@ -250,3 +250,21 @@ def test_manifests_of_another_form_are_refused(
 def test_a_registry_that_is_away_is_unavailable(out: Path) -> None:
     with pytest.raises(Unavailable):
         fetch("oci://127.0.0.1:9/acme/support:v7", out, pickled=False)
+
+
+@pytest.mark.hostile
+@pytest.mark.usefixtures("logged_in")
+@pytest.mark.parametrize("answer", [[], {}, {"token": {}}, {"token": 7}, "x", None])
+def test_an_answer_without_a_token_is_a_registry_that_does_not_answer_as_it_should(
+    private: TokenRegistry, out: Path, answer: object
+) -> None:
+    private.token = answer
+    with pytest.raises(Unavailable, match="without a token"):
+        fetch(f"oci://{private.address}/acme/support:v7", out, pickled=False)
+
+
+@pytest.mark.hostile
+def test_a_login_of_a_remote_registry_is_never_sent_over_plain_http() -> None:
+    challenge = 'Bearer realm="http://127.0.0.1:1/token",service="s"'
+    with pytest.raises(PermissionDenied, match="wants a login"):
+        oci._answer_to(challenge, "registry.example")

@@ -69,8 +69,22 @@ class Tenants:
         names = [item.key async for item in self._store.list_objects(layout.TENANTS)]
         return await documents.read_intact(self._store, names, TenantRecord)
 
-    async def check_quota(self, tenant: str, more_bytes: int) -> None:
-        """Raises ResourceExhausted if another version of this size exceeds the quota."""
+    async def begin_upload(self, tenant: str, upload: str, num_bytes: int) -> None:
+        """Count an upload that begins, or goes on, until it is published or refused.
+
+        Raises: ResourceExhausted if it exceeds the quota with the others that are under way.
+        """
+        uploads = self._catalog.open_uploads
+        others = await uploads.num_bytes(tenant, but=upload)
+        await self.check_quota(tenant, num_bytes, others)
+        await uploads.note(tenant, upload, num_bytes)
+
+    async def check_quota(self, tenant: str, more_bytes: int, open_bytes: int = 0) -> None:
+        """Raises ResourceExhausted if another version of this size exceeds the quota.
+
+        Args:
+            open_bytes: of uploads under way.
+        """
         limits = await self.get(tenant)
         if not limits.max_bytes and not limits.max_versions:
             return
@@ -82,10 +96,11 @@ class Tenants:
                 f"{way_out}",
                 reason="QUOTA_VERSIONS",
             )
-        if limits.max_bytes and used_bytes + more_bytes > limits.max_bytes:
+        if limits.max_bytes and used_bytes + open_bytes + more_bytes > limits.max_bytes:
+            under_way = f", {open_bytes} are of unfinished uploads" if open_bytes else ""
             raise ResourceExhausted(
-                f"tenant {tenant!r} uses {used_bytes} of {limits.max_bytes} bytes and this version "
-                f"needs {more_bytes}; {way_out}",
+                f"tenant {tenant!r} uses {used_bytes} of {limits.max_bytes} bytes{under_way} and "
+                f"this version needs {more_bytes}; {way_out}",
                 reason="QUOTA_BYTES",
             )
 

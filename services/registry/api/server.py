@@ -27,7 +27,7 @@ from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.publish.inspection import Wanted, check
 from loraplex_services.registry.publish.metrics import WATCHERS, refusals_counted
 from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress
-from loraplex_services.registry.publish.uploads import UploadSession
+from loraplex_services.registry.publish.uploads import UploadSession, fingerprint
 
 SERVICE_NAME = "loraplex.v1.RegistryService"
 
@@ -59,7 +59,9 @@ class RegistryService(AdminService):
         offered = convert.offered_from_proto(request.options.signatures)
         signed = await registry.signatures.accepted(options.tenant, files, offered, access.actor)
         options = dataclasses.replace(options, signatures=signed)
-        await registry.tenants.check_quota(options.tenant, sum(file.size for file in files))
+        num_bytes = sum(file.size for file in files)
+        upload = fingerprint(options, files, access.actor)
+        await registry.tenants.begin_upload(options.tenant, upload, num_bytes)
         known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
         return await registry.uploads.open(options, files, access.actor, known)
 

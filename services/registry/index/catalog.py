@@ -40,6 +40,7 @@ import redis.asyncio
 from loraplex_services.registry.index.feed import EventFeed
 from loraplex_services.registry.index.gathering import RequestBatcher
 from loraplex_services.registry.index.items import Item, arguments_of
+from loraplex_services.registry.index.open_uploads import OpenUploads
 from loraplex_services.registry.index.redis_calls import (
     CatalogDown,
     NoIndex,
@@ -96,6 +97,7 @@ class Catalog:
         self.feed = EventFeed(self.position, self.read_events)
         """The newest events, for watchers."""
         self.usage_counters = UsageCounters(client, PREFIX)
+        self.open_uploads = OpenUploads(client, PREFIX)
         self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
         self._scripts = {
             name: client.register_script(

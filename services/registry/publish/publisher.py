@@ -125,6 +125,7 @@ class Publisher:
             raise
         except InvalidAdapter as error:
             await self._uploads.refuse(session, error.violations)
+            await self._catalog.open_uploads.forget(options.tenant, session.fingerprint)
             raise
         failpoint("publish.inspected")
         operation = await self._catalog.note_pending(scope_of(options.tenant, options.name))
@@ -135,6 +136,7 @@ class Publisher:
             failpoint("publish.version")
             finished = await self._make_visible(session, version, created, operation)
             if finished is not None:
+                await self._catalog.open_uploads.forget(options.tenant, session.fingerprint)
                 return finished
         raise Conflict("the version is deleted again and again while it is published; try later")
 

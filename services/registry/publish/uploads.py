@@ -69,6 +69,11 @@ class UploadSession:
     """sha256 of files whose stored bytes turned out to be others: sent all the same, and put in
     their place."""
 
+    @property
+    def fingerprint(self) -> str:
+        """The same for all sessions of equal uploads by one caller."""
+        return self.upload_id.partition("-")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Intent:
@@ -152,7 +157,7 @@ class Uploads:
             known: sha256 of the files that the tenant refers to already.
         """
         ordered = tuple(sorted(files, key=lambda file: file.path))
-        same = _fingerprint(options, ordered, creator)
+        same = fingerprint(options, files, creator)
         now_s = await self._store.clock_s()
         found = await self._open_session(same, now_s)
         if found is not None:
@@ -330,8 +335,9 @@ def _covered(file: File, parts: list[UploadPart]) -> FileState:
     return FileState(file, tuple(chosen), position)
 
 
-def _fingerprint(options: Options, files: tuple[File, ...], creator: str) -> str:
+def fingerprint(options: Options, files: Sequence[File], creator: str) -> str:
     """A hash that is equal for equal uploads by one caller, including labels and tags."""
+    files = tuple(sorted(files, key=lambda file: file.path))
     text = repr((options.tenant, options.name, sorted(options.tags), options.base_id,
                  options.visibility, sorted((options.labels or {}).items()), options.strict,
                  options.allow_missing, options.parent, options.when_loaded_s, files, creator,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
 
+from loraplex.api.error_wire import from_rpc_error
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
-from loraplex.errors import DataLoss, InvalidRequest
+from loraplex.errors import DataLoss, InvalidRequest, LoraplexError
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common import grpc_server
@@ -22,7 +25,9 @@ from loraplex_services.registry.access import keys
 from loraplex_services.registry.access.auth import KeyAuth
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index import open_uploads
 from loraplex_services.registry.records import TenantRecord, encode
+from tests.registry.house import adapter_files, opened
 
 pytestmark = pytest.mark.hostile
 
@@ -155,3 +160,57 @@ async def test_upload_streams_of_one_tenant_leave_others_their_own_and_idle_ones
         codes = [await call.code() for call in (other, *calls)]
     assert codes[0] == grpc.StatusCode.NOT_FOUND, "it was read at once: there is no such upload"
     assert set(codes[1:]) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@pytest.fixture
+async def begin(registry: Registry, address: str) -> AsyncIterator[Any]:
+    """Begins an upload of 400 bytes with this name; returns the reason of a refusal, or ""."""
+    _, token = await registry.keys.create("globex", ["publisher"], 0.0, "")
+    sizes = {"adapter_config.json": 100, "adapter_model.safetensors": 300}
+    files = [pb.FileSpec(path=path, size=n, sha256=f"{n:064}") for path, n in sizes.items()]
+    async with grpc.aio.insecure_channel(address) as channel:
+        create = registry_pb2_grpc.RegistryServiceStub(channel).CreateUpload
+
+        async def begun(name: str) -> str:
+            request = pb.CreateUploadRequest(options=pb.PublishOptions(name=name), files=files)
+            try:
+                await create(request, metadata=[("authorization", f"Bearer {token}")])
+            except grpc.aio.AioRpcError as error:
+                return from_rpc_error(error).reason
+            return ""
+
+        yield begun
+
+
+async def test_unfinished_uploads_count_in_the_quota_until_they_end(
+    registry: Registry, begin: Any
+) -> None:
+    await registry.tenants.set(TenantRecord("globex", max_bytes=1000))
+    assert [await begin(name) for name in ("a", "b", "a", "b")] == [""] * 4
+    assert await begin("c") == "QUOTA_BYTES"
+    registry.catalog.open_uploads._now = lambda: time.time() + open_uploads.MAX_AGE_S + 1
+    assert await begin("c") == ""
+
+
+async def test_a_published_or_refused_upload_counts_as_unfinished_no_longer(
+    registry: Registry,
+) -> None:
+    uploads = registry.catalog.open_uploads
+    files = adapter_files(1)
+    good = await opened(registry, "sql", files)
+    bad = await opened(registry, "bad", {**files, "adapter_config.json": b"{}"})
+    for session in (good, bad):
+        await registry.tenants.begin_upload("default", session.fingerprint, 400)
+    assert await uploads.num_bytes("default") == 800
+    await registry.publisher.finish(good)
+    with pytest.raises(LoraplexError):
+        await registry.publisher.finish(bad)
+    assert await uploads.num_bytes("default") == 0
+
+
+async def test_a_tenant_has_a_limited_number_of_unfinished_uploads(
+    begin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_uploads, "MAX_OPEN_UPLOADS_PER_TENANT", 2)
+    reasons = [await begin(name) for name in ("a", "b", "c", "a")]
+    assert reasons == ["", "", "TOO_MANY_UPLOADS", ""]

@@ -68,7 +68,7 @@ class ResponsesEndpoints:
         loop = asyncio.get_running_loop()
 
         def keep(response: dict[str, Any]) -> None:
-            """Called in a thread for long answers."""
+            """Long answers are formatted in a thread."""
             loop.call_soon_threadsafe(self._keep, caller.tenant, call, response)
 
         return await self._answering.answer(
