@@ -5,8 +5,9 @@
 S-LoRA's S2 (200 adapters of ranks 64, 32, 16 and 8, lengths U[8,512]) on one worker at the roofline
 costs of `slora_policies`, with the worker's own scheduler. The capacity is measured first. Then
 requests arrive at shares of it (one process for all adapters; Poisson, and in bursts with cv 8) and
-want their first token within 6 s. Prints the share that gets it, with early abort and without; min(1, 1 / load), which is the
-upper bound for a trace without end or bursts; and the upper bound for this trace, `most_in_time`.
+want their first token within 6 s. Prints the share that gets it, with early abort and without;
+min(1, 1 / load), which is the upper bound for a trace without end or bursts; and the upper bound
+for this trace, `most_in_time`.
 """
 
 from __future__ import annotations
