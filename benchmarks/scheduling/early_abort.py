@@ -4,14 +4,16 @@
 
 S-LoRA's S2 (200 adapters of ranks 64, 32, 16 and 8, lengths U[8,512]) on one worker at the roofline
 costs of `slora_policies`, with the worker's own scheduler. The capacity is measured first. Then
-requests arrive at shares of it (Poisson, and in bursts with cv 8) and want their first token within
-6 s. Prints the share that gets it, with early abort and without; min(1, 1 / load), which is the
-upper bound for a trace without end or bursts; and the upper bound for this trace, `most_in_time`.
+requests arrive at shares of it (one process for all adapters; Poisson, and in bursts with cv 8) and
+want their first token within 6 s. Prints the share that gets it, with early abort and without;
+min(1, 1 / load), which is the upper bound for a trace without end or bursts; and the upper bound
+for this trace, `most_in_time`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 from benchmarks.machine import write_results
 from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, Capacity, capacity, fleet
 from loraplex.cli.output import print_table
-from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
+from loraplex.workload import RANK_MIXES, Arrivals, Workload, generate, ranks_of, summarize
 from loraplex_services.simulate.simulation import Simulation
 
 SLO_S = 6.0
@@ -69,8 +71,9 @@ def main() -> None:
     for cv in map(float, args.cvs.split(",")):
         for load in map(float, args.loads.split(",")):
             rate = load * most.per_s
+            workload = Workload(NUM_ADAPTERS, rate, args.duration, cv=cv, arrivals=Arrivals.POOLED)
             triples = [
-                attainments(Workload(NUM_ADAPTERS, rate, args.duration, cv=cv, seed=seed), most)
+                attainments(dataclasses.replace(workload, seed=seed), most)
                 for seed in range(args.seeds)
             ]
             with_abort, without, bound = (

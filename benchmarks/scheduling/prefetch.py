@@ -7,7 +7,9 @@ at shares of the capacity, which is measured first. Two bases at roofline costs:
 memory bounds the batch, and with 16 slots the slots do. Copies come from host memory (12 GB/s) or
 from a disk (1 GB/s). Prints, with the adapters of the next K requests loaded ahead (0 = none): the
 slot seconds that were idle because an adapter was being copied, over those without prefetching; the
-mean first token; and copies per request.
+part of them that no prefetching by the queue can avoid, since these requests came while the batch
+was not full; the rest over the rest without prefetching; the mean first token; and copies per
+request.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ NUM_ADAPTERS = 2000
 COPY_BYTES_PER_S = {"host": 12e9, "disk": 1e9}
 NUM_SLOTS = {"slots": 16, "memory": 256}
 """By what bounds the batch."""
+IDLE_COLUMNS = ("place_idle_s", "of_idle_without", "new_idle_s", "of_avoidable")
 RANKS = ranks_of(RANK_MIXES["S2"], NUM_ADAPTERS)
 
 
@@ -51,6 +54,7 @@ def measure(fleet_: SimulatedFleet, workload: Workload) -> dict[str, float]:
     summary, tally = summarize(outcomes), simulation.tally
     return {
         "place_idle_s": tally.place_idle_s,
+        "new_idle_s": tally.new_idle_s,
         "first_token_mean_s": summary.first_token.mean_s,
         "requests_per_s": summary.requests_per_s,
         "copies_per_request": tally.loads / len(outcomes),
@@ -72,7 +76,7 @@ def main() -> None:
         fleet_ = setting(bound, source)
         per_s = capacity(fleet_, NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
         for share in map(float, args.shares.split(",")):
-            idle_s = 0.0
+            idle_s = avoidable_s = 0.0
             for num_requests in map(int, args.requests.split(",")):
                 lookahead.NUM_REQUESTS = num_requests
                 found = [
@@ -82,15 +86,19 @@ def main() -> None:
                 run = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
                 idle_s = idle_s or run["place_idle_s"]
                 run["of_idle_without"] = run["place_idle_s"] / idle_s if idle_s else 0.0
+                rest_s = run["place_idle_s"] - run["new_idle_s"]
+                avoidable_s = avoidable_s or rest_s
+                run["of_avoidable"] = rest_s / avoidable_s if avoidable_s else 0.0
                 setting_ = {"bound": bound, "copies_from": source, "share": share}
                 runs.append({**setting_, "lookahead": num_requests, **run})
                 rows.append(
                     [bound, source, f"{share:g}", str(num_requests)]
-                    + [f"{run[k]:.2f}" for k in ("place_idle_s", "of_idle_without")]
+                    + [f"{run[k]:.2f}" for k in IDLE_COLUMNS]
                     + [f"{run['first_token_mean_s']:.3f}", f"{run['copies_per_request']:.2f}"]
                 )
     print("simulated, 2,000 adapters, S2, one worker")
     head = ("BOUND", "COPIES FROM", "RATE / CAPACITY", "K", "IDLE (s)", "OF K=0")
+    head += ("NEW (s)", "REST OF K=0")
     print_table((*head, "FIRST TOKEN (s)", "COPIES / REQUEST"), rows)
     print(f"wrote {write_results('prefetch', {'simulated': True, 'runs': runs})}")
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
 from loraplex.cli.workload_flags import parse_lengths
-from loraplex.workload import RANK_MIXES, Summary, Workload, generate, ranks_of, summarize
+from loraplex.workload import RANK_MIXES, Arrivals, Summary, Workload, generate, ranks_of, summarize
 from loraplex_services.simulate.rooflines import ROOFLINES
 from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 from loraplex_services.worker.engine.engine import POLICIES
@@ -106,7 +106,9 @@ def main() -> None:
     for cv in map(float, args.cvs.split(",")):
         for rate in map(float, args.rates.split(",")):
             lengths = parse_lengths(args.lengths)
-            workload = Workload(NUM_ADAPTERS, rate, args.duration, cv=cv, lengths=lengths)
+            workload = Workload(
+                NUM_ADAPTERS, rate, args.duration, cv, lengths=lengths, arrivals=Arrivals.POOLED
+            )
             for policy in sorted(POLICIES):
                 summary, loads = measure(
                     policy, workload, args.deadline, args.first_token, args.mix

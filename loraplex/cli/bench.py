@@ -19,13 +19,13 @@ from loraplex.cli.parsing import (
     credentials_of,
     seconds,
 )
-from loraplex.cli.workload_flags import add_workload, print_summary, workload_of
+from loraplex.cli.workload_flags import Trace, add_workload, print_summary, trace_of
 from loraplex.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from loraplex.client.inference_client import InferenceClient
     from loraplex.client.registry_client import RegistryClient
-    from loraplex.workload import RequestOutcome, Workload
+    from loraplex.workload import RequestOutcome, TracedRequest
 
 EXAMPLE = "loraplex bench trace --adapters 100 --rate 4 --duration 2m --prepare-from ./my-adapter"
 
@@ -73,16 +73,16 @@ async def _trace(args: argparse.Namespace) -> None:
     from loraplex.client.inference_client import InferenceClient
     from loraplex.workload import summarize
 
-    workload = workload_of(args)
+    trace = trace_of(args)
     file = _opened(args.outcomes)
     async with (
-        _prepared(args) as prefix,
+        _prepared(args, trace.num_adapters) as prefix,
         InferenceClient(args.gateway, credentials_of(args)) as client,
     ):
-        outcomes = await _drive(client, workload, prefix, args.first_token)
+        outcomes = await _drive(client, trace, args.seed, prefix, args.first_token)
     if file is not None:
         with file:
-            _write(file, workload, outcomes)
+            _write(file, trace.requests, outcomes)
     reasons = Counter(outcome.reason for outcome in outcomes if outcome.reason)
     print_summary(summarize(outcomes, args.slo), {"failures": dict(reasons)}, as_json=args.json)
 
@@ -95,17 +95,17 @@ def _opened(path: Path | None) -> TextIO | None:
         raise InvalidRequest.field("--outcomes", path, f"cannot be written: {error}") from None
 
 
-def _write(file: TextIO, workload: Workload, outcomes: Sequence[RequestOutcome]) -> None:
+def _write(
+    file: TextIO, requests: Sequence[TracedRequest], outcomes: Sequence[RequestOutcome]
+) -> None:
     """In the order of the trace."""
-    from loraplex.workload import generate
-
-    for request, outcome in zip(generate(workload), outcomes, strict=True):
+    for request, outcome in zip(requests, outcomes, strict=True):
         asked = {"adapter": request.adapter, "num_input": request.num_input}
         file.write(json.dumps({**asked, **dataclasses.asdict(outcome)}) + "\n")
 
 
 @asynccontextmanager
-async def _prepared(args: argparse.Namespace) -> AsyncIterator[str]:
+async def _prepared(args: argparse.Namespace, num_adapters: int) -> AsyncIterator[str]:
     """Publish adapters if asked to, and delete them afterwards, except those that were there
     before. Gives what the names of those to use begin with."""
     if args.prepare_from is None:
@@ -117,12 +117,12 @@ async def _prepared(args: argparse.Namespace) -> AsyncIterator[str]:
     async with RegistryClient(args.registry, credentials_of(args)) as registry:
         before = {version.name async for version in registry.list(name_prefix=NAME_PREFIX)}
         try:
-            names = await publish_variants(registry, args.prepare_from, args.adapters)
+            names = await publish_variants(registry, args.prepare_from, num_adapters)
             print(f"published {len(names)} adapters", file=sys.stderr)
             yield NAME_PREFIX
         finally:
             if not args.keep:
-                await _clean_up(registry, before, args.adapters)
+                await _clean_up(registry, before, num_adapters)
 
 
 async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> None:
@@ -140,11 +140,10 @@ async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> N
 
 
 async def _drive(
-    client: InferenceClient, workload: Workload, prefix: str, first_token_s: float | None
+    client: InferenceClient, trace: Trace, seed: int, prefix: str, first_token_s: float | None
 ) -> list[RequestOutcome]:
-    from loraplex.workload import generate
     from loraplex.workload.driving import check_lengths, drive, targets
 
-    models = await targets(client, workload.num_adapters, prefix)
-    check_lengths(models[0], workload.lengths.max_tokens)
-    return await drive(client, generate(workload), models, workload.seed, first_token_s)
+    models = await targets(client, trace.num_adapters, prefix)
+    check_lengths(models[0], trace.max_tokens)
+    return await drive(client, trace.requests, models, seed, first_token_s)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from loraplex.cli.output import print_fields, print_json, print_table
 from loraplex.cli.parsing import count, seconds
@@ -12,7 +13,7 @@ from loraplex.cli.parsing import count, seconds
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from loraplex.workload import Summary, Workload
+    from loraplex.workload import Summary, TracedRequest, Workload
     from loraplex.workload.trace import Lengths
 
 
@@ -20,25 +21,30 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     """The parameters of a trace, and of judging a run."""
     group = parser.add_argument_group("workload")
     group.add_argument(
-        "--adapters", type=count, metavar="N", default=10, help="adapters; 0 = the base (10)"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="CSV log of real requests with the columns timestamp (seconds), model, input_length "
+        "and output_length (tokens), from which as many are drawn as --rate and --duration say; "
+        "its models become adapters, the most popular one first",
     )
+    group.add_argument("--adapters", type=count, metavar="N", help="adapters; 0 = the base (10)")
     group.add_argument(
         "--rate", type=float, metavar="N", default=2.0, help="mean requests a second (2)"
     )
+    group.add_argument("--cv", type=float, metavar="N", help="burstiness; 1 = Poisson (1)")
     group.add_argument(
-        "--cv", type=float, metavar="N", default=1.0, help="burstiness; 1 = Poisson (1)"
+        "--alpha", type=float, metavar="N", help="power law over adapters; 1 = uniform (1)"
     )
     group.add_argument(
-        "--alpha",
-        type=float,
-        default=1.0,
-        metavar="N",
-        help="power law over adapters; 1 = uniform (1)",
+        "--arrivals",
+        choices=("per-adapter", "pooled"),
+        help="a Gamma process for each adapter, as in the paper, or one for all, as in S-LoRA's "
+        "released script (per-adapter)",
     )
-    group.add_argument("--duration", type=seconds, default=60.0, metavar="TIME", help="(60)")
+    group.add_argument("--duration", type=seconds, default=300.0, metavar="TIME", help="(5m)")
     group.add_argument(
         "--lengths",
-        default="8-512,8-512",
         metavar="IN,OUT",
         help="token ranges of prompt and output, or `arena` for chat-like ones (8-512,8-512)",
     )
@@ -46,18 +52,43 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--slo", type=seconds, default=6.0, metavar="TIME", help="first token (6)")
 
 
-def workload_of(args: argparse.Namespace) -> Workload:
-    """The workload that the flags describe. Raises InvalidRequest."""
-    from loraplex.workload import Workload
+class Trace(NamedTuple):
+    """What the flags describe."""
+
+    requests: list[TracedRequest]
+    num_adapters: int
+    max_tokens: int
+    """The most that one request can have, prompt and output together."""
+
+
+def trace_of(args: argparse.Namespace) -> Trace:
+    """The trace that the flags describe. Raises InvalidRequest."""
+    from loraplex.errors import InvalidRequest
+    from loraplex.workload import generate, read_log, sample_log
+
+    if args.trace is None:
+        workload = _workload_of(args)
+        return Trace(generate(workload), workload.num_adapters, workload.lengths.max_tokens)
+    for name in ("adapters", "cv", "alpha", "arrivals", "lengths"):
+        if (value := getattr(args, name)) is not None:
+            raise InvalidRequest.field(f"--{name}", value, "comes from the file of --trace")
+    requests, num_adapters = sample_log(read_log(args.trace), args.rate, args.duration, args.seed)
+    most = max(request.num_input + request.num_output for request in requests)
+    return Trace(requests, num_adapters, most)
+
+
+def _workload_of(args: argparse.Namespace) -> Workload:
+    from loraplex.workload import Arrivals, Workload
 
     return Workload(
-        num_adapters=args.adapters,
+        num_adapters=10 if args.adapters is None else args.adapters,
         rate_per_s=args.rate,
         duration_s=args.duration,
-        cv=args.cv,
-        alpha=args.alpha,
-        lengths=parse_lengths(args.lengths),
+        cv=1.0 if args.cv is None else args.cv,
+        alpha=1.0 if args.alpha is None else args.alpha,
+        lengths=parse_lengths(args.lengths or "8-512,8-512"),
         seed=args.seed,
+        arrivals=Arrivals(args.arrivals or "per-adapter"),
     )
 
 

@@ -4,9 +4,11 @@ What this package exports is pure. `driving` sends a trace through a gateway, an
 makes the adapters for it.
 """
 
+from loraplex.workload.log_file import LoggedRequest, read_log, sample_log
 from loraplex.workload.metrics import RequestOutcome, Summary, summarize
 from loraplex.workload.trace import (
     RANK_MIXES,
+    Arrivals,
     LogNormalLengths,
     TracedRequest,
     UniformLengths,
@@ -17,7 +19,9 @@ from loraplex.workload.trace import (
 
 __all__ = [
     "RANK_MIXES",
+    "Arrivals",
     "LogNormalLengths",
+    "LoggedRequest",
     "RequestOutcome",
     "Summary",
     "TracedRequest",
@@ -25,5 +29,7 @@ __all__ = [
     "Workload",
     "generate",
     "ranks_of",
+    "read_log",
+    "sample_log",
     "summarize",
 ]

@@ -1,17 +1,22 @@
 """Seeded traces: when requests arrive, for which adapter, how long they are.
 
-The synthetic workload is the one of the S-LoRA paper (section 7.1): Gamma arrivals, a power law
-over adapters, uniform lengths. Arrivals, adapters and lengths are drawn from streams of their own,
-so that changing one parameter leaves the others' draws as they were.
+The synthetic workload is the one of the S-LoRA paper (section 7.2): each adapter has a Gamma
+process of its own, with a rate by a power law, and lengths are uniform. As an option, arrivals are
+those of S-LoRA's released script: one Gamma process for all, whose arrivals draw their adapters.
+Arrivals and lengths are drawn from streams of their own, so that changing the lengths leaves the
+arrivals as they were.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from types import MappingProxyType
+from typing import TypeAlias
 
 from loraplex.errors import InvalidRequest
 
@@ -98,6 +103,17 @@ class LogNormalLengths:
 Lengths = UniformLengths | LogNormalLengths
 
 
+class Arrivals(enum.StrEnum):
+    """What bursts."""
+
+    PER_ADAPTER = "per-adapter"
+    """Each adapter has a process of its own, as in the paper. The number of requests is random, and
+    with it the rate of a single trace."""
+    POOLED = "pooled"
+    """All adapters share one process, as in S-LoRA's released script. The number of requests is
+    fixed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Parameters of a trace."""
@@ -108,11 +124,12 @@ class Workload:
     """Mean arrivals a second."""
     duration_s: float
     cv: float = 1.0
-    """Coefficient of variation of the gaps: 1 = Poisson, more = bursts."""
+    """Coefficient of variation of a process's gaps: 1 = Poisson, more = bursts."""
     alpha: float = 1.0
     """Exponent of the power law: 1 = uniform; towards 0 the first adapters get all requests."""
     lengths: Lengths = UniformLengths()
     seed: int = 0
+    arrivals: Arrivals = Arrivals.PER_ADAPTER
 
     def __post_init__(self) -> None:
         if self.num_adapters < 0:
@@ -122,33 +139,73 @@ class Workload:
             if not (math.isfinite(value) and value > 0):
                 raise InvalidRequest.field(name, value, "must be a finite number above 0")
 
-    @property
-    def num_requests(self) -> int:
-        """Requests of the trace: rate times duration, at least one."""
-        return max(1, round(self.rate_per_s * self.duration_s))
+    def adapter_rate(self, index: int) -> float:
+        """Mean arrivals a second for an adapter: the power law's part of the rate, which has the
+        density alpha * x^(alpha - 1) over x = index / n in [0, 1)."""
+        n, alpha = self.num_adapters, self.alpha
+        share: float = ((index + 1) / n) ** alpha - (index / n) ** alpha
+        return self.rate_per_s * share
+
+
+Arrival: TypeAlias = tuple[float, int | None]
+"""Seconds since the start of the trace; index of the adapter, None = the bare base."""
 
 
 def generate(workload: Workload) -> list[TracedRequest]:
-    """The trace, by arrival. Equal workloads give equal traces."""
-    gaps, adapters, lengths = (
-        random.Random(f"{workload.seed}/{stream}") for stream in ("gaps", "adapters", "lengths")
-    )
-    requests = []
-    arrival_s = 0.0
-    for _ in range(workload.num_requests):
-        arrival_s += gaps.gammavariate(workload.cv**-2, workload.cv**2 / workload.rate_per_s)
-        requests.append(
-            TracedRequest(arrival_s, _adapter(workload, adapters), *workload.lengths.draw(lengths))
+    """The trace, by arrival. Equal workloads give equal traces.
+
+    Raises:
+        InvalidRequest: no request arrives.
+    """
+    pooled = workload.arrivals is Arrivals.POOLED
+    arrivals = _pooled_arrivals(workload) if pooled else _adapter_arrivals(workload)
+    if not arrivals:
+        raise InvalidRequest.field(
+            "rate_per_s",
+            workload.rate_per_s,
+            f"gives no request in {workload.duration_s:g} s: raise it, or the duration",
         )
-    return requests
+    lengths = random.Random(f"{workload.seed}/lengths")
+    return [
+        TracedRequest(arrival_s, adapter, *workload.lengths.draw(lengths))
+        for arrival_s, adapter in arrivals
+    ]
 
 
-def _adapter(workload: Workload, rng: random.Random) -> int | None:
-    """Index with density alpha * x^(alpha - 1) over x = index / n in [0, 1)."""
-    if not workload.num_adapters:
-        return None
-    place = rng.random() ** (1.0 / workload.alpha)
-    return min(int(place * workload.num_adapters), workload.num_adapters - 1)
+def _adapter_arrivals(workload: Workload) -> list[Arrival]:
+    """A Gamma renewal process for each adapter, all of them in order.
+
+    The processes run since long before the trace, so that the mean number of arrivals is rate times
+    duration whatever the variation: the trace begins within a gap, which is the likelier the longer
+    it is. So the time to the first arrival is a uniform part of a gap drawn in proportion to its
+    length. Source: Cox, Renewal Theory, section 5.2 (equilibrium renewal process).
+    """
+    rng = random.Random(f"{workload.seed}/gaps")
+    shape = workload.cv**-2
+    arrivals: list[Arrival] = []
+    adapters: Iterable[int | None] = range(workload.num_adapters) or (None,)
+    for adapter in adapters:
+        rate_per_s = workload.rate_per_s if adapter is None else workload.adapter_rate(adapter)
+        scale_s = 1.0 / (shape * rate_per_s) if rate_per_s else math.inf
+        arrival_s = rng.random() * rng.gammavariate(shape + 1.0, scale_s)
+        while arrival_s < workload.duration_s:
+            arrivals.append((arrival_s, adapter))
+            arrival_s += rng.gammavariate(shape, scale_s)
+    arrivals.sort(key=itemgetter(0))
+    return arrivals
+
+
+def _pooled_arrivals(workload: Workload) -> list[Arrival]:
+    """As many as rate times duration says, at least one."""
+    gaps, adapters = (random.Random(f"{workload.seed}/{name}") for name in ("gaps", "adapters"))
+    arrivals: list[Arrival] = []
+    arrival_s = 0.0
+    for _ in range(max(1, round(workload.rate_per_s * workload.duration_s))):
+        arrival_s += gaps.gammavariate(workload.cv**-2, workload.cv**2 / workload.rate_per_s)
+        place = adapters.random() ** (1.0 / workload.alpha)
+        index = min(int(place * workload.num_adapters), workload.num_adapters - 1)
+        arrivals.append((arrival_s, index if workload.num_adapters else None))
+    return arrivals
 
 
 def ranks_of(mix: Sequence[int], num_adapters: int) -> list[int]:

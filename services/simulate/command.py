@@ -8,8 +8,8 @@ import gc
 import sys
 import time
 
-from loraplex.cli.workload_flags import print_summary, workload_of
-from loraplex.workload import generate, ranks_of, summarize
+from loraplex.cli.workload_flags import print_summary, trace_of
+from loraplex.workload import ranks_of, summarize
 from loraplex_services.simulate.costs import Costs, read_costs
 from loraplex_services.simulate.fitting import Fitted, fit_trace
 from loraplex_services.simulate.flags import DEFAULT_ARENA_BYTES, fleet_of, rank_mix
@@ -23,13 +23,12 @@ def run(args: argparse.Namespace) -> None:
     if args.outside is not None:
         median_s, p90_s = args.outside
         costs = dataclasses.replace(costs, request_s=median_s, request_p90_s=p90_s)
-    workload = workload_of(args)
-    ranks = ranks_of(rank_mix(args.ranks), workload.num_adapters)
+    trace = trace_of(args)
+    ranks = ranks_of(rank_mix(args.ranks), trace.num_adapters)
     simulation = Simulation(fleet_of(args, costs, arena_bytes), ranks)
-    trace = generate(workload)
     gc.freeze()  # a million adapters are not to be looked through again and again
     begin_s = time.monotonic()
-    outcomes = simulation.run(trace)
+    outcomes = simulation.run(trace.requests)
     print(f"simulated in {time.monotonic() - begin_s:.1f} s", file=sys.stderr)
     tally = simulation.tally
     extra = {"steps": tally.steps, "loads": tally.loads, "preemptions": tally.preemptions}

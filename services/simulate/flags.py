@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # `--help` must not wait for the worker's engine
     from loraplex_services.simulate.simulation import SimulatedFleet
 
 ROOFLINE_NAMES = ("llama-7b@a10g", "llama-7b@a100-80g", "llama-13b@a100-80g")
-POLICY_NAMES = ("fair", "fcfs")
+POLICY_NAMES = ("fair", "fcfs", "lcfs")
 DEFAULT_ARENA_BYTES = 64 << 20
 EPILOG = """examples:
   loraplex simulate --costs llama-7b@a100-80g --adapters 2000 --ranks S2 --rate 8 --on-disk
@@ -67,7 +67,9 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="arena (64MiB; of a roofline what its GPU has left)",
     )
-    group.add_argument("--policy", choices=POLICY_NAMES, default="fair", help="(fair)")
+    group.add_argument(
+        "--policy", choices=POLICY_NAMES, default="fair", help="lcfs is simulated only (fair)"
+    )
     group.add_argument(
         "--cluster-size",
         type=count,

@@ -56,6 +56,8 @@ class Tally:
     preemptions: int = 0
     place_idle_s: float = 0.0
     """Slot seconds that were idle because adapters were being copied."""
+    new_idle_s: float = 0.0
+    """Of these, those of requests that came while the batch was not full."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +135,7 @@ class Simulation:
         self.tally.steps = sum(w.view().load.steps for w in self._workers)
         self.tally.preemptions = sum(w.engine.scheduler.num_preemptions for w in self._workers)
         self.tally.place_idle_s = sum(worker.place_idle_s for worker in self._workers)
+        self.tally.new_idle_s = sum(worker.new_idle_s for worker in self._workers)
         return [self._outcomes[number] for number in range(len(trace))]
 
     def check_integrity(self) -> None:
@@ -183,7 +186,8 @@ class Simulation:
         async with gateway.admit(request, digests, due) as flight.permit:
             worker = gateway.start(key, digests, request.num_input)
             self._flights[str(number)] = flight
-            submit = _submit(number, request, digests, due.shifted(-now_s()))
+            priority = -number if self._fleet.engine.policy == "lcfs" else 0
+            submit = _submit(number, request, digests, due.shifted(-now_s()), priority)
             worker.submit(now_s() + to_worker_s, submit, self._ranks)
             self._line_up(worker)
             try:
@@ -230,7 +234,9 @@ class Simulation:
             gateway.step_ended()
 
 
-def _submit(number: int, request: TracedRequest, digests: tuple[str, ...], left: Due) -> Submit:
+def _submit(
+    number: int, request: TracedRequest, digests: tuple[str, ...], left: Due, priority: int
+) -> Submit:
     """Prompts share no token, as random ones hardly do."""
     start = number << 13
     return Submit(
@@ -240,6 +246,7 @@ def _submit(number: int, request: TracedRequest, digests: tuple[str, ...], left:
             sampling=SamplingParams(max_tokens=request.num_output, seed=0, ignore_eos=True),
             adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),
             tenant=request.tenant,
+            priority=priority,
             remaining_s=left.end_s,
             remaining_first_token_s=left.first_token_s,
         )

@@ -10,7 +10,8 @@ from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex_services.gateway.workers.view import WorkerView
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
-from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.engine.engine import POLICIES, Engine, Policies
+from loraplex_services.worker.scheduling.policies import Policy
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Command,
@@ -25,6 +26,14 @@ DEADLOCK_STALLS = 10_000
 """After this many sleeps in a row without news, none will come."""
 
 
+SIMULATED_POLICIES: Policies = {
+    **POLICIES,
+    "lcfs": lambda counters: Policy(lambda r, view: (), lambda r, view: (r.priority,), 0),
+}
+"""Those of a worker, and last come, first served as a baseline: the trace numbers requests by
+priority, because workers serve those of one tenant, priority and adapter by arrival."""
+
+
 class SimulatedWorker:
     """An engine, its clock, and what its API server would do: fetch adapters, deliver commands."""
 
@@ -36,7 +45,7 @@ class SimulatedWorker:
         self._on_disk = on_disk
         self.clock = VirtualClock()
         self._runner = TimedRunner(costs, config.arena_bytes, self.clock, seed=index)
-        self.engine = Engine(self._runner, config, self.clock)
+        self.engine = Engine(self._runner, config, self.clock, SIMULATED_POLICIES)
         self._max_running = config.max_running
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()
@@ -57,6 +66,10 @@ class SimulatedWorker:
         self._view: WorkerView | None = None
         self.place_idle_s = 0.0
         """Over all slots: how long one was free for a request that waited for a copy."""
+        self.new_idle_s = 0.0
+        """Of these, for requests that came after the batch was last full: there was no time at
+        which their copies could have begun before they could have started."""
+        self._full_s = -math.inf
 
     def submit(self, moment_s: float, command: Submit, ranks: dict[str, int]) -> None:
         """Deliver a request at `moment_s`, fetching what adapters it needs (rank by digest)."""
@@ -126,7 +139,13 @@ class SimulatedWorker:
         num_free = self._max_running - scheduler.num_running
         if scheduler.is_full:  # memory holds for one of them at least
             num_free = min(num_free, 1)
-        self.place_idle_s += min(num_free, scheduler.num_awaiting_copies) * max(0.0, elapsed_s)
+        if scheduler.is_full or not num_free:
+            self._full_s = self.clock.now_s
+        num_idle = min(num_free, scheduler.num_awaiting_copies)
+        if num_idle and elapsed_s > 0.0:
+            num_new = sum(request.arrival_s > self._full_s for request in scheduler.waiting)
+            self.place_idle_s += num_idle * elapsed_s
+            self.new_idle_s += min(num_idle, num_new) * elapsed_s
 
     def _take_in(self, output: StepOutput) -> None:
         """What a gateway hears of a step."""

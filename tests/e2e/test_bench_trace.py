@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.e2e.stack import ADAPTERS, REPO, Stack, clean_environment
 
-SHORT = ("--rate", "10", "--duration", "2", "--lengths", "4-16,2-8")
+SHORT = ("--rate", "10", "--duration", "2", "--lengths", "4-16,2-8", "--arrivals", "pooled")
 
 
 def bench(stack: Stack, *args: str) -> subprocess.CompletedProcess[str]:

@@ -12,10 +12,21 @@ import pytest
 
 from loraplex_services.simulate.flags import POLICY_NAMES, ROOFLINE_NAMES
 from loraplex_services.simulate.rooflines import ROOFLINES
-from loraplex_services.worker.engine.engine import POLICIES
+from loraplex_services.simulate.worker import SIMULATED_POLICIES
 from tests.simulate.fleets import COSTS
 
-SHORT = ("--adapters", "5", "--rate", "20", "--duration", "2", "--lengths", "8-32,2-8")
+SHORT = (
+    "--adapters",
+    "5",
+    "--rate",
+    "20",
+    "--duration",
+    "2",
+    "--lengths",
+    "8-32,2-8",
+    "--arrivals",
+    "pooled",
+)
 
 
 @pytest.fixture
@@ -97,4 +108,20 @@ def test_help_loads_no_engine_and_knows_every_policy() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "--gateway" in shown.stdout, shown.stderr
-    assert sorted(POLICIES) == list(POLICY_NAMES)
+    assert sorted(SIMULATED_POLICIES) == list(POLICY_NAMES)
+
+
+def test_a_log_of_requests_is_simulated_with_its_models_as_adapters(
+    costs: str, tmp_path: Path
+) -> None:
+    rows = [f"{1000 + 10 * i},model-{i % 3},{8 + i},4" for i in range(30)]
+    log = tmp_path / "log.csv"
+    log.write_text("\n".join(["timestamp,model,input_length,output_length", *rows]))
+    flags = ("--costs", costs, "--trace", str(log), "--rate", "10", "--duration", "2", "--json")
+    done = simulate(*flags)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["num_finished"] == 20 and result["loads"] == 3
+    refused = simulate(*flags, "--cv", "2")
+    assert refused.returncode == 2 or "--cv" in refused.stderr
+    assert "--trace" in refused.stderr

@@ -138,3 +138,12 @@ def test_bytes_of_distinct_adapters_make_a_step_longer() -> None:
 def test_the_simulator_imports_no_torch() -> None:
     code = "import sys, loraplex_services.simulate.simulation; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_newest_request_starts_first_under_lcfs() -> None:
+    trace = [TracedRequest(0.01 * i, None, 16, 8) for i in range(40)]
+    newest_first = fleet(engine=engine_config(policy="lcfs", max_running=1))
+    outcomes = Simulation(newest_first, []).run(trace)
+    firsts = [outcome.first_token_s or 0.0 for outcome in outcomes]
+    late = [first_s for first_s in firsts if first_s > trace[-1].arrival_s + 0.1]
+    assert len(late) > 10 and late == sorted(late, reverse=True)

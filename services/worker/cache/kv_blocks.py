@@ -59,6 +59,8 @@ class KvLayout:
     def missing_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks to add, over all groups, before positions [0, num_tokens) and the state have a
         place."""
+        if request.without_cache:
+            return 0
         wanted = self.ceil_blocks(num_tokens) * self.num_groups + self.state_blocks
         held = sum(len(table) for table in request.block_tables) + len(request.state_blocks)
         return wanted - held

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
@@ -64,7 +64,9 @@ MAX_ADAPTER_SHARE = 0.5
 MAX_PINNED_SHARE = 0.5
 """Of the arena, for all pinned adapters."""
 
-POLICIES: dict[str, Callable[[ServiceCounters], Policy]] = {
+Policies: TypeAlias = Mapping[str, Callable[[ServiceCounters], Policy]]
+
+POLICIES: Policies = {
     "fcfs": lambda counters: FIRST_COME,
     "fair": fair,
 }
@@ -81,17 +83,34 @@ class InFlight(NamedTuple):
     """When its planning began."""
 
 
-def _policy(config: EngineConfig) -> tuple[Policy, ServiceCounters | None]:
+def _policy(config: EngineConfig, policies: Policies) -> tuple[Policy, ServiceCounters | None]:
     """The order of waiting requests, and the counters that it reads, if any."""
     counters = ServiceCounters() if config.policy in COUNTING_POLICIES else None
-    policy = POLICIES[config.policy](counters or ServiceCounters())
+    policy = policies[config.policy](counters or ServiceCounters())
     return (clustered(policy, config.cluster_size) if config.cluster_size else policy), counters
+
+
+def _limits(config: EngineConfig, rope_switch_len: int | None) -> SchedulerLimits:
+    return SchedulerLimits(
+        config.max_step_tokens,
+        config.max_running,
+        config.max_loras,
+        rope_switch_len=rope_switch_len,
+        max_step_s=config.max_step_s,
+    )
 
 
 class Engine:
     """Turns commands into tokens, one step at a time."""
 
-    def __init__(self, runner: Runner, config: EngineConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        policies: Policies = POLICIES,
+    ) -> None:
+        """`policies`: what `config.policy` names."""
         self._runner = runner
         self._clock = clock
         self._info = runner.model_info()
@@ -106,13 +125,7 @@ class Engine:
             max_adapter_blocks=int(runner.arena_blocks * MAX_ADAPTER_SHARE),
             max_pinned_blocks=int(runner.arena_blocks * MAX_PINNED_SHARE),
         )
-        limits = SchedulerLimits(
-            config.max_step_tokens,
-            config.max_running,
-            config.max_loras,
-            rope_switch_len=self._info.rope_switch_len,
-            max_step_s=config.max_step_s,
-        )
+        limits = _limits(config, info.rope_switch_len)
         layout = KvLayout(
             runner.tokens_per_block,
             tuple(runner.kv_group_windows),
@@ -122,7 +135,7 @@ class Engine:
         self._prefixes = PrefixCache(
             self._arena, layout, _base_key(self._info, layout), enabled=config.prefix_cache
         )
-        policy, counters = _policy(config)
+        policy, counters = _policy(config, policies)
         self.scheduler = Scheduler(
             limits,
             layout,

@@ -160,7 +160,7 @@ class GpuPath:
 
     def graph_of(self, step: StepInputs) -> CapturedStep | None:
         """What computes the step without launching each kernel; None where it must run eagerly."""
-        if not self._graphs or not step.num_rows:
+        if not self._graphs or not step.num_rows or not step.plan.uses_cache:
             return None
         masks = [self._masks_of_slots[run.slot] for run in step.runs]
         known = [mask for mask in masks if mask is not None]

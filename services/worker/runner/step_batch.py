@@ -54,17 +54,20 @@ class BatchMaker:
 
     def make(self, step: StepInputs) -> ForwardBatch:
         """Tensors of one step, for an eager forward pass."""
-        if self.gpu is not None:
+        if self.gpu is not None and step.plan.uses_cache:
             return self._make_for_gpu(step, self.gpu)
         positions = to_device(torch.from_numpy(step.positions()), self.device)
         rope_rows = None
         if step.rope_rows is not None:
             rope_rows = torch.from_numpy(step.per_token(step.rope_rows))
+        lora = LoraBatch(step.runs, self.deltas, self.records)
+        if self.gpu is not None:
+            lora = self.gpu.lora_batch(step.runs, step.num_token_rows)
         return ForwardBatch(
             input_ids=to_device(torch.from_numpy(step.token_ids), self.device),
             positions=positions,
             attention=self._attention(step, positions),
-            lora=LoraBatch(step.runs, self.deltas, self.records),
+            lora=lora,
             rope_rows=None if rope_rows is None else to_device(rope_rows, self.device),
             states=self._states(step.plan),
         )
@@ -94,7 +97,16 @@ class BatchMaker:
         device_inputs: DeviceInputs | None = None,
     ) -> AttentionMetadata:
         rows, num_contexts = step.plan.rows, step.plan.num_contexts
-        num_groups = len(self.kv.windows)
+        params = KvCacheParams(use_cache=False)
+        if step.plan.uses_cache:
+            groups = range(len(self.kv.windows))
+            params = KvCacheParams(
+                use_cache=True,
+                num_cached_tokens_per_seq=tuple(step.starts.tolist()),
+                block_tables=tuple(
+                    [row.request.block_tables[group] for row in rows] for group in groups
+                ),
+            )
         metadata = self.attention.metadata(
             num_contexts=num_contexts,
             num_generations=len(rows) - num_contexts,
@@ -102,14 +114,8 @@ class BatchMaker:
             num_ctx_tokens=step.plan.num_context_tokens,
             seq_lens=torch.from_numpy(step.num_tokens),
             rows=rows,
-            kv_cache_params=KvCacheParams(
-                use_cache=True,
-                num_cached_tokens_per_seq=tuple(step.starts.tolist()),
-                block_tables=tuple(
-                    [row.request.block_tables[group] for row in rows] for group in range(num_groups)
-                ),
-            ),
-            kv_cache_manager=self.kv,
+            kv_cache_params=params,
+            kv_cache_manager=self.kv if params.use_cache else None,
             position_ids=position_ids,
             max_num_requests=self.max_num_rows,
             max_num_tokens=self.max_num_tokens,

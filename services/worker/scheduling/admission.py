@@ -28,7 +28,8 @@ def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:
     size = layout.tokens_per_block
     caps = [layout.window_cap(window) for window in layout.windows if window is not None]
     num_full = layout.num_groups - len(caps)
-    by_left = sorted(((r.sampling.max_tokens - len(r.output_ids), r) for r in requests), key=_left)
+    holders = (r for r in requests if not r.without_cache)
+    by_left = sorted(((r.sampling.max_tokens - len(r.output_ids), r) for r in holders), key=_left)
     peak = known = most = 0
     for count, (left, request) in enumerate(reversed(by_left), start=1):
         num_tokens = len(request.prompt_ids) + len(request.output_ids)

@@ -6,6 +6,7 @@ from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import (
     KvLayout,
     grow_tables,
+    kv_owner,
     release_behind_windows,
     release_tables,
 )
@@ -13,7 +14,7 @@ from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.scheduling.policies import running_order
 from loraplex_services.worker.scheduling.running import Member, RunningBatch
-from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 
 
 class BlockAllocator:
@@ -63,6 +64,8 @@ class BlockAllocator:
     def grow(self, member: Member, num_tokens: int, now: float) -> bool:
         """Find blocks for positions [0, num_tokens) of one request. False when there are none."""
         request = member.request
+        if request.without_cache:
+            return True
         missing = self._layout.missing_blocks(request, num_tokens)
         if missing > 0:
             if not self._reclaimer.reclaim(missing, now):
@@ -86,6 +89,16 @@ class BlockAllocator:
         """Give back all that a request has. What was computed of it is known no more."""
         self._prefixes.leave(request, release_tables(request), now)
         request.num_computed = 0
+
+    def check_integrity(self) -> None:
+        """Assert that the arena and the tables of running requests agree on every block."""
+        by_owner = self._arena.blocks_by_owner()
+        for request in self._running:
+            tables = [*request.block_tables, request.state_blocks]
+            held = [block for table in tables for block in table if block != RELEASED_BLOCK]
+            own = [block for block in held if not self._prefixes.is_cached(block)]
+            owned = by_owner.get(kv_owner(request), set())
+            assert len(own) == len(owned) and set(own) == owned, request.request_id
 
     def _decoding_into_new_blocks(self) -> list[Member]:
         return [

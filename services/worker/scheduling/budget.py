@@ -54,6 +54,10 @@ class TokenBudget:
         spare_s = max(self._max_step_s, MAX_STRETCH * decode_s) - decode_s
         return max(MIN_PROMPT_TOKENS, int(min(spare_s / token_s, self._max_tokens)))
 
+    def max_whole_tokens(self, running: RunningBatch) -> int:
+        """Of a step that computes nothing but prompts while `running` waits for it."""
+        return self.max_prompt_tokens() if running.decoding else self._max_tokens
+
     def share(self, running: RunningBatch, has_waiting: bool) -> tuple[dict[str, int], int]:
         """Tokens of each running request that does not decode, and what the step has left for
         others: prompts by arrival, those about to end before others.

@@ -39,9 +39,12 @@ class Policy:
     group_key: Callable[[Request, QueueView], SortKey]
     """Of a group, which the first of its requests stands for."""
     own_key: Callable[[Request, QueueView], SortKey]
+    num_tenant_parts: int
+    """How many parts of the group's key, from its first, tell tenants apart. Without any, all
+    tenants share their groups."""
     clusters: bool = False
-    """A tenant's requests whose adapters are in use form another group than its others, and the
-    keys of groups may fall."""
+    """A tenant's requests whose adapters are in use form another group than its others. Of the
+    keys of groups, the parts behind the tenants' may fall."""
 
     def key(self, request: Request, view: QueueView) -> SortKey:
         """Both parts."""
@@ -64,7 +67,7 @@ def running_order(requests: Iterable[Request]) -> list[Request]:
     return [next(urgent[request.tenant]) for request in by_arrival]
 
 
-FIRST_COME = Policy(lambda request, view: (), lambda request, view: (request.arrival_s,))
+FIRST_COME = Policy(lambda request, view: (), lambda request, view: (request.arrival_s,), 0)
 """By arrival. Priorities count at the gateway alone."""
 
 
@@ -100,7 +103,7 @@ def clustered(
         is_aged = view.now - request.arrival_s >= max_age_s
         return (*own, 0 if is_aged else 1 if request.adapters.within(view.in_use) else 2)
 
-    return Policy(group_key, policy.own_key, clusters=True)
+    return Policy(group_key, policy.own_key, policy.num_tenant_parts, clusters=True)
 
 
 INPUT_TOKEN_COST = 1.0
@@ -257,4 +260,4 @@ def fair(counters: ServiceCounters) -> Policy:
     def own_key(request: Request, view: QueueView) -> SortKey:
         return (request.priority, counters.accounts(request)[1].served, request.arrival_s)
 
-    return Policy(group_key, own_key)
+    return Policy(group_key, own_key, num_tenant_parts=3)

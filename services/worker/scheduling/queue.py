@@ -27,8 +27,8 @@ from loraplex_services.worker.types.request import Request
 Entry = tuple[float, int, Request]
 """Arrival, number: sorts a flow, and never compares requests."""
 GroupName = tuple[bool, str, bool]
-"""Whether all adapters are on the device; tenant; whether all adapters are in use, if the policy
-asks for it."""
+"""Whether all adapters are on the device; tenant, and whether all adapters are in use, if the
+policy asks for it."""
 Groups = RisingHeap[RisingHeap["Flow"]]
 AdapterState = tuple[Tier, bool]
 """Of an adapter: its tier, and whether a running request uses it."""
@@ -69,8 +69,9 @@ class WaitingQueue:
         self._awaited: dict[str, Awaited] = {}
         """By digest."""
         self._groups: dict[GroupName, RisingHeap[Flow]] = {}
-        self._ready: Groups = RisingHeap()
-        self._absent: Groups = RisingHeap()
+        num_rising = policy.num_tenant_parts if policy.clusters else None
+        self._ready: Groups = RisingHeap(num_rising)
+        self._absent: Groups = RisingHeap(num_rising)
         self._passed: list[Flow] = []
         """Flows of which the latest walk has passed a request."""
         self._num_pushed = 0
@@ -148,9 +149,6 @@ class WaitingQueue:
         self._passed = []
         for digest in moved:
             self._look_again(digest)
-        if self._policy.clusters:
-            for name, group in self._groups.items():
-                self._order_of(name).push(group)
         return Walk(self._ready, self._absent, self._policy, view, self._passed)
 
     def check_integrity(self) -> None:
@@ -191,7 +189,8 @@ class WaitingQueue:
         if tier == Tier.NONE:
             return
         is_in_use = self._policy.clusters and all(in_use for _, in_use in adapters)
-        flow.group = (tier == Tier.DEVICE, flow.tenant, is_in_use)
+        tenant = flow.tenant if self._policy.num_tenant_parts else ""
+        flow.group = (tier == Tier.DEVICE, tenant, is_in_use)
         group = self._groups.setdefault(flow.group, RisingHeap())
         group.push(flow)
         self._order_of(flow.group).push(group)

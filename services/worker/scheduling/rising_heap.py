@@ -18,9 +18,14 @@ LAST: SortKey = (math.inf,)
 class RisingHeap(Generic[Item]):
     """Each item stands under the key that it had when it was last on top, which is no more than
     its key of now. So a look costs as much as there are items whose old keys come before the least
-    key, and none of the others is touched."""
+    key, and none of the others is touched.
 
-    def __init__(self) -> None:
+    Where only the first parts of keys rise, an item stands under these alone, and all whose first
+    parts may come before the least key are looked at each time."""
+
+    def __init__(self, num_rising: int | None = None) -> None:
+        """`num_rising`: how many parts of a key, from its first, only rise; None = all."""
+        self._num_rising = num_rising
         self._heap: list[tuple[SortKey, int, Item]] = []
         self._places: dict[Item, tuple[SortKey, int, Item]] = {}
         """Of each item, its one place in the heap that counts; others are dropped on top."""
@@ -46,7 +51,9 @@ class RisingHeap(Generic[Item]):
         self._places.pop(item, None)
 
     def first(self, key_of: Callable[[Item], SortKey]) -> tuple[SortKey, Item | None]:
-        """The least key, and its item; `LAST` and None where the heap is empty."""
+        """The least key, and its item; `LAST` and None where the heap is empty. Keys differ."""
+        if self._num_rising is not None:
+            return self._first_of_some(key_of)
         while self._heap:
             place = self._heap[0]
             old_key, number, item = place
@@ -60,3 +67,21 @@ class RisingHeap(Generic[Item]):
             if self._heap[0] is place:
                 return key, item
         return LAST, None
+
+    def _first_of_some(self, key_of: Callable[[Item], SortKey]) -> tuple[SortKey, Item | None]:
+        """`first` where the last parts of keys may fall."""
+        best: tuple[SortKey, Item | None] = LAST, None
+        seen = []
+        while self._heap and self._heap[0][0] < best[0]:
+            place = heapq.heappop(self._heap)
+            _, number, item = place
+            if self._places.get(item) is not place:
+                continue
+            key = key_of(item)
+            place = self._places[item] = (key[: self._num_rising], number, item)
+            seen.append(place)
+            if key < best[0]:
+                best = key, item
+        for place in seen:
+            heapq.heappush(self._heap, place)
+        return best

@@ -41,8 +41,9 @@ class Room:
 
     def has_memory(self, request: Request) -> bool:
         """The peak test, for which all that run are looked at only where not all of them could
-        reach their full length; true when nothing runs, as `too_large` has been asked."""
-        if not self._running:
+        reach their full length; true when nothing runs, as `too_large` has been asked, and
+        for what needs no KV cache."""
+        if request.without_cache or not self._running:
             return True
         adapters = self._cache.held_blocks + self._cache.new_blocks(request.adapters.digests)
         left = self._arena.num_blocks - adapters

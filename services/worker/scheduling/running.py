@@ -133,7 +133,9 @@ class RunningBatch:
     def check_integrity(self, tokens_per_block: int) -> None:
         """Assert that every member is in one place, and in order."""
         for member in self._members.values():
-            placed = len(member.request.block_tables[0]) * tokens_per_block
+            tables = member.request.block_tables
+            assert bool(tables) != member.request.without_cache, member.request.request_id
+            placed = len(tables[0]) * tokens_per_block if tables else 0
             assert member.num_placed == placed, member.request.request_id
         decoding = [member.request.request_id for member in self.decoding]
         assert sorted([*decoding, *self.prompts, *self.ending]) == sorted(self._members)

@@ -13,7 +13,7 @@ from itertools import islice
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.arena import Arena
-from loraplex_services.worker.cache.kv_blocks import KvLayout, kv_owner
+from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.scheduling.block_allocator import BlockAllocator
@@ -34,7 +34,8 @@ from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
 from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
 from loraplex_services.worker.scheduling.state_planner import StatePlanner
 from loraplex_services.worker.scheduling.turns import DecodeTurns
-from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
+from loraplex_services.worker.scheduling.uncached import UncachedPrompts, num_cached_tokens
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 MAX_LOADS_PER_STEP = 16
@@ -78,8 +79,7 @@ class Scheduler:
         self._idle_walk: tuple[int, float] | None = None
         """State and time of the last walk over the queue, if nothing came of it."""
         self._num_changes = 0
-        queues = self._waiting, self._running
-        self._deadlines = Deadlines(cache, prefixes, queues)
+        self._deadlines = Deadlines(cache, prefixes, (self._waiting, self._running))
         self._lost: list[tuple[Request, LoraplexError]] = []
         """Found while planning, to be given up before the next plan."""
         self._next_step = 0
@@ -87,7 +87,10 @@ class Scheduler:
         """Steps that were launched and have not ended."""
         self.times = self._deadlines.times
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
+        self._uncached = UncachedPrompts(layout, prefixes, self.budget, self._running)
         self.turns = DecodeTurns()
+        self._out: Collection[Member] = ()
+        """Running requests that do not decode in this step."""
         self.num_preemptions = 0
         self.is_full = False
         """Memory or the step's token budget kept a request waiting, at the last look."""
@@ -176,24 +179,26 @@ class Scheduler:
             if self._num_in_flight:
                 return self._number(())
             has_preempted = self._grow_some(wanted, now)
+        self._uncached.begin_step()
         decodes = self._running.decode_rows(self._sitting_out(now))
         started: list[PlannedRow] = []
         if not has_preempted:
             started = self._admit(now, budget)
             num_others = sum(num_tokens > 0 for num_tokens in shares.values()) + len(started)
             if arrive is not None and arrive(len(decodes) + num_others):
-                started += self._admit(now, budget - sum(row.num_tokens for row in started))
-            left = budget - sum(row.num_tokens for row in started)
-            self._allocator.grow_further(shares, left, now)
+                started += self._admit(now, budget - num_cached_tokens(started))
+            self._allocator.grow_further(shares, budget - num_cached_tokens(started), now)
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
-        return self._number(in_batch_order(decodes, others + started), now)
+        return self._number(self._uncached.choose(in_batch_order(decodes, others + started)), now)
 
     def _sitting_out(self, now: float) -> Collection[Member]:
         if self._counters is None:  # first come, first served: nobody is told apart
             return ()
-        num_tenants = self._counters.tenants.num_expected(now)
-        return self.turns.sitting_out(self._running.decoding, self._next_step, num_tenants)
+        if not self._uncached.has_others_due:  # else the last step computed none of them
+            decoding, tenants = self._running.decoding, self._counters.tenants
+            self._out = self.turns.sitting_out(decoding, self._next_step, tenants.num_expected(now))
+        return self._out
 
     def _number(self, rows: Sequence[PlannedRow], now: float = 0.0) -> StepPlan:
         if rows:
@@ -208,7 +213,7 @@ class Scheduler:
         for row in plan.rows:
             request = row.request
             request.num_computed += row.num_tokens
-            if row.follows is None:
+            if row.follows is None and not request.without_cache:
                 self._prefixes.keep(request, row.start)
             if row.chooses:
                 request.in_flight_output = num_outputs
@@ -241,13 +246,7 @@ class Scheduler:
         self._waiting.check_integrity()
         for request in self._waiting:
             assert not request.block_tables and not request.num_computed, request.request_id
-        by_owner = self._arena.blocks_by_owner()
-        for request in self._running:
-            tables = [*request.block_tables, request.state_blocks]
-            held = [block for table in tables for block in table if block != RELEASED_BLOCK]
-            own = [block for block in held if not self._prefixes.is_cached(block)]
-            owned = by_owner.get(kv_owner(request), set())
-            assert len(own) == len(owned) and set(own) == owned, request.request_id
+        self._allocator.check_integrity()
         self._running.check_integrity(self._layout.tokens_per_block)
         tables = [table for r in self._running for table in r.block_tables]
         self._prefixes.check_integrity(tables)
@@ -256,8 +255,7 @@ class Scheduler:
     def _grow_some(self, wanted: dict[Member, int], now: float) -> bool:
         """Preempt the last to arrive until the rest has its blocks. True when one went."""
         members = {member.request.request_id: member for member in self._running.members()}
-        order = running_order(self._running)
-        queue = [members[request.request_id] for request in order]
+        queue = [members[request.request_id] for request in running_order(self._running)]
         num_before = len(queue)
         index = 0
         while index < len(queue):
@@ -322,6 +320,7 @@ class Scheduler:
             if request.is_held or self._is_lost(request, now):
                 may_repeat = True
                 continue
+            request.without_cache = self._uncached.accepts(request)
             if not self._room.has_memory(request):
                 self.is_full = True
                 self._lookahead.load(request, walk, ahead, now)
@@ -336,10 +335,10 @@ class Scheduler:
                     walk.skip_flow()
                 continue
             if is_ready and not self._room.has_too_many_adapters(digests):
-                row = self._start(request, budget, now) if budget else None
+                row = self._start(request, budget, now)
                 if row is not None:
                     rows.append(row)
-                    budget -= row.num_tokens
+                    budget -= num_cached_tokens([row])
                     continue
                 self.is_full = True
                 if budget:
@@ -367,12 +366,19 @@ class Scheduler:
         return error is not None
 
     def _start(self, request: Request, budget: int, now: float) -> PlannedRow | None:
+        """Its row; None if this step has no tokens or no blocks left for it."""
+        if not budget and not request.without_cache:
+            return None
         slots = self._cache.acquire(request.adapters.digests, now)
         measure(request, self._limits.rope_switch_len)
-        self._prefixes.share(request, self._prefixes.match(request))
-        num_tokens = min(request.num_pending, budget)
-        weights = (weight for _, weight in request.adapters.adapters)
-        member = self._running.add(request, tuple(zip(slots, weights, strict=True)))
+        num_tokens = request.num_pending
+        if request.without_cache:
+            self._uncached.start(request)
+        else:
+            self._prefixes.share(request, self._prefixes.match(request))
+            num_tokens = min(request.num_pending, budget)
+        pairs = zip(slots, (w for _, w in request.adapters.adapters), strict=True)
+        member = self._running.add(request, tuple(pairs))
         if not self._allocator.grow(member, request.num_computed + num_tokens, now):
             self._running.pop(request.request_id)
             self._vacate(request, now)
@@ -387,6 +393,8 @@ class Scheduler:
 
     def _awaits_its_turn(self, request: Request, budget: int) -> bool:
         """A prompt too long for this step, while another such is computed: one after the other."""
+        if request.without_cache:
+            return self._uncached.must_wait(request)
         if not self.budget.is_cutting or not 0 < budget < request.num_pending:
             return False
         return request.num_pending - self._prefixes.match(request) > budget

@@ -89,6 +89,9 @@ class Request:
     is_held: bool = False
     """Left out of steps while its next tokens are not known to the constraint yet."""
 
+    without_cache: bool = False
+    """Computed as a whole by one step that keeps no KV: it holds no blocks. While it waits, what
+    the scheduler found at its last look."""
     num_computed: int = 0
     num_in_flight_tokens: int = 0
     """Output tokens that steps in flight choose, whose ids are not known yet."""

@@ -60,6 +60,11 @@ class StepPlan:
     """Of each row, where the base has recurrent layers."""
 
     @cached_property
+    def uses_cache(self) -> bool:
+        """False for a step of prompts whose KV nobody keeps: none of its requests has blocks."""
+        return not self.rows or any(row.request.block_tables for row in self.rows)
+
+    @cached_property
     def num_contexts(self) -> int:
         """Rows in the context phase; they come first."""
         return sum(row.is_context for row in self.rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +22,20 @@ CHUNK = 16
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    torch.set_num_threads(1)
-    base = tiny.write_base(tmp_path_factory.mktemp("tiny") / "base")
-    runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=1 << 20)
-    config = make_config(model_dir=str(base), max_step_tokens=CHUNK, max_running=8)
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_base(tmp_path_factory.mktemp("tiny") / "base")
+
+
+def make_engine(base: Path, max_step_tokens: int, cpu_isa: str = "auto") -> Engine:
+    runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=1 << 20, cpu_isa=cpu_isa)
+    config = make_config(model_dir=str(base), max_step_tokens=max_step_tokens, max_running=8)
     return Engine(runner, config, time.monotonic)
+
+
+@pytest.fixture(scope="module")
+def engine(base: Path) -> Engine:
+    torch.set_num_threads(1)
+    return make_engine(base, CHUNK)
 
 
 def submit(request_id: str, num_prompt: int, pooling: Pooling = Pooling.NONE) -> Submit:
@@ -64,6 +73,20 @@ def test_neighbours_chunks_and_cached_prefixes_change_no_vector(
     assert not any(output.pooled for output in together["text"])
     for n, vector in alone.items():
         assert together[f"v{n}"][0].pooled == pytest.approx(vector, abs=1e-5)
+
+
+@pytest.mark.parametrize("cpu_isa", ["auto", "torch"])
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+def test_vectors_are_the_same_with_and_without_the_cache(
+    engine: Engine, base: Path, pooling: Pooling, cpu_isa: str
+) -> None:
+    wide = make_engine(base, 4 * CHUNK, cpu_isa)
+    requests = [submit(f"v{n}", n, pooling) for n in (1, 17, 40)]
+    step = wide.step(requests)
+    assert wide._arena.num_free == step.load.total_blocks, "their KV is kept"
+    uncached = {token.request_id: [token] for token in step.tokens}
+    for name, [output] in run(engine, *requests[1:]).items():
+        assert uncached[name][0].pooled == pytest.approx(output.pooled, abs=1e-5)
 
 
 def test_the_mean_is_that_of_the_last_states_of_all_beginnings(engine: Engine) -> None:

@@ -172,7 +172,10 @@ class Stage:
         return tables.union(*adapters)
 
     def advance(self, request: Request, row: PlannedRow) -> None:
-        if row.needs_logits:
+        if row.needs_logits and request.pooling:
+            self.scheduler.remove(request.request_id, self.now)
+            self.finished.append(request.request_id)
+        elif row.needs_logits:
             self.measure(request)
             request.take(TOKEN)
             self.scheduler.on_token(request)
@@ -203,8 +206,12 @@ class Stage:
             contents = contents_of(row.request)
             assert row.start == row.request.num_computed and row.num_tokens > 0
             assert len(row.slots) == len(row.request.adapters.digests)
+            assert row.request.without_cache != plan.uses_cache, "a step of two kinds"
             for digest, (slot, _) in zip(row.request.adapters.digests, row.slots, strict=True):
                 assert self.cache.get(digest).slot == slot
+            if row.request.without_cache:
+                assert row.start == 0 and row.needs_logits and not row.request.block_tables
+                continue
             for group, window in enumerate(self.layout.windows):
                 table = row.request.block_tables[group]
                 first = max(0, row.start - window + 1) if window else 0
@@ -258,7 +265,8 @@ class Stage:
     def check_input(self, row: PlannedRow) -> None:
         """A token that nobody knows yet is an output of the step before."""
         request, end = row.request, row.start + row.num_tokens
-        assert end < len(request.prompt_ids) + request.sampling.max_tokens, "more than it needs"
+        needed = len(request.prompt_ids) + request.sampling.max_tokens + bool(request.pooling)
+        assert end < needed, "more than it needs"
         assert (row.follows is None) == (end <= request.num_tokens)
         if row.follows is not None:
             assert request.constraint is None or request.constraint.is_quick

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -52,6 +53,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self.served[request.tenant + own(request)],
                 request.arrival_s,
             ),
+            num_tenant_parts=1,
         )
 
     def view(self) -> QueueView:
@@ -193,13 +195,13 @@ def counting(policy: Policy, counts: Counter[str]) -> Policy:
         counts["keys"] += 1
         return policy.own_key(request, view)
 
-    return Policy(policy.group_key, own_key, policy.clusters)
+    return replace(policy, own_key=own_key)
 
 
 def test_a_walk_computes_keys_of_what_comes_up_and_not_of_all_that_wait() -> None:
     served: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    by_tenant = Policy(lambda request, view: (served[request.tenant],), FIRST_COME.own_key)
+    by_tenant = Policy(lambda request, view: (served[request.tenant],), FIRST_COME.own_key, 1)
     queue = WaitingQueue(lambda digest: HERE, counting(by_tenant, counts))
     for index in range(1000):
         arrival_s = float(index)

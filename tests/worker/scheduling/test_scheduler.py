@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from loraplex.api.pooling import Pooling
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
 from loraplex_services.worker.scheduling.policies import (
     FIRST_COME,
@@ -50,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         digests=st.sets(st.sampled_from(sorted(SIZES)), max_size=2),
         priority=st.integers(0, 1),
         has_grammar=st.booleans(),
+        pooling=st.sampled_from([Pooling.NONE, Pooling.NONE, Pooling.LAST, Pooling.MEAN]),
     )
     def submit(
         self,
@@ -61,19 +63,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         digests: set[str],
         priority: int,
         has_grammar: bool,
+        pooling: Pooling,
     ) -> None:
         """Prompts are ones, and twos from `branch` on: they begin alike."""
         self.count += 1
         request = make_request(
             f"r{self.count}",
             num_prompt,
-            max_tokens,
+            0 if pooling else max_tokens,
             tuple(digests),
             prompt_ids=[1 if position < branch else 2 for position in range(num_prompt)],
             cache_salt=salt,
             priority=priority,
-            output_ids=[TOKEN] * num_done,
-            constraint=AnyToken(self.count % 2 == 0) if has_grammar else None,
+            output_ids=[] if pooling else [TOKEN] * num_done,
+            constraint=AnyToken(self.count % 2 == 0) if has_grammar and not pooling else None,
+            pooling=pooling,
             tenant=f"t{self.count % 2}",
         )
         self.live[request.request_id] = request

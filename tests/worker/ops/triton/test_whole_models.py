@@ -155,14 +155,15 @@ class Forced:
         """Scattered: from both ends of what is free in alternation."""
         return [self._free.pop(-(i % 2)) for i in range(count)]
 
-    def add(self, number, num_tokens, slots):
+    def add(self, number, num_tokens, slots, keeps_kv=True):
         """A request that begins with the next step."""
         every = self._vocab_size
         sampling = SamplingParams(max_tokens=64, seed=number, logprobs=every, prompt_logprobs=every)
         prompt = tokens_of(number, num_tokens, self._vocab_size)
         request = Request(f"r{number}", prompt, sampling)
         num_blocks = -(-(num_tokens + DECODE_STEPS + 2) // self._runner.tokens_per_block)
-        request.block_tables = [self._blocks(num_blocks) for _ in self._runner.kv_group_windows]
+        if keeps_kv:
+            request.block_tables = [self._blocks(num_blocks) for _ in self._runner.kv_group_windows]
         self._requests.append((request, slots))
 
     def step(self):
@@ -261,3 +262,15 @@ def test_every_adapter_changes_what_its_request_is_told(folders, device):
     assert (first - plain).abs().max() > 0.05
     assert (second - plain).abs().max() > 0.05
     assert (second - first).abs().max() > 0.05
+
+
+def test_a_step_without_the_cache_gives_what_one_with_it_gives(folders, device):
+    base, adapters = folders.of("small")
+    steps = []
+    for keeps_kv in (True, False):
+        runner = Forced(GEOMETRIES["small"], base, adapters, device, "float32", "triton")
+        for number, num_tokens in enumerate((21, 1, 4)):
+            runner.add(number, num_tokens, ((0, 1.0),) if number else (), keeps_kv)
+        steps.append(runner.step())
+    for request, logprobs in steps[0].items():
+        assert (logprobs - steps[1][request]).abs().max() < MAX_FLOAT32_ERROR, request

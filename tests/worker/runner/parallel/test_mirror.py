@@ -114,3 +114,11 @@ def test_requests_that_left_are_forgotten_on_both_ends(monkeypatch):
         pair.send(make_step([(make_request(str(i), 3), 0, 3)]))
     assert len(pair.reader._requests) <= 9
     assert len(pair.writer._known) <= 9
+
+
+def test_other_ranks_compute_without_the_cache_what_rank_0_does() -> None:
+    pair = Pair()
+    assert not pair.send(make_step([(make_request("v", 5, num_groups=0), 0, 5)])).plan.uses_cache
+    request = make_request("text", 5)
+    request.block_tables = [[3], [4]]
+    assert pair.send(make_step([(request, 0, 5)])).plan.uses_cache

@@ -1,0 +1,102 @@
+"""Simulated: S-LoRA's workload with one of its parameters varied at a time.
+
+    python -m benchmarks run scheduling.sweep --vary n|alpha|rate|cv [--seeds 2]
+    python -m benchmarks run scheduling.sweep --vary cv --values 1,8 --sides abort,fcfs,lcfs
+
+As in the paper's section 7.2: 200 adapters of S2 (ranks 64, 32, 16 and 8), uniform popularity, 2
+requests/s, cv 1, lengths U[8,512] in and out, 5 minutes; then one of n, alpha, R and cv takes other
+values. One worker at the roofline costs of `slora_policies`, where 2 requests/s are a little more
+than it can serve; with early abort (`abort`), with neither abort nor fairness (`fcfs`), newest
+first (`lcfs`), newest first with early abort, and as served by default (`fair`). `--arrivals
+pooled` draws arrivals as S-LoRA's released script does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from typing import Any
+
+from benchmarks.machine import write_results
+from benchmarks.scheduling.slora_policies import fleet
+from loraplex.cli.output import print_table
+from loraplex.workload import RANK_MIXES, Arrivals, Workload, generate, ranks_of, summarize
+from loraplex_services.simulate.simulation import Simulation
+
+SLO_S = 6.0
+USUAL = Workload(num_adapters=200, rate_per_s=2.0, duration_s=300.0)
+VALUES: dict[str, tuple[str, tuple[float, ...]]] = {
+    "n": ("num_adapters", (1, 5, 20, 100, 200, 1000, 2000)),
+    "alpha": ("alpha", (0.1, 0.3, 0.6, 1.0)),
+    "rate": ("rate_per_s", (1.0, 1.5, 2.0, 2.5, 3.0)),
+    "cv": ("cv", (1.0, 2.0, 4.0, 6.0, 8.0)),
+}
+"""By name: the field, and the values that it takes."""
+SIDES = {
+    "abort": ("fcfs", SLO_S),
+    "fcfs": ("fcfs", None),
+    "lcfs": ("lcfs", None),
+    "lcfs+abort": ("lcfs", SLO_S),
+    "fair": ("fair", None),
+}
+"""Policy, and time for first tokens after which requests are given up."""
+
+
+def measure(workload: Workload, side: str) -> dict[str, float]:
+    """One run."""
+    policy, first_token_s = SIDES[side]
+    ranks = ranks_of(RANK_MIXES["S2"], workload.num_adapters)
+    simulation = Simulation(fleet(policy, None, first_token_s), ranks)
+    summary = summarize(simulation.run(generate(workload)), SLO_S)
+    return {
+        "requests_per_s": summary.requests_per_s,
+        "first_token_s": summary.first_token.mean_s,
+        "latency_s": summary.latency.mean_s,
+        "attainment": summary.attainment,
+        "satisfaction": summary.satisfaction,
+    }
+
+
+def main() -> None:
+    """Print the table and write `results/<machine>/sweep_<parameter>.json`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--vary", choices=sorted(VALUES), required=True)
+    parser.add_argument("--values", help="of that parameter, instead of the usual ones")
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--rate", type=float, default=USUAL.rate_per_s, help="(2)")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--duration", type=float, default=USUAL.duration_s)
+    parser.add_argument("--arrivals", choices=[*Arrivals], default=Arrivals.PER_ADAPTER)
+    args = parser.parse_args()
+    name, values = VALUES[args.vary]
+    values = tuple(map(float, args.values.split(","))) if args.values else values
+    sides = [side.strip() for side in args.sides.split(",")]
+    usual = dataclasses.replace(
+        USUAL,
+        rate_per_s=args.rate,
+        duration_s=args.duration,
+        arrivals=Arrivals(args.arrivals),
+    )
+    rows, runs = [], []
+    for value in values:
+        for side in sides:
+            change: dict[str, Any] = {name: int(value) if name == "num_adapters" else value}
+            found = [
+                measure(dataclasses.replace(usual, seed=seed, **change), side)
+                for seed in range(args.seeds)
+            ]
+            means = {key: statistics.fmean(run[key] for run in found) for key in found[0]}
+            runs.append({name: value, "side": side, **means})
+            rows.append([f"{value:g}", side, *(f"{mean:.3g}" for mean in means.values())])
+    print_table(
+        [args.vary, "SIDE", "REQ/S", "FIRST (s)", "LATENCY (s)", "ATTAINED", "SATISFIED"],
+        rows,
+    )
+    setting = {"arrivals": args.arrivals, "seeds": args.seeds, "duration_s": args.duration}
+    results = {"simulated": True, "slo_s": SLO_S, **setting, "runs": runs}
+    print(f"wrote {write_results(f'sweep_{args.vary}', results)}")
+
+
+if __name__ == "__main__":
+    main()
