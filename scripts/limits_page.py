@@ -57,7 +57,7 @@ COUNTS = {
     "MAX_SPLIT_KEY_CHARS": "characters in the split key of a request",
     "MAX_ADAPTERS_PER_REQUEST": "adapters combined in one request",
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
-    "MAX_SMALL_MESSAGE_BYTES": "bytes of an HTTP body or a gRPC request that is parsed at once; "
+    "MAX_SMALL_MESSAGE_BYTES": "of an HTTP body or a gRPC request that is parsed at once; "
     "larger ones of a tenant wait for each other, and take 1/200 of a server's time at most",
     "MAX_WAITING_MESSAGES_PER_TENANT": "larger ones of a tenant that wait; the next is refused",
     "MAX_HTTP_CONNECTIONS": "HTTP connections of one gateway; further ones are closed",
@@ -67,7 +67,7 @@ COUNTS = {
     "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
     "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
     "MAX_LARGE_BODY_S": "seconds for such a body to arrive",
-    "MAX_STORED_RESPONSE_BYTES": "bytes of the responses that one gateway keeps for "
+    "MAX_STORED_RESPONSE_BYTES": "of the responses that one gateway keeps for "
     "`previous_response_id`; beyond it, the tenant that holds most loses its oldest",
     "MAX_STORED_RESPONSE_BYTES_PER_TENANT": "of these for one tenant, which then loses its oldest",
     "MAX_HISTORY_RESPONSES": "stored responses that one conversation may consist of",
@@ -121,7 +121,7 @@ def page() -> Iterator[str]:
     yield "|---|---|"
     for name, meaning in COUNTS.items():
         count = getattr(limits, name)
-        shown = _sized(count) if "bytes" in meaning else f"{count:,}"
+        shown = _sized(count) if "_BYTES" in name else f"{count:,}"
         yield f"| {shown} | {meaning} |"
     yield ""
     yield from POOLS.splitlines()
