@@ -72,6 +72,7 @@ class OurEngine:
         arena_bytes: int,
         max_running: int = 64,
         quantization: str = "none",
+        kv_cache_dtype: str = "auto",
     ) -> None:
         config = EngineConfig(
             model_dir=str(base),
@@ -90,6 +91,7 @@ class OurEngine:
             arena_bytes=arena_bytes,
             cpu_isa=cpu_isa,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.dtype = runner.model_info().dtype
         self._threads = torch.get_num_threads()

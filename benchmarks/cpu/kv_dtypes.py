@@ -1,0 +1,86 @@
+"""Decode steps with the KV cache in int8, over those with it in the base's dtype, by context.
+
+    python -m benchmarks run cpu.kv_dtypes --work-dir DIR [--model 135m] [--contexts 128,1024,4096]
+
+The engine in process, twice, in turns in one run: random weights in bfloat16, no adapters, greedy,
+all requests at once with prompts of one length. Prints the step that decodes the whole batch, its
+ratio, and that of the first tokens, medians over the repetitions. Writes
+`results/<machine>/cpu_kv_dtypes.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.cpu.sides import OurEngine, Run
+from benchmarks.cpu_model import FIRST_ORDINARY_TOKEN, SHAPES, make_base
+from benchmarks.machine import write_results
+from benchmarks.measuring import median_ratio
+from loraplex_services.worker.native.isa import choose_isa
+
+DTYPES = ("auto", "int8")
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
+    parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
+    parser.add_argument("--contexts", default="128,1024,4096", help="prompt tokens of a request")
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    args = parser.parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[args.model]
+    base = make_base(shape, args.work_dir)
+    sides = {
+        dtype: OurEngine(base, "bfloat16", "auto", 3_000_000_000, kv_cache_dtype=dtype)
+        for dtype in DTYPES
+    }
+    results: dict[str, dict[str, list[Run]]] = {}
+    for num_tokens in map(int, args.contexts.split(",")):
+        runs: dict[str, list[Run]] = {dtype: [] for dtype in DTYPES}
+        for repetition in range(args.repetitions + 1):  # the first warms up
+            rng = random.Random(1000 * num_tokens + repetition)
+            ids = range(FIRST_ORDINARY_TOKEN, shape.vocab_size)
+            prompts = [rng.choices(ids, k=num_tokens) for _ in range(args.requests)]
+            for dtype, side in sides.items():
+                run = side.run(prompts, 0, args.new_tokens)
+                runs[dtype] += [run] if repetition else []
+        results[str(num_tokens)] = runs
+        report(num_tokens, runs)
+    facts = {
+        "options": {key: value for key, value in vars(args).items() if key != "work_dir"},
+        "isa": choose_isa("auto"),
+        "load_average_at_end": os.getloadavg(),
+        "runs": {
+            context: {dtype: [asdict(run) for run in own] for dtype, own in runs.items()}
+            for context, runs in results.items()
+        },
+    }
+    print(write_results("cpu_kv_dtypes", facts))
+
+
+def report(num_tokens: int, runs: dict[str, list[Run]]) -> None:
+    """One line: how many times as long a step and all work are over int8."""
+    ratios = {
+        field: median_ratio(
+            [getattr(run, field) for run in runs["int8"]],
+            [getattr(run, field) for run in runs["auto"]],
+        )
+        for field in ("step_s", "step_cpu_s", "cpu_s")
+    }
+    print(
+        f"{num_tokens} prompt tokens: int8 over auto: step {ratios['step_s']:.2f}, its processor "
+        f"time {ratios['step_cpu_s']:.2f}, that of all work {ratios['cpu_s']:.2f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
