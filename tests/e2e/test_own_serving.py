@@ -87,7 +87,8 @@ def test_its_generation_config_says_where_its_output_ends(stack: Stack, tmp_path
     own_eos = next(token for token in tokens[3:] if token not in tokens[:3])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [own_eos]}))
     stack.publish(folder, name="ends")
-    assert f"EOS ids       {own_eos}\n" in stack.run_registry("show", "ends").stdout
+    shown = stack.run_registry("show", "ends").stdout
+    assert re.search(rf"^EOS ids +{own_eos}$", shown, re.MULTILINE), shown
     ended = complete(stack, "ends", prompt, max_tokens=NUM_NEW_TOKENS)
     assert ended["token_ids"] == tokens[: tokens.index(own_eos) + 1]
     assert ended["finish_reason"] == "stop"

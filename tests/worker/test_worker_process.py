@@ -336,11 +336,14 @@ async def test_pinned_adapters_come_back_with_a_new_engine(worker: WorkerProcess
             stub,
             lambda message: (
                 message.epoch != epoch
-                and any(a.digest == digest and a.pinned for a in message.adapters)
+                and any(
+                    a.digest == digest and a.tier == worker_pb2.ADAPTER_TIER_DEVICE
+                    for a in message.adapters
+                )
             ),
         )
         [entry] = [a for a in status.adapters if a.digest == digest]
-        assert entry.tier == worker_pb2.ADAPTER_TIER_DEVICE
+        assert entry.pinned
         await stub.PinAdapter(worker_pb2.PinAdapterRequest(digest=digest, pinned=False))
 
 
