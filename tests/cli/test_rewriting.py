@@ -99,6 +99,7 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(
     assert offline.json("validate", out, "--base", BASE)["max_rank"] == 8
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_an_upload_converts_on_the_way_where_it_is_asked_to(registry: Any, pickled: Path) -> None:
     code, error = registry.error("upload", str(pickled), "--name", "old-upper")

@@ -64,6 +64,7 @@ def test_demo_passes_and_prints_its_last_two_lines(
     assert counts and counts[1] == counts[3] and int(counts[1]) >= 64 and int(counts[2]) >= 8
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_swapped_adapters_fail_the_demo(

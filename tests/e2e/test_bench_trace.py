@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.stack import ADAPTERS, REPO, Stack, clean_environment
 
 SHORT = ("--rate", "10", "--duration", "2", "--lengths", "4-16,2-8", "--arrivals", "pooled")
@@ -42,6 +44,7 @@ def test_outcomes_that_cannot_be_written_are_said_before_anything_is_sent(stack:
     assert done.returncode == 2 and "--outcomes" in done.stderr
 
 
+@pytest.mark.long
 def test_prepared_adapters_are_as_many_distinct_ones_as_asked_for(
     stack: Stack, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_chat_without_max_tokens_ends_at_the_context(capped: Stack) -> None:
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.long
 def test_a_context_beyond_the_bases_is_refused_at_the_start(tmp_path: Path) -> None:
     own = json.loads((BASE / "config.json").read_text())["max_position_embeddings"]
     command = [sys.executable, "-m", "loraplex.cli.loraplex", "up", "--model", str(BASE)]

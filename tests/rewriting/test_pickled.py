@@ -70,6 +70,7 @@ def test_the_result_is_what_peft_saves_as_safetensors(
         from_pickle(pickled, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_files_from_before_torch_1_6_are_read(saved: tuple[Path, Path], tmp_path: Path) -> None:
     tensors = load_file(saved[1] / TENSORS)
     old = {"_use_new_zipfile_serialization": False}
@@ -115,6 +116,7 @@ def test_a_file_that_holds_code_is_refused_by_the_name_of_the_code(
     assert not marker.exists()
 
 
+@pytest.mark.long
 def test_a_plain_pickle_of_code_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
     marker = tmp_path / "was-run"
     folder = _with_weights(saved, tmp_path / "evil", {})
@@ -152,6 +154,7 @@ def test_what_is_no_adapter_is_refused_by_name(
     assert any(problem in line for line in said), said
 
 
+@pytest.mark.long
 def test_values_that_are_no_numbers_are_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
     tensors = load_file(saved[1] / TENSORS)
     tensors[NAME][1, 2] = torch.nan

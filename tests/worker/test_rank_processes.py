@@ -53,6 +53,7 @@ async def tokens_of(worker: WorkerProcess) -> dict[str, list[int]]:
         return session.tokens
 
 
+@pytest.mark.long
 async def test_two_ranks_stream_the_tokens_of_one(worker: WorkerProcess) -> None:
     found = await tokens_of(worker)
     with worker_folder() as alone:

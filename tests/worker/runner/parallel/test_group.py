@@ -248,6 +248,7 @@ def test_more_ranks_than_cuda_devices_are_refused(tmp_path, monkeypatch):
         check_group(base, "auto", torch.device("cuda"), 2)
 
 
+@pytest.mark.long
 def test_random_weights_give_the_same_tokens_on_two_ranks(tmp_path):
     base = tiny.write_base(tmp_path / "base")
     (base / "model.safetensors").unlink()
