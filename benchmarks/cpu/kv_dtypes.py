@@ -1,6 +1,6 @@
 """Decode steps with the KV cache in int8, over those with it in the base's dtype, by context.
 
-    python -m benchmarks run cpu.kv_dtypes --work-dir DIR [--model 135m] [--contexts 128,1024,4096]
+    python -m benchmarks run cpu.kv_dtypes --work-dir DIR [--model 135m] [--contexts 128,1024]
 
 The engine in process, twice, in turns in one run: random weights in bfloat16, no adapters, greedy,
 all requests at once with prompts of one length. Prints the step that decodes the whole batch, its
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
     parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
-    parser.add_argument("--contexts", default="128,1024,4096", help="prompt tokens of a request")
+    parser.add_argument("--contexts", default="128,1024", help="prompt tokens of a request")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=16)
