@@ -137,7 +137,7 @@ def compare_with_naive(fast, mix, shape, dtype, stored, tolerance):
 
 def as_integers(tiles):
     return tuple(
-        replace(tile, data=torch.randint(-127, 128, tile.data.shape, dtype=torch.int8))
+        tile._replace(data=torch.randint(-127, 128, tile.data.shape, dtype=torch.int8))
         for tile in tiles
     )
 
