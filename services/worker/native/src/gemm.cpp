@@ -19,6 +19,7 @@ constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
 // Outputs and rows of one task: enough work to outweigh claiming it, few enough to share out.
 constexpr int64_t kTaskPanels = 4;
 constexpr int64_t kTaskRows = 16 * kMaxRows;
+constexpr int64_t kWidenedRows = 64;  // of one task
 // How far ahead of its use a panel is asked for: the hardware's prefetchers alone reach less than half of
 // the bandwidth alongside this many other instructions.
 constexpr int64_t kAheadBytes = 4096;
@@ -166,8 +167,15 @@ LPX_EXPORT void lpx_linear(const void* x, int64_t ldx, const void* packed, int64
         const T* inputs = static_cast<const T*>(x);
         const bool copies = sizeof(T) != sizeof(float);
         float* buffer = copies ? scratch(3, num_rows * num_inputs) : nullptr;
-        g.x = widen(inputs, ldx, num_rows, num_inputs, buffer);
         g.ldx = widened_stride(inputs, ldx, num_inputs);
+        g.x = copies ? buffer : reinterpret_cast<const float*>(inputs);
+        if (copies) {
+            parallel_for(ceil_div(num_rows, kWidenedRows), [&](int64_t task) {
+                const int64_t row = task * kWidenedRows;
+                widen(inputs + row * ldx, ldx, smaller(kWidenedRows, num_rows - row), num_inputs,
+                      buffer + row * num_inputs);
+            });
+        }
     });
     with_weight(weight_dtype, [&](auto w) {
         using W = decltype(w);
