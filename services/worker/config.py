@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,8 @@ class WorkerConfig:
     """As the user wrote it: folder, hub id or s3:// address."""
     base_id: str
     objects_url: str
-    cache_dir: Path
+    cache_dir: Path | None
+    """None = a temporary folder, which goes when the worker ends."""
     cache_bytes: int
     drain_s: float
     step_timeout_s: float
@@ -130,7 +130,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         model=model,
         base_id=check_base_id(base_id, field=env.SERVED_MODEL_NAME.name),
         objects_url=objects_url,
-        cache_dir=env.STATE_DIR.read(environ) or Path(tempfile.mkdtemp(prefix="loraplex-cache-")),
+        cache_dir=env.STATE_DIR.read(environ),
         cache_bytes=env.CACHE_BYTES.read(environ),
         drain_s=env.DRAIN_S.read(environ),
         step_timeout_s=env.STEP_TIMEOUT_S.read(environ),

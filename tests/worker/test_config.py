@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ def test_by_default_only_this_machine_can_connect() -> None:
     config = from_env(GOOD)
     assert is_local(config.listen) and config.base_id == "org/model"
     assert config.max_loras is None and config.worker_id.startswith(socket.gethostname())
+
+
+def test_reading_settings_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert from_env(GOOD).cache_dir is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_is_named_after_its_socket() -> None:

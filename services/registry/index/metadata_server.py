@@ -41,6 +41,7 @@ class MetadataServer:
 
     def __init__(self, state_dir: Path) -> None:
         self._socket = _socket_path(state_dir)
+        self._has_own_folder = self._socket.parent != state_dir.absolute()
         self._binary = find_binary()
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -63,6 +64,9 @@ class MetadataServer:
             self._process.terminate()
             await asyncio.to_thread(self._process.wait)
         self._socket.unlink(missing_ok=True)
+        if self._has_own_folder:
+            with contextlib.suppress(OSError):
+                self._socket.parent.rmdir()
 
     async def _spawn(self) -> None:
         self._socket.unlink(missing_ok=True)

@@ -7,6 +7,9 @@ import hashlib
 import importlib.util
 import logging
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
@@ -96,11 +99,24 @@ def _auth(config: WorkerConfig) -> ServiceAuth | None:
 
 async def _run_engine(config: WorkerConfig, api_server: ApiServer) -> None:
     """Find the model, open the caches, keep an engine running. Ends only with an error."""
-    model_dir = await _model_dir(config)
+    with _cache_folder(config) as folder:
+        await _run_engine_with(config, folder, api_server)
+
+
+@contextmanager
+def _cache_folder(config: WorkerConfig) -> Iterator[Path]:
+    if config.cache_dir is not None:
+        yield config.cache_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="loraplex-cache-") as folder:
+        yield Path(folder)
+
+
+async def _run_engine_with(config: WorkerConfig, folder: Path, api_server: ApiServer) -> None:
+    """The same with the folder of its disk cache."""
+    model_dir = await _model_dir(config, folder)
     bundle = await asyncio.to_thread(read_tokenizer, model_dir)
-    disk = await asyncio.to_thread(
-        DiskCache, config.cache_dir, config.cache_bytes, api_server.adapter_gone
-    )
+    disk = await asyncio.to_thread(DiskCache, folder, config.cache_bytes, api_server.adapter_gone)
     source = AdapterSource(open_store(config.objects_url), disk)
     client = EngineClient(
         config.engine(model_dir), api_server, step_timeout_s=config.step_timeout_s
@@ -115,13 +131,13 @@ async def _run_engine(config: WorkerConfig, api_server: ApiServer) -> None:
         disk.close()
 
 
-async def _model_dir(config: WorkerConfig) -> Path:
+async def _model_dir(config: WorkerConfig, cache_folder: Path) -> Path:
     if not config.model.startswith("s3://"):
         return await asyncio.to_thread(find_model, config.model)
     store = open_store(config.model)
     try:
         name = hashlib.sha256(config.model.encode()).hexdigest()[:16]
-        return await fetch_model(store, config.cache_dir / "models" / name)
+        return await fetch_model(store, cache_folder / "models" / name)
     finally:
         await store.close()
 
