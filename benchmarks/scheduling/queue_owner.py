@@ -85,26 +85,37 @@ def measure(fleet_: SimulatedFleet, trace: list[TracedRequest], per_s: float) ->
     }
 
 
+def capacity_of_worker() -> float:
+    """Requests a second."""
+    return capacity(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
+
+
+def gateways_and_workers(owner: str) -> SimulatedFleet:
+    """With the waiting queue where `owner` says."""
+    policy, keeps_queue = OWNERS[owner]
+    base = fleet("fcfs", DEADLINE_S, SLO_S)
+    return dataclasses.replace(
+        base,
+        engine=msgspec.structs.replace(base.engine, policy=policy),
+        num_workers=NUM_WORKERS,
+        admission=AdmissionLimits(),
+        num_gateways=NUM_GATEWAYS,
+        gateways_keep_queue=keeps_queue,
+    )
+
+
 def main() -> None:
     """Print the table and write `results/<machine>/queue_owner.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--duration", type=float, default=240.0)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    base = fleet("fcfs", DEADLINE_S, SLO_S)
-    per_s = NUM_WORKERS * capacity(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
+    per_s = NUM_WORKERS * capacity_of_worker()
     print(f"capacity {per_s:.2f} requests/s")
     rows: list[list[str]] = []
     runs: list[dict[str, Any]] = []
-    for owner, (policy, keeps_queue) in OWNERS.items():
-        fleet_ = dataclasses.replace(
-            base,
-            engine=msgspec.structs.replace(base.engine, policy=policy),
-            num_workers=NUM_WORKERS,
-            admission=AdmissionLimits(),
-            num_gateways=NUM_GATEWAYS,
-            gateways_keep_queue=keeps_queue,
-        )
+    for owner in OWNERS:
+        fleet_ = gateways_and_workers(owner)
         found = [
             measure(fleet_, traffic(per_s, args.duration, seed), per_s)
             for seed in range(args.seeds)

@@ -1,4 +1,4 @@
-"""Two gateways before two workers at twice their capacity: what polite tenants get, on a real stack.
+"""What polite tenants get from two gateways and two workers at twice the capacity.
 
     python -m benchmarks run serving.queue_owner --work-dir DIR [--turns 3] [--per-s RATE]
 
@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -181,7 +182,9 @@ async def published(stack: Stack, admin_key: str, work_dir: Path) -> dict[str, s
     return keys
 
 
-async def measure(gateways: Sequence[str], keys: Mapping[str, str], args: argparse.Namespace) -> None:
+async def measure(
+    gateways: Sequence[str], keys: Mapping[str, str], args: argparse.Namespace
+) -> None:
     """Every turn, and medians."""
     clients = Clients(gateways, keys, args.seed)
     while (await clients.ask("a", None)).reason or (await clients.ask("a", None)).reason:
@@ -193,6 +196,7 @@ async def measure(gateways: Sequence[str], keys: Mapping[str, str], args: argpar
         seen = await clients.flood(2.0 * per_s, args.seconds, args.deadline)
         turns.append(judged(seen, per_s, args))
         print(json.dumps({key: round(value, 3) for key, value in turns[-1].items()}), flush=True)
+        print(dict(Counter(each.reason for each in seen if each.reason)), flush=True)
     medians = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
     if not args.dry_run:
         results = {"capacity_per_s": per_s, "medians": medians, "turns": turns}
