@@ -27,6 +27,7 @@ from benchmarks.scheduling import overload, queue_owner
 from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
+from loraplex_services.common import virtual_counters
 from loraplex_services.gateway.admission import dispatch_window, queue, run_times
 from loraplex_services.gateway.routing import router
 from loraplex_services.simulate import gateway
@@ -36,7 +37,6 @@ from loraplex_services.worker.scheduling import (
     early_abort,
     limits,
     lookahead,
-    policies,
     room,
     scheduler,
     turns,
@@ -101,7 +101,7 @@ LOOPS: dict[str, list[Removal]] = {
     "gateway: spare replicas": [(router, "SPARE_REPLICAS", 0)],
     "worker: early abort": [(early_abort, "needed_s", lambda *args: 0.0)],
     "worker: reserved slots": [(room, "reserved_slots", lambda num: 0)],
-    "worker: tenants expected back": [(policies, "EXPECTED_BACK_S", 0.0)],
+    "worker: tenants expected back": [(virtual_counters, "EXPECTED_BACK_S", 0.0)],
     "worker: end of overtaking": [(limits.SchedulerLimits, "__init__", _patient)],
     "worker: load wait": [(AdapterLoads, "await_copies", lambda *args: False)],
     "worker: lookahead": [(lookahead, "NUM_REQUESTS", 0)],
