@@ -33,8 +33,6 @@ class AdmissionLimits:
 
     max_running: int = MAX_RUNNING
     max_waiting: int = MAX_QUEUED
-    max_running_per_tenant: int = 0
-    """0 = no limit."""
 
     def __post_init__(self) -> None:
         assert self.max_running > 0 and self.max_waiting >= 0, f"bad limits {self}"
@@ -247,8 +245,8 @@ class AdmissionQueue:
         limit = self.tenant_limits.get(request.tenant)
         if limit == 0:
             return False
-        limits = [n for n in (self._limits.max_running_per_tenant, limit or self.tenant_share) if n]
-        return not limits or not mine or mine + request.cost <= min(limits)
+        limit = limit or self.tenant_share
+        return not limit or not mine or mine + request.cost <= limit
 
     def _is_preceded(self, request: AdmissionRequest) -> bool:
         """True if a waiting request goes first: one of its tenant that is as urgent, or one of
