@@ -28,7 +28,7 @@ from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 from loraplex_services.worker.types.messages import EngineConfig
 
-NUM_WORKERS = 4
+NUM_WORKERS, BATCH = 4, 16
 STEPS = replace(
     COSTS,
     step_s=0.02,
@@ -90,7 +90,7 @@ def _fleet(deadline_s: float | None, owner: Owner = BOTH) -> SimulatedFleet:
         max_lora_rank=8,
         max_resident=8,
         max_step_tokens=2048,
-        max_running=16,
+        max_running=BATCH,
         policy=owner.policy,
     )
     return SimulatedFleet(
