@@ -272,8 +272,8 @@ def test_kernels_that_cannot_be_built_are_said_and_stop_nothing(checkout: Checko
     assert "torch alone" not in checkout.setup("test").stderr
 
 
-@pytest.mark.parametrize(("groups", "asked"), [(["run"], ""), (["run", "test"], " --host")])
-def test_tests_get_the_kernels_of_every_instruction_set_here(
+@pytest.mark.parametrize(("groups", "asked"), [(["run"], ""), (["run", "test"], " --best 2")])
+def test_tests_get_the_kernels_of_the_two_best_instruction_sets(
     checkout: Checkout, groups: list[str], asked: str
 ) -> None:
     assert checkout.setup(*groups).returncode == 0

@@ -1,4 +1,4 @@
-"""Base products alone: the level that `auto` chooses, the best float32 level, and torch's.
+"""Base products alone: what a worker uses here, dot products, the best float32 level, and torch's.
 
     python -m benchmarks run cpu.products
 
@@ -40,10 +40,13 @@ def sides_of(weights: list[torch.Tensor]) -> dict[str, Product]:
         vectors.set_threads(1)
         packed = [vectors.pack(weight) for weight in weights]
         sides[float32] = lambda x, i: vectors.linear(x.float(), packed[i], num_outputs)
-    if (pairs := load_native("auto")) is not None and pairs.has_tiles:
-        pairs.set_threads(1)
-        tiles = [pairs.pack_tiles(weight) for weight in weights]
-        sides[pairs.isa] = lambda x, i: pairs.linear_tiles(x, tiles[i], num_outputs)
+    if (native := load_native("auto")) is not None and native.has_tiles:
+        native.set_threads(1)
+        tiles = [native.pack_tiles(weight) for weight in weights]
+        panels = [native.pack(weight) for weight in weights]
+        sides["tiles"] = lambda x, i: native.linear_tiles(x, tiles[i], num_outputs)
+        sides["widened"] = lambda x, i: native.linear(x, panels[i], num_outputs)
+        sides[native.isa] = sides["tiles" if native.prefers_tiles else "widened"]
     return sides
 
 

@@ -60,6 +60,14 @@ def _window_without(**changes: float) -> Callable[..., Any]:
     return window
 
 
+def _fits_shared_window(
+    self: Any, tenant: str, num_tokens: int, window: dispatch_window.Window, *, fits_batch: bool
+) -> bool:
+    total = self._total + num_tokens
+    limit = max(window.num_tokens, window.max_tokens if fits_batch else 0.0)
+    return not self._total or total <= limit
+
+
 def _oldest(self: Any) -> Any:
     able = [r for t in self._waiting if self._tenant_fits(r := self._first_of(t))]
     return min(able, key=lambda request: request.number, default=None)
@@ -87,7 +95,9 @@ LOOPS: dict[str, list[Removal]] = {
     "gateway: free slots": [
         (dispatch_window.DispatchWindow, "window", _window_without(batch_capacity=0))
     ],
-    "gateway: a tenant's own window": [(dispatch_window, "_MAX_WINDOWS", 0.0)],
+    "gateway: a tenant's own window": [
+        (dispatch_window.InFlightTokens, "fit", _fits_shared_window)
+    ],
     "gateway: the window of loads": [(gateway, "are_on_a_device", lambda views, digests: True)],
     "gateway: run-time forecast": [(run_times.RunTimeEstimator, "run_s", lambda *args: 0.0)],
     "gateway: refusal by the expected wait": [

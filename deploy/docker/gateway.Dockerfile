@@ -8,6 +8,10 @@ COPY loraplex loraplex
 COPY services loraplex_services
 RUN python -m venv /opt/loraplex \
     && /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[gateway,tracing]'
+# What is inside, with licences and their texts, in CycloneDX's format.
+RUN python -m venv /opt/sbom && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+    && /opt/sbom/bin/cyclonedx-py environment --gather-license-texts --output-reproducible \
+    --pyproject pyproject.toml --output-file /opt/loraplex/sbom.cdx.json /opt/loraplex/bin/python
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/loraplex /opt/loraplex

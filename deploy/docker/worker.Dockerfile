@@ -13,6 +13,10 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY loraplex loraplex
 COPY services loraplex_services
 RUN /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[worker,tracing]'
+# What is inside, with licences and their texts, in CycloneDX's format.
+RUN python -m venv /opt/sbom && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+    && /opt/sbom/bin/cyclonedx-py environment --gather-license-texts --output-reproducible \
+    --pyproject pyproject.toml --output-file /opt/loraplex/sbom.cdx.json /opt/loraplex/bin/python
 WORKDIR /
 RUN /opt/loraplex/bin/python -m loraplex_services.worker.native.build --all
 

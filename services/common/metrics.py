@@ -1,4 +1,5 @@
-"""The small HTTP server for /metrics, /healthz and /readyz on LORAPLEX_METRICS_LISTEN.
+"""The small HTTP server for /metrics, /healthz and /readyz on LORAPLEX_METRICS_LISTEN, and for
+/debug/stacks and /debug/profile?seconds=N, which need the service token.
 
 Each service declares its metrics in a `metrics.py` of its own.
 """
@@ -8,21 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.service_token import is_service_token
+from loraplex_services.common.stacks import all_stacks, profile
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
+MAX_PROFILE_S = 60.0
+_PROFILE_S = 5.0
 _TEXT = "text/plain; charset=utf-8"
 _REASONS = {
     200: "OK",
     400: "Bad Request",
+    401: "Unauthorized",
     404: "Not Found",
     405: "Method Not Allowed",
+    409: "Conflict",
     503: "Service Unavailable",
 }
 
@@ -37,9 +45,13 @@ class MetricsServer:
         self,
         ready: Callable[[], bool],
         registry: CollectorRegistry = REGISTRY,
+        service_token: str = "",
     ) -> None:
+        """`service_token` is what `read_service_token` gave; empty = no debugging over HTTP."""
         self._ready = ready
         self._registry = registry
+        self._service_token = service_token
+        self._is_profiling = False
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -68,7 +80,9 @@ class MetricsServer:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(_encoded(*self._answer(head)))
+            answer = await self._debug(head) if _is_debug(head) else self._answer(head)
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                writer.write(_encoded(*answer))
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             logger.debug("metrics connection dropped")
@@ -89,6 +103,49 @@ class MetricsServer:
         if path == b"/readyz":
             return _probe(self._ready())
         return 404, _TEXT, b"try /metrics, /healthz or /readyz\n"
+
+    async def _debug(self, head: bytes) -> Answer:
+        """The stacks of this process, or a profile; only for who shows the service token."""
+        target, _, rest = head.decode("latin-1").split(" ", 1)[1].partition(" ")
+        if not is_service_token(_bearer_token(rest), self._service_token):
+            return 401, _TEXT, b"show the service token: authorization: Bearer TOKEN\n"
+        url = urlsplit(target)
+        if url.path == "/debug/stacks":
+            return 200, _TEXT, all_stacks().encode()
+        if url.path != "/debug/profile":
+            return 404, _TEXT, b"try /debug/stacks or /debug/profile?seconds=5\n"
+        seconds = _seconds(parse_qs(url.query).get("seconds", [str(_PROFILE_S)])[0])
+        if seconds is None:
+            return 400, _TEXT, f"seconds: a number above 0, at most {MAX_PROFILE_S:g}\n".encode()
+        if self._is_profiling:
+            return 409, _TEXT, b"a profile is being taken; try again when it has ended\n"
+        self._is_profiling = True
+        try:
+            return 200, _TEXT, (await asyncio.to_thread(profile, seconds)).encode()
+        finally:
+            self._is_profiling = False
+
+
+def _is_debug(head: bytes) -> bool:
+    return head.startswith(b"GET /debug/")
+
+
+def _bearer_token(head: str) -> str:
+    """The token of the authorization header, or ""."""
+    for line in head.split("\r\n"):
+        name, _, value = line.partition(":")
+        scheme, _, token = value.strip().partition(" ")
+        if name.lower() == "authorization" and scheme.lower() == "bearer":
+            return token
+    return ""
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 < seconds <= MAX_PROFILE_S else None
 
 
 def _probe(good: bool) -> Answer:

@@ -81,7 +81,7 @@ class ProcessPool:
         try:
             if (known := self._known(key)) is not None:  # meanwhile
                 return known
-            process = await self._started()
+            process = self._idle_one() or await self._started()
             answer = await self._answer(process, job, key)
             if key is not None:
                 self._answers.put(key, answer)
@@ -126,13 +126,17 @@ class ProcessPool:
                 self._refused.put(key, (_now_s(), is_late))
             raise JobFailed(is_late=is_late, is_repeated=False) from None
 
-    async def _started(self) -> asyncio.subprocess.Process:
-        """An idle process or a new one. Its start does not count as time of the job."""
+    def _idle_one(self) -> asyncio.subprocess.Process | None:
+        """A process that waits for a job, which is not idle any more; None if there is none."""
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
                 return process
             self._kill(process)
+        return None
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        """A new process. Its start does not count as time of the job."""
         if self._is_closed:
             raise Unavailable("the server stops", retry_after_s=1.0)
         process = await start_module(self._module)

@@ -1,6 +1,7 @@
-"""SIGUSR2 makes a process print where it is: every thread, then every task and what it awaits.
+"""Where a process is: every thread, every task and what it awaits, now or over some seconds.
 
-Names of files and functions only: no values, so nothing that a client sent.
+SIGUSR2 prints it; `debug_server` answers it over HTTP. Names of files and functions only: no
+values, so nothing that a client sent.
 """
 
 from __future__ import annotations
@@ -8,8 +9,13 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import io
 import signal
 import sys
+import threading
+import time
+import traceback
+from collections import Counter
 from types import FrameType
 from typing import Any, TextIO
 
@@ -30,6 +36,45 @@ def print_stacks_on_signal() -> None:
         has_loop = True
         loop.add_signal_handler(signal.SIGUSR2, lambda: print_tasks(sys.stderr))
     faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True, chain=has_loop)
+
+
+def all_stacks() -> str:
+    """The stacks of all threads, then a line for each task of the running event loop."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    text = io.StringIO()
+    for ident, frame in sys._current_frames().items():
+        print(f"thread {names.get(ident, ident)}:", file=text)
+        traceback.print_stack(frame, file=text)
+    print_tasks(text)
+    return text.getvalue()
+
+
+def profile(seconds: float, interval_s: float = 0.01) -> str:
+    """Where the threads of this process are, sampled for `seconds` by wall-clock time.
+
+    One line for each stack seen, outermost function first, separated by semicolons, with the number
+    of samples at its end: the "collapsed" form that flame graph viewers read. Blocks; the calling
+    thread is left out.
+    """
+    seen: Counter[str] = Counter()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                seen[";".join([str(names.get(ident, ident)), *_functions(frame)])] += 1
+        time.sleep(interval_s)
+    return "".join(f"{stack} {samples}\n" for stack, samples in seen.most_common())
+
+
+def _functions(frame: FrameType | None) -> list[str]:
+    """The functions that a thread is in, outermost first."""
+    functions = []
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "?")
+        functions.append(f"{module}.{frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return functions[::-1]
 
 
 def print_tasks(to: TextIO) -> None:

@@ -173,7 +173,10 @@ class Gateway:
         self._grpc = await self._started_grpc()
         await self._http.start()
         if self._config.metrics_listen:
-            self._metrics = MetricsServer(ready=lambda: not self.readiness.missing())
+            self._metrics = MetricsServer(
+                ready=lambda: not self.readiness.missing(),
+                service_token=self._config.service_token,
+            )
             await self._metrics.start(self._config.metrics_listen)
         runs = (
             self._fleet.run(),

@@ -1,6 +1,8 @@
 """Probes and scrapes over a real socket."""
 
 import asyncio
+import threading
+from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -9,9 +11,10 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.common.metrics import MetricsServer
 
 
-async def _get(port: int, path: str, method: str = "GET") -> tuple[int, str]:
+async def _get(port: int, path: str, method: str = "GET", token: str = "") -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    shown = f"Authorization: Bearer {token}\r\n" if token else ""
+    writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n{shown}\r\n".encode())
     answer = (await reader.read()).decode()
     writer.close()
     head, _, body = answer.partition("\r\n\r\n")
@@ -43,3 +46,63 @@ async def test_taken_port_names_the_setting() -> None:
     with pytest.raises(InvalidRequest, match="LORAPLEX_METRICS_LISTEN"):
         await second.start(f"127.0.0.1:{server.port}")
     await server.stop()
+
+
+@pytest.fixture
+async def debugged() -> AsyncIterator[MetricsServer]:
+    server = MetricsServer(lambda: True, CollectorRegistry(), service_token="old-one\nnew-one")
+    await server.start("127.0.0.1:0")
+    yield server
+    await server.stop()
+
+
+async def test_stacks_show_threads_and_tasks_to_who_has_the_service_token(
+    debugged: MetricsServer,
+) -> None:
+    task = asyncio.create_task(asyncio.Event().wait(), name="a task of this test")
+    status, body = await _get(debugged.port, "/debug/stacks", token="new-one")
+    task.cancel()
+    assert status == 200
+    assert "thread MainThread" in body
+    assert "task a task of this test: Event.wait" in body
+
+
+async def test_a_profile_counts_the_stacks_of_a_busy_thread(debugged: MetricsServer) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="the-busy-one")
+    thread.start()
+    status, body = await _get(debugged.port, "/debug/profile?seconds=0.1", token="old-one")
+    stop.set()
+    thread.join()
+    assert status == 200
+    (line,) = [line for line in body.splitlines() if line.startswith("the-busy-one;")]
+    assert "threading.Event.wait;threading.Condition.wait " in line
+    assert int(line.rsplit(" ", 1)[1]) > 1
+
+
+@pytest.mark.parametrize("path", ["/debug/stacks", "/debug/profile", "/debug/other"])
+async def test_debugging_needs_the_service_token(debugged: MetricsServer, path: str) -> None:
+    assert (await _get(debugged.port, path))[0] == 401
+    assert (await _get(debugged.port, path, token="old-one\nnew-one"))[0] == 401
+    assert (await _get(debugged.port, path, token="wrong"))[0] == 401
+
+
+async def test_nobody_may_debug_a_service_without_a_service_token() -> None:
+    server = MetricsServer(lambda: True, registry=CollectorRegistry())
+    await server.start("127.0.0.1:0")
+    assert (await _get(server.port, "/debug/stacks"))[0] == 401
+    assert (await _get(server.port, "/debug/stacks", token="x"))[0] == 401
+    await server.stop()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "61", "many"])
+async def test_a_profile_has_a_length(debugged: MetricsServer, seconds: str) -> None:
+    status, body = await _get(debugged.port, f"/debug/profile?seconds={seconds}", token="old-one")
+    assert (status, body) == (400, "seconds: a number above 0, at most 60\n")
+
+
+async def test_one_profile_is_taken_at_a_time(debugged: MetricsServer) -> None:
+    answers = await asyncio.gather(
+        *(_get(debugged.port, "/debug/profile?seconds=0.3", token="old-one") for _ in range(2))
+    )
+    assert sorted(status for status, _ in answers) == [200, 409]

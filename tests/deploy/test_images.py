@@ -36,6 +36,12 @@ def test_everything_copied_is_there_and_in_the_context(lines: list[str]) -> None
     assert all((ROOT / source).exists() and _in_context(source) for source in sources), sources
 
 
+def test_images_carry_a_list_of_what_they_hold(lines: list[str]) -> None:
+    (made,) = [line for line in lines if "cyclonedx-py environment" in line]
+    assert "--output-file /opt/loraplex/sbom.cdx.json /opt/loraplex/bin/python" in made
+    assert lines.index(made) < lines.index("COPY --from=build /opt/loraplex /opt/loraplex")
+
+
 def test_images_run_without_privileges(lines: list[str]) -> None:
     assert [line for line in lines if line.startswith("USER ")] == ["USER 10001:10001"]
 

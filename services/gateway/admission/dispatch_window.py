@@ -11,7 +11,7 @@ Requests whose adapters are not loaded yet wait for the load and not for steps. 
 window of their own, so that requests that are ready can pass them.
 
 A tenant does not wait because others filled the window: its own prompt tokens may fill another
-one, and the workers' fair scheduling lets it overtake there.
+one, and its first request always goes. The workers' fair scheduling lets it overtake there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ TARGET_STEPS = 3.0
 """The target is at least this many steps: a window below one step would shrink itself."""
 MIN_TOKENS_PER_WORKER, MAX_TOKENS_PER_WORKER = 256.0, 8192.0
 _SMOOTHING = 0.1
-_MAX_WINDOWS = 3.0
-"""All tenants together may fill this many windows, and each tenant one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +109,11 @@ class InFlightTokens:
         self._total = 0
 
     def fit(self, tenant: str, num_tokens: int, window: Window, *, fits_batch: bool) -> bool:
-        """Whether a request with `num_tokens` may be sent; the first one always may."""
-        total = self._total + num_tokens
-        if not self._total or total <= window.num_tokens:
+        """Whether a request with `num_tokens` may be sent; the first one of a tenant always may."""
+        own = self._by_tenant.get(tenant, 0)
+        if not own or own + num_tokens <= window.num_tokens:
             return True
-        if fits_batch and total <= window.max_tokens:
-            return True
-        own = self._by_tenant.get(tenant, 0) + num_tokens
-        return own <= window.num_tokens and total <= _MAX_WINDOWS * window.num_tokens
+        return fits_batch and self._total + num_tokens <= window.max_tokens
 
     def add(self, number: int, tenant: str, num_tokens: int) -> None:
         """Request `number` was sent."""

@@ -7,8 +7,10 @@ queue here, where it is fair over all workers, and gives the workers only their 
 
 The tenant served least (virtual token counters) goes first, with its most urgent request, then with
 its oldest. A priority orders the requests of one tenant only: anybody may send any priority, so it
-must not put a tenant before others. A tenant's own limit delays no other tenant. Any other request
-that does not fit is waited for, so that small requests do not starve large ones.
+must not put a tenant before others. What holds a tenant back delays no other tenant: its own limit,
+or its own prompts in flight, which may stay there for long where a worker compiles their grammars.
+Where the running sequences are too many, the next request is waited for, so that small requests do
+not starve large ones.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ class AdmissionQueue:
     def take_ready(self) -> list[AdmissionRequest]:
         """Start every waiting request that fits, in order."""
         started = []
-        while (request := self._next()) is not None and self._fits(request):
+        while (request := self._next()) is not None and self._running_fits(request):
             self._unqueue(request)
             self._start(request)
             started.append(request)
@@ -214,11 +216,17 @@ class AdmissionQueue:
         self.dropped.append(victim)
 
     def _next(self) -> AdmissionRequest | None:
-        """The waiting request that starts next; tenants at their own limit are skipped."""
-        able = [tenant for tenant in self._waiting if self._tenant_fits(self._first_of(tenant))]
+        """The waiting request that starts next; tenants at their own limit are skipped, and those
+        that fill the window themselves."""
+        firsts = {tenant: self._first_of(tenant) for tenant in self._waiting}
+        able = [
+            tenant
+            for tenant, request in firsts.items()
+            if self._tenant_fits(request) and self._window_fits(request)
+        ]
         present = self._served.present
         least = min(able, key=lambda tenant: (present[tenant].served, tenant), default=None)
-        return None if least is None else self._first_of(least)
+        return None if least is None else firsts[least]
 
     def _first_of(self, tenant: str) -> AdmissionRequest:
         """The most urgent waiting request of a tenant that has some, and of those the oldest."""
@@ -226,16 +234,23 @@ class AdmissionQueue:
         return queues[min(queues)][0]
 
     def _fits(self, request: AdmissionRequest) -> bool:
-        """An idle gateway runs any request, however large it is."""
-        if self._running and self._running + request.cost > self._limits.max_running:
-            return False
+        return (
+            self._running_fits(request)
+            and self._window_fits(request)
+            and self._tenant_fits(request)
+        )
+
+    def _running_fits(self, request: AdmissionRequest) -> bool:
+        """An idle gateway runs any request, however many sequences it has."""
+        return not self._running or self._running + request.cost <= self._limits.max_running
+
+    def _window_fits(self, request: AdmissionRequest) -> bool:
         window, fits_batch = self.window, self._running + request.cost <= self.window.batch_capacity
         if request.awaits_adapter:
             window, fits_batch = Window(window.loading_tokens), False
-        fits = self._in_flight_of(request).fit(
+        return self._in_flight_of(request).fit(
             request.tenant, request.in_flight_tokens, window, fits_batch=fits_batch
         )
-        return fits and self._tenant_fits(request)
 
     def _in_flight_of(self, request: AdmissionRequest) -> InFlightTokens:
         return self._loading if request.awaits_adapter else self._in_flight

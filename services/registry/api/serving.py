@@ -13,6 +13,7 @@ from loraplex_services.common.metrics import MetricsServer
 from loraplex_services.common.objects import ObjectStore, open_store
 from loraplex_services.common.objects.probe import probe
 from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.common.service_token import read_service_token
 from loraplex_services.common.signals import stop_event
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.auth import caller_auth
@@ -62,7 +63,10 @@ async def serve() -> None:
             setting="LORAPLEX_REGISTRY_LISTEN",
         )
         if config.metrics_listen:
-            metrics = MetricsServer(lambda: running.ready)
+            metrics = MetricsServer(
+                lambda: running.ready,
+                service_token=read_service_token(config.service_token_file),
+            )
             await metrics.start(config.metrics_listen)
             stack.push_async_callback(metrics.stop)
         keeper = asyncio.create_task(_become_ready(config, registry, running))

@@ -31,7 +31,9 @@ class NativeOperators:
     """Implements `operators.Operators`."""
 
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
-        self.name = f"native-{native.isa}"
+        self._in_tiles = dtype is torch.bfloat16 and native.prefers_tiles
+        widens = dtype is torch.bfloat16 and native.has_tiles and not native.prefers_tiles
+        self.name = f"native-{native.isa}" + "-widened" * widens
         self.ranks: Ranks = OneRank()
         self.fully_sharded = False
         self.native = native
@@ -40,7 +42,6 @@ class NativeOperators:
             layer_fields={"native": native},
             metadata_fields={"task_queries": native.task_queries},
         )
-        self._in_tiles = dtype is torch.bfloat16 and native.has_tiles
         self.draws = DrawOperators(native.truncate, native.draw)
         self._torch = TorchOperators()
 

@@ -38,6 +38,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_pack_codes": (None, (_P, _I, _I, _I, _P)),
     "lpx_linear_codes": (None, (_P, _I, _P, _I, _P, _I, _P, _I, _I, _I, _P, _I, _I, _I, _I)),
     "lpx_tile_items": (_I, (_I, _I)),
+    "lpx_prefers_tiles": (_I, ()),
     "lpx_pack_tiles": (None, (_P, _I, _I, _P)),
     "lpx_linear_tiles": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
     "lpx_add_lora": (None, (_P, _I, _I, _P, _I, _I, _I, _I, _P, _I)),
@@ -79,6 +80,8 @@ class Native:
         """Queries of one attention task."""
         self.has_tiles: bool = self._library.lpx_tile_items(1, 1) > 0
         """Whether bfloat16 dot products, and so products of tiles, are compiled in."""
+        self.prefers_tiles: bool = self._library.lpx_prefers_tiles() > 0
+        """Whether `linear_tiles` is faster than `linear` of bfloat16, as measured now."""
 
     def set_threads(self, num_threads: int) -> None:
         """Threads of every later call, the caller included."""

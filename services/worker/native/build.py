@@ -189,14 +189,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="for every instruction set of this machine's family, not for its own best alone",
     )
-    which.add_argument("--host", action="store_true", help="for every one that this machine has")
+    which.add_argument("--best", type=int, metavar="N", help="for the N best of this machine's")
     which.add_argument("--isa", default="auto", help="one instruction set, instead of the best")
     args = parser.parse_args(argv)
     isas: Sequence[str] = (choose_isa(args.isa),)
     if args.all:
         isas = family_isas()
-    elif args.host:
-        isas = [isa for isa in host_isas() if isa != GENERIC]
+    elif args.best is not None:
+        isas = [isa for isa in host_isas() if isa != GENERIC][: args.best]
     tell = partial(print, "native kernels:", flush=True)
     try:
         built = {isa: build_library(isa, tell) for isa in isas if isa != TORCH}

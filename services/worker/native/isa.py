@@ -40,7 +40,12 @@ LEVELS = {
         "AMX tiles",
     ),
     "avx512_bf16": Level(
-        _BF16, "AMD Zen 4 and later, Intel Cooper Lake", True, _PAIRS, _PAIRS, _PAIRS
+        _BF16,
+        "AMD Zen 4 and later, Intel Cooper Lake, Intel Xeons whose AMX is hidden",
+        True,
+        f"{_PAIRS} or float32 vectors, whichever are faster",
+        _PAIRS,
+        _PAIRS,
     ),
     "avx512": Level(_AVX512, "Intel Skylake-SP to Ice Lake"),
     "avx2": Level(("-mavx2", "-mfma", "-mf16c"), "other x86-64 since 2013"),

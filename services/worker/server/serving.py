@@ -52,7 +52,7 @@ async def serve() -> None:
         tls=config.tls.server(for_services=True),
         setting=env.WORKER_LISTEN.name,
     )
-    metrics = MetricsServer(lambda: status.is_ready, OfModel(config.base_id))
+    metrics = MetricsServer(lambda: status.is_ready, OfModel(config.base_id), config.service_token)
     AdapterCollector(status, MAX_RESIDENT).register()
     if config.metrics_listen:
         await metrics.start(config.metrics_listen)

@@ -70,9 +70,7 @@ def test_a_tenant_passes_those_who_filled_the_window_and_may_fill_one_itself() -
         assert ahead.fit("polite", 128, window, fits_batch=False)
         ahead.add(number, "polite", 128)
     assert not ahead.fit("polite", 128, window, fits_batch=False)
-    assert ahead.fit("third", 256, window, fits_batch=False)
-    ahead.add(4, "third", 256)
-    assert not ahead.fit("fourth", 128, window, fits_batch=False)
+    assert ahead.fit("third", 300, window, fits_batch=False)
 
 
 @given(
@@ -80,10 +78,10 @@ def test_a_tenant_passes_those_who_filled_the_window_and_may_fill_one_itself() -
     window=st.integers(1, 3000),
     moves=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 2000)), max_size=80),
 )
-def test_all_tenants_together_fill_at_most_three_windows(
+def test_a_tenant_fills_one_window_whatever_others_do(
     seed: int, window: int, moves: list[tuple[str, int]]
 ) -> None:
-    """But for one request that is larger by itself."""
+    """But for its first request, which may be larger by itself."""
     rng, ahead, sent = random.Random(seed), InFlightTokens(), dict[int, tuple[str, int]]()
     for number, (tenant, tokens) in enumerate(moves):
         if sent and rng.random() < 0.4:
@@ -94,10 +92,8 @@ def test_all_tenants_together_fill_at_most_three_windows(
         if ahead.fit(tenant, tokens, Window(window), fits_batch=False):
             ahead.add(number, tenant, tokens)
             sent[number] = tenant, tokens
-        total = sum(each for _, each in sent.values())
-        largest = max((each for _, each in sent.values()), default=0)
-        assert total <= 3 * window or total == largest
-        by_tenant = Counter[str]()
+        by_tenant, largest = Counter[str](), Counter[str]()
         for name, each in sent.values():
             by_tenant[name] += each
-        assert len(sent) <= 1 or max(by_tenant.values()) <= window + largest
+            largest[name] = max(largest[name], each)
+        assert all(total <= max(window, largest[name]) for name, total in by_tenant.items())

@@ -97,6 +97,21 @@ def test_tenant_at_its_limit_delays_nobody_else() -> None:
     assert queue.offer(AdmissionRequest("polite"), 0.0) is Decision.RUN
 
 
+def test_a_tenant_whose_requests_stay_in_flight_delays_nobody_else() -> None:
+    """As those do whose grammars a worker compiles for seconds. They were served least."""
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.window = Window(256, batch_capacity=100, max_tokens=1024)
+    stuck = [AdmissionRequest("stuck") for _ in range(12)]
+    decisions = [queue.offer(request, 0.0) for request in stuck]
+    assert decisions == [Decision.RUN] * 8 + [Decision.WAIT] * 4
+    polite = [AdmissionRequest("polite") for _ in range(3)]
+    decisions = [queue.offer(request, 0.0) for request in polite]
+    assert decisions == [Decision.RUN] * 2 + [Decision.WAIT]
+    queue.charge(polite[0], 10_000)
+    queue.first_token(polite[0])
+    assert queue.take_ready() == [polite[2]]
+
+
 def test_request_with_more_choices_than_the_limit_runs_alone() -> None:
     queue = AdmissionQueue(AdmissionLimits(max_running=4))
     assert queue.offer(AdmissionRequest("a", cost=100), 0.0) is Decision.RUN

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.native import bindings, build
 from loraplex_services.worker.native.check import computes_right
 from loraplex_services.worker.native.isa import (
@@ -39,16 +40,13 @@ def test_the_documentation_shows_what_runs_where():
     assert level_table() in Path("docs/performance/cpu.md").read_text()
 
 
-@pytest.mark.parametrize("isa", LEVELS)
-def test_a_level_has_dot_products_of_bfloat16_exactly_where_its_table_says_so(isa):
-    if isa not in host_isas():
-        pytest.skip(f"this processor lacks {isa}")
-    assert native(isa).has_tiles == (LEVELS[isa].products != "float32 vectors")
-
-
 @pytest.fixture(params=ISAS)
 def compiled(request):
     return native(request.param)
+
+
+def test_a_level_has_dot_products_of_bfloat16_exactly_where_its_table_says_so(compiled):
+    assert compiled.has_tiles == (LEVELS[compiled.isa].products != "float32 vectors")
 
 
 def close(actual, expected):
@@ -110,6 +108,22 @@ def test_a_product_on_tiles_equals_torch(tiled, shape, num_rows, dtype):
     close(y, linear(x, weight).to(dtype))
     for row in range(0, num_rows, 7):
         assert tiled.linear_tiles(x[row : row + 1], packed, shape[0], dtype).equal(y[row, None])
+
+
+def test_the_faster_of_two_products_is_used_and_named(tiled, monkeypatch):
+    torch.manual_seed(5)
+    weight, x = torch.randn(70, 96).bfloat16(), torch.randn(3, 96).bfloat16()
+    for prefers_tiles, name in (
+        (True, f"native-{tiled.isa}"),
+        (False, f"native-{tiled.isa}-widened"),
+    ):
+        monkeypatch.setattr(tiled, "prefers_tiles", prefers_tiles)
+        operators = NativeOperators(tiled, torch.bfloat16)
+        assert operators.name == name
+        assert NativeOperators(tiled, torch.float32).name == f"native-{tiled.isa}"
+        product = operators.linear(weight)
+        close(product.apply(x), linear(x, weight).bfloat16())
+        assert product.weight_rows(5, 66).equal(weight[5:66].float())
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (70, 37), (64, 96)], ids=str)

@@ -19,6 +19,7 @@ constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
 // Outputs and rows of one task: enough work to outweigh claiming it, few enough to share out.
 constexpr int64_t kTaskPanels = 4;
 constexpr int64_t kTaskRows = 16 * kMaxRows;
+constexpr int64_t kWidenedRows = 64;  // of one task
 // How far ahead of its use a panel is asked for: the hardware's prefetchers alone reach less than half of
 // the bandwidth alongside this many other instructions.
 constexpr int64_t kAheadBytes = 4096;
@@ -49,14 +50,27 @@ void pack(const W* weight, int64_t num_outputs, int64_t num_inputs, W* packed) {
 struct Product {
     const float* x;
     int64_t ldx;
-    int64_t num_rows;
-    int64_t num_inputs;
-    int64_t num_outputs;
-    int64_t ldy;
+    void* y;
+    int64_t dtype, ldy;  // of y
+    int64_t num_rows, num_inputs, num_outputs;
 };
 
-template <class W, class T, int R, int P>
-void multiply_block(const Product& g, const W* packed, T* y, int64_t row, int64_t panel) {
+// y[row, row + num_rows)[panel] = sums[num_rows][stride].
+void store_sums(const Product& g, const float* sums, int64_t stride, int64_t row, int64_t num_rows,
+                int64_t panel) {
+    const int64_t first = panel * kPanel, left = g.num_outputs - first;
+    with_activation(g.dtype, [&](auto t) {
+        using T = decltype(t);
+        T* out = static_cast<T*>(g.y) + row * g.ldy + first;
+        for (int64_t r = 0; r < num_rows; ++r, out += g.ldy, sums += stride) {
+            store_n(out, load(sums), left);
+            if (left > kLanes) store_n(out + kLanes, load(sums + kLanes), left - kLanes);
+        }
+    });
+}
+
+template <class W, int R, int P>
+void multiply_block(const Product& g, const W* packed, int64_t row, int64_t panel) {
     const float* x = g.x + row * g.ldx;
     const W* weights = packed + panel * kPanel * g.num_inputs;
     const int64_t stride = kPanel * g.num_inputs;
@@ -79,38 +93,37 @@ void multiply_block(const Product& g, const W* packed, T* y, int64_t row, int64_
             }
         }
     }
-    for (int p = 0; p < P; ++p) {
-        const int64_t first = (panel + p) * kPanel;
-        const int64_t n = g.num_outputs - first;
-        for (int r = 0; r < R; ++r) {
-            T* out = y + (row + r) * g.ldy + first;
-            store_n(out, sums[r][p][0], n);
-            if (n > kLanes) store_n(out + kLanes, sums[r][p][1], n - kLanes);
+    // Through memory, so that what is instantiated here does not depend on the type of y.
+    alignas(64) float totals[R][P * kPanel];
+    for (int r = 0; r < R; ++r) {
+        for (int p = 0; p < P; ++p) {
+            store(totals[r] + p * kPanel, sums[r][p][0]);
+            store(totals[r] + p * kPanel + kLanes, sums[r][p][1]);
         }
     }
+    for (int p = 0; p < P; ++p) store_sums(g, totals[0] + p * kPanel, P * kPanel, row, R, panel + p);
 }
 
-template <class W, class T, int R>
-void multiply_rows(const Product& g, const W* packed, T* y, int64_t row, int64_t begin,
-                   int64_t end) {
+template <class W, int R>
+void multiply_rows(const Product& g, const W* packed, int64_t row, int64_t begin, int64_t end) {
     // One row alone needs several panels at a time to hide the latency of its additions.
     constexpr int P = R == 1 ? 4 : R <= 3 ? 2 : 1;
     int64_t panel = begin;
-    for (; panel + P <= end; panel += P) multiply_block<W, T, R, P>(g, packed, y, row, panel);
-    for (; panel < end; ++panel) multiply_block<W, T, R, 1>(g, packed, y, row, panel);
+    for (; panel + P <= end; panel += P) multiply_block<W, R, P>(g, packed, row, panel);
+    for (; panel < end; ++panel) multiply_block<W, R, 1>(g, packed, row, panel);
 }
 
-template <class W, class T, int R = kMaxRows>
-void multiply_n_rows(int64_t n, const Product& g, const W* packed, T* y, int64_t row, int64_t begin,
+template <class W, int R = kMaxRows>
+void multiply_n_rows(int64_t n, const Product& g, const W* packed, int64_t row, int64_t begin,
                      int64_t end) {
     if constexpr (R > 1) {
-        if (n < R) return multiply_n_rows<W, T, R - 1>(n, g, packed, y, row, begin, end);
+        if (n < R) return multiply_n_rows<W, R - 1>(n, g, packed, row, begin, end);
     }
-    multiply_rows<W, T, R>(g, packed, y, row, begin, end);
+    multiply_rows<W, R>(g, packed, row, begin, end);
 }
 
-template <class W, class T>
-void multiply(const Product& g, const W* packed, T* y) {
+template <class W>
+void multiply(const Product& g, const W* packed) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
     parallel_for(ceil_div(num_panels, kTaskPanels) * num_row_tasks, [&](int64_t task) {
@@ -120,7 +133,7 @@ void multiply(const Product& g, const W* packed, T* y) {
         const int64_t last = smaller(row + kTaskRows, g.num_rows);
         for (int64_t blocks = ceil_div(last - row, kMaxRows); blocks > 0; --blocks) {
             const int64_t n = ceil_div(last - row, blocks);
-            multiply_n_rows<W, T>(n, g, packed, y, row, begin, end);
+            multiply_n_rows<W>(n, g, packed, row, begin, end);
             row += n;
         }
     });
@@ -148,20 +161,24 @@ LPX_EXPORT void lpx_linear(const void* x, int64_t ldx, const void* packed, int64
                            void* y, int64_t ldy, int64_t activation_dtype, int64_t num_rows,
                            int64_t num_inputs, int64_t num_outputs) {
     using namespace lpx;
+    Product g{nullptr, 0, y, activation_dtype, ldy, num_rows, num_inputs, num_outputs};
     with_activation(activation_dtype, [&](auto t) {
         using T = decltype(t);
         const T* inputs = static_cast<const T*>(x);
         const bool copies = sizeof(T) != sizeof(float);
         float* buffer = copies ? scratch(3, num_rows * num_inputs) : nullptr;
-        const Product g{widen(inputs, ldx, num_rows, num_inputs, buffer),
-                        widened_stride(inputs, ldx, num_inputs),
-                        num_rows,
-                        num_inputs,
-                        num_outputs,
-                        ldy};
-        with_weight(weight_dtype, [&](auto w) {
-            using W = decltype(w);
-            multiply(g, static_cast<const W*>(packed), static_cast<T*>(y));
-        });
+        g.ldx = widened_stride(inputs, ldx, num_inputs);
+        g.x = copies ? buffer : reinterpret_cast<const float*>(inputs);
+        if (copies) {
+            parallel_for(ceil_div(num_rows, kWidenedRows), [&](int64_t task) {
+                const int64_t row = task * kWidenedRows;
+                widen(inputs + row * ldx, ldx, smaller(kWidenedRows, num_rows - row), num_inputs,
+                      buffer + row * num_inputs);
+            });
+        }
+    });
+    with_weight(weight_dtype, [&](auto w) {
+        using W = decltype(w);
+        multiply(g, static_cast<const W*>(packed));
     });
 }

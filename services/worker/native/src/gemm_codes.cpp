@@ -24,9 +24,12 @@ constexpr int64_t kAheadBytes = 4096;
 struct CodedProduct {
     const uint8_t* codes;
     const void* scales;
+    int64_t scale_dtype;
     const bf16* zeros;  // or null: every one is `zero`
     int64_t zero;
-    int64_t num_rows, num_inputs, num_outputs, ldy;
+    void* y;
+    int64_t dtype;  // of y
+    int64_t num_rows, num_inputs, num_outputs;
     int64_t group_size, block_size;
 
     int64_t num_quads() const { return ceil_div(num_inputs, kQuad); }
@@ -35,10 +38,10 @@ struct CodedProduct {
 };
 
 // One block of a panel.
-template <int Bits, class S>
+template <int Bits>
 struct Block {
     const uint8_t* codes;
-    const S* scales;
+    float scales[kPanel];
     const bf16* zeros;
     int64_t first, num_inputs;  // inputs
 
@@ -49,7 +52,10 @@ struct Block {
         num_inputs = smaller(g.block_size, g.num_inputs - first);
         codes = g.codes + (panel * g.num_quads() + first / kQuad) * kQuadBytes;
         const int64_t at = (panel * g.num_groups() + first / g.group_size) * kPanel;
-        scales = static_cast<const S*>(g.scales) + at;
+        with_weight(g.scale_dtype, [&](auto s) {
+            const auto* from = static_cast<const decltype(s)*>(g.scales) + at;
+            for (int64_t i = 0; i < kPanel; i += kLanes) store(scales + i, load(from + i));
+        });
         zeros = g.zeros == nullptr ? nullptr : g.zeros + at;
     }
 };
@@ -83,8 +89,8 @@ struct WideRows {
     int64_t ldx;
 
     // totals[r][32] += the block's product with R rows.
-    template <int R, int Bits, class S>
-    void add(const CodedProduct& g, const Block<Bits, S>& block, int64_t row, float* totals) const {
+    template <int R, int Bits>
+    void add(const CodedProduct& g, const Block<Bits>& block, int64_t row, float* totals) const {
         for (int first = 0; first < kPanel; first += 2 * kLanes) {
             add_part<R>(g, block, row, first, totals + first);
         }
@@ -92,8 +98,8 @@ struct WideRows {
 
 private:
     // Two vectors of outputs.
-    template <int R, int Bits, class S>
-    void add_part(const CodedProduct& g, const Block<Bits, S>& block, int64_t row, int first,
+    template <int R, int Bits>
+    void add_part(const CodedProduct& g, const Block<Bits>& block, int64_t row, int first,
                   float* totals) const {
         Vec sums[R][2], zeros[2];
         for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = lpx::zero();
@@ -162,8 +168,8 @@ struct DigitRows {
         });
     }
 
-    template <int R, int Bits, class S>
-    void add(const CodedProduct& g, const Block<Bits, S>& block, int64_t row, float* totals) const {
+    template <int R, int Bits>
+    void add(const CodedProduct& g, const Block<Bits>& block, int64_t row, float* totals) const {
         __m512i high[R][2], low[R][2];
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
@@ -241,8 +247,8 @@ private:
 
 #endif
 
-template <int R, int Bits, class S, class Rows>
-void add_rows(int64_t n, const CodedProduct& g, const Block<Bits, S>& block, const Rows& rows,
+template <int R, int Bits, class Rows>
+void add_rows(int64_t n, const CodedProduct& g, const Block<Bits>& block, const Rows& rows,
               int64_t row, float* totals) {
     if constexpr (R > 1) {
         if (n < R) return add_rows<R - 1>(n, g, block, rows, row, totals);
@@ -250,19 +256,23 @@ void add_rows(int64_t n, const CodedProduct& g, const Block<Bits, S>& block, con
     rows.template add<R>(g, block, row, totals);
 }
 
-template <class T>
-void store_totals(const CodedProduct& g, const float* totals, T* y, int64_t row, int64_t end,
+// y[row, end)[panel] = totals[end - row][32].
+void store_totals(const CodedProduct& g, const float* totals, int64_t row, int64_t end,
                   int64_t panel) {
-    for (; row < end; ++row, totals += kPanel) {
-        for (int64_t i = 0; i < kPanel; i += kLanes) {
-            const int64_t n = g.num_outputs - panel * kPanel - i;
-            if (n > 0) store_n(y + row * g.ldy + panel * kPanel + i, load(totals + i), n);
+    with_activation(g.dtype, [&](auto t) {
+        using T = decltype(t);
+        for (; row < end; ++row, totals += kPanel) {
+            for (int64_t i = panel * kPanel; i < smaller(panel * kPanel + kPanel, g.num_outputs);
+                 i += kLanes) {
+                T* out = static_cast<T*>(g.y) + row * g.num_outputs + i;
+                store_n(out, load(totals + i % kPanel), g.num_outputs - i);
+            }
         }
-    }
+    });
 }
 
-template <int Bits, class S, class T, class Rows>
-void multiply(const CodedProduct& g, const Rows& rows, T* y) {
+template <int Bits, class Rows>
+void multiply(const CodedProduct& g, const Rows& rows) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
     parallel_for(ceil_div(num_panels, kTaskPanels) * num_row_tasks, [&](int64_t task) {
@@ -273,7 +283,7 @@ void multiply(const CodedProduct& g, const Rows& rows, T* y) {
         for (int64_t panel = first; panel < smaller(first + kTaskPanels, num_panels); ++panel) {
             std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
             for (int64_t b = 0; b < g.num_blocks(); ++b) {
-                const Block<Bits, S> block(g, panel, b);
+                const Block<Bits> block(g, panel, b);
                 int64_t row = begin;
                 for (int64_t left = ceil_div(end - begin, Rows::kMaxRows); left > 0; --left) {
                     const int64_t n = ceil_div(end - row, left);
@@ -281,23 +291,23 @@ void multiply(const CodedProduct& g, const Rows& rows, T* y) {
                     row += n;
                 }
             }
-            store_totals(g, totals, y, begin, end, panel);
+            store_totals(g, totals, begin, end, panel);
         }
     });
 }
 
-template <int Bits, class S, class T>
-void multiply_rows(const CodedProduct& g, const T* x, int64_t ldx, T* y) {
+template <int Bits, class T>
+void multiply_rows(const CodedProduct& g, const T* x, int64_t ldx) {
 #if defined(__AVX512VNNI__)
     if constexpr (std::is_same<T, bf16>::value) {
-        return multiply<Bits, S>(g, DigitRows(g, x, ldx), y);
+        return multiply<Bits>(g, DigitRows(g, x, ldx));
     }
 #endif
     const bool copies = sizeof(T) != sizeof(float);
     float* buffer = copies ? scratch(3, g.num_rows * g.num_inputs) : nullptr;
     const WideRows rows{widen(x, ldx, g.num_rows, g.num_inputs, buffer),
                         widened_stride(x, ldx, g.num_inputs)};
-    multiply<Bits, S>(g, rows, y);
+    multiply<Bits>(g, rows);
 }
 
 }  // namespace
@@ -340,18 +350,15 @@ LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed,
                                  int64_t group_size, int64_t block_size, void* y, int64_t dtype,
                                  int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
     using namespace lpx;
-    const CodedProduct g{static_cast<const uint8_t*>(packed), scales, static_cast<const bf16*>(zeros),
-                         zero, num_rows, num_inputs, num_outputs, num_outputs, group_size, block_size};
+    const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype,
+                         static_cast<const bf16*>(zeros), zero, y, dtype, num_rows, num_inputs,
+                         num_outputs, group_size, block_size};
     with_activation(dtype, [&](auto t) {
-        using T = decltype(t);
-        with_weight(scale_dtype, [&](auto s) {
-            using S = decltype(s);
-            const T* in = static_cast<const T*>(x);
-            if (bits == 8) {
-                multiply_rows<8, S>(g, in, ldx, static_cast<T*>(y));
-            } else {
-                multiply_rows<4, S>(g, in, ldx, static_cast<T*>(y));
-            }
-        });
+        const auto* in = static_cast<const decltype(t)*>(x);
+        if (bits == 8) {
+            multiply_rows<8>(g, in, ldx);
+        } else {
+            multiply_rows<4>(g, in, ldx);
+        }
     });
 }

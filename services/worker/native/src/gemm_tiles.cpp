@@ -123,6 +123,9 @@ const bf16* padded(const bf16* x, int64_t ldx, int64_t num_rows, int64_t num_inp
 }  // namespace
 }  // namespace lpx
 
+// Whether products on tiles are faster than those of gemm.cpp here.
+LPX_EXPORT int64_t lpx_prefers_tiles() { return lpx::prefers_tiles(); }
+
 // Items that `lpx_pack_tiles` writes for a weight [num_outputs, num_inputs].
 LPX_EXPORT int64_t lpx_tile_items(int64_t num_outputs, int64_t num_inputs) {
     using namespace lpx;
@@ -162,6 +165,7 @@ LPX_EXPORT void lpx_linear_tiles(const void* x, int64_t ldx, const void* packed,
 #else
 
 // Built for a processor without tiles: 0 items say so, and nobody calls the rest.
+LPX_EXPORT int64_t lpx_prefers_tiles() { return 0; }
 LPX_EXPORT int64_t lpx_tile_items(int64_t, int64_t) { return 0; }
 LPX_EXPORT void lpx_pack_tiles(const void*, int64_t, int64_t, void*) {}
 LPX_EXPORT void lpx_linear_tiles(const void*, int64_t, const void*, void*, int64_t, int64_t, int64_t,

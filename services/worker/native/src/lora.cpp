@@ -99,40 +99,30 @@ int64_t cost_of(const Segment& segment, const Use* used) {
 // Large ones first: a large one that began last would leave the other threads waiting.
 void sort(Work& work) {
     const Use* used = work.used.data();
-    std::stable_sort(work.segments.begin(), work.segments.end(),
-                     [used](const Segment& a, const Segment& b) {
-                         return cost_of(a, used) > cost_of(b, used);
-                     });
+    std::sort(work.segments.begin(), work.segments.end(),
+              [used](const Segment& a, const Segment& b) {
+                  return cost_of(a, used) > cost_of(b, used);
+              });
 }
 
-// out[x row][A row] += x . A over n columns, for X rows of x and R rows of A.
+// out[x row][A row] += x . A over whole vectors of n columns, for X rows of x and R rows of A.
 template <int X, int R, class W>
-void dot_block(const float* x, int64_t ldx, const W* a, int64_t lda, int64_t n, float* out,
-               int64_t ldout) {
+void dot_block(const float* x, int64_t ldx, const W* a, int64_t n, float* out, int64_t ldout) {
     Vec sums[X][R];
     for (int i = 0; i < X; ++i) {
         for (int r = 0; r < R; ++r) sums[i][r] = zero();
     }
-    int64_t k = 0;
-    const auto step = [&](auto load_x, auto load_a) {
+    for (int64_t k = 0; k + kLanes <= n; k += kLanes) {
         Vec inputs[X];
 #pragma GCC unroll 8
-        for (int i = 0; i < X; ++i) inputs[i] = load_x(x + i * ldx);
+        for (int i = 0; i < X; ++i) inputs[i] = load(x + i * ldx + k);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            prefetch(a + (R + r) * lda + k);
-            const Vec weights = load_a(a + r * lda);
+            prefetch(a + (R + r) * n + k);
+            const Vec weights = load(a + r * n + k);
 #pragma GCC unroll 8
             for (int i = 0; i < X; ++i) sums[i][r] = fma(inputs[i], weights, sums[i][r]);
         }
-    };
-    for (; k + kLanes <= n; k += kLanes) {
-        const auto whole = [k](const auto* p) { return load(p + k); };
-        step(whole, whole);
-    }
-    if (k < n) {
-        const auto part = [k, n](const auto* p) { return load_n(p + k, n - k); };
-        step(part, part);
     }
     for (int i = 0; i < X; ++i) {
         for (int r = 0; r < R; ++r) out[i * ldout + r] += sum(sums[i][r]);
@@ -144,8 +134,22 @@ void dot_rows(const float* x, int64_t ldx, const W* a, int64_t num_a, int64_t n,
               int64_t ldout) {
     constexpr int R = 8 / X;
     int64_t r = 0;
-    for (; r + R <= num_a; r += R) dot_block<X, R>(x, ldx, a + r * n, n, n, out + r, ldout);
-    for (; r < num_a; ++r) dot_block<X, 1>(x, ldx, a + r * n, n, n, out + r, ldout);
+    for (; r + R <= num_a; r += R) dot_block<X, R>(x, ldx, a + r * n, n, out + r, ldout);
+    for (; r < num_a; ++r) dot_block<X, 1>(x, ldx, a + r * n, n, out + r, ldout);
+}
+
+// The same over the columns behind the last whole vector, which real models do not have.
+template <class W>
+void dot_ends(const float* x, int64_t ldx, int64_t num_rows, const W* a, int64_t num_a, int64_t n,
+              float* out, int64_t ldout) {
+    const int64_t left = n % kLanes;
+    if (left == 0) return;
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const Vec inputs = load_n(x + row * ldx + n - left, left);
+        for (int64_t r = 0; r < num_a; ++r) {
+            out[row * ldout + r] += sum(mul(inputs, load_n(a + (r + 1) * n - left, left)));
+        }
+    }
 }
 
 // shrunk[row][rank] += x[row] . A[rank] over the tile.
@@ -164,40 +168,47 @@ void shrink_tile(const float* x, int64_t ldx, int64_t num_rows, const Tile& tile
         dot_rows<2>(in + row * ldx, ldx, a, num_a, n, out + row * ld, ld);
     }
     if (row < num_rows) dot_rows<1>(in + row * ldx, ldx, a, num_a, n, out + row * ld, ld);
+    dot_ends(in, ldx, num_rows, a, num_a, n, out, ld);
 }
 
-// y[row] += sum over R rank rows of shrunk * B, over n columns.
+// y[row] += sum over R rank rows of shrunk * B, over whole vectors of n columns.
 template <int R, class W>
 void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t n,
                   const float* shrunk, int64_t ld) {
-    const auto step = [&](int64_t column, auto load_at, auto store_at) {
+    for (int64_t column = 0; column + kLanes <= n; column += kLanes) {
         Vec weights[R];
         // Past the ends of these rank rows, the beginnings of the next ones.
         const int64_t ahead = column + kAheadItems < n ? kAheadItems : kAheadItems + (R - 1) * n;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             prefetch(b + r * n + column + ahead);
-            weights[r] = load_at(b + r * n + column);
+            weights[r] = load(b + r * n + column);
         }
         for (int64_t row = 0; row < num_rows; ++row) {
             float* out = y + row * ldy + column;
-            Vec total = load_at(out);
+            Vec total = load(out);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 total = fma(set1(shrunk[row * ld + r]), weights[r], total);
             }
-            store_at(out, total);
+            store(out, total);
         }
-    };
-    int64_t column = 0;
-    for (; column + kLanes <= n; column += kLanes) {
-        step(column, [](const auto* p) { return load(p); }, [](float* p, Vec v) { store(p, v); });
     }
-    if (column < n) {
-        const int64_t left = n - column;
-        step(
-            column, [left](const auto* p) { return load_n(p, left); },
-            [left](float* p, Vec v) { store_n(p, v, left); });
+}
+
+// The same over the columns behind the last whole vector.
+template <class W>
+void expand_ends(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t num_b, int64_t n,
+                 const float* shrunk, int64_t ld) {
+    const int64_t left = n % kLanes;
+    if (left == 0) return;
+    for (int64_t row = 0; row < num_rows; ++row) {
+        float* out = y + row * ldy + n - left;
+        Vec total = load_n(out, left);
+        for (int64_t r = 0; r < num_b; ++r) {
+            total = fma(set1(shrunk[row * ld + r]), load_n(b + (r + 1) * n - left, left), total);
+        }
+        store_n(out, total, left);
     }
 }
 
@@ -211,6 +222,7 @@ void expand_tile(float* y, int64_t ldy, int64_t num_rows, const Tile& tile, cons
     int64_t r = 0;
     for (; r + 8 <= num_b; r += 8) expand_block<8>(out, ldy, num_rows, b + r * n, n, in + r, ld);
     for (; r < num_b; ++r) expand_block<1>(out, ldy, num_rows, b + r * n, n, in + r, ld);
+    expand_ends(out, ldy, num_rows, b, num_b, n, in, ld);
 }
 
 // Rows of a segment.

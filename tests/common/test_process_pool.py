@@ -1,0 +1,52 @@
+"""The pool of processes, with processes of a small module of this test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from loraplex_services.common.limits import PoolLimits
+from loraplex_services.common.process_pool import JobFailed, ProcessPool
+
+MODULE = """
+import os, sys
+from pathlib import Path
+from loraplex_services.common.job_process import read_setup, serve
+
+with Path(read_setup().decode()).open("a") as started:
+    print(os.getpid(), file=started)
+
+def answer(job):
+    if job == b"die":
+        os._exit(1)
+    return str(os.getpid()).encode()
+
+serve(answer, 0.0)
+"""
+LIMITS = PoolLimits("jobs", num_processes=2, memory_bytes=1 << 30, timeout_s=30.0)
+
+
+@pytest.fixture
+async def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ProcessPool]:
+    (tmp_path / "jobs_of_this_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = ProcessPool("jobs_of_this_test", LIMITS, str(tmp_path / "started").encode())
+    yield pool
+    await pool.close()
+
+
+async def test_where_a_job_costs_its_process_another_is_started_beside_the_idle_one(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    idle = await asyncio.gather(pool.ask("a", b"pid"), pool.ask("b", b"pid"))
+    with pytest.raises(JobFailed):
+        await pool.ask("a", b"die")
+    async with asyncio.timeout(20):
+        while len((tmp_path / "started").read_text().splitlines()) < 3:
+            await asyncio.sleep(0.01)
+    later = await asyncio.gather(pool.ask("a", b"pid"), pool.ask("b", b"pid"))
+    assert len(set(idle) & set(later)) == 1
+    assert len((tmp_path / "started").read_text().splitlines()) == 3
