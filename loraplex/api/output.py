@@ -26,12 +26,12 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The logprob of one token of a prompt or output, and of the most likely ones there."""
+    """The logprob of one token of a prompt or output, and of alternatives there."""
 
     token_id: int
     logprob: float
     top: tuple[Candidate, ...] = ()
-    """Best first."""
+    """The most likely ones, best first, or those that the request lists, in its order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,8 @@ class Sampling:
     """Added to the logit of each token id."""
     logprobs: int | None = None
     """Alternatives per output token; None = no logprobs."""
+    logprob_token_ids: Sequence[int] = ()
+    """The alternatives, in this order, instead of the most likely ones; needs `logprobs`."""
     prompt_logprobs: int | None = None
     n: int | None = None
     """The number of choices."""
@@ -125,6 +127,8 @@ class SamplingParams:
     bad_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     """Alternatives per output token; None = no logprobs at all."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """The alternatives, in this order; empty = the most likely ones."""
     prompt_logprobs: int | None = None
 
 

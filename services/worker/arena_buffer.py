@@ -22,10 +22,13 @@ class ArenaBuffer:
         self.data = raw[begin : begin + num_bytes].view(num_blocks, block_bytes)
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
+        self._flat: dict[torch.dtype, Tensor] = {}
 
     def flat(self, dtype: torch.dtype) -> Tensor:
         """All bytes as one vector of `dtype`; shares memory."""
-        return self.data.view(-1).view(dtype)
+        if dtype not in self._flat:
+            self._flat[dtype] = self.data.view(-1).view(dtype)
+        return self._flat[dtype]
 
 
 def _raw_bytes(num_bytes: int, device: torch.device) -> Tensor:

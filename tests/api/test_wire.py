@@ -40,6 +40,7 @@ PARAMS = st.builds(
     allowed_token_ids=IDS,
     bad_token_ids=IDS,
     logprobs=st.none() | UINT32,
+    logprob_token_ids=IDS,
     prompt_logprobs=st.none() | UINT32,
 )
 CANDIDATES = st.lists(st.builds(Candidate, UINT32, FLOAT), max_size=4).map(tuple)

@@ -88,17 +88,33 @@ def test_logprobs_are_those_of_peft(stack: Stack, name: str) -> None:
     fields = {"logprobs": True, "prompt_logprobs": 0, "return_token_ids": True, **sampled}
     choice = stack.complete(name, list(PROMPT), **fields)["choices"][0]
     ids = [*PROMPT, *choice["token_ids"]]
-    expected = _peft_logprobs(name, ids)
+    rows = _peft_logprobs(name, ids)
+    expected = [float(rows[i, token_id]) for i, token_id in enumerate(ids[1:])]
     prompt = [next(iter(entry.values()))["logprob"] for entry in choice["prompt_logprobs"][1:]]
     given = [*prompt, *choice["logprobs"]["token_logprobs"]]
     assert len(given) == len(ids) - 1
     assert max(abs(a - b) for a, b in zip(given, expected, strict=True)) <= 1e-4
 
 
-def _peft_logprobs(name: str, ids: list[int]) -> list[float]:
+def test_listed_tokens_have_the_logprobs_of_peft(stack: Stack) -> None:
+    labels = [ord(letter) for letter in "zB7"]
+    fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    shown = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    body = stack.complete("upper", list(PROMPT), logprob_token_ids=labels, **fields, **shown)
+    choice = body["choices"][0]
+    rows = _peft_logprobs("upper", [*PROMPT, *choice["token_ids"]])[len(PROMPT) - 1 :]
+    for row, token_id, top in zip(
+        rows, choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True
+    ):
+        assert list(top)[:3] == [f"token_id:{label}" for label in labels]
+        assert top.keys() == {f"token_id:{each}" for each in (*labels, token_id)}
+        assert all(abs(top[f"token_id:{each}"] - float(row[each])) <= 1e-4 for each in labels)
+
+
+def _peft_logprobs(name: str, ids: list[int]) -> torch.Tensor:
+    """Log-softmax rows of the tokens after each of `ids` but the last."""
     base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, DEMO / "adapters" / name).eval()
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1].double()
-    logprobs = logits.log_softmax(-1)
-    return [float(logprobs[i, token_id]) for i, token_id in enumerate(ids[1:])]
+    return logits.log_softmax(-1)

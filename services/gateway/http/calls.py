@@ -224,6 +224,7 @@ def read_sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -
         frequency_penalty=body.number("frequency_penalty"),
         logit_bias=body.bias("logit_bias"),
         logprobs=logprobs,
+        logprob_token_ids=body.ids("logprob_token_ids"),
         prompt_logprobs=body.count("prompt_logprobs"),
         n=body.integer("n"),
         echo=body.flag("echo"),

@@ -130,10 +130,9 @@ class ChatFormatter:
 
     def _logprobs(self, text_delta: TextDelta) -> dict[str, Any] | None:
         prepared = self._info.of_choice(text_delta.index)
-        num_top = prepared.call.sampling.logprobs
-        if num_top is None:
+        if prepared.call.sampling.logprobs is None:
             return None
-        return chat_logprobs(self._info.names(text_delta.index), text_delta, num_top)
+        return chat_logprobs(self._info.names(text_delta.index), text_delta)
 
 
 def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:

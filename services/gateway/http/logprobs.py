@@ -83,12 +83,12 @@ def prompt_logprob_maps(
     return [None if entry is None else _by_id(prepared.tokens, entry) for entry in entries]
 
 
-def chat_logprobs(names: TokenNames, text_delta: TextDelta, num_top: int) -> dict[str, Any]:
-    """`content` with token, logprob, bytes and the most likely alternatives."""
+def chat_logprobs(names: TokenNames, text_delta: TextDelta) -> dict[str, Any]:
+    """`content` with token, logprob, bytes and the alternatives that were asked for."""
     content = []
     for entry in text_delta.logprobs:
         shown = _chat_token(names, entry.token_id, entry.logprob)
-        shown["top_logprobs"] = [_chat_token(names, i, lp) for i, lp in entry.top[:num_top]]
+        shown["top_logprobs"] = [_chat_token(names, i, lp) for i, lp in entry.top]
         content.append(shown)
     return {"content": content, "refusal": None}
 
@@ -116,7 +116,8 @@ def _chat_token(names: TokenNames, token_id: int, logprob: float) -> dict[str, A
 
 
 def _top(names: TokenNames, entry: TokenLogprob) -> dict[str, float]:
-    """Best first, always including the token itself; of equal texts the most likely one counts."""
+    """The alternatives in their order, then the token itself; of equal texts the first one
+    counts."""
     top: dict[str, float] = {}
     for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
         top.setdefault(names.of(token_id)[0], finite(logprob))

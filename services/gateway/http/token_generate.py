@@ -77,7 +77,7 @@ class GenerateFormatter:
 
     def _choice(self, text_delta: TextDelta) -> dict[str, Any]:
         asked = self._info.of_choice(text_delta.index).call.sampling.logprobs
-        entries = [_entry(entry, asked or 0) for entry in text_delta.logprobs]
+        entries = [_entry(entry) for entry in text_delta.logprobs]
         return {
             "index": text_delta.index,
             "logprobs": None if asked is None else {"content": entries},
@@ -88,8 +88,8 @@ class GenerateFormatter:
         }
 
 
-def _entry(entry: TokenLogprob, num_top: int) -> dict[str, Any]:
-    top = [_token(token_id, logprob) for token_id, logprob in entry.top[:num_top]]
+def _entry(entry: TokenLogprob) -> dict[str, Any]:
+    top = [_token(token_id, logprob) for token_id, logprob in entry.top]
     return {**_token(entry.token_id, entry.logprob), "top_logprobs": top}
 
 

@@ -112,6 +112,7 @@ def _sampling(
         ignore_eos=asked.ignore_eos,
         logit_bias=_logit_bias(asked.logit_bias, vocab_size),
         logprobs=_logprobs("logprobs", asked.logprobs),
+        logprob_token_ids=_logprob_token_ids(asked, vocab_size),
         prompt_logprobs=_logprobs("prompt_logprobs", prompt_logprobs),
         allowed_token_ids=_ids("allowed_token_ids", asked.allowed_token_ids, vocab_size),
         bad_token_ids=_ids("bad_token_ids", asked.bad_token_ids, vocab_size),
@@ -196,6 +197,16 @@ def _top_k(value: int | None, defaults: Mapping[str, float]) -> int:
 
 def _logprobs(field: str, value: int | None) -> int | None:
     return None if value is None else _whole(field, value, 0, 0, MAX_LOGPROBS)
+
+
+def _logprob_token_ids(asked: Sampling, vocab_size: int) -> tuple[int, ...]:
+    field = "logprob_token_ids"
+    token_ids = _ids(field, asked.logprob_token_ids, vocab_size)
+    if token_ids and asked.logprobs is None:
+        raise _bad(field, len(token_ids), "needs logprobs")
+    if len(token_ids) > MAX_LOGPROBS:
+        raise _bad(field, len(token_ids), f"at most {MAX_LOGPROBS} token ids")
+    return token_ids
 
 
 def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -96,6 +96,7 @@ def _check_ids(request: Request, vocab_size: int) -> None:
         "sampling.stop_token_ids": sampling.stop_token_ids,
         "sampling.allowed_token_ids": sampling.allowed_token_ids,
         "sampling.bad_token_ids": sampling.bad_token_ids,
+        "sampling.logprob_token_ids": sampling.logprob_token_ids,
         "sampling.logit_bias": [token_id for token_id, _ in sampling.logit_bias],
     }
     for field, token_ids in fields.items():

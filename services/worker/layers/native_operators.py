@@ -32,7 +32,7 @@ class NativeOperators:
 
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
         self._in_tiles = dtype is torch.bfloat16 and native.prefers_tiles
-        widens = dtype is torch.bfloat16 and native.has_tiles and not native.prefers_tiles
+        widens = dtype is torch.bfloat16 and native.has_tiles and not native.uses_pairs
         self.name = f"native-{native.isa}" + "-widened" * widens
         self.ranks: Ranks = OneRank()
         self.fully_sharded = False

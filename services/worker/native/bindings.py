@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_linear_codes": (None, (_P, _I, _P, _I, _P, _I, _P, _I, _I, _I, _P, _I, _I, _I, _I)),
     "lpx_tile_items": (_I, (_I, _I)),
     "lpx_prefers_tiles": (_I, ()),
+    "lpx_choose_pairs": (_I, (_I,)),
     "lpx_pack_tiles": (None, (_P, _I, _I, _P)),
     "lpx_linear_tiles": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
     "lpx_add_lora": (None, (_P, _I, _I, _P, _I, _I, _I, _I, _P, _I)),
@@ -80,8 +81,16 @@ class Native:
         """Queries of one attention task."""
         self.has_tiles: bool = self._library.lpx_tile_items(1, 1) > 0
         """Whether bfloat16 dot products, and so products of tiles, are compiled in."""
+        self.uses_pairs = self.choose_pairs(None)
+        """Whether low-rank updates in bfloat16 use dot products."""
         self.prefers_tiles: bool = self._library.lpx_prefers_tiles() > 0
-        """Whether `linear_tiles` is faster than `linear` of bfloat16, as measured now."""
+        """Whether `linear_tiles` is faster than `linear` of bfloat16."""
+
+    def choose_pairs(self, wanted: bool | None) -> bool:
+        """Whether low-rank updates in bfloat16 use dot products from now on: as wanted, or, if that
+        is None, where a measurement of 0.1 ms finds them faster than float32 vectors."""
+        choice = -1 if wanted is None else int(wanted)
+        return bool(self._library.lpx_choose_pairs(choice))
 
     def set_threads(self, num_threads: int) -> None:
         """Threads of every later call, the caller included."""

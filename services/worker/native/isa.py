@@ -30,21 +30,22 @@ class Level(NamedTuple):
 
 
 _PAIRS = "AVX-512 dot products"
+_FASTER = f"{_PAIRS} or float32 vectors, whichever are faster"
 LEVELS = {
     "amx": Level(
         (*_BF16, "-mamx-tile", "-mamx-bf16"),
         "Intel Sapphire Rapids and later Xeons",
         True,
         "AMX tiles",
-        _PAIRS,
+        _FASTER,
         "AMX tiles",
     ),
     "avx512_bf16": Level(
         _BF16,
         "AMD Zen 4 and later, Intel Cooper Lake, Intel Xeons whose AMX is hidden",
         True,
-        f"{_PAIRS} or float32 vectors, whichever are faster",
-        _PAIRS,
+        _FASTER,
+        _FASTER,
         _PAIRS,
     ),
     "avx512": Level(_AVX512, "Intel Skylake-SP to Ice Lake"),

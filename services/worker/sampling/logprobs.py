@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
 from loraplex.api.output import Candidate, TokenLogprob
+from loraplex_services.worker.sampling.masks import MINUS_INF
 from loraplex_services.worker.transfers import to_device, to_host
 
 
@@ -25,15 +27,55 @@ class LogprobRows:
     """float32 `[N, n]`."""
     tops: Sequence[int]
     """How many of the top ones each row wants."""
+    listed: ListedTokens | None = None
+    """The tokens that rows ask for instead of the top ones."""
 
     def read(self) -> list[TokenLogprob]:
         """Plain values."""
         columns = (self.token_ids, self.values, self.top_ids, self.top_values)
         rows = zip(*(column.tolist() for column in columns), self.tops, strict=True)
-        return [
+        entries = [
             TokenLogprob(token_id, value, tuple(map(Candidate, top_ids[:num], top_values[:num])))
             for token_id, value, top_ids, top_values, num in rows
         ]
+        return entries if self.listed is None else self.listed.put_into(entries)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTokens:
+    """Logprobs of the tokens that some of `[N]` rows ask for."""
+
+    ids: Sequence[Sequence[int]]
+    """By row; empty where a row asks for the most likely ones."""
+    values: Tensor
+    """float32 `[N, n]`, in the order of `ids` and padded."""
+
+    def put_into(self, entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+        """The entries, those of rows that list tokens with these as their alternatives."""
+        rows = zip(entries, self.ids, self.values.tolist(), strict=True)
+        return [
+            replace(entry, top=tuple(map(Candidate, ids, values))) if ids else entry
+            for entry, ids, values in rows
+        ]
+
+
+def padded_ids(ids: Sequence[Sequence[int]]) -> np.ndarray:
+    """int64 `[N, n]`: the ids of each row, padded with 0."""
+    padded = np.zeros((len(ids), max(map(len, ids))), dtype=np.int64)
+    for row, listed in zip(padded, ids, strict=True):
+        row[: len(listed)] = listed
+    return padded
+
+
+def logprobs_of(logprobs: Tensor, padded: Tensor) -> Tensor:
+    """Pick from log-softmax rows `[N, V]`; float32 `[N, n]`, on the host once the step is done.
+
+    Args:
+        padded: int64 `[N, n]`, beside `logprobs`. An id of a vocabulary wider than V has no
+            probability.
+    """
+    values = logprobs.gather(1, padded.clamp(max=logprobs.shape[1] - 1))
+    return to_host(values.masked_fill_(padded >= logprobs.shape[1], MINUS_INF))
 
 
 def logprob_rows(logprobs: Tensor, token_ids: Tensor, tops: Sequence[int]) -> LogprobRows:

@@ -13,7 +13,7 @@ temperature.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,13 @@ from torch import Tensor
 from loraplex.api.output import TokenLogprob
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
 from loraplex_services.worker.sampling.edits import edits_of
-from loraplex_services.worker.sampling.logprobs import LogprobRows, logprob_rows
+from loraplex_services.worker.sampling.logprobs import (
+    ListedTokens,
+    LogprobRows,
+    logprob_rows,
+    logprobs_of,
+    padded_ids,
+)
 from loraplex_services.worker.sampling.masks import MINUS_INF, limits_of
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.transfers import Upload, to_host
@@ -124,6 +130,9 @@ def _sample_chunk(
     edits.upload(upload, len(tokens))
     _upload_draws(upload, [tokens[i] for i in drawing], logits.shape[-1])
     constrained = [row for row, _ in edits.constrained]
+    listed = [tokens[i].params.logprob_token_ids for i in asking]
+    if any(listed):
+        upload.add("listed", padded_ids(listed))
     for name, rows in (("asking", asking), ("drawing", drawing)):
         upload.add(name, np.array(rows, dtype=np.int64))
     upload.send(logits.device)
@@ -141,6 +150,9 @@ def _sample_chunk(
     if raw is not None:
         tops = [tokens[i].params.logprobs or 0 for i in asking]
         logprobs = logprob_rows(raw, _rows(token_ids, upload["asking"]), tops)
+        if any(listed):
+            values = logprobs_of(raw, upload["listed"])
+            logprobs = replace(logprobs, listed=ListedTokens(listed, values))
     return token_ids, ChosenChunk(to_host(token_ids), asking, logprobs, constrained, best)
 
 

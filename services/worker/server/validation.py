@@ -116,7 +116,10 @@ def _check_sampling(sampling: SamplingParams, limits: IntakeLimits) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(sampling, name) or 0) > MAX_LOGPROBS:
             _refuse(f"sampling.{name}", getattr(sampling, name), f"at most {MAX_LOGPROBS}")
-    for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+    if len(sampling.logprob_token_ids) > MAX_LOGPROBS:
+        num_ids = len(sampling.logprob_token_ids)
+        _refuse("sampling.logprob_token_ids", f"{num_ids} ids", f"at most {MAX_LOGPROBS}")
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logprob_token_ids"):
         _check_ids(f"sampling.{name}", getattr(sampling, name), limits.vocab_size)
     _check_ids("sampling.logit_bias", [i for i, _ in sampling.logit_bias], limits.vocab_size)
     if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):

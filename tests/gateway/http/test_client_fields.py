@@ -109,7 +109,6 @@ REFUSED: dict[str, object] = {
     "use_beam_search": True,
     "length_penalty": 0.5,
     "bad_words": ["a"],
-    "logprob_token_ids": [1],
     "thinking_token_budget": 5,
     "echo": True,
     "chat_template": "x",

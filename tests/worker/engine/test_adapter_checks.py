@@ -52,7 +52,9 @@ def test_dora_has_no_other_weight_than_one():
         admit(request_of((FIRST, 0.5)), [AdapterFacts(has_gain=True)], BASE)
 
 
-@pytest.mark.parametrize("field", ["allowed_token_ids", "bad_token_ids", "stop_token_ids"])
+@pytest.mark.parametrize(
+    "field", ["allowed_token_ids", "bad_token_ids", "stop_token_ids", "logprob_token_ids"]
+)
 def test_token_ids_are_those_of_the_adapter(field):
     resized = [AdapterFacts(vocab_size=VOCAB + 2)]
     admit(request_of((FIRST, 1.0), prompt=[VOCAB + 1], **{field: (VOCAB,)}), resized, BASE)

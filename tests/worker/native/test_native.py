@@ -118,6 +118,7 @@ def test_the_faster_of_two_products_is_used_and_named(tiled, monkeypatch):
         (False, f"native-{tiled.isa}-widened"),
     ):
         monkeypatch.setattr(tiled, "prefers_tiles", prefers_tiles)
+        monkeypatch.setattr(tiled, "uses_pairs", prefers_tiles)
         operators = NativeOperators(tiled, torch.bfloat16)
         assert operators.name == name
         assert NativeOperators(tiled, torch.float32).name == f"native-{tiled.isa}"

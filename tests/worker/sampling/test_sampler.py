@@ -221,6 +221,24 @@ def test_logprobs_are_the_models_own_whatever_was_biased():
     assert [v for _, v in sampled.logprobs.top] == pytest.approx(values.tolist(), abs=1e-6)
 
 
+def test_listed_tokens_take_the_place_of_the_most_likely_ones():
+    """In the order of the request, beside rows that list none or other tokens. The chosen token
+    keeps its own entry, and a token of a wider vocabulary has no probability."""
+    logits = random_logits(4)
+    lists = [(5, 90, 2), (), (VOCAB, 0), ()]
+    requests = [make_request(logprobs=0, logprob_token_ids=ids) for ids in lists[:3]]
+    requests[1] = make_request(logprobs=2)
+    sampled = choose(logits, [*requests, make_request()])
+    assert sampled[3].logprobs is None
+    entries = [row.logprobs for row in sampled[:3]]
+    raw = logits.log_softmax(-1)
+    assert [c.token_id for c in entries[0].top] == [5, 90, 2]
+    assert [c.logprob for c in entries[0].top] == pytest.approx(raw[0, [5, 90, 2]].tolist())
+    assert [c.token_id for c in entries[1].top] == raw[1].topk(2).indices.tolist()
+    assert entries[2].top == ((VOCAB, -INF), (0, pytest.approx(raw[2, 0].item())))
+    assert [e.token_id for e in entries] == logits[:3].argmax(-1).tolist()
+
+
 def test_logprobs_come_only_where_they_were_asked_for():
     logits = random_logits(2)
     first, second = choose(logits, [make_request(), make_request(logprobs=0)])

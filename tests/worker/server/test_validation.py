@@ -64,6 +64,8 @@ BAD = [
     ),
     (with_sampling(allowed_token_ids=(1, 99)), "sampling.allowed_token_ids[1]"),
     (with_sampling(bad_token_ids=(50,)), "sampling.bad_token_ids[0]"),
+    (with_sampling(logprob_token_ids=(50,)), "sampling.logprob_token_ids[0]"),
+    (with_sampling(logprob_token_ids=(1,) * 129), "sampling.logprob_token_ids"),
     (with_sampling(logit_bias=((50, 1.0),)), "sampling.logit_bias[0]"),
     (with_sampling(logit_bias=((5, float("nan")),)), "sampling.logit_bias"),
     (with_fields(adapters=AdapterSet((("sha256:x", 1.0),))), "adapters.digest"),

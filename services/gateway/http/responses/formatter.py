@@ -238,11 +238,10 @@ class _TextLogprobs:
         self._undecided += zip(text_delta.offsets, text_delta.logprobs, strict=True)
         if content_begin is None:
             return
-        num_top = self._info.prepared[0].call.sampling.logprobs or 0
         entries = tuple(entry for begin, entry in self._undecided if begin >= content_begin)
         self._undecided = []
         delta = TextDelta(0, logprobs=entries)
-        self.shown += chat_logprobs(self._info.names(0), delta, num_top)["content"]
+        self.shown += chat_logprobs(self._info.names(0), delta)["content"]
 
     def take(self) -> list[dict[str, Any]]:
         """Those that were not taken before."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,10 @@ from loraplex_services.worker.transfers import to_device
 
 STORED_DTYPES = TORCH_DTYPES | {"I8": torch.int8}
 """Of tiles, by safetensors name."""
+
+_A, _B = Role.A.value, Role.B.value
+_LORA_BIAS, _GAIN, _BIAS = Role.LORA_BIAS.value, Role.GAIN.value, Role.BIAS.value
+_NORM, _ROWS = Role.NORM.value, Role.ROWS.value
 
 
 class AdapterTable(Mapping[tuple[int, int], SiteDelta]):
@@ -111,18 +116,18 @@ class EnteredAdapter:
         return self._deltas[site_id]
 
     def _make(self, site: PackedSite) -> SiteDelta:
-        tiles = {Role(role.role): self._tiles(role) for role in site.roles}
+        tiles = {role.role: self._tiles(role) for role in site.roles}
         device = self.arena.data.device
         return SiteDelta(
             slices=tuple(Slice(*fields) for fields in site.slices),
-            a=tiles.get(Role.A, ()),
-            b=tiles.get(Role.B, ()),
+            a=tiles.get(_A, ()),
+            b=tiles.get(_B, ()),
             scales=self._scales_of(site.site_id),
-            lora_biases=tiles.get(Role.LORA_BIAS, ()),
-            gains=tiles.get(Role.GAIN, ()),
-            biases=tiles.get(Role.BIAS, ()),
-            norm=tiles.get(Role.NORM, ()),
-            rows=tiles.get(Role.ROWS, ()),
+            lora_biases=tiles.get(_LORA_BIAS, ()),
+            gains=tiles.get(_GAIN, ()),
+            biases=tiles.get(_BIAS, ()),
+            norm=tiles.get(_NORM, ()),
+            rows=tiles.get(_ROWS, ()),
             row_ids=to_device(torch.tensor(site.row_ids), device) if site.row_ids else None,
             num_rows=site.num_rows,
         )
@@ -132,7 +137,7 @@ class EnteredAdapter:
         the first of them is asked for."""
         if self._scales is None:
             sites = self.sites.values()
-            flat = torch.tensor(rank_scales(sites), dtype=torch.float32)
+            flat = torch.from_numpy(np.array(rank_scales(sites), np.float32))
             lengths = [sum(fields[1] for fields in site.slices) for site in sites]
             parts = to_device(flat, self.arena.data.device).split(lengths)
             self._scales = dict(zip(self.sites, parts, strict=True))

@@ -6,9 +6,21 @@
 //
 // Every output is summed in the order of its inputs in one accumulator, whatever the number of rows:
 // a row's result does not depend on its neighbours.
+#include "pairs.h"
 #include "pool.h"
 #include "tiles.h"
 #include "vec.h"
+
+// Whether low-rank updates in bfloat16 use dot products from now on: 1, 0, or -1 = where they are fast.
+// Returns what was chosen.
+LPX_EXPORT int64_t lpx_choose_pairs([[maybe_unused]] int64_t choice) {
+#if defined(__AVX512BF16__)
+    lpx::chosen_pairs = static_cast<int>(choice);
+    return lpx::uses_pairs();
+#else
+    return 0;
+#endif
+}
 
 #if defined(LPX_HAS_TILES)
 #if defined(__AMX_BF16__)

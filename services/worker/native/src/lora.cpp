@@ -5,8 +5,8 @@
 // rows. A task computes A x of its rows, scales it and adds B times it: the adapter's tiles are read
 // from memory once and stay in cache for the task's other rows and for its neighbours. Sums run in
 // one order whatever the segments are, so a row's result does not depend on the batch. Rows and matrices
-// in bfloat16 are multiplied in pairs where the processor has dot products of them; A x is then rounded
-// to bfloat16, too.
+// in bfloat16 are multiplied in pairs where the processor has fast dot products of them; A x is then
+// rounded to bfloat16, too.
 #include <algorithm>
 #include <vector>
 
@@ -251,16 +251,21 @@ private:
     const float* wide_ = nullptr;
 };
 
-// Whether rows of T are multiplied with some matrices in pairs.
+// Whether rows of T may be multiplied in pairs, and whether they are with this matrix.
 template <class T>
-constexpr bool kInPairs = kHasPairs && std::is_same<T, bf16>::value;
+constexpr bool kMayPair = kHasPairs && std::is_same<T, bf16>::value;
+template <class T>
+bool in_pairs(const Tile& tile) {
+    if constexpr (kMayPair<T>) return tile.dtype == kBfloat16 && uses_pairs();
+    return false;
+}
 
 inline const bf16* matrix_of(const Tile& tile) { return reinterpret_cast<const bf16*>(tile.address); }
 
 template <class T>
 void shrink(Inputs<T>& in, const Tile& tile, float* shrunk, int64_t ld) {
-    if constexpr (kInPairs<T>) {
-        if (tile.dtype == kBfloat16) {
+    if constexpr (kMayPair<T>) {
+        if (in_pairs<T>(tile)) {
             return shrink_pairs(in.x + tile.col_begin, in.ldx, in.num_rows, matrix_of(tile),
                                 tile.row_end - tile.row_begin, tile.col_end - tile.col_begin,
                                 shrunk + tile.row_begin, ld);
@@ -277,13 +282,13 @@ void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const f
     const int64_t ld = entry.rank, num_items = num_rows * entry.rank;
     bf16* narrow = nullptr;
     for (const Tile* tile = entry.b(); tile < entry.b() + entry.num_b; ++tile) {
-        if (!kInPairs<T> || tile->dtype != kBfloat16) {
+        if (!in_pairs<T>(*tile)) {
             with_tile(tile->dtype, [&](auto w) {
                 expand_tile<decltype(w)>(y, ldy, num_rows, *tile, shrunk, ld);
             });
             continue;
         }
-        if constexpr (kInPairs<T>) {
+        if constexpr (kMayPair<T>) {
             if (narrow == nullptr) {
                 narrow = reinterpret_cast<bf16*>(scratch(3, num_items / 2 + 1));
                 for (int64_t i = 0; i < num_items; i += kLanes) {

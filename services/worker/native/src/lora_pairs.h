@@ -161,6 +161,7 @@ inline void expand_pairs(float* y, int64_t ldy, int64_t num_rows, const bf16* b,
 
 // Declared for a processor without dot products; nobody calls them.
 constexpr bool kHasPairs = false;
+bool uses_pairs();
 void shrink_pairs(const bf16* x, int64_t ldx, int64_t num_rows, const bf16* a, int64_t num_a,
                   int64_t n, float* out, int64_t ldout);
 void expand_pairs(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b, int64_t n,

@@ -1,49 +1,12 @@
 // Products of tiles with AVX-512's pairwise dot products of bfloat16 (VDPBF16PS).
 #pragma once
-#include <time.h>
-
 #include "attention.h"
 #include "pairs.h"
 #include "tiles.h"
 
 namespace lpx {
 
-// Nanoseconds of processor time that `step`, on twelve independent sums, takes a thousand times; the
-// least of eight tries.
-template <class F>
-int64_t time_steps(const F& step) {
-    const auto now_ns = [] {
-        timespec t;
-        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-        return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-    };
-    __m512 sums[12];
-    for (__m512& s : sums) s = _mm512_setzero_ps();
-    int64_t least = INT64_MAX;
-    for (int i = 0; i < 8; ++i) {
-        const int64_t begin = now_ns();
-        for (int turn = 0; turn < 1000; ++turn) {
-#pragma GCC unroll 12
-            for (__m512& s : sums) {
-                s = step(s);
-                asm volatile("" : "+v"(s));
-            }
-        }
-        least = smaller(least, now_ns() - begin);
-    }
-    return least;
-}
-
-// Whether dot products of pairs do clearly (by a third) more multiplications a second than float32 vectors. On AMD
-// Zen 4 and 5 they do twice as many, on Intel Xeons of the Sapphire Rapids kind half as many.
-inline bool prefers_tiles() {
-    const int64_t pairs_ns = time_steps([](__m512 s) {
-        return _mm512_dpbf16_ps(s, (__m512bh)_mm512_setzero_si512(), (__m512bh)_mm512_setzero_si512());
-    });
-    const int64_t vectors_ns = time_steps(
-        [](__m512 s) { return _mm512_fmadd_ps(_mm512_setzero_ps(), _mm512_setzero_ps(), s); });
-    return 3 * vectors_ns > 2 * pairs_ns;
-}
+inline bool prefers_tiles() { return uses_pairs(); }
 
 class PanelProduct {
 public:

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,7 +73,8 @@ def pack_record(deltas: Mapping[int, SiteDelta]) -> Tensor:
         offsets[site_id] = position
         position += len(entry)
         entries.append(entry)
-    return torch.tensor([num_sites, *offsets, *chain.from_iterable(entries)], dtype=torch.int64)
+    words = [num_sites, *offsets, *chain.from_iterable(entries)]
+    return torch.from_numpy(np.array(words, np.int64))  # torch.tensor takes three times as long
 
 
 def pack_runs(runs: Sequence[tuple[int, int, int, float]]) -> Tensor:

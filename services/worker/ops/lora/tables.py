@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,7 @@ from torch import Tensor
 from loraplex_services.worker.ops.lora.slices import Slice as Slice
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """A rectangle of a matrix: rank rows [row_begin, row_end), columns [col_begin, col_end).
 
     For A, columns are inputs; for B, outputs of the whole site.

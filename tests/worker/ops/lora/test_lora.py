@@ -1,5 +1,6 @@
 """The fast paths against the reference: odd shapes, named adapter mixes, poisoned outputs."""
 
+import contextlib
 import itertools
 import math
 import random
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loraplex_services.worker.native.isa import LEVELS
 from loraplex_services.worker.ops.lora import reference
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.cpu import NativeLora
@@ -23,17 +25,36 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 SHAPES = [(1, 1, 1), (7, 33, 5), (31, 65, 130), (64, 100, 257)]
 
 
-@pytest.fixture(params=["torch", *ISAS])
+PAIRED = [
+    pytest.param((*param.values, True), marks=param.marks, id=f"{param.values[0]}-pairs")
+    for param in ISAS
+    if LEVELS[param.values[0]].half_wins
+]
+
+
+@contextlib.contextmanager
+def update_of(path):
+    """`add_lora` of torch or of a library, in bfloat16 with vectors of float32 or in pairs."""
+    if path == "torch":
+        yield portable.add_lora
+        return
+    isa, in_pairs = (path, False) if isinstance(path, str) else path
+    library = native(isa)
+    assert library.choose_pairs(in_pairs) == in_pairs
+    yield NativeLora(library).add_lora
+    library.choose_pairs(None)
+
+
+@pytest.fixture(params=["torch", *ISAS, *PAIRED])
 def fast(request):
-    """`add_lora` of a path."""
-    if request.param == "torch":
-        return portable.add_lora
-    return NativeLora(native(request.param)).add_lora
+    with update_of(request.param) as add_lora:
+        yield add_lora
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=[*ISAS, *PAIRED])
 def compiled(request):
-    return NativeLora(native(request.param)).add_lora
+    with update_of(request.param) as add_lora:
+        yield add_lora
 
 
 def batch_of(runs, table) -> LoraBatch:
@@ -137,7 +158,7 @@ def compare_with_naive(fast, mix, shape, dtype, stored, tolerance):
 
 def as_integers(tiles):
     return tuple(
-        replace(tile, data=torch.randint(-127, 128, tile.data.shape, dtype=torch.int8))
+        tile._replace(data=torch.randint(-127, 128, tile.data.shape, dtype=torch.int8))
         for tile in tiles
     )
 
