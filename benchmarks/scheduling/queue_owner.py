@@ -1,4 +1,4 @@
-"""Simulated: who should own the waiting queue, gateways or workers?
+"""Simulated: the waiting queue at gateways, at workers, and at both.
 
     python -m benchmarks run scheduling.queue_owner [--seeds 3]
 
@@ -9,7 +9,8 @@ and workers run first come, first served; (b) gateways only bound what is in fli
 keep a fair queue; and (both) fair queues at both, as served today. Prints the polite tenants' 95th
 percentile of first tokens that came, the share of their requests in time, goodput (requests
 finished with their first token in time) over the capacity, the share in time of the requests that a
-worker began, and copies of adapters per finished request.
+worker began, and copies of adapters per finished request. A second table has the figures of
+`scheduling.overload`, where all adapters are the base's and each whole answer has a deadline.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.machine import write_results
+from benchmarks.scheduling.overload import BOTH, Owner, fairness, overload
+from benchmarks.scheduling.overload import capacity as batch_capacity
 from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import (
@@ -39,8 +42,7 @@ from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 NUM_WORKERS, NUM_GATEWAYS = 2, 2
 DEADLINE_S, SLO_S = 60.0, 6.0
 SHARES = {"greedy": 10.0, "a": 1.0, "b": 1.0, "c": 1.0}
-OWNERS = {"(a) gateways": ("fcfs", True), "(b) workers": ("fair", False), "both": ("fair", True)}
-"""The workers' policy, and whether gateways keep a queue."""
+OWNERS = {"(a) gateways": Owner("fcfs"), "(b) workers": Owner("fair", False), "both": BOTH}
 
 
 def traffic(per_s: float, duration_s: float, seed: int) -> list[TracedRequest]:
@@ -85,35 +87,64 @@ def measure(fleet_: SimulatedFleet, trace: list[TracedRequest], per_s: float) ->
     }
 
 
+def short_answers(owner: Owner, num_seeds: int, seconds: float = 20.0) -> dict[str, float]:
+    """The figures of `scheduling.overload`, where a deadline is for the whole answer."""
+    per_s = batch_capacity(seconds)
+    twice = [overload(seed, seconds, per_s, owner=owner) for seed in range(num_seeds)]
+    fair = [fairness(seed, seconds, per_s, owner) for seed in range(num_seeds)]
+    return {
+        "polite_p95_beside_share_ms": statistics.fmean(f.beside_share_ms for f in fair),
+        "polite_p95_beside_ten_ms": statistics.fmean(f.beside_ten_shares_ms for f in fair),
+        "goodput_over_capacity": statistics.fmean(t.goodput_over_capacity for t in twice),
+        "begun_in_time": statistics.fmean(t.accepted_in_time for t in twice),
+    }
+
+
+def capacity_of_worker() -> float:
+    """Requests a second."""
+    return capacity(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
+
+
+def gateways_and_workers(owner: str) -> SimulatedFleet:
+    """With the waiting queue where `owner` says."""
+    base = fleet("fcfs", DEADLINE_S, SLO_S)
+    return dataclasses.replace(
+        base,
+        engine=msgspec.structs.replace(base.engine, policy=OWNERS[owner].policy),
+        num_workers=NUM_WORKERS,
+        admission=AdmissionLimits(),
+        num_gateways=NUM_GATEWAYS,
+        gateways_keep_queue=OWNERS[owner].gateways_keep_queue,
+    )
+
+
 def main() -> None:
     """Print the table and write `results/<machine>/queue_owner.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--duration", type=float, default=240.0)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    base = fleet("fcfs", DEADLINE_S, SLO_S)
-    per_s = NUM_WORKERS * capacity(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
+    per_s = NUM_WORKERS * capacity_of_worker()
     print(f"capacity {per_s:.2f} requests/s")
     rows: list[list[str]] = []
+    short_rows: list[list[str]] = []
     runs: list[dict[str, Any]] = []
-    for owner, (policy, keeps_queue) in OWNERS.items():
-        fleet_ = dataclasses.replace(
-            base,
-            engine=msgspec.structs.replace(base.engine, policy=policy),
-            num_workers=NUM_WORKERS,
-            admission=AdmissionLimits(),
-            num_gateways=NUM_GATEWAYS,
-            gateways_keep_queue=keeps_queue,
-        )
+    for owner in OWNERS:
+        fleet_ = gateways_and_workers(owner)
         found = [
             measure(fleet_, traffic(per_s, args.duration, seed), per_s)
             for seed in range(args.seeds)
         ]
         run = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
-        runs.append({"owner": owner, **run})
+        short = short_answers(OWNERS[owner], args.seeds)
+        runs.append({"owner": owner, **run, "short_answers": short})
         rows.append([owner, *(f"{value:.3f}" for value in run.values())])
+        short_rows.append([owner, *(f"{value:.3f}" for value in short.values())])
     head = ("QUEUE AT", "POLITE P95 (s)", "POLITE IN TIME", "GOODPUT", "BEGUN IN TIME")
     print_table((*head, "COPIES / FINISHED"), rows)
+    print("short answers with deadlines (scheduling.overload)")
+    head = ("QUEUE AT", "POLITE P95, ONE SHARE (ms)", "TEN SHARES (ms)", "GOODPUT", "BEGUN IN TIME")
+    print_table(head, short_rows)
     results = {"simulated": True, "capacity_per_s": per_s, "runs": runs}
     print(f"wrote {write_results('queue_owner', results)}")
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
 from loraplex_services.common.limits import MAX_QUEUED, MAX_RUNNING
+from loraplex_services.common.virtual_counters import VirtualCounters, service
 from loraplex_services.gateway.admission.dispatch_window import InFlightTokens, Window
-from loraplex_services.gateway.admission.fairness import VirtualTokenCounters
 
 MIN_IN_FLIGHT_TOKENS = 128
 """A shorter prompt counts as this many tokens, because it takes a slot of the batch too."""
@@ -35,8 +35,6 @@ class AdmissionLimits:
 
     max_running: int = MAX_RUNNING
     max_waiting: int = MAX_QUEUED
-    max_running_per_tenant: int = 0
-    """0 = no limit."""
 
     def __post_init__(self) -> None:
         assert self.max_running > 0 and self.max_waiting >= 0, f"bad limits {self}"
@@ -104,12 +102,10 @@ class AdmissionQueue:
         """Running sequences allowed to each tenant that has a limit of its own."""
         self.tenant_share = 0
         """Running sequences allowed to each tenant that has none; 0 = no limit."""
-        self._present: dict[str, int] = {}
-        """Requests waiting or running, by tenant. No empty entries."""
         self._in_flight = InFlightTokens()
         self._loading = InFlightTokens()
         """The same for requests that await adapters."""
-        self._served = VirtualTokenCounters()
+        self._served = VirtualCounters()
         self._service_s = 0.0
         """Moving mean of the seconds that one request runs."""
 
@@ -139,7 +135,6 @@ class AdmissionQueue:
                 raise deadline_infeasible()
             if self._num_waiting >= self._limits.max_waiting:
                 self._drop_for(request)
-        self._present[request.tenant] = self._present.get(request.tenant, 0) + 1
         self._served.arrive(request.tenant)
         if runs:
             self._start(request)
@@ -158,7 +153,7 @@ class AdmissionQueue:
 
     def charge(self, request: AdmissionRequest, num_tokens: int) -> None:
         """A running request generated tokens."""
-        self._served.charge(request.tenant, 0, num_tokens, request.weight)
+        self._charge(request, 0, num_tokens)
 
     def release(self, request: AdmissionRequest, held_s: float) -> None:
         """A request ended after `held_s` seconds; 0 = it never began. Call `take_ready` next."""
@@ -168,14 +163,14 @@ class AdmissionQueue:
         self._by_tenant[request.tenant] = left
         if left == 0:
             del self._by_tenant[request.tenant]
-        self._leave(request)
+        self._served.leave(request.tenant)
         if held_s > 0:
             self._service_s += (held_s - self._service_s) * (0.1 if self._service_s else 1.0)
 
     def withdraw(self, request: AdmissionRequest) -> None:
         """The client of a waiting request went away."""
         self._unqueue(request)
-        self._leave(request)
+        self._served.leave(request.tenant)
 
     def take_ready(self) -> list[AdmissionRequest]:
         """Start every waiting request that fits, in order."""
@@ -229,7 +224,9 @@ class AdmissionQueue:
             for tenant, request in firsts.items()
             if self._tenant_fits(request) and self._window_fits(request)
         ]
-        return firsts[self._served.least_served(able)] if able else None
+        present = self._served.present
+        least = min(able, key=lambda tenant: (present[tenant].served, tenant), default=None)
+        return None if least is None else firsts[least]
 
     def _first_of(self, tenant: str) -> AdmissionRequest:
         """The most urgent waiting request of a tenant that has some, and of those the oldest."""
@@ -263,8 +260,8 @@ class AdmissionQueue:
         limit = self.tenant_limits.get(request.tenant)
         if limit == 0:
             return False
-        limits = [n for n in (self._limits.max_running_per_tenant, limit or self.tenant_share) if n]
-        return not limits or not mine or mine + request.cost <= min(limits)
+        limit = limit or self.tenant_share
+        return not limit or not mine or mine + request.cost <= limit
 
     def _is_preceded(self, request: AdmissionRequest) -> bool:
         """True if a waiting request goes first: one of its tenant that is as urgent, or one of
@@ -275,13 +272,17 @@ class AdmissionQueue:
         other = self._next()
         if other is None or other.tenant == request.tenant:
             return False
-        return not self._served.is_less_served(request.tenant, other.tenant)
+        return self._served.served_of(request.tenant) >= self._served.served_of(other.tenant)
 
     def _start(self, request: AdmissionRequest) -> None:
         self._running += request.cost
         self._by_tenant[request.tenant] = self._by_tenant.get(request.tenant, 0) + request.cost
         self._in_flight_of(request).add(request.number, request.tenant, request.in_flight_tokens)
-        self._served.charge(request.tenant, request.num_prompt_tokens, 0, request.weight)
+        self._charge(request, request.num_prompt_tokens, 0)
+
+    def _charge(self, request: AdmissionRequest, num_input: int, num_output: int) -> None:
+        account = self._served.present[request.tenant]
+        self._served.charge(account, service(num_input, num_output, request.weight))
 
     def _unqueue(self, request: AdmissionRequest) -> None:
         queues = self._waiting[request.tenant]
@@ -295,12 +296,6 @@ class AdmissionQueue:
             del queues[request.priority]
         if not queues:
             del self._waiting[request.tenant]
-
-    def _leave(self, request: AdmissionRequest) -> None:
-        self._present[request.tenant] -= 1
-        if not self._present[request.tenant]:
-            del self._present[request.tenant]
-            self._served.leave(request.tenant)
 
 
 def queue_full(wait_s: float) -> LoraplexError:

@@ -32,8 +32,6 @@ _DEFAULT_TOKENS_PER_S = 2000.0
 _RESIDENCY_COST_S = {Tier.DEVICE: 0.0, Tier.LOADING: 0.02, Tier.DISK: 0.05, Tier.NONE: 0.5}
 _LOAD_AHEAD_S = 0.05
 """Added per adapter that the worker is loading: copies run one after another."""
-_RANK_COST_S = 1e-5
-"""Added per unit by which the largest rank in the batch exceeds ours: it slows the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ def first_token_s(view: WorkerView, request: RoutingRequest) -> float:
     load_s = sum(_RESIDENCY_COST_S[tier] for tier in tiers)
     if min(tiers, default=Tier.DEVICE) < Tier.LOADING:
         load_s += view.num_loading * _LOAD_AHEAD_S
-    return compute_s + load_s + _rank_cost_s(view, request)
+    return compute_s + load_s
 
 
 def can_start_within(views: Sequence[WorkerView], num_prompt_tokens: int, left_s: float) -> bool:
@@ -198,11 +196,3 @@ def _cost(request: RoutingRequest) -> Callable[[WorkerView], tuple[bool, float, 
         )
 
     return cost
-
-
-def _rank_cost_s(view: WorkerView, request: RoutingRequest) -> float:
-    if not request.digests:
-        return 0.0
-    own = max((r.max_rank for d in request.digests if (r := view.adapters.get(d))), default=0)
-    running = (r.max_rank for r in view.adapters.values() if r.running_requests)
-    return max(max(running, default=0) - own, 0) * _RANK_COST_S

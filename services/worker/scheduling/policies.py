@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
+from loraplex_services.common.virtual_counters import Account, VirtualCounters, service
 from loraplex_services.worker.types.request import Request
 
 
@@ -106,103 +107,6 @@ def clustered(
     return Policy(group_key, policy.own_key, policy.num_tenant_parts, clusters=True)
 
 
-INPUT_TOKEN_COST = 1.0
-OUTPUT_TOKEN_COST = 2.0
-MAX_ABSENT = 1000
-"""Idle tenants and adapters whose counters are kept."""
-EXPECTED_BACK_S = 10.0
-"""A tenant that had a request within this many seconds is assumed to return."""
-
-
-@dataclass(slots=True, eq=False)
-class Account:
-    """One name among others."""
-
-    served: float
-    """Weighted service received."""
-    num_live: int = 0
-    """Live requests."""
-    number: int = 0
-    """Grows with the time since which it has had live requests."""
-
-
-@dataclass(slots=True)
-class VirtualCounters:
-    """Weighted service received, by name; only differences mean something.
-
-    Source: Sheng et al., Fairness in Serving Large Language Models (VTC), algorithm 2.
-    """
-
-    accounts: dict[Hashable, Account] = field(default_factory=dict)
-    present: dict[Hashable, Account] = field(default_factory=dict)
-    """Those that have live requests."""
-    last_served: Account = field(default_factory=lambda: Account(0.0))
-    left_s: dict[Hashable, float] = field(default_factory=dict)
-    """When absent names left, the latest last; forgotten after `EXPECTED_BACK_S`."""
-    num_returned: int = 0
-    """How often a name without live requests got one."""
-
-    def arrive(self, name: Hashable) -> Account:
-        """A request comes. A name that had none is lifted to the least-served present one, or to
-        the one that was last served when nobody was left.
-
-        Idle time earns no credit.
-        """
-        account = self.present.get(name)
-        if account is None:
-            served = (other.served for other in self.present.values())
-            floor = min(served, default=self.last_served.served)
-            account = self.present[name] = self.accounts.setdefault(name, Account(floor))
-            account.served = max(account.served, floor)
-            self.num_returned += 1
-            account.number = self.num_returned
-            self.left_s.pop(name, None)
-        account.num_live += 1
-        return account
-
-    def leave(self, name: Hashable, now: float = 0.0) -> None:
-        """A request has ended."""
-        self.present[name].num_live -= 1
-        if not self.present[name].num_live:
-            del self.present[name]
-            self.left_s[name] = now
-            if len(self.left_s) > MAX_ABSENT:
-                del self.left_s[next(iter(self.left_s))]
-            if len(self.accounts) > len(self.present) + MAX_ABSENT:
-                self._forget()
-
-    def charge(self, account: Account, cost: float) -> None:
-        """Count service received."""
-        account.served += cost
-        self.last_served = account
-
-    def is_least_served(self, name: Hashable, now: float) -> bool:
-        """Whether nobody present, or expected back, was served less than `name`."""
-        self._expect(now)
-        served = self.accounts[name].served
-        expected = (self.accounts[other] for other in self.left_s if other in self.accounts)
-        return not any(other.served < served for other in (*self.present.values(), *expected))
-
-    def num_expected(self, now: float) -> int:
-        """How many are present, or expected back."""
-        self._expect(now)
-        return len(self.present) + len(self.left_s)
-
-    def _expect(self, now: float) -> None:
-        """Nobody who left long ago."""
-        while self.left_s and now - next(iter(self.left_s.values())) > EXPECTED_BACK_S:
-            del self.left_s[next(iter(self.left_s))]
-
-    def _forget(self) -> None:
-        """Drop the absent whom an arrival would lift anyway, or all if nobody is present."""
-        floor = min((other.served for other in self.present.values()), default=math.inf)
-        self.accounts = {
-            name: account
-            for name, account in self.accounts.items()
-            if name in self.present or account.served > floor
-        }
-
-
 class ServiceCounters:
     """Service by tenant, and inside a tenant by adapter set, for `fair`."""
 
@@ -228,8 +132,7 @@ class ServiceCounters:
 
     def charge(self, request: Request, num_input: int, num_output: int) -> None:
         """Count tokens computed for a live `request`, divided by its weight."""
-        cost = num_input * INPUT_TOKEN_COST + num_output * OUTPUT_TOKEN_COST
-        cost /= request.fairness_weight
+        cost = service(num_input, num_output, request.fairness_weight)
         of_tenant, of_adapters = self._accounts[request]
         self.tenants.charge(of_tenant, cost)
         of_adapters.served += cost

@@ -1,4 +1,4 @@
-"""Virtual token counters and the queue over them: service stays even between who waits."""
+"""The queue over virtual token counters: service stays even between who waits."""
 
 from __future__ import annotations
 
@@ -8,44 +8,14 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex_services.common.virtual_counters import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST
 from loraplex_services.gateway.admission.dispatch_window import Window
-from loraplex_services.gateway.admission.fairness import (
-    INPUT_TOKEN_COST,
-    OUTPUT_TOKEN_COST,
-    VirtualTokenCounters,
-)
 from loraplex_services.gateway.admission.queue import (
     AdmissionLimits,
     AdmissionQueue,
     AdmissionRequest,
     Decision,
 )
-
-
-def test_tenant_that_was_away_earns_no_credit() -> None:
-    served = VirtualTokenCounters()
-    served.arrive("busy")
-    served.charge("busy", 1000, 0, 1.0)
-    served.arrive("late")
-    assert served.counters["late"] == served.counters["busy"]
-
-
-def test_tenant_that_leaves_for_a_moment_keeps_its_account() -> None:
-    served = VirtualTokenCounters()
-    for tenant in ("greedy", "polite"):
-        served.arrive(tenant)
-    served.charge("greedy", 1000, 0, 1.0)
-    served.leave("greedy")
-    served.arrive("greedy")
-    assert served.least_served(["greedy", "polite"]) == "polite"
-
-
-def test_many_tenants_that_left_are_forgotten() -> None:
-    served = VirtualTokenCounters()
-    for number in range(10_000):
-        served.arrive(str(number))
-        served.leave(str(number))
-    assert len(served.counters) <= 4097
 
 
 class _Engine:

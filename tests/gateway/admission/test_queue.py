@@ -90,7 +90,8 @@ def test_waiting_tickets_start_by_priority_then_arrival() -> None:
 
 
 def test_tenant_at_its_limit_delays_nobody_else() -> None:
-    queue = AdmissionQueue(AdmissionLimits(max_running=10, max_running_per_tenant=1))
+    queue = AdmissionQueue(AdmissionLimits(max_running=10))
+    queue.tenant_limits["greedy"] = 1
     assert queue.offer(AdmissionRequest("greedy"), 0.0) is Decision.RUN
     assert queue.offer(AdmissionRequest("greedy"), 0.0) is Decision.WAIT
     assert queue.offer(AdmissionRequest("polite"), 0.0) is Decision.RUN
@@ -183,8 +184,9 @@ def test_a_newcomer_passes_waiting_tenants_that_were_served_more() -> None:
 def test_bounds_hold_and_every_request_starts(
     moves: list[tuple[str, int, bool]], per_tenant: int
 ) -> None:
-    limits = AdmissionLimits(max_running=4, max_running_per_tenant=per_tenant)
-    queue = AdmissionQueue(limits)
+    queue = AdmissionQueue(AdmissionLimits(max_running=4))
+    if per_tenant:
+        queue.tenant_limits = dict.fromkeys("abc", per_tenant)
     running: list[AdmissionRequest] = []
     waiting: list[AdmissionRequest] = []
 

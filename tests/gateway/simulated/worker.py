@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from loraplex.api.error_wire import to_detail
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import common_pb2, worker_pb2
-from loraplex_services.worker.scheduling.policies import (
+from loraplex_services.common.virtual_counters import (
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,
     Account,
     VirtualCounters,
-    reserved_slots,
 )
+from loraplex_services.worker.scheduling.policies import reserved_slots
 from tests.gateway.simulated.network import Send, Way
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex_services.worker.scheduling.policies import (
+from loraplex_services.common.virtual_counters import (
     EXPECTED_BACK_S,
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,
-    ServiceCounters,
-    fair,
 )
+from loraplex_services.worker.scheduling.policies import ServiceCounters, fair
 from tests.worker.scheduling.stage import Stage, make_request
 
 

@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.scheduling.policies import (
-    EXPECTED_BACK_S,
     FIRST_COME,
-    MAX_ABSENT,
     Policy,
     QueueView,
     ServiceCounters,
-    VirtualCounters,
     clustered,
     fair,
     running_order,
@@ -188,25 +185,6 @@ def test_one_tenants_adapters_share_its_service() -> None:
         counters.arrive(request)
     counters.charge(queue[0], 50, 0)
     assert in_order(order, queue, 4.0) == ["other", "cold", "hot"]
-
-
-def test_the_counters_of_the_absent_do_not_pile_up() -> None:
-    counters = VirtualCounters()
-    for index in range(5000):
-        counters.charge(counters.arrive(f"{index}"), 1.0)
-        counters.leave(f"{index}")
-    assert len(counters.accounts) <= MAX_ABSENT + 1
-    assert len(counters.left_s) <= MAX_ABSENT
-
-
-def test_who_left_a_moment_ago_still_counts_as_served_less() -> None:
-    counters = VirtualCounters()
-    busy, _ = (counters.arrive(name) for name in ("busy", "gone"))
-    counters.charge(busy, 10.0)
-    assert counters.is_least_served("gone", 0.0) and not counters.is_least_served("busy", 0.0)
-    counters.leave("gone", 5.0)
-    assert not counters.is_least_served("busy", 5.0 + EXPECTED_BACK_S)
-    assert counters.is_least_served("busy", 5.1 + EXPECTED_BACK_S)
 
 
 @given(
