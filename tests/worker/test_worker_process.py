@@ -375,13 +375,9 @@ async def test_more_adapters_than_disk_cache_and_arena_hold_still_give_their_own
 async def test_a_door_with_a_token_lets_in_only_who_shows_it() -> None:
     with worker_folder() as fresh:
         (fresh.root / "token").write_text("secret")
-        temporary = fresh.root / "tmp"
-        temporary.mkdir()
-        fresh.start(
-            LORAPLEX_SERVICE_TOKEN_FILE=str(fresh.root / "token"),
-            LORAPLEX_STATE_DIR="",
-            TMPDIR=str(temporary),
-        )
+        (temporary := fresh.root / "tmp").mkdir()
+        token = str(fresh.root / "token")
+        fresh.start(LORAPLEX_SERVICE_TOKEN_FILE=token, LORAPLEX_STATE_DIR="", TMPDIR=str(temporary))
         async with fresh.connected() as stub:
             with pytest.raises(grpc.RpcError) as caught:
                 await stub.GetModel(worker_pb2.GetModelRequest())
@@ -391,7 +387,7 @@ async def test_a_door_with_a_token_lets_in_only_who_shows_it() -> None:
             assert model.base_id == "base"
         assert list(temporary.glob("loraplex-cache-*"))
         fresh.stop()
-        assert list(temporary.glob("loraplex-cache-*")) == []
+        assert not list(temporary.glob("loraplex-cache-*"))
 
 
 async def test_the_engine_does_not_outlive_its_door(worker: WorkerProcess) -> None:
