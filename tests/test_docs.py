@@ -149,3 +149,16 @@ def test_the_tests_behind_expectations_exist() -> None:
     assert named
     for path, name in named:
         assert re.search(rf"def {name}\(", (ROOT / path).read_text()), f"{path}::{name}"
+
+
+def test_what_the_map_points_at_is_there() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where is...")[2]
+    rows = re.findall(r"^\|[^|]*\| ?(.*?) ?\|", section.partition("\n## ")[0], re.M)[2:]
+    assert rows
+    for row in rows:
+        found = re.fullmatch(r"`([\w/]+\.py)` \(`([\w.]+)`\)", row)
+        assert found, row
+        source = (ROOT / found[1]).read_text()
+        for name in found[2].split("."):
+            defined = rf"^ *(?:(?:async )?def|class) {name}\b|^{name}\b.*="
+            assert re.search(defined, source, re.M), row
