@@ -94,7 +94,7 @@ def _check(words: list[str]) -> None:
 
 
 def test_commands_are_accepted(document: Path) -> None:
-    for fence in re.findall(r"^```\w*\n(.*?)^```", document.read_text(), re.M | re.S):
+    for fence in re.findall(r"^ *```\w*\n(.*?)^ *```", document.read_text(), re.M | re.S):
         for words in _command_lines(fence):
             _check(words)
 
