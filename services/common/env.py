@@ -50,7 +50,7 @@ STATE_DIR = path_knob(
     "LORAPLEX_STATE_DIR",
     "up registry worker",
     "Where state lives; default ${XDG_STATE_HOME:-~/.local/state}/loraplex. For a worker, where "
-    "its disk cache lives; default a temporary folder that it removes.",
+    "its disk cache lives; default a temporary folder, removed when the worker ends.",
 )
 METRICS_LISTEN = listen_knob(
     "LORAPLEX_METRICS_LISTEN",

@@ -1,7 +1,7 @@
-"""Where a process is: every thread, every task and what it awaits, now or over some seconds.
+"""Where a process is: its threads and its tasks at one moment, or its threads over some seconds.
 
-SIGUSR2 prints it; `debug_server` answers it over HTTP. Names of files and functions only: no
-values, so nothing that a client sent.
+SIGUSR2 prints the first, and the server of `metrics.py` answers with either. Both show names of
+files and functions only, no values, and therefore nothing that a client sent.
 """
 
 from __future__ import annotations

@@ -225,10 +225,13 @@ def test_listed_tokens_take_the_place_of_the_most_likely_ones():
     """In the order of the request, beside rows that list none or other tokens. The chosen token
     keeps its own entry, and a token of a wider vocabulary has no probability."""
     logits = random_logits(4)
-    lists = [(5, 90, 2), (), (VOCAB, 0), ()]
-    requests = [make_request(logprobs=0, logprob_token_ids=ids) for ids in lists[:3]]
-    requests[1] = make_request(logprobs=2)
-    sampled = choose(logits, [*requests, make_request()])
+    requests = [
+        make_request(logprobs=0, logprob_token_ids=(5, 90, 2)),
+        make_request(logprobs=2),
+        make_request(logprobs=0, logprob_token_ids=(VOCAB, 0)),
+        make_request(),
+    ]
+    sampled = choose(logits, requests)
     assert sampled[3].logprobs is None
     entries = [row.logprobs for row in sampled[:3]]
     raw = logits.log_softmax(-1)
