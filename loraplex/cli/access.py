@@ -28,28 +28,40 @@ def _add_keys(commands: Any) -> None:
         group,
         "create",
         _keys_create,
-        "Make a key; its secret is shown once.",
+        "Create an API key. Its secret is printed once.",
         "registry keys create --tenant acme --scope publisher --ttl 90d",
     )
-    parser.add_argument("--tenant", default="", help="tenant it acts for; default: your own")
+    parser.add_argument(
+        "--tenant", default="", help="tenant that the key belongs to (default: your own)"
+    )
     parser.add_argument(
         "--scope",
         action="append",
         default=[],
         choices=("reader", "publisher", "admin"),
-        help="repeatable (reader)",
+        help="what the key may do; may be repeated (default: reader)",
     )
-    parser.add_argument("--ttl", type=seconds, default=0.0, metavar="TIME", help="default: no end")
-    parser.add_argument("--description", default="", metavar="TEXT", help="for people")
+    parser.add_argument(
+        "--ttl",
+        type=seconds,
+        default=0.0,
+        metavar="TIME",
+        help="how long the key is valid (default: forever)",
+    )
+    parser.add_argument(
+        "--description", default="", metavar="TEXT", help="note that `registry keys list` shows"
+    )
     parser.add_argument(
         "--bootstrap",
         action="store_true",
-        help="the first admin key: made once, by a registry on this machine; where none answers, "
-        "one for the file that LORAPLEX_ADMIN_KEY_FILE names",
+        help="create the first admin key, which a registry on this machine does once; if no "
+        "registry answers, create a key for LORAPLEX_ADMIN_KEY_FILE",
     )
     add_connection(parser, "registry")
     parser = add_command(group, "list", _keys_list, "List keys.", "registry keys list")
-    parser.add_argument("--tenant", default="", help="default: your own")
+    parser.add_argument(
+        "--tenant", default="", help="list the keys of this tenant (default: your own)"
+    )
     add_connection(parser, "registry")
     parser = add_command(
         group, "revoke", _keys_revoke, "Revoke a key.", "registry keys revoke k7f3"
@@ -64,16 +76,27 @@ def _add_tenants(commands: Any) -> None:
         group,
         "set",
         _tenants_set,
-        "Create a tenant or change what is named of it; a limit of 0 is none.",
+        "Create a tenant, or change the limits that you name. A limit of 0 means no limit.",
         "registry tenants set acme --max-bytes 50GiB --require-signature-by release.pem",
     )
     parser.add_argument("tenant", metavar="TENANT")
-    parser.add_argument("--max-bytes", type=num_bytes, metavar="BYTES", help="stored files")
-    parser.add_argument("--max-versions", type=count, metavar="N", help="versions not deleted")
-    parser.add_argument("--requests-per-s", type=float, metavar="N")
-    parser.add_argument("--tokens-per-s", type=float, metavar="N")
-    parser.add_argument("--max-concurrent", type=count, metavar="N", help="requests at once")
-    parser.add_argument("--fairness-weight", type=float, metavar="N", help="share in overload (1)")
+    parser.add_argument(
+        "--max-bytes", type=num_bytes, metavar="BYTES", help="largest total size of stored files"
+    )
+    parser.add_argument(
+        "--max-versions", type=count, metavar="N", help="largest number of stored versions"
+    )
+    parser.add_argument("--requests-per-s", type=float, metavar="N", help="requests per second")
+    parser.add_argument("--tokens-per-s", type=float, metavar="N", help="tokens per second")
+    parser.add_argument(
+        "--max-concurrent", type=count, metavar="N", help="requests in progress at the same time"
+    )
+    parser.add_argument(
+        "--fairness-weight",
+        type=float,
+        metavar="N",
+        help="share of the capacity under overload, relative to other tenants (default: 1)",
+    )
     policy = parser.add_mutually_exclusive_group()
     policy.add_argument(
         "--require-signature-by",
@@ -81,14 +104,14 @@ def _add_tenants(commands: Any) -> None:
         action="append",
         type=Path,
         metavar="PEM",
-        help="EC public key; versions need a signature by one of those given; repeatable",
+        help="accept only versions that are signed by this EC public key; may be repeated",
     )
     policy.add_argument(
         "--require-no-signature",
         dest="signature_keys",
         action="store_const",
         const=[],
-        help="end that",
+        help="accept unsigned versions again",
     )
     add_connection(parser, "registry")
     parser = add_command(group, "list", _tenants_list, "List tenants.", "registry tenants list")

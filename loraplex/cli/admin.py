@@ -17,9 +17,13 @@ def add(commands: Any) -> None:
     parser = add_command(
         commands, "audit", _audit, "Show who changed what, newest first.", "registry audit --json"
     )
-    parser.add_argument("--tenant", default="", help="only this tenant")
+    parser.add_argument("--tenant", default="", help="show only changes of this tenant")
     parser.add_argument(
-        "--limit", type=count, metavar="N", default=100, help="most entries to show (100)"
+        "--limit",
+        type=count,
+        metavar="N",
+        default=100,
+        help="largest number of entries (default: 100)",
     )
     add_connection(parser, "registry")
 
@@ -30,7 +34,7 @@ def add(commands: Any) -> None:
         "Delete objects that nothing refers to and that are older than a day.",
         "registry gc --dry-run",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only count")
+    parser.add_argument("--dry-run", action="store_true", help="only count what would be deleted")
     add_connection(parser, "registry")
 
     parser = add_command(
@@ -47,22 +51,32 @@ def _add_bases(commands: Any) -> None:
         group,
         "add",
         _base_add,
-        "Record a base from its folder; no weight is sent.",
+        "Register a base from its folder. No weights are sent.",
         "registry base add ./llama-3-8b --id meta-llama/Meta-Llama-3-8B",
     )
     parser.add_argument("dir", metavar="DIR", help="folder with config.json")
     parser.add_argument(
-        "--id", default="", metavar="ID", help="id of the base; default: the folder's name"
+        "--id", default="", metavar="ID", help="id of the base (default: the folder's name)"
     )
     parser.add_argument(
-        "--alias", action="append", default=[], metavar="NAME", help="another name; repeatable"
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of the base; may be repeated",
     )
     parser.add_argument(
-        "--max-lora-rank", type=count, metavar="N", default=0, help="largest rank accepted (256)"
+        "--max-lora-rank",
+        type=count,
+        metavar="N",
+        default=0,
+        help="largest rank that is accepted (default: 256)",
     )
-    parser.add_argument("--replace", action="store_true", help="although the id is taken")
+    parser.add_argument(
+        "--replace", action="store_true", help="replace a base that is registered under this id"
+    )
     add_connection(parser, "registry")
-    parser = add_command(group, "list", _base_list, "List known bases.", "registry base list")
+    parser = add_command(group, "list", _base_list, "List registered bases.", "registry base list")
     add_connection(parser, "registry")
 
 

@@ -37,7 +37,8 @@ def add(commands: Any) -> None:
         group,
         "trace",
         _trace,
-        "Send an S-LoRA workload through the gateway, at its own pace, and print the figures.",
+        "Send a workload of the S-LoRA paper through the gateway in real time, and print the "
+        "figures.",
         EXAMPLE,
     )
     add_workload(parser)
@@ -45,26 +46,28 @@ def add(commands: Any) -> None:
         "--first-token",
         type=seconds,
         metavar="TIME",
-        help="ask for first tokens within it; what cannot make it is given up",
+        help="deadline of the first token; requests that would miss it are abandoned",
     )
     parser.add_argument(
         "--outcomes",
         type=Path,
         metavar="FILE",
-        help="write what came of each request: one JSON object a line, times in seconds since the "
-        "start",
+        help="write the outcome of each request: one JSON object per line, with times in seconds "
+        "since the start",
     )
     parser.add_argument(
         "--prepare-from",
         type=Path,
         metavar="DIR",
-        help="first publish as many distinct copies of the adapter, or adapters, in DIR",
+        help="first publish --adapters distinct copies of the adapter, or adapters, in DIR",
     )
     parser.add_argument(
         "--keep", action="store_true", help="do not delete what --prepare-from published"
     )
     parser.add_argument(
-        "--registry", metavar="HOST:PORT", help="for --prepare-from (LORAPLEX_REGISTRY_ADDRESS)"
+        "--registry",
+        metavar="HOST:PORT",
+        help="registry for --prepare-from (default: LORAPLEX_REGISTRY_ADDRESS)",
     )
     add_connection(parser, "gateway")
 

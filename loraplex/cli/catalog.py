@@ -22,23 +22,31 @@ def add(commands: Any) -> None:
         commands,
         "list",
         _list,
-        "List the adapters you may see.",
+        "List the adapters that you may see.",
         "registry list --label team=support --json",
     )
-    parser.add_argument("name", nargs="?", default="", help="only this adapter, all its versions")
+    parser.add_argument("name", nargs="?", default="", help="list all versions of this adapter")
     parser.add_argument("--tenant", default="", help="only adapters of this tenant")
-    parser.add_argument("--prefix", default="", help="only names that begin like this")
+    parser.add_argument("--prefix", default="", help="only names that begin with PREFIX")
     parser.add_argument(
-        "--label", action="append", default=[], type=key_value, metavar="K=V", help="repeatable"
+        "--label",
+        action="append",
+        default=[],
+        type=key_value,
+        metavar="K=V",
+        help="only adapters with this label; may be repeated",
     )
     parser.add_argument("--base", default="", metavar="ID", help="only adapters of this base")
     parser.add_argument(
-        "--all", action="store_true", help="every version, not only what latest points at"
+        "--all", action="store_true", help="list every version, not only the latest"
     )
     parser.add_argument(
-        "--sort", choices=_ORDERS, default="name", help="name (default), or largest or newest first"
+        "--sort",
+        choices=_ORDERS,
+        default="name",
+        help="order of the list: by name (default), newest, largest or highest rank first",
     )
-    parser.add_argument("--limit", type=count, default=0, metavar="N", help="the first N only")
+    parser.add_argument("--limit", type=count, default=0, metavar="N", help="list only the first N")
     add_connection(parser, "registry")
     _add_others(commands)
 
@@ -59,18 +67,22 @@ def _add_others(commands: Any) -> None:
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument("dir", metavar="DIR", help="new or empty folder")
-    parser.add_argument("--force", action="store_true", help="replace files in a folder in use")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="write into a folder that is not empty, replacing files",
+    )
     add_connection(parser, "registry")
 
     parser = add_command(
         commands,
         "diff",
         _diff,
-        "Compare two versions: config, files, labels.",
+        "Compare the config, files and labels of two versions.",
         "registry diff support:v2 support:v3",
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
-    parser.add_argument("other", metavar="REF")
+    parser.add_argument("other", metavar="REF", help="version to compare it with")
     add_connection(parser, "registry")
 
     parser = add_command(
@@ -80,7 +92,9 @@ def _add_others(commands: Any) -> None:
         "Print every change as it happens.",
         "registry watch --json | jq .digest",
     )
-    parser.add_argument("--resume", default="", metavar="TOKEN", help="continue after this token")
+    parser.add_argument(
+        "--resume", default="", metavar="TOKEN", help="continue after the event with this token"
+    )
     add_connection(parser, "registry")
 
 

@@ -21,7 +21,8 @@ def add(commands: Any) -> None:
         commands,
         "certify",
         _certify,
-        "Measure how near a version on the served base is to a reference, and keep the result.",
+        "Measure how far a version on the served base diverges from a reference, and record "
+        "the result.",
         "registry certify acme/support:v3 --reference 127.0.0.1:51051 --max-kl 0.05 --tag prod",
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
@@ -32,21 +33,30 @@ def add(commands: Any) -> None:
         help="gateway of a stack that serves the adapter on the dequantised or original base",
     )
     parser.add_argument(
-        "--reference-model", default="", metavar="REF", help="its name there (default: REF)"
+        "--reference-model",
+        default="",
+        metavar="REF",
+        help="name of the version on the reference (default: REF)",
     )
     parser.add_argument(
-        "--gateway", metavar="HOST:PORT", help="gateway that serves it (LORAPLEX_GATEWAY_ADDRESS)"
+        "--gateway",
+        metavar="HOST:PORT",
+        help="gateway that serves the version (default: LORAPLEX_GATEWAY_ADDRESS)",
     )
     parser.add_argument(
-        "--probe", metavar="FILE", help="texts to score, with empty lines between (built-in texts)"
+        "--probe",
+        metavar="FILE",
+        help="texts to score, separated by empty lines (default: built-in texts)",
     )
     parser.add_argument(
         "--max-kl",
         type=_nats,
         metavar="NATS",
-        help="refuse the version if the mean divergence per token is larger",
+        help="refuse the version, with exit code 3, if the mean divergence per token is larger",
     )
-    parser.add_argument("--tag", default="", metavar="TAG", help="then point this tag at it")
+    parser.add_argument(
+        "--tag", default="", metavar="TAG", help="point this tag at the version if it passes"
+    )
     add_connection(parser, "registry")
 
 

@@ -18,12 +18,16 @@ def add(commands: Any) -> None:
         commands,
         "fetch",
         _fetch,
-        "Load adapters where their requests will go, so that the first one need not wait.",
+        "Load adapters in advance on the workers that their requests will reach.",
         "loraplex fetch support:prod --workers 2",
     )
     parser.add_argument("refs", metavar="REF", nargs="+", help="adapter reference")
     parser.add_argument(
-        "--workers", type=count, default=1, metavar="N", help="workers to load each on (1)"
+        "--workers",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of workers that load each adapter (default: 1)",
     )
     add_connection(parser, "gateway")
 

@@ -30,23 +30,29 @@ def add(commands: Any) -> None:
         'loraplex generate support:prod "How do I reset my password?" --max-tokens 64',
     )
     parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
-    parser.add_argument("prompt", metavar="PROMPT", help="text; - reads it from stdin")
+    parser.add_argument(
+        "prompt", metavar="PROMPT", help="text of the prompt; - reads it from stdin"
+    )
     parser.add_argument(
         "--raw",
         action="store_true",
-        help="send the text as it is; otherwise it is a user's message if there is a chat template",
+        help="send the text unchanged, even if the model has a chat template",
     )
     _add_sampling(parser)
-    parser.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="end the output at this string; may be repeated"
+    )
     _add_grammar(parser)
-    parser.add_argument("-n", type=int, metavar="N", default=1, help="number of outputs (1)")
+    parser.add_argument(
+        "-n", type=int, metavar="N", default=1, help="number of outputs (default: 1)"
+    )
     add_connection(parser, "gateway")
 
     parser = add_command(
-        commands, "chat", _chat, "Talk to an adapter, turn by turn.", "loraplex chat support:prod"
+        commands, "chat", _chat, "Chat with an adapter.", "loraplex chat support:prod"
     )
     parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
-    parser.add_argument("--system", default="", help="first message of the conversation")
+    parser.add_argument("--system", default="", help="system message")
     _add_sampling(parser)
     add_connection(parser, "gateway")
 
@@ -54,10 +60,12 @@ def add(commands: Any) -> None:
         commands,
         "status",
         _status,
-        "Show workers, what is resident on them, and their load.",
+        "Show the workers, their load and the adapters on them.",
         "loraplex status --adapters",
     )
-    parser.add_argument("--adapters", action="store_true", help="list resident adapters too")
+    parser.add_argument(
+        "--adapters", action="store_true", help="also list the adapters on each worker"
+    )
     add_connection(parser, "gateway")
 
 
@@ -66,30 +74,47 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="most tokens to generate (16; in chats what the context leaves)",
+        help="largest number of generated tokens (default: 16; in a chat, the rest of the context)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         metavar="N",
-        help="0 takes the most likely token; default: the base's own",
+        help="sampling temperature; 0 picks the most likely token (default: that of the base)",
     )
     parser.add_argument(
-        "--top-p", type=float, metavar="N", help="share of probability to draw from"
+        "--top-p",
+        type=float,
+        metavar="N",
+        help="sample from the most likely tokens whose probabilities add up to N",
     )
     parser.add_argument(
-        "--top-k", type=int, metavar="N", default=0, help="most likely tokens to draw from"
+        "--top-k", type=int, metavar="N", default=0, help="sample from the N most likely tokens"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
-    parser.add_argument("--scale", type=float, metavar="N", help="multiplies the adapter's effect")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="seed that makes sampling reproducible"
+    )
+    parser.add_argument(
+        "--scale", type=float, metavar="N", help="multiply the adapter's effect by N"
+    )
 
 
 def _add_grammar(parser: argparse.ArgumentParser) -> None:
-    forms = parser.add_argument_group("keep the output to a grammar").add_mutually_exclusive_group()
-    forms.add_argument("--json-schema", metavar="SCHEMA", help="JSON Schema; @FILE reads it")
-    forms.add_argument("--regex", metavar="REGEX", help="the whole output must match")
-    forms.add_argument("--ebnf", metavar="GRAMMAR", help="in Lark's notation; @FILE reads it")
-    forms.add_argument("--choice", action="append", metavar="TEXT", help="allowed; repeatable")
+    forms = parser.add_argument_group("constrain the output").add_mutually_exclusive_group()
+    forms.add_argument(
+        "--json-schema",
+        metavar="SCHEMA",
+        help="JSON Schema of the output; @FILE reads it from a file",
+    )
+    forms.add_argument(
+        "--regex", metavar="REGEX", help="regular expression that the whole output matches"
+    )
+    forms.add_argument(
+        "--ebnf", metavar="GRAMMAR", help="grammar in Lark's notation; @FILE reads it from a file"
+    )
+    forms.add_argument(
+        "--choice", action="append", metavar="TEXT", help="a possible output; may be repeated"
+    )
 
 
 def _grammar(args: argparse.Namespace) -> Grammar | None:

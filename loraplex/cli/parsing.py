@@ -90,18 +90,26 @@ def add_connection(parser: argparse.ArgumentParser, server: str) -> None:
     group.add_argument(
         f"--{server}",
         metavar="HOST:PORT",
-        help=f"{server} to talk to (LORAPLEX_{server.upper()}_ADDRESS, default {default})",
+        help=f"address of the {server} (default: LORAPLEX_{server.upper()}_ADDRESS, or {default})",
     )
-    group.add_argument("--ca", metavar="FILE", help="PEM CA of the server; turns TLS on")
-    group.add_argument("--cert", metavar="FILE", help="PEM certificate to show")
-    group.add_argument("--key", metavar="FILE", help="PEM key of that certificate")
+    group.add_argument(
+        "--ca",
+        metavar="FILE",
+        help="PEM file of the CA that signed the server's certificate; turns TLS on",
+    )
+    group.add_argument("--cert", metavar="FILE", help="PEM file of the client's certificate")
+    group.add_argument("--key", metavar="FILE", help="PEM file of the certificate's private key")
     add_json(parser)
 
 
 def add_unused_server(parser: argparse.ArgumentParser, server: str) -> None:
     """Scripts give one `--registry` or `--gateway` to all commands: those that ask nobody take it
     too."""
-    parser.add_argument(f"--{server}", metavar="HOST:PORT", help="not needed: nobody is asked")
+    parser.add_argument(
+        f"--{server}",
+        metavar="HOST:PORT",
+        help="accepted and ignored: this command connects to no server",
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -159,12 +167,14 @@ def add_when_loaded(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         type=seconds,
         default=0.0,
-        help="move the tags only once workers have loaded the version; bare: within 5m",
+        help="move the tags only after workers have loaded the version, within TIME (5m if TIME "
+        "is not given)",
     )
     parser.add_argument(
         "--wait",
         action="store_true",
-        help="with --when-loaded: return once the tags have moved; exit 6 if they cannot",
+        help="with --when-loaded: wait until the tags have moved; exit with 6 if they cannot be "
+        "moved",
     )
 
 

@@ -20,25 +20,27 @@ def add(commands: Any) -> None:
         commands,
         "sign",
         _sign,
-        "Sign the files of a version and keep the signature with it.",
+        "Sign the files of a version and store the signature with it.",
         "registry sign acme/support:v3 --signing-key cosign.pem",
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument(
         "--signing-key", required=True, metavar="PEM", help="EC private key (P-256, P-384, P-521)"
     )
-    parser.add_argument("--out", metavar="FILE", help="write the bundle here too, as model.sig")
+    parser.add_argument("--out", metavar="FILE", help="also write the signature bundle to FILE")
     add_connection(parser, "registry")
     parser = add_command(
         commands,
         "verify",
         _verify,
-        "Check that a version is signed by a key, or as its tenant demands.",
+        "Check that a version is signed by a key, or as its tenant requires.",
         "registry verify acme/support:prod --public-key release.pem",
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument(
-        "--public-key", metavar="PEM", help="EC public key; default: those the tenant demands"
+        "--public-key",
+        metavar="PEM",
+        help="EC public key (default: the keys that the tenant requires)",
     )
     add_connection(parser, "registry")
     parser = add_command(
@@ -54,7 +56,7 @@ def add(commands: Any) -> None:
         "--format",
         choices=("modelpack", "oci"),
         default="modelpack",
-        help="CNCF ModelPack (default), or a plain OCI artifact",
+        help="modelpack: CNCF ModelPack (default); oci: a plain OCI artifact",
     )
     add_connection(parser, "registry")
 

@@ -24,11 +24,17 @@ if TYPE_CHECKING:
     from loraplex.client.publishing import Publication
     from loraplex.client.registry_client import RegistryClient
 
-DIR_HELP = "folder of PEFT's save_pretrained, a hub cache's snapshot, or an OCI image layout"
+DIR_HELP = "folder written by PEFT's save_pretrained, snapshot in a Hugging Face cache, or OCI "
+"image layout"
 
 
 def add(commands: Any) -> None:
     """Add the commands."""
+    _add_upload(commands)
+    _add_validate(commands)
+
+
+def _add_upload(commands: Any) -> None:
     parser = add_command(
         commands,
         "upload",
@@ -47,43 +53,70 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--convert",
         action="store_true",
-        help="make a PEFT LoRA of adapter_model.bin, Tinker's exports and other PEFT methods first",
+        help="first convert adapter_model.bin, an export of Tinker, or another PEFT method to a "
+        "PEFT LoRA",
     )
     parser.add_argument(
-        "--text-only", action="store_true", help="leave LoRA on vision and audio towers out"
+        "--text-only", action="store_true", help="drop the LoRA weights of vision and audio towers"
     )
-    parser.add_argument("--name", required=True, metavar="[TENANT/]NAME", help="adapter to publish")
-    parser.add_argument("--tag", action="append", default=[], help="also move this tag; repeatable")
-    parser.add_argument("--no-latest", action="store_true", help="leave the tag latest alone")
-    parser.add_argument("--base", default="", metavar="ID", help="base the adapter is for")
-    parser.add_argument("--public", action="store_true", help="every tenant may run it")
     parser.add_argument(
-        "--label", action="append", default=[], type=key_value, metavar="K=V", help="repeatable"
+        "--name", required=True, metavar="[TENANT/]NAME", help="name of the adapter"
     )
-    parser.add_argument("--parent", default="", metavar="REF", help="version this was made from")
+    parser.add_argument(
+        "--tag", action="append", default=[], help="also move this tag; may be repeated"
+    )
+    parser.add_argument("--no-latest", action="store_true", help="do not move the tag latest")
+    parser.add_argument(
+        "--base", default="", metavar="ID", help="base that the adapter was trained on"
+    )
+    parser.add_argument("--public", action="store_true", help="let every tenant run the adapter")
+    parser.add_argument(
+        "--label",
+        action="append",
+        default=[],
+        type=key_value,
+        metavar="K=V",
+        help="label of the version; may be repeated",
+    )
+    parser.add_argument(
+        "--parent", default="", metavar="REF", help="version that this one was made from"
+    )
+    _add_signature(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only check the adapter; publish nothing"
+    )
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
+    _add_allow_missing(parser)
+    add_when_loaded(parser)
+    add_connection(parser, "registry")
+
+
+def _add_signature(parser: argparse.ArgumentParser) -> None:
     signed = parser.add_mutually_exclusive_group()
     signed.add_argument(
         "--signing-key", type=Path, metavar="PEM", help="EC private key to sign the files with"
     )
     signed.add_argument(
-        "--signature", type=Path, metavar="FILE", help="signature of the files; default: model.sig"
+        "--signature",
+        type=Path,
+        metavar="FILE",
+        help="signature of the files (default: model.sig in the folder, if there is one)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check only, publish nothing")
-    parser.add_argument("--strict", action="store_true", help="refuse on warnings too")
-    _add_allow_missing(parser)
-    add_when_loaded(parser)
-    add_connection(parser, "registry")
 
+
+def _add_validate(commands: Any) -> None:
     parser = add_command(
         commands,
         "validate",
         _validate,
-        "Check an adapter folder offline, as an upload would.",
+        "Run the checks of an upload on an adapter folder, offline.",
         "registry validate ./out/checkpoint-900 --base ./llama-3-8b",
     )
     parser.add_argument("dir", metavar="DIR", help=DIR_HELP)
-    parser.add_argument("--base", default="", metavar="DIR|ID", help="base to check it against")
-    parser.add_argument("--strict", action="store_true", help="refuse on warnings too")
+    parser.add_argument(
+        "--base", default="", metavar="DIR|ID", help="base to check the adapter against"
+    )
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     _add_allow_missing(parser)
     add_json(parser)
 
@@ -92,7 +125,7 @@ def _add_allow_missing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-missing",
         action="store_true",
-        help="accept an adapter that lacks tensors of modules which its config selects",
+        help="accept an adapter that has no tensors for some modules that its config selects",
     )
 
 

@@ -29,35 +29,47 @@ def _add_merge(commands: Any) -> None:
         commands,
         "merge",
         _needing_numpy(_merge),
-        "Merge adapter folders of one base into a new one, or into the base, offline.",
+        "Merge adapters of one base into a new adapter, or into the base, offline.",
         "registry merge ./sql=0.7 ./support=0.3 --out ./both --method ties\n"
         "  registry merge ./support --into-base --base ./llama-3-8b --out ./llama-3-8b-support",
     )
     parser.add_argument(
-        "adapters", nargs="+", type=_weighted, metavar="DIR[=WEIGHT]", help="weight 1 if not given"
+        "adapters",
+        nargs="+",
+        type=_weighted,
+        metavar="DIR[=WEIGHT]",
+        help="adapter folder and its weight in the sum (default: 1)",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new or empty")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="new or empty folder for the result"
+    )
     parser.add_argument(
         "--into-base",
         action="store_true",
-        help="write a full checkpoint of --base with the exact sum of the adapters in its weights",
+        help="write a full checkpoint of --base to which the sum of the adapters is added exactly",
     )
     parser.add_argument(
         "--method",
         choices=METHODS,
         default="linear",
-        help="as PEFT's add_weighted_adapter; cat is the exact sum, of all ranks together",
+        help="combination type of PEFT's add_weighted_adapter; cat is the exact sum, and the "
+        "ranks add up",
     )
     parser.add_argument(
-        "--density", type=float, default=0.5, help="share of values that ties and dare keep (0.5)"
+        "--density",
+        type=float,
+        default=0.5,
+        help="fraction of the values that ties and dare keep (default: 0.5)",
     )
     parser.add_argument(
         "--majority-sign",
         choices=("total", "frequency"),
         default="total",
-        help="how ties elects a sign (total)",
+        help="how ties elects a sign (default: total)",
     )
-    parser.add_argument("--seed", type=count, default=0, help="of what dare drops (0)")
+    parser.add_argument(
+        "--seed", type=count, default=0, help="seed of the random choice of dare (default: 0)"
+    )
     _add_common(parser)
 
 
@@ -66,37 +78,42 @@ def _add_convert(commands: Any) -> None:
         commands,
         "convert",
         _needing_numpy(_convert),
-        "Convert an adapter folder to or from another form, offline.",
+        "Convert an adapter folder between formats, offline.",
         "registry convert ./alpaca-lora ./alpaca --to safetensors\n"
         "  registry convert ./support ./support-trtllm --to trtllm",
     )
     parser.add_argument(
-        "dir", type=Path, metavar="DIR", help="a PEFT folder, or a TensorRT-LLM one"
+        "dir", type=Path, metavar="DIR", help="adapter folder of PEFT or TensorRT-LLM"
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
     parser.add_argument(
         "--to",
         choices=("safetensors", "trtllm", "peft", "lora"),
         required=True,
-        help="safetensors: of a folder with adapter_model.bin; trtllm: LoraWeights and LoraConfig "
-        "as .npy; peft: from those, from an export of Tinker, or with --initial; lora: from "
-        "another method of PEFT, such as LOHA",
+        help="safetensors: from adapter_model.bin. trtllm: LoraWeights and LoraConfig as .npy "
+        "files. peft: from those files, from an export of Tinker, or with --initial. lora: "
+        "from another PEFT method, such as LoHa.",
     )
     parser.add_argument(
-        "--rank", type=count, default=0, help="of --to lora: the largest of a module (256)"
+        "--rank",
+        type=count,
+        default=0,
+        help="with --to lora: largest rank of a module (default: 256)",
     )
     parser.add_argument(
         "--initial",
         type=Path,
         metavar="DIR",
-        help="the adapter before training, to make a plain LoRA of a PiSSA, OLoRA or CorDA one",
+        help="adapter before training, to convert a PiSSA, OLoRA or CorDA adapter to a plain LoRA",
     )
     _add_common(parser)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", default="", metavar="DIR|ID", help="base to check shapes against")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as the first adapter")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="type of the result (default: that of the first adapter)"
+    )
     add_unused_server(parser, "registry")
     add_json(parser)
 

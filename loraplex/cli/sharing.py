@@ -16,20 +16,24 @@ def add(commands: Any) -> None:
         commands,
         "share",
         _share,
-        "Say who besides its owner may run an adapter.",
+        "Set who besides the owner may run an adapter.",
         "registry share support --with acme --with globex --pullable",
     )
     parser.add_argument("name", metavar="NAME")
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--private", action="store_true", help="nobody else")
-    who.add_argument("--public", action="store_true", help="every tenant")
+    who.add_argument("--private", action="store_true", help="share it with no other tenant")
+    who.add_argument("--public", action="store_true", help="share it with every tenant")
     who.add_argument(
-        "--with", dest="tenants", action="append", metavar="TENANT", help="these; repeatable"
+        "--with",
+        dest="tenants",
+        action="append",
+        metavar="TENANT",
+        help="share it with this tenant; may be repeated",
     )
     parser.add_argument(
         "--pullable",
         action=argparse.BooleanOptionalAction,
-        help="whether they may download it too",
+        help="whether the tenants may also download it",
     )
     add_connection(parser, "registry")
 
@@ -48,10 +52,14 @@ def add(commands: Any) -> None:
         default=[],
         type=key_value,
         metavar="K=V",
-        help="add or replace a label; repeatable",
+        help="add or replace a label; may be repeated",
     )
     parser.add_argument(
-        "--remove-label", action="append", default=[], metavar="K", help="repeatable"
+        "--remove-label",
+        action="append",
+        default=[],
+        metavar="K",
+        help="remove a label; may be repeated",
     )
     add_connection(parser, "registry")
 

@@ -28,11 +28,11 @@ def add(commands: Any) -> None:
         "Point a tag at a version, or delete it.",
         "registry tag acme/support:v3 prod --expect none",
     )
-    parser.add_argument("ref", metavar="REF", help="version to point at; a name with --delete")
-    parser.add_argument("tag", metavar="TAG", help="such as prod")
     parser.add_argument(
-        "--expect", metavar="DIGEST|none", help="move only if the tag points there now"
+        "ref", metavar="REF", help="version to point at; with --delete, the name of the adapter"
     )
+    parser.add_argument("tag", metavar="TAG", help="a tag, such as prod")
+    _add_expect(parser)
     parser.add_argument("--delete", action="store_true", help="remove the tag")
     add_when_loaded(parser)
     add_connection(parser, "registry")
@@ -41,16 +41,26 @@ def add(commands: Any) -> None:
         commands,
         "split",
         _split,
-        "Share a tag between versions, sticky by caller.",
+        "Split the requests for a tag between versions; each caller keeps its version.",
         "registry split acme/support prod v3=90 v4=10",
     )
-    parser.add_argument("name", metavar="NAME", help="[TENANT/]NAME")
-    parser.add_argument("tag", metavar="TAG", help="such as prod")
-    parser.add_argument("sides", nargs="+", type=_side, metavar="vN=WEIGHT", help="such as v3=90")
-    parser.add_argument("--expect", metavar="DIGEST|none", help="as for tag")
+    _add_name_and_tag(parser)
+    parser.add_argument(
+        "sides",
+        nargs="+",
+        type=_side,
+        metavar="vN=WEIGHT",
+        help="a version and its share of the requests, such as v3=90",
+    )
+    _add_expect(parser)
     add_when_loaded(parser)
     add_connection(parser, "registry")
 
+    _add_rollback_and_history(commands)
+    _add_delete(commands)
+
+
+def _add_rollback_and_history(commands: Any) -> None:
     parser = add_command(
         commands,
         "rollback",
@@ -58,9 +68,14 @@ def add(commands: Any) -> None:
         "Move a tag back to what it pointed at before.",
         "registry rollback acme/support prod",
     )
-    parser.add_argument("name", metavar="NAME", help="[TENANT/]NAME")
-    parser.add_argument("tag", metavar="TAG", help="such as prod")
-    parser.add_argument("--to", type=_version, default=0, metavar="vN", help="to this version")
+    _add_name_and_tag(parser)
+    parser.add_argument(
+        "--to",
+        type=_version,
+        default=0,
+        metavar="vN",
+        help="version to go back to (default: the previous one)",
+    )
     add_connection(parser, "registry")
 
     parser = add_command(
@@ -70,10 +85,21 @@ def add(commands: Any) -> None:
         "Show the last moves of a tag, newest first.",
         "registry history acme/support prod",
     )
-    parser.add_argument("name", metavar="NAME", help="[TENANT/]NAME")
-    parser.add_argument("tag", metavar="TAG", help="such as prod")
+    _add_name_and_tag(parser)
     add_connection(parser, "registry")
-    _add_delete(commands)
+
+
+def _add_name_and_tag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="[TENANT/]NAME")
+    parser.add_argument("tag", metavar="TAG", help="a tag, such as prod")
+
+
+def _add_expect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--expect",
+        metavar="DIGEST|none",
+        help="move the tag only if it points at DIGEST now (none: only if it does not exist)",
+    )
 
 
 def _add_delete(commands: Any) -> None:
@@ -87,7 +113,7 @@ def _add_delete(commands: Any) -> None:
     parser.add_argument(
         "ref",
         metavar="REF",
-        help="NAME:vN; with --all NAME, or a pattern such as 'trace-*' of the tenant's names",
+        help="NAME:vN; with --all: NAME, or a pattern such as 'trace-*'",
     )
     parser.add_argument(
         *("--label", "-l"),
@@ -95,15 +121,17 @@ def _add_delete(commands: Any) -> None:
         default=[],
         type=key_value,
         metavar="K=V",
-        help="with --all: only adapters whose latest version has this label; repeatable",
+        help="with --all: only adapters whose latest version has this label; may be repeated",
     )
-    parser.add_argument("--dry-run", action="store_true", help="with --all: only show the names")
-    parser.add_argument("--all", action="store_true", help="every version and tag of NAME")
+    parser.add_argument("--dry-run", action="store_true", help="with --all: only print the names")
+    parser.add_argument("--all", action="store_true", help="delete all versions and tags")
     parser.add_argument(
-        "--force", action="store_true", help="although tags point there; they go too"
+        "--force", action="store_true", help="also delete the tags that point at the version"
     )
     parser.add_argument(
-        "--purge", action="store_true", help="let the next gc take the files; else after 7 days"
+        "--purge",
+        action="store_true",
+        help="let the next `registry gc` delete the files (default: after 7 days)",
     )
     add_connection(parser, "registry")
 

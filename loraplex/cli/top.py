@@ -35,20 +35,24 @@ def add(commands: Any) -> None:
         commands,
         "top",
         _top,
-        "Watch rates, latency, errors, workers and the adapters in use, until interrupted.",
+        "Watch rates, latency, errors, workers and adapters in use, until interrupted.",
         "loraplex top --interval 5s --sort errors",
     )
     parser.add_argument(
-        "--interval", type=seconds, default=2.0, metavar="TIME", help="between two looks (2s)"
+        "--interval",
+        type=seconds,
+        default=2.0,
+        metavar="TIME",
+        help="time between two updates (default: 2s)",
     )
     parser.add_argument(
-        "--count", type=count, metavar="N", default=0, help="end after N looks (0 = never)"
+        "--count", type=count, metavar="N", default=0, help="stop after N updates (default: never)"
     )
     parser.add_argument(
         "--sort",
         choices=[name for name, _ in _ORDERS.values()],
         default="tokens",
-        help="order of the adapters (tokens)",
+        help="order of the adapters (default: tokens)",
     )
     add_connection(parser, "gateway")
 

@@ -26,11 +26,16 @@ def add(commands: Any) -> None:
         "loraplex usage --adapter acme/support --since 2026-11-01 --csv",
     )
     parser.add_argument(
-        "--tenant", default="", help="of this tenant, or 'all'; both need the first admin key"
+        "--tenant",
+        default="",
+        help="show this tenant, or 'all' tenants; either needs the first admin key (default: your "
+        "own)",
     )
-    parser.add_argument("--adapter", default="", metavar="TENANT/NAME", help="only this adapter")
     parser.add_argument(
-        "--since", default="", metavar="DAY", help="first day, as YYYY-MM-DD (30 days ago)"
+        "--adapter", default="", metavar="TENANT/NAME", help="show only this adapter"
+    )
+    parser.add_argument(
+        "--since", default="", metavar="DAY", help="first day, as YYYY-MM-DD (default: 30 days ago)"
     )
     parser.add_argument("--csv", action="store_true", help="print comma-separated values")
     add_connection(parser, "registry")

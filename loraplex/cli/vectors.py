@@ -21,21 +21,28 @@ def add(commands: Any) -> None:
         commands,
         "embed",
         _embed,
-        "Print a vector of each text; --json prints all of its values.",
+        "Print an embedding of each text; --json prints all of its values.",
         'loraplex embed search:prod "How do I reset my password?" --pooling mean --json',
     )
     parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
     parser.add_argument("texts", metavar="TEXT", nargs="+")
     parser.add_argument(
-        "--pooling", choices=("last", "mean"), default="", help="default: as the adapter says"
+        "--pooling",
+        choices=("last", "mean"),
+        default="",
+        help="how token vectors are pooled (default: set by the adapter)",
     )
     parser.add_argument(
         "--normalize",
         action=argparse.BooleanOptionalAction,
-        help="to length 1; default: as the adapter says",
+        help="scale vectors to length 1 (default: set by the adapter)",
     )
     parser.add_argument(
-        "--dimensions", type=count, metavar="N", default=0, help="first values to keep (all)"
+        "--dimensions",
+        type=count,
+        metavar="N",
+        default=0,
+        help="keep only the first N values (default: all)",
     )
     add_connection(parser, "gateway")
 
@@ -43,10 +50,12 @@ def add(commands: Any) -> None:
         commands,
         "score",
         _score,
-        "Print what the classification head of an adapter says of each text.",
+        "Print the scores of an adapter's classification head for each text.",
         'loraplex score toxicity:prod "have a nice day"',
     )
-    parser.add_argument("ref", metavar="REF", help="reference of an adapter with a head")
+    parser.add_argument(
+        "ref", metavar="REF", help="reference of an adapter with a classification head"
+    )
     parser.add_argument("texts", metavar="TEXT", nargs="+")
     add_connection(parser, "gateway")
 

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from loraplex.workload.trace import Lengths
 
 
+TRACE_HELP = (
+    "CSV log of real requests with the columns timestamp (seconds), model, input_length and "
+    "output_length (tokens). --rate and --duration say how many are sampled. Its models become "
+    "adapters, the most popular one first."
+)
+
+
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """The parameters of a trace, and of judging a run."""
     group = parser.add_argument_group("workload")
@@ -24,32 +31,58 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="CSV log of real requests with the columns timestamp (seconds), model, input_length "
-        "and output_length (tokens), from which as many are drawn as --rate and --duration say; "
-        "its models become adapters, the most popular one first",
+        help=TRACE_HELP,
     )
-    group.add_argument("--adapters", type=count, metavar="N", help="adapters; 0 = the base (10)")
     group.add_argument(
-        "--rate", type=float, metavar="N", default=2.0, help="mean requests a second (2)"
+        "--adapters",
+        type=count,
+        metavar="N",
+        help="number of adapters; 0 = only the base (default: 10)",
     )
-    group.add_argument("--cv", type=float, metavar="N", help="burstiness; 1 = Poisson (1)")
     group.add_argument(
-        "--alpha", type=float, metavar="N", help="power law over adapters; 1 = uniform (1)"
+        "--rate", type=float, metavar="N", default=2.0, help="mean requests per second (default: 2)"
+    )
+    group.add_argument(
+        "--cv",
+        type=float,
+        metavar="N",
+        help="coefficient of variation of the gaps between requests; 1 = Poisson (default: 1)",
+    )
+    group.add_argument(
+        "--alpha",
+        type=float,
+        metavar="N",
+        help="exponent of the power law over adapters; 1 = uniform (default: 1)",
     )
     group.add_argument(
         "--arrivals",
         choices=("per-adapter", "pooled"),
-        help="a Gamma process for each adapter, as in the paper, or one for all, as in S-LoRA's "
-        "released script (per-adapter)",
+        help="one Gamma process per adapter, as in the paper, or one for all, as in S-LoRA's "
+        "released script (default: per-adapter)",
     )
-    group.add_argument("--duration", type=seconds, default=300.0, metavar="TIME", help="(5m)")
+    group.add_argument(
+        "--duration",
+        type=seconds,
+        default=300.0,
+        metavar="TIME",
+        help="length of the trace (default: 5m)",
+    )
     group.add_argument(
         "--lengths",
         metavar="IN,OUT",
-        help="token ranges of prompt and output, or `arena` for chat-like ones (8-512,8-512)",
+        help="ranges of prompt and output tokens, or `arena` for chat-like ones (default: "
+        "8-512,8-512)",
     )
-    group.add_argument("--seed", type=count, metavar="N", default=0, help="(0)")
-    group.add_argument("--slo", type=seconds, default=6.0, metavar="TIME", help="first token (6)")
+    group.add_argument(
+        "--seed", type=count, metavar="N", default=0, help="seed of the trace (default: 0)"
+    )
+    group.add_argument(
+        "--slo",
+        type=seconds,
+        default=6.0,
+        metavar="TIME",
+        help="target time of the first token (default: 6s)",
+    )
 
 
 class Trace(NamedTuple):

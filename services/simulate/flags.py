@@ -33,7 +33,7 @@ def make_parser() -> Parser:
     """All flags."""
     parser = Parser(
         prog="loraplex simulate",
-        description="Run the gateway's and the worker's own decisions under a virtual clock.",
+        description="Run the scheduling code of the gateway and the worker under a virtual clock.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -43,11 +43,18 @@ def make_parser() -> Parser:
         "--costs",
         type=Path,
         metavar="FILE",
-        help="cost model, as --save-costs writes it, or the roofline of a base on a GPU: "
+        help="cost model that --save-costs wrote, or the roofline of a base on a GPU: "
         + ", ".join(ROOFLINE_NAMES),
     )
-    costs.add_argument("--fit", type=Path, metavar="FILE", help="step trace of a real worker")
-    parser.add_argument("--save-costs", type=Path, metavar="FILE", help="write what was fitted")
+    costs.add_argument(
+        "--fit",
+        type=Path,
+        metavar="FILE",
+        help="step trace of a real worker, to fit a cost model from",
+    )
+    parser.add_argument(
+        "--save-costs", type=Path, metavar="FILE", help="write the cost model to FILE"
+    )
     add_workload(parser)
     _add_fleet(parser)
     add_unused_server(parser, "gateway")
@@ -57,56 +64,84 @@ def make_parser() -> Parser:
 
 def _add_fleet(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("fleet")
-    group.add_argument("--workers", type=count, default=1, help="(1)")
+    group.add_argument("--workers", type=count, default=1, help="number of workers (default: 1)")
     group.add_argument(
-        "--ranks", default="S2", metavar="MIX", help="S1 to S6 of S-LoRA, or ranks: 8,64 (S2)"
+        "--ranks",
+        default="S2",
+        metavar="MIX",
+        help="ranks of the adapters: S1 to S6 of the S-LoRA paper, or a list such as 8,64 "
+        "(default: S2)",
     )
     group.add_argument(
         "--kv-memory",
         type=num_bytes,
         metavar="BYTES",
-        help="arena (64MiB; of a roofline what its GPU has left)",
+        help="memory of KV cache and adapters (default: 64MiB, or what the GPU of a roofline has "
+        "left)",
     )
     group.add_argument(
-        "--policy", choices=POLICY_NAMES, default="fair", help="lcfs is simulated only (fair)"
+        "--policy",
+        choices=POLICY_NAMES,
+        default="fair",
+        help="order of waiting requests; lcfs exists only here (default: fair)",
     )
     group.add_argument(
         "--cluster-size",
         type=count,
         default=0,
-        help="number of running adapters from which requests for them go first; 0 = never (0)",
+        help="number of running adapters from which requests for these go first; 0 = never "
+        "(default: 0)",
     )
-    group.add_argument("--max-running", type=count, default=256, help="requests in a step (256)")
-    group.add_argument("--max-step-tokens", type=count, default=2048, help="(2048)")
+    group.add_argument(
+        "--max-num-seqs", type=count, default=256, help="requests in one step (default: 256)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=count,
+        default=2048,
+        help="tokens in one step (default: 2048)",
+    )
     group.add_argument(
         "--max-step",
         type=seconds,
         default=0.2,
         metavar="TIME",
-        help="target time of a step in which requests decode; 0 = none (200ms)",
+        help="target time of a step in which requests decode; 0 = no target (default: 200ms)",
     )
     group.add_argument(
-        "--max-loras", type=count, default=0, help="distinct in a step; 0 = no limit"
+        "--max-loras",
+        type=count,
+        default=0,
+        help="distinct adapters in one step; 0 = no limit (default: 0)",
     )
-    group.add_argument("--max-resident", type=count, default=4096, help="adapter slots (4096)")
+    group.add_argument(
+        "--max-resident", type=count, default=4096, help="adapter slots (default: 4096)"
+    )
+    _add_requests(group)
+
+
+def _add_requests(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--outside",
         type=median_and_p90,
         metavar="TIME[,TIME]",
-        help="of each request, outside the engine: median and 90th percentile, as `bench trace` "
-        "shows them",
+        help="time that a request spends outside the engine: median and 90th percentile, as "
+        "`bench trace` prints them",
     )
-    group.add_argument("--deadline", type=seconds, metavar="TIME", help="of each request")
+    group.add_argument("--deadline", type=seconds, metavar="TIME", help="deadline of each request")
     group.add_argument(
-        "--first-token", type=seconds, metavar="TIME", help="longest wait; later ones are given up"
+        "--first-token",
+        type=seconds,
+        metavar="TIME",
+        help="deadline of the first token; requests that would miss it are abandoned",
     )
     group.add_argument(
         "--direct",
         action="store_true",
-        help="no gateway before the workers: requests queue at them, and none is refused",
+        help="simulate no gateway: requests queue at the workers, and none is refused",
     )
     group.add_argument(
-        "--on-disk", action="store_true", help="adapters lie on every worker's disk already"
+        "--on-disk", action="store_true", help="start with all adapters on every worker's disk"
     )
 
 
@@ -119,7 +154,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Simula
     from loraplex_services.simulate.simulation import SimulatedFleet
     from loraplex_services.worker.types.messages import EngineConfig
 
-    for name in ("workers", "max_running", "max_step_tokens", "max_resident"):
+    for name in ("workers", "max_num_seqs", "max_num_batched_tokens", "max_resident"):
         if getattr(args, name) < 1:
             raise InvalidRequest.field(f"--{name.replace('_', '-')}", 0, "must be 1 or more")
     arena_bytes = arena_bytes if args.kv_memory is None else args.kv_memory
@@ -134,9 +169,9 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Simula
         arena_bytes=arena_bytes,
         max_lora_rank=max(rank_mix(args.ranks)),
         max_resident=args.max_resident,
-        max_step_tokens=args.max_step_tokens,
+        max_step_tokens=args.max_num_batched_tokens,
         max_step_s=args.max_step,
-        max_running=min(args.max_running, args.max_step_tokens),
+        max_running=min(args.max_num_seqs, args.max_num_batched_tokens),
         max_loras=args.max_loras or None,
         policy=args.policy,
         cluster_size=args.cluster_size,

@@ -200,51 +200,118 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="DIR|HUB_ID|s3://...", help="the base model")
-    parser.add_argument("--served-model-name", metavar="ID", help="id that clients use for it")
-    parser.add_argument(
-        "--state-dir", metavar="DIR", help="adapters and caches live here (~/.local/state/loraplex)"
+    _add_base(parser)
+    _add_addresses(parser)
+    _add_memory(parser)
+    return parser
+
+
+def _add_addresses(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processes and addresses")
+    group.add_argument(
+        "--host", help="address on which gateway and registry listen (default: 127.0.0.1)"
     )
-    parser.add_argument("--host", help="where gateway and registry listen (127.0.0.1)")
-    parser.add_argument("--http-port", metavar="PORT", help="OpenAI API (8080); 0 = any free one")
-    parser.add_argument("--grpc-port", metavar="PORT", help="gateway gRPC (50051)")
-    parser.add_argument("--registry-port", metavar="PORT", help="registry gRPC (50052)")
-    parser.add_argument("--workers", metavar="N", help="worker processes (1)")
-    parser.add_argument("--device", metavar="NAME", help="auto, cpu or cuda (auto)")
-    parser.add_argument("--dtype", metavar="NAME", help="auto, float32, bfloat16, float16 (auto)")
-    parser.add_argument(
-        "--attention-backend", metavar="NAME", help="auto, vanilla, cpu or triton (auto)"
+    group.add_argument(
+        "--http-port",
+        metavar="PORT",
+        help="port of the HTTP API; 0 = any free port (default: 8080)",
     )
-    parser.add_argument(
-        "--model-impl", metavar="NAME", help="model code: auto, native or transformers (auto)"
+    group.add_argument(
+        "--grpc-port", metavar="PORT", help="gRPC port of the gateway (default: 50051)"
     )
-    parser.add_argument(
-        "--kv-memory",
-        metavar="BYTES|PERCENT",
-        help="whole arena: 24MiB, or 85%% of what is free once the base is loaded (chosen)",
+    group.add_argument(
+        "--registry-port", metavar="PORT", help="gRPC port of the registry (default: 50052)"
     )
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        metavar="SHARE",
-        help="of a GPU's memory, for weights, steps and arena together (0.9)",
+    group.add_argument("--workers", metavar="N", help="number of worker processes (default: 1)")
+    group.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        help="folder of adapters and caches (default: ~/.local/state/loraplex)",
     )
-    parser.add_argument("--max-loras", metavar="N", help="distinct adapters in a step (no limit)")
-    parser.add_argument("--cluster-size", metavar="N", help="adapters from which on they cluster")
-    parser.add_argument("--max-lora-rank", metavar="N", help="largest rank accepted (256)")
-    parser.add_argument(
+    group.add_argument(
+        "--drain-s",
+        metavar="SECONDS",
+        help="longest time that running requests get to finish after SIGTERM (default: 20)",
+    )
+    group.add_argument(
+        "--insecure", action="store_true", help="allow --host beyond loopback without API keys"
+    )
+
+
+def _add_base(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("base and arithmetic")
+    group.add_argument("--model", metavar="DIR|HUB_ID|s3://...", help="base model (required)")
+    group.add_argument("--served-model-name", metavar="ID", help="id that clients use for the base")
+    group.add_argument("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
+    group.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="arithmetic of the base: auto, float32, bfloat16 or float16 (default: auto)",
+    )
+    group.add_argument(
         "--lora-dtype",
         metavar="NAME",
-        help="of adapters: auto, float32, bfloat16, float16, int8 (auto)",
+        help="storage of adapters: auto, float32, bfloat16, float16 or int8 (default: auto)",
     )
-    parser.add_argument("--quantization", metavar="NAME", help="at load: none, int8, int4 (none)")
-    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="of the cache: auto, int8 (auto)")
-    parser.add_argument("--max-model-len", metavar="N", help="longest context (the base's)")
-    parser.add_argument("--max-num-seqs", metavar="N", help="requests in one step (256)")
-    parser.add_argument("--max-num-batched-tokens", metavar="N", help="tokens of a step (2048)")
-    parser.add_argument("--tensor-parallel", metavar="N", help="ranks that divide a base (1)")
-    parser.add_argument(
-        "--fully-sharded-loras", action="store_true", help="ranks divide adapters completely"
+    group.add_argument(
+        "--quantization",
+        metavar="NAME",
+        help="quantise the base when it is loaded: none, int8 or int4 (default: none)",
     )
-    parser.add_argument("--drain-s", metavar="SECONDS", help="longest drain (20)")
-    parser.add_argument("--insecure", action="store_true", help="allow --host without keys")
-    return parser
+    group.add_argument(
+        "--kv-cache-dtype",
+        metavar="NAME",
+        help="storage of the KV cache: auto or int8 (default: auto)",
+    )
+    group.add_argument(
+        "--attention-backend",
+        metavar="NAME",
+        help="kernels: auto, vanilla, cpu, triton or the name of a package's backend "
+        "(default: auto)",
+    )
+    group.add_argument(
+        "--model-impl",
+        metavar="NAME",
+        help="model code: auto, native or transformers (default: auto)",
+    )
+    group.add_argument(
+        "--tensor-parallel",
+        metavar="N",
+        help="number of processes among which a base is divided (default: 1)",
+    )
+    group.add_argument(
+        "--fully-sharded-loras",
+        action="store_true",
+        help="divide both matrices of each adapter among these processes",
+    )
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory and limits")
+    group.add_argument(
+        "--kv-memory",
+        metavar="BYTES|PERCENT",
+        help="memory of KV cache and adapters: bytes, such as 24MiB, or a percentage of what is "
+        "free once the base is loaded",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="share of a GPU's memory for weights, activations, KV cache and adapters "
+        "(default: 0.9)",
+    )
+    group.add_argument(
+        "--max-model-len",
+        metavar="N",
+        help="longest context in tokens (default: that of the base)",
+    )
+    group.add_argument("--max-num-seqs", metavar="N", help="requests in one step (default: 256)")
+    group.add_argument(
+        "--max-num-batched-tokens", metavar="N", help="tokens in one step (default: 2048)"
+    )
+    group.add_argument(
+        "--max-loras", metavar="N", help="distinct adapters in one step (default: no limit)"
+    )
+    group.add_argument(
+        "--max-lora-rank", metavar="N", help="largest rank that is accepted (default: 256)"
+    )

@@ -382,6 +382,7 @@ class NoRows:
         """Raises Unsupported."""
         description = (
             "this adapter depends on the base's weights (DoRA, trained biases or replaced "
-            "weights), which tensor-parallel ranks read from files; use --load-format auto"
+            "weights), which tensor-parallel ranks read from files; take load-format out of "
+            "LORAPLEX_DEBUG"
         )
         raise Unsupported.field("load_format", "dummy", description)
