@@ -24,7 +24,7 @@ DOCUMENTS = [
     *(path for top in ("demo", "docs", "services") for path in (ROOT / top).rglob("*.md")),
 ]
 PACKAGES = "benchmarks|demo|loraplex|loraplex_services|scripts|services|tests"
-VARIABLES = {knob.name for knob in env.ALL_KNOBS} | {"AWS_ENDPOINT_URL_S3"}
+VARIABLES = {setting.name for setting in env.ALL_SETTINGS} | {"AWS_ENDPOINT_URL_S3"}
 BENCHMARKS = summaries()
 PARSERS = {
     "registry": registry.make_parser,

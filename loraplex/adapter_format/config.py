@@ -202,9 +202,9 @@ def _invocation_tokens(reader: AdapterConfigReader) -> tuple[int, ...] | None:
 def canonical_config(config: AdapterConfig) -> dict[str, object]:
     """What decoding depends on, as a config that `parse_config` reads back to the same values.
 
-    Two files that mean the same give the same result: sets are sorted, defaults filled in, and what
-    has no effect on decoding (names, versions, training knobs) is left out. The pattern maps keep
-    their order, since the first match wins.
+    Two files that mean the same give the same result: sets are sorted, defaults are filled in, and
+    fields without effect on decoding (names, versions, training parameters) are left out. The
+    pattern maps keep their order, since the first match wins.
     """
     tokens = {module: list(ids) for module, ids in config.trainable_token_indices}
     alora = config.alora_invocation_tokens

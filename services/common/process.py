@@ -98,8 +98,8 @@ async def _serve(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def _variables(service: str) -> str:
     """The variables that the service reads, each with its default and meaning."""
     lines = ["variables:"]
-    for knob in variables.read_by(service):
-        default = variables.shown(knob.default)
-        lines.append(f"  {knob.name}" + (f" [{default}]" if default else ""))
-        lines += textwrap.wrap(knob.doc, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for setting in variables.read_by(service):
+        default = variables.shown(setting.default)
+        lines.append(f"  {setting.name}" + (f" [{default}]" if default else ""))
+        lines += textwrap.wrap(setting.doc, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)

@@ -12,8 +12,8 @@ import grpc
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
 from loraplex_services.common.grpc_server import ServerTls
-from loraplex_services.common.knob import Knob
 from loraplex_services.common.rotation import Rotation
+from loraplex_services.common.setting import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
 
 
 def _pair(
-    environ: Mapping[str, str], of_cert: Knob[Path | None], of_key: Knob[Path | None]
+    environ: Mapping[str, str], of_cert: Setting[Path | None], of_key: Setting[Path | None]
 ) -> tuple[Path | None, Path | None]:
     cert, key = _file(environ, of_cert), _file(environ, of_key)
     if (cert is None) != (key is None):
@@ -97,10 +97,10 @@ def _pair(
     return cert, key
 
 
-def _file(environ: Mapping[str, str], knob: Knob[Path | None]) -> Path | None:
-    path = knob.read(environ)
+def _file(environ: Mapping[str, str], setting: Setting[Path | None]) -> Path | None:
+    path = setting.read(environ)
     if path is not None and not path.is_file():
-        raise InvalidRequest.field(knob.name, str(path), "is no file")
+        raise InvalidRequest.field(setting.name, str(path), "is no file")
     return path
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
-from loraplex_services.common.knob import Knob, Switch, debug_switches
+from loraplex_services.common.setting import Setting, Switch, debug_switches
 
 _SERVICE_LINK = re.compile(
     r"_(HOST|SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
@@ -18,8 +18,8 @@ _SERVICE_LINK = re.compile(
 
 def known_names() -> set[str]:
     """Every variable that some service reads."""
-    files = {f"{knob.name}_FILE" for knob in env.ALL_KNOBS if knob.secret}
-    return files | {knob.name for knob in env.ALL_KNOBS}
+    files = {f"{setting.name}_FILE" for setting in env.ALL_SETTINGS if setting.secret}
+    return files | {setting.name for setting in env.ALL_SETTINGS}
 
 
 _NOW_A_SWITCH = "it is a switch now: LORAPLEX_DEBUG={}=VALUE"
@@ -70,7 +70,7 @@ def refuse_unreadable(environ: Mapping[str, str]) -> None:
 
 def check_values(environ: Mapping[str, str], services: Collection[str]) -> None:
     """Read what services read and `loraplex up` does not. Raises InvalidRequest for a bad value."""
-    settings: list[Knob[object] | Switch[object]] = [*env.ALL_KNOBS, *env.ALL_SWITCHES]
+    settings: list[Setting[object] | Switch[object]] = [*env.ALL_SETTINGS, *env.ALL_SWITCHES]
     for setting in settings:
         readers = set(setting.readers.split())
         if "up" not in readers and {*services, "all"} & readers:
@@ -95,11 +95,11 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 def settings_markdown() -> str:
     """The tables of docs/reference/settings.md, which a test compares with these."""
     lines = []
-    for knob in env.ALL_KNOBS:
-        if title := env.SECTIONS.get(knob.name):
+    for setting in env.ALL_SETTINGS:
+        if title := env.SECTIONS.get(setting.name):
             lines += ["", f"### {title}", "", *_header("variable")]
-        name = f"`{knob.name}`" + (" (or `_FILE`)" if knob.secret else "")
-        lines.append(_row(name, knob))
+        name = f"`{setting.name}`" + (" (or `_FILE`)" if setting.secret else "")
+        lines.append(_row(name, setting))
     lines += ["", "### Switches of LORAPLEX_DEBUG", "", *_header("switch")]
     lines += [_row(f"`{switch.name}`", switch) for switch in env.ALL_SWITCHES]
     return "\n".join(lines[1:])
@@ -109,14 +109,16 @@ def _header(first: str) -> list[str]:
     return [f"| {first} | default | read by | meaning |", "|---|---|---|---|"]
 
 
-def _row(name: str, setting: Knob[object] | Switch[object]) -> str:
+def _row(name: str, setting: Setting[object] | Switch[object]) -> str:
     default = shown(setting.default)
     return f"| {name} | {default and f'`{default}`'} | {setting.readers} | {setting.doc} |"
 
 
-def read_by(service: str) -> list[Knob[object]]:
+def read_by(service: str) -> list[Setting[object]]:
     """The variables that a service reads, in the order of the table."""
-    return [knob for knob in env.ALL_KNOBS if {service, "all"} & set(knob.readers.split())]
+    return [
+        setting for setting in env.ALL_SETTINGS if {service, "all"} & set(setting.readers.split())
+    ]
 
 
 def shown(default: object) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, variables
 from loraplex_services.common.addresses import is_loopback
-from loraplex_services.common.knob import Knob
+from loraplex_services.common.setting import Setting
 from loraplex_services.common.units import Memory, whole
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -85,11 +85,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     args = make_parser().parse_args(argv)
     variables.refuse_unreadable(environ)
 
-    def given(flag: str, knob: Knob[Any]) -> Any:
+    def given(flag: str, setting: Setting[Any]) -> Any:
         text = getattr(args, flag)
         if text is None:
-            return knob.read(environ)
-        return _parsed("--" + flag.replace("_", "-"), text, knob.parse)
+            return setting.read(environ)
+        return _parsed("--" + flag.replace("_", "-"), text, setting.parse)
 
     config = UpConfig(
         model=_model(given("model", env.MODEL)),
@@ -143,10 +143,10 @@ def _listener(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -
     )
 
 
-def _no_socket(knob: Knob[str], environ: Mapping[str, str]) -> str:
-    listen = knob.read(environ)
+def _no_socket(setting: Setting[str], environ: Mapping[str, str]) -> str:
+    listen = setting.read(environ)
     if listen.startswith("unix:"):
-        raise InvalidRequest.field(knob.name, listen, "loraplex up needs HOST:PORT")
+        raise InvalidRequest.field(setting.name, listen, "loraplex up needs HOST:PORT")
     return listen
 
 

@@ -112,7 +112,7 @@ class WorkerConfig:
 
 
 def from_env(environ: Mapping[str, str]) -> WorkerConfig:
-    """Read every knob. Raises InvalidRequest naming the variable that is wrong or missing."""
+    """Read every setting. Raises InvalidRequest naming the variable that is wrong or missing."""
     model = env.MODEL.read(environ)
     if not model:
         raise InvalidRequest.field("LORAPLEX_MODEL", "", "must name the base model to serve")

@@ -7,7 +7,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, variables
-from loraplex_services.common.knob import Knob
+from loraplex_services.common.setting import Setting
 from loraplex_services.common.units import Memory
 
 
@@ -22,15 +22,15 @@ def test_unset_and_empty_mean_the_default() -> None:
     assert env.DRAIN_S.read({"LORAPLEX_DRAIN_S": ""}) == 20.0
 
 
-@pytest.mark.parametrize("knob", env.ALL_KNOBS, ids=lambda knob: knob.name)
-def test_documented_default_is_what_the_parser_would_accept(knob: Knob[object]) -> None:
-    assert knob.doc.endswith(".")
-    if isinstance(knob.default, str) and knob.default:
-        assert knob.parse(knob.default) == knob.default
+@pytest.mark.parametrize("setting", env.ALL_SETTINGS, ids=lambda setting: setting.name)
+def test_documented_default_is_what_the_parser_would_accept(setting: Setting[object]) -> None:
+    assert setting.doc.endswith(".")
+    if isinstance(setting.default, str) and setting.default:
+        assert setting.parse(setting.default) == setting.default
 
 
 @pytest.mark.parametrize(
-    ("knob", "text", "value"),
+    ("setting", "text", "value"),
     [
         (env.KV_MEMORY, "24MiB", Memory(24 << 20)),
         (env.DRAIN_S, "500ms", 0.5),
@@ -41,12 +41,12 @@ def test_documented_default_is_what_the_parser_would_accept(knob: Knob[object]) 
         (env.MAX_LORA_RANK, "64", 64),
     ],
 )
-def test_reads_typed_values(knob: Knob[object], text: str, value: object) -> None:
-    assert knob.read({knob.name: text}) == value
+def test_reads_typed_values(setting: Setting[object], text: str, value: object) -> None:
+    assert setting.read({setting.name: text}) == value
 
 
 @pytest.mark.parametrize(
-    ("knob", "text"),
+    ("setting", "text"),
     [
         (env.KV_MEMORY, "lots"),
         (env.DRAIN_S, "-1"),
@@ -59,18 +59,20 @@ def test_reads_typed_values(knob: Knob[object], text: str, value: object) -> Non
         (env.OBJECTS, "  "),
     ],
 )
-def test_bad_value_names_the_variable(knob: Knob[object], text: str) -> None:
+def test_bad_value_names_the_variable(setting: Setting[object], text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        knob.read({knob.name: text})
-    assert caught.value.violations[0].field == knob.name
+        setting.read({setting.name: text})
+    assert caught.value.violations[0].field == setting.name
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"), [(env.ATTENTION_BACKEND, "flashinfer"), (env.QUANTIZATION, "fp8")]
+    ("setting", "value"), [(env.ATTENTION_BACKEND, "flashinfer"), (env.QUANTIZATION, "fp8")]
 )
-def test_a_value_that_is_not_built_yet_is_refused_as_such(knob: Knob[str], value: str) -> None:
+def test_a_value_that_is_not_built_yet_is_refused_as_such(
+    setting: Setting[str], value: str
+) -> None:
     with pytest.raises(InvalidRequest, match=f"{value} is not part of this build yet"):
-        knob.read({knob.name: value})
+        setting.read({setting.name: value})
 
 
 def test_secret_may_come_from_a_file(tmp_path: Path) -> None:

@@ -100,6 +100,6 @@ def test_a_tensor_parallel_worker_has_a_gpu_for_each_rank(folder: Path) -> None:
     ]
     [container] = pod["containers"]
     [ranks] = [var["value"] for var in container["env"] if "TENSOR_PARALLEL" in var["name"]]
-    assert "LORAPLEX_TENSOR_PARALLEL" in {knob.name for knob in variables.read_by("worker")}
+    assert "LORAPLEX_TENSOR_PARALLEL" in {setting.name for setting in variables.read_by("worker")}
     for bound in ("requests", "limits"):
         assert container["resources"][bound]["nvidia.com/gpu"] == int(ranks)

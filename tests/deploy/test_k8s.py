@@ -74,7 +74,7 @@ def test_compose_sets_variables_that_its_services_read() -> None:
     composed = yaml.safe_load((K8S.parent / "compose.yaml").read_text())
     for name in SERVICES:
         own = set(composed["services"][name]["environment"]) - set(composed["x-environment"])
-        read = {knob.name for knob in variables.read_by(name)}
+        read = {setting.name for setting in variables.read_by(name)}
         assert {variable for variable in own if variable.startswith("LORAPLEX_")} <= read
 
 
@@ -118,13 +118,13 @@ def test_services_are_probed_on_a_port_they_open(overlay: Path, name: str) -> No
 
 def test_every_shared_setting_is_a_known_variable(overlay: Path) -> None:
     shared = next(doc for doc in render(overlay) if identity(doc) == ("ConfigMap", "loraplex"))
-    known = {knob.name for knob in env.ALL_KNOBS}
+    known = {setting.name for setting in env.ALL_SETTINGS}
     assert {name for name in shared["data"] if name.startswith("LORAPLEX_")} <= known
 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_reads_every_setting_of_its_own(overlay: Path, name: str) -> None:
-    read = {knob.name for knob in variables.read_by(name)}
+    read = {setting.name for setting in variables.read_by(name)}
     own = {var["name"] for var in _container(render(overlay), name)["env"]}
     assert {variable for variable in own if variable.startswith("LORAPLEX_")} <= read
 

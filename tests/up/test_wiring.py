@@ -57,8 +57,8 @@ def test_children_find_each_other(state: StateDir) -> None:
 def test_every_wired_variable_is_known_and_legal(state: StateDir) -> None:
     for spec in _specs(state, ["--kv-memory", "24MiB"], {}).values():
         assert variables.unknown_variables(spec.environ) == []
-        for knob in env.ALL_KNOBS:
-            knob.read(spec.environ)
+        for setting in env.ALL_SETTINGS:
+            setting.read(spec.environ)
 
 
 def test_flags_reach_the_worker(state: StateDir) -> None:

@@ -17,7 +17,7 @@ DEBUG_LIST = "LORAPLEX_DEBUG"
 
 
 @dataclass(frozen=True, slots=True)
-class Knob(Generic[T]):
+class Setting(Generic[T]):
     """One variable."""
 
     name: str
@@ -59,7 +59,7 @@ class Knob(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Switch(Generic[T]):
-    """One switch of LORAPLEX_DEBUG. The fields are those of `Knob`."""
+    """One switch of LORAPLEX_DEBUG. The fields are those of `Setting`."""
 
     name: str
     parse: Callable[[str], T]
@@ -88,19 +88,19 @@ def debug_switches(environ: Mapping[str, str]) -> dict[str, str]:
     return {name.strip(): value.strip() if sign else "true" for name, sign, value in items}
 
 
-def text_knob(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:
-    return Knob(name, parse_text, default, readers, doc)
+def text_setting(name: str, readers: str, doc: str, default: str = "") -> Setting[str]:
+    return Setting(name, parse_text, default, readers, doc)
 
 
-def choice_knob(name: str, values: str, readers: str, doc: str) -> Knob[str]:
+def choice_setting(name: str, values: str, readers: str, doc: str) -> Setting[str]:
     """One of several words; the first is the default."""
     words = values.split()
-    return Knob(name, choice(*words), words[0], readers, doc)
+    return Setting(name, choice(*words), words[0], readers, doc)
 
 
-def path_knob(name: str, readers: str, doc: str) -> Knob[Path | None]:
-    return Knob(name, Path, None, readers, doc)
+def path_setting(name: str, readers: str, doc: str) -> Setting[Path | None]:
+    return Setting(name, Path, None, readers, doc)
 
 
-def listen_knob(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:
-    return Knob(name, parse_listen, default, readers, doc)
+def listen_setting(name: str, readers: str, doc: str, default: str = "") -> Setting[str]:
+    return Setting(name, parse_listen, default, readers, doc)
