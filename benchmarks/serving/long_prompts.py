@@ -1,4 +1,4 @@
-"""Latency of streams while long prompts run, for several values of `LORAPLEX_MAX_STEP_S`.
+"""Latency of streams while long prompts run, for several target times of a step (`max_step_s`).
 
     python -m benchmarks run serving.long_prompts --work-dir DIR [--bounds 0,0.1,0.2,0.5]
 
@@ -91,7 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
     parser.add_argument("--base", choices=[SMALL.name, *SHAPES], default="135m")
-    parser.add_argument("--bounds", default="0,0.1,0.2,0.5", help="LORAPLEX_MAX_STEP_S; 0 first")
+    parser.add_argument(
+        "--bounds", default="0,0.1,0.2,0.5", help="target times in seconds; 0 (none) comes first"
+    )
     parser.add_argument("--prompt", type=int, default=1500, help="tokens of a long prompt")
     parser.add_argument("--prompts", type=int, default=2, help="of them in a turn")
     parser.add_argument("--turns", type=int, default=9)

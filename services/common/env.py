@@ -264,13 +264,6 @@ GPU_MEMORY_UTILIZATION: Setting[float] = Setting(
 MAX_LORA_RANK: Setting[int] = Setting(
     "LORAPLEX_MAX_LORA_RANK", whole(1, 4096), 256, "up worker", "Largest rank accepted."
 )
-HOST_CACHE_BYTES: Setting[int] = Setting(
-    "LORAPLEX_HOST_CACHE_BYTES",
-    parse_bytes,
-    0,
-    "worker",
-    "On CUDA: pinned host memory for packed adapters; 0 = an eighth of the host's, at most 4 GiB.",
-)
 CACHE_BYTES: Setting[int] = Setting(
     "LORAPLEX_CACHE_BYTES",
     parse_bytes,
@@ -300,21 +293,6 @@ MAX_NUM_BATCHED_TOKENS: Setting[int] = Setting(
 MAX_LORAS: Setting[int] = Setting(
     "LORAPLEX_MAX_LORAS", whole(), 0, "up worker", "Distinct adapters in one step; 0 = no limit."
 )
-MAX_STEP_S: Setting[float] = Setting(
-    "LORAPLEX_MAX_STEP_S",
-    parse_seconds,
-    0.2,
-    "worker",
-    "Target time of a step in which requests decode; prompts are cut to meet it. 0 = no target.",
-)
-POLICY = choice_setting(
-    "LORAPLEX_POLICY",
-    "fair fcfs",
-    "worker",
-    "Order of waiting requests: fair to tenants and adapters, or by arrival.",
-)
-_PREFERS = "Number of running adapters from which a tenant's requests for them go first; 0 = never."
-CLUSTER_SIZE: Setting[int] = Setting("LORAPLEX_CLUSTER_SIZE", whole(), 0, "up worker", _PREFERS)
 
 # Switches of LORAPLEX_DEBUG
 LOG_FORMAT: Switch[str] = Switch(
@@ -361,6 +339,21 @@ GC_INTERVAL_S: Switch[float] = Switch(
     86_400.0,
     "registry",
     "How often unreferenced bytes are collected; 0 = only by `registry gc`.",
+)
+POLICY: Switch[str] = Switch(
+    "policy",
+    choice("fair", "fcfs"),
+    "fair",
+    "worker",
+    "Order of waiting requests: fair to tenants and adapters, or first come, first served.",
+)
+CLUSTER_SIZE: Switch[int] = Switch(
+    "cluster-size",
+    whole(),
+    0,
+    "worker",
+    "Number of running adapters from which a tenant's requests for these go first, as in S-LoRA; "
+    "0 = never.",
 )
 FAILPOINT = Switch(
     "failpoint",

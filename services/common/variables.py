@@ -26,9 +26,12 @@ _NOW_A_SWITCH = "it is a switch now: LORAPLEX_DEBUG={}=VALUE"
 GONE = {
     "LORAPLEX_ADAPTER_DTYPE": "it is called LORAPLEX_LORA_DTYPE now",
     "LORAPLEX_CACHE_DIR": "a worker's disk cache is in LORAPLEX_STATE_DIR now",
+    "LORAPLEX_CLUSTER_SIZE": _NOW_A_SWITCH.format("cluster-size"),
     "LORAPLEX_FAILPOINTS": _NOW_A_SWITCH.format("failpoint"),
     "LORAPLEX_FIRST_TOKEN_S": "it is no longer read; requests bring first_token_s",
     "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
+    "LORAPLEX_HOST_CACHE_BYTES": "it is no longer read; on CUDA, an eighth of the host's memory, "
+    "at most 4 GiB, is pinned for packed adapters",
     "LORAPLEX_LOAD_FORMAT": _NOW_A_SWITCH.format("load-format"),
     "LORAPLEX_LOG_FORMAT": _NOW_A_SWITCH.format("log-format"),
     "LORAPLEX_MAX_BATCH": "it is called LORAPLEX_MAX_NUM_SEQS now",
@@ -39,9 +42,12 @@ GONE = {
     "LORAPLEX_MAX_QUEUED": "it is no longer read; at most 4096 requests wait at a gateway, and "
     "`registry tenants set TENANT --max-concurrent N` limits a tenant",
     "LORAPLEX_MAX_RESIDENT": "it is no longer read; a worker has 4096 slots for adapters",
+    "LORAPLEX_MAX_STEP_S": "it is no longer read; prompts are cut so that a step in which requests "
+    "decode takes about 0.2 s, and LORAPLEX_MAX_NUM_BATCHED_TOKENS bounds its tokens",
     "LORAPLEX_MAX_UNCHECKED_KEY_S": "it is no longer read; while the registry is away, a key is "
     "accepted for one day at most, and not beyond its own expiry (`registry keys create --ttl`)",
     "LORAPLEX_OVERLAP": _NOW_A_SWITCH.format("overlap"),
+    "LORAPLEX_POLICY": _NOW_A_SWITCH.format("policy"),
     "LORAPLEX_PREFIX_CACHE": _NOW_A_SWITCH.format("prefix-cache"),
     "LORAPLEX_REASONING": "it is called LORAPLEX_REASONING_PARSER now",
     "LORAPLEX_REPLACE_BASES": _NOW_A_SWITCH.format("replace-bases"),

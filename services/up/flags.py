@@ -58,7 +58,6 @@ class UpConfig:
     gpu_memory_utilization: float
     """0 = chosen by the worker."""
     max_loras: int
-    cluster_size: int
     max_lora_rank: int
     lora_dtype: str
     quantization: str
@@ -105,7 +104,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         kv_memory=given("kv_memory", env.KV_MEMORY),
         gpu_memory_utilization=given("gpu_memory_utilization", env.GPU_MEMORY_UTILIZATION),
         max_loras=given("max_loras", env.MAX_LORAS),
-        cluster_size=given("cluster_size", env.CLUSTER_SIZE),
         max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
         lora_dtype=given("lora_dtype", env.LORA_DTYPE),
         quantization=given("quantization", env.QUANTIZATION),

@@ -179,7 +179,7 @@ def _check_commands(up: Up) -> None:
     [
         ({"LORAPLEX_OBJECTS": "ftp://host/path"}, (), "LORAPLEX_OBJECTS: must be file:///"),
         ({"LORAPLEX_OBJECTS": "file:///dev/null/x"}, (), "LORAPLEX_OBJECTS: the folder cannot"),
-        ({"LORAPLEX_POLICY": "random"}, (), "LORAPLEX_POLICY: expected one of"),
+        ({"LORAPLEX_CPU_ISA": "mmx"}, (), "LORAPLEX_CPU_ISA: expected one of"),
         ({"LORAPLEX_DEBUG": "overlap=mmx"}, (), "LORAPLEX_DEBUG: expected one of"),
         ({"LORAPLEX_ADMIN_KEY_FILE": "/no/file"}, (), "LORAPLEX_ADMIN_KEY_FILE: cannot be read"),
         pytest.param(

@@ -165,7 +165,6 @@ def build_engine(config: EngineConfig) -> Engine:
         adapter_dtype=config.adapter_dtype,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
-        host_cache_bytes=config.host_cache_bytes,
         num_ranks=config.tensor_parallel,
         fully_sharded_loras=config.fully_sharded_loras,
         on_rank_end=_end_as_rank,

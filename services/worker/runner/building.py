@@ -147,7 +147,7 @@ def _build(
     base_key = weights_key(model_dir, geometry, settings.quantization)
     stored = stored_dtype(settings.adapter_dtype, operators, kv)
     layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
-    host = _pinned_cache(arena, settings.host_cache_bytes)
+    host = _pinned_cache(arena)
     adapters = AdapterWeights(arena, settings.max_resident, model.ropes, layout.ropes, host)
     packer = _packer(layout, geometry, sites, torch_device)
     loader = AdapterLoader(adapters, packer, executors)
@@ -180,10 +180,9 @@ def _adapter_layout(
     )
 
 
-def _pinned_cache(arena: ArenaBuffer, num_bytes: int) -> PinnedCache | None:
-    """Packed images in pinned memory, on CUDA; 0 bytes = chosen here. On a CPU the page cache is as
-    near."""
-    return PinnedCache(arena, num_bytes or default_bytes()) if arena.data.is_cuda else None
+def _pinned_cache(arena: ArenaBuffer) -> PinnedCache | None:
+    """Packed images in pinned memory, on CUDA. On a CPU, the page cache is as near."""
+    return PinnedCache(arena, default_bytes()) if arena.data.is_cuda else None
 
 
 def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:

@@ -44,7 +44,5 @@ class RunnerSettings:
     """What linears of a plain base become when it is loaded: see `model.on_load`."""
     kv_cache_dtype: str = "auto"
     """How keys and values are kept: `auto` = in the model's dtype, or `int8`."""
-    host_cache_bytes: int = 0
-    """Of packed images in pinned memory, on CUDA; 0 = chosen here."""
     fully_sharded_loras: bool = False
     """Divide both matrices of an adapter's pairs among the ranks, not one."""

@@ -63,8 +63,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What linears of a plain base become when it is loaded: `none`, `int8` or `int4`."""
     kv_cache_dtype: str = "auto"
     """How keys and values are kept: `auto` or `int8`."""
-    host_cache_bytes: int = 0
-    """Of packed images in pinned memory, on CUDA; 0 = chosen by the runner."""
     tensor_parallel: int = 1
     """Ranks that share the base, each a process; the engine process is rank 0."""
     fully_sharded_loras: bool = False
