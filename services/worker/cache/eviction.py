@@ -1,7 +1,7 @@
-"""Which idle adapter goes next: an order over idle adapters, so kept that a choice costs O(log n).
+"""Which idle adapter is evicted next. A choice among n idle adapters takes O(log n).
 
-`benchmarks/scheduling/eviction.py` measures it on Zipf and drifting traces; `docs/performance/`
-says what came of it.
+`benchmarks/scheduling/eviction.py` measures the order on Zipf and drifting traces. The results are
+in `docs/performance/adapters.md`.
 """
 
 from __future__ import annotations
@@ -13,76 +13,76 @@ from collections.abc import Collection
 from loraplex_services.worker.types.residency import CachedAdapter
 
 HALF_LIFE_S = 60.0
-"""A use counts half after this long."""
+"""The weight of a use halves in this time."""
 COPY_START_S = 1e-3
-"""A copy of an adapter takes this long plus its share for each block."""
+"""Fixed part of the time that the copy of an adapter takes."""
 COPY_S_PER_BLOCK = 1e-4
-"""Until copies have been measured."""
+"""Time per block until copies have been measured."""
 
 
 class CopyTimes:
-    """How long copies to the device take, as measured recently."""
+    """How long copies to the device take: an exponential average of measured ones."""
 
     def __init__(self) -> None:
         self._s_per_block = COPY_S_PER_BLOCK
 
     def add(self, num_blocks: int, seconds: float) -> None:
-        """A copy took this long."""
+        """Record a copy of `num_blocks` that took `seconds`."""
         self._s_per_block += 0.1 * (seconds / num_blocks - self._s_per_block)
 
     def seconds(self, num_blocks: int) -> float:
-        """What a copy would take."""
+        """Expected time of a copy."""
         return COPY_START_S + num_blocks * self._s_per_block
 
 
 class LeastExpectedLoss:
-    """The adapter whose absence costs least per block goes first: fading count of its uses times
-    the seconds of a copy, over its blocks.
+    """Evicts the adapter whose absence costs least per block: the decaying count of its uses, times
+    the seconds of a copy, divided by its blocks.
 
-    All counts fade alike, so their order does not change while nothing is used: an idle adapter
-    keeps one key, the logarithm of
+    All counts decay at the same rate, so their order does not change while adapters are idle. An
+    idle adapter therefore keeps one key, the logarithm of
 
         sum over uses of 2^(time of use / half-life) * copy seconds / blocks
 
-    Source: LRFU (Lee et al.) for the fading count, GreedyDual-Size-Frequency (Cherkasova) for
-    cost over size.
+    Source: LRFU (Lee et al.) for the decaying count, GreedyDual-Size-Frequency (Cherkasova) for
+    the cost divided by the size.
     """
 
     def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
         self._half_life_s = half_life_s
         self._heap: list[tuple[float, int, CachedAdapter]] = []
         self._entries: dict[str, int] = {}
-        """Number of the entry of each idle adapter; others in the heap are outdated."""
+        """Number of the current heap entry of each idle adapter. Other entries are outdated."""
         self._num_entered = 0
 
     def used(self, adapter: CachedAdapter, now: float) -> None:
-        """A running request starts to use `adapter`, which is not among the idle."""
+        """A running request starts to use `adapter`, which is not idle."""
         use = now / self._half_life_s
         low, high = sorted((adapter.heat, use))
         adapter.heat = high + math.log2(1.0 + 2.0 ** (low - high))
 
     def enter(self, adapter: CachedAdapter, copy_s: float) -> None:
-        """`adapter` has become idle; to have it back would take a copy of `copy_s` seconds."""
+        """`adapter` has become idle. Loading it again would take a copy of `copy_s` seconds."""
         self._num_entered += 1
         self._entries[adapter.digest] = self._num_entered
         key = self.key(adapter, copy_s)
         heapq.heappush(self._heap, (key, self._num_entered, adapter))
 
     def key(self, adapter: CachedAdapter, copy_s: float) -> float:
-        """Logarithm of what its absence would cost for each block."""
+        """Logarithm of the expected cost of its absence per block."""
         unused = adapter.heat == -math.inf  # loaded ahead of requests: counts like one use
         heat = adapter.last_used_s / self._half_life_s if unused else adapter.heat
         return heat + math.log2(copy_s / adapter.num_blocks)
 
     def leave(self, adapter: CachedAdapter) -> None:
-        """`adapter`, which was idle, no longer is."""
+        """`adapter` is no longer idle."""
         del self._entries[adapter.digest]
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
 
     def next_victim(self, protected: Collection[str]) -> CachedAdapter | None:
-        """The next to go of those whose digests are not `protected`; None when there is none."""
+        """The idle adapter to evict next, except `protected` digests; None if there is none."""
         spared: list[tuple[float, int, CachedAdapter]] = []
         victim = None
         while self._heap:
@@ -97,7 +97,7 @@ class LeastExpectedLoss:
         return victim
 
     def uses_per_s(self, adapter: CachedAdapter, now: float) -> float:
-        """How often it was used in the last half-life, about."""
+        """Approximate rate of its uses in the last half-life."""
         count: float = 2.0 ** (adapter.heat - now / self._half_life_s)
         return count * math.log(2) / self._half_life_s
 

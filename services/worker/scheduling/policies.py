@@ -1,4 +1,4 @@
-"""In which order waiting requests are tried. Pure functions; the scheduler is given one."""
+"""The order in which waiting requests are tried. Policies are pure; the scheduler is given one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraplex_services.worker.types.request import Request
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """What a policy may look at besides the request."""
+    """What a policy may read besides the request."""
 
     now: float
     in_use: Collection[str]
@@ -26,26 +26,26 @@ SortKey = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order of the queue: a sort key for each request, least first.
+    """An order of the queue: a sort key for each request, smallest first.
 
-    It orders, it never drops: whatever comes first is admitted first if there is room. Requests
-    of one tenant, priority and adapter set are always served by arrival, and keys must agree with
-    that. A priority may order the requests of one tenant only.
+    A policy orders requests and never drops one. Requests of one tenant, priority and adapter set
+    are always served by arrival, and keys must agree with that. A priority may order only the
+    requests of one tenant.
 
-    A key has two parts, so that a step need not look at all that wait. Requests of one tenant form
-    a group, in which they stand by their own part of the key; while a request waits, both parts
-    only rise.
+    A key has two parts, so that a step does not have to look at all waiting requests. The
+    requests of one tenant form a group and are ordered in it by their own part of the key. While
+    a request waits, neither part may fall.
     """
 
     group_key: Callable[[Request, QueueView], SortKey]
-    """Of a group, which the first of its requests stands for."""
+    """Key of a group, computed from the first of its requests."""
     own_key: Callable[[Request, QueueView], SortKey]
     num_tenant_parts: int
-    """How many parts of the group's key, from its first, tell tenants apart. Without any, all
-    tenants share their groups."""
+    """How many leading parts of the group's key identify the tenant. With 0, all tenants share
+    their groups."""
     clusters: bool = False
-    """A tenant's requests whose adapters are in use form another group than its others. Of the
-    keys of groups, the parts behind the tenants' may fall."""
+    """A tenant's requests whose adapters are in use form a separate group. The parts of a group's
+    key after the tenant's may then fall."""
 
     def key(self, request: Request, view: QueueView) -> SortKey:
         """Both parts."""
@@ -53,8 +53,8 @@ class Policy:
 
 
 def running_order(requests: Iterable[Request]) -> list[Request]:
-    """By arrival, but in the positions of each tenant its requests of the lowest priority number
-    come first: no tenant moves ahead of another by the priorities that it sends."""
+    """Running requests by arrival, where each tenant's positions are filled by its requests in
+    order of priority number. No tenant gets ahead of another by the priorities that it sends."""
     by_arrival = sorted(requests, key=lambda request: request.arrival_s)
     if len({request.priority for request in by_arrival}) <= 1:
         return by_arrival
@@ -69,16 +69,16 @@ def running_order(requests: Iterable[Request]) -> list[Request]:
 
 
 FIRST_COME = Policy(lambda request, view: (), lambda request, view: (request.arrival_s,), 0)
-"""By arrival. Priorities count at the gateway alone."""
+"""By arrival. Priorities count only at the gateway."""
 
 
 MAX_CLUSTER_AGE_S = 30.0
-"""A bound below the time that requests wait anyway would make clustering first come, first served.
+"""If this were below the usual waiting time, clustering would become first come, first served.
 """
 MIN_CLUSTER_QUEUE = 0.5
-"""Waiting requests for each that runs. In a shorter queue nobody is passed over: clustering gains
-little there, and makes those late who would have been in time. `docs/experiments.md` has the
-measurements of both."""
+"""Waiting requests per running request. In a shorter queue, no request is passed over, because
+clustering gains little there and makes requests late. `docs/experiments.md` has the measurements of
+both constants."""
 
 
 def clustered(
@@ -87,11 +87,11 @@ def clustered(
     max_age_s: float = MAX_CLUSTER_AGE_S,
     min_queue: float = MIN_CLUSTER_QUEUE,
 ) -> Policy:
-    """`policy`, but while `cluster_size` adapters run, requests for these come before the others
-    that `policy` puts into the same group (`fair`: one tenant's of one priority).
+    """`policy`, except that while `cluster_size` adapters run, requests for these come before the
+    others of the same group (with `fair`, the requests of one tenant and priority).
 
-    Fewer distinct adapters a step read fewer bytes. Whoever would be next in `policy` is passed
-    over for at most `max_age_s` after it came, and by nobody in a short queue.
+    A step with fewer distinct adapters reads fewer bytes. The request that is next in `policy` is
+    passed over for at most `max_age_s` after its arrival, and never in a short queue.
 
     Source: S-LoRA section 4.2 (adapter clustering), with both bounds and fairness added.
     """
@@ -108,22 +108,23 @@ def clustered(
 
 
 class ServiceCounters:
-    """Service by tenant, and inside a tenant by adapter set, for `fair`."""
+    """The service that each tenant, and each adapter set of a tenant, has received; for `fair`."""
 
     def __init__(self) -> None:
         self.tenants = VirtualCounters()
         self._adapters: dict[str, VirtualCounters] = {}
         self._accounts: dict[Request, tuple[Account, Account]] = {}
-        """Of live requests: their tenant's, and in it their adapter set's."""
+        """Of each live request: the account of its tenant, and of its adapter set within the
+        tenant."""
 
     def arrive(self, request: Request) -> None:
-        """A live request more."""
+        """Add a live request."""
         adapters = self._adapters.setdefault(request.tenant, VirtualCounters())
         of_tenant = self.tenants.arrive(request.tenant)
         self._accounts[request] = of_tenant, adapters.arrive(request.adapters)
 
     def leave(self, request: Request, now: float) -> None:
-        """A live request less."""
+        """Remove a live request."""
         del self._accounts[request]
         self.tenants.leave(request.tenant, now)
         self._adapters[request.tenant].leave(request.adapters)
@@ -131,30 +132,31 @@ class ServiceCounters:
             del self._adapters[request.tenant]
 
     def charge(self, request: Request, num_input: int, num_output: int) -> None:
-        """Count tokens computed for a live `request`, divided by its weight."""
+        """Add tokens that were computed for a live `request`, divided by its weight."""
         cost = service(num_input, num_output, request.fairness_weight)
         of_tenant, of_adapters = self._accounts[request]
         self.tenants.charge(of_tenant, cost)
         of_adapters.served += cost
 
     def accounts(self, request: Request) -> tuple[Account, Account]:
-        """Of a live request: its tenant's, and inside the tenant its adapter set's."""
+        """The accounts of a live request: of its tenant, and of its adapter set within the
+        tenant."""
         return self._accounts[request]
 
 
 def reserved_slots(max_running: int) -> int:
-    """How many slots of a batch are reserved for the tenant that was served least.
+    """Number of slots of a batch that are reserved for the least-served tenant.
 
-    That tenant then starts at once, where in a full batch it would wait for a request to end. The
-    slots are idle only while it asks for less than its share. A handful is enough, because they
-    become free again as fast as other requests end.
+    That tenant can then start immediately instead of waiting in a full batch for a request to
+    end. The slots are idle only while the tenant uses less than its share. A few are enough,
+    because they become free again as fast as other requests end.
     """
     return math.isqrt(max_running // 3)
 
 
 def fair(counters: ServiceCounters) -> Policy:
-    """The least-served tenant first; of its requests the most urgent, then those of its
-    least-served adapter set, then by arrival."""
+    """The least-served tenant first. Its requests are ordered by priority, then by the service of
+    their adapter set, then by arrival."""
 
     def group_key(request: Request, view: QueueView) -> SortKey:
         tenant, _ = counters.accounts(request)

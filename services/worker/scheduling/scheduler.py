@@ -1,8 +1,8 @@
-"""What the next step computes. Owns the queue and the running batch; no torch, no clock, no I/O.
+"""Decides what the next step computes: any mix of prompt chunks, decoded tokens and adapters.
 
-Every step may add, drop and mix requests: chunks of prompts and single decoded tokens, any
-adapters and the bare base. Blocks are found in this order: free ones, idle adapters and
-prefixes, and as the last resort those of the request that arrived last, which is recomputed later.
+Owns the waiting queue and the running batch; uses no torch, clock or I/O. Blocks are taken from
+free ones, then from idle adapters and prefixes, and last from the latest request, which is
+recomputed later.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 MAX_LOADS_PER_STEP = 16
-"""Copies of adapters to the device begun with one step."""
+"""Largest number of adapter copies to the device that one step begins."""
 MAX_PASSED_OVER = 16
-"""Long prompts that wait for another to end; short ones behind more of them are not looked for."""
+"""Long prompts that may wait for another one; behind more, their queue is not searched."""
 MAX_SPARED = 64
 """Adapters of the first waiting requests that are evicted only if nothing else is idle."""
 REWALK_S = 0.1
@@ -77,11 +77,11 @@ class Scheduler:
         self._reclaimer = reclaimer
         self._lookahead = Lookahead(layout, arena, cache, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
-        """State and time of the last walk over the queue, if nothing came of it."""
+        """State and time of the last walk over the queue, if it started nothing."""
         self._num_changes = 0
         self._deadlines = Deadlines(cache, prefixes, (self._waiting, self._running))
         self._lost: list[tuple[Request, LoraplexError]] = []
-        """Found while planning, to be given up before the next plan."""
+        """Requests found while planning that must be given up before the next plan."""
         self._next_step = 0
         self._num_in_flight = 0
         """Steps that were launched and have not ended."""
@@ -93,37 +93,35 @@ class Scheduler:
         """Running requests that do not decode in this step."""
         self.num_preemptions = 0
         self.is_full = False
-        """Memory or the step's token budget kept a request waiting, at the last look."""
+        """True if memory or the step's token budget kept a request waiting in the last walk."""
         self.num_awaiting_copies = 0
-        """Requests that had a slot and memory, but not their adapters, at the last look."""
+        """Requests in the last walk that lacked nothing but their adapters."""
 
     @property
     def waiting(self) -> Collection[Request]:
-        """Requests not in the batch, in no particular order."""
+        """Waiting requests, in no particular order."""
         return self._waiting
 
     @property
     def num_waiting(self) -> int:
-        """Requests not in the batch."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests in the batch."""
         return len(self._running)
 
     @property
     def has_work(self) -> bool:
-        """True while any request waits or runs."""
+        """True while any request is waiting or running."""
         return bool(self._waiting or self._running)
 
     @property
     def queued_tokens(self) -> int:
-        """Known tokens whose KV is still to be computed."""
+        """Number of known tokens whose KV is not computed yet."""
         return self._waiting.num_tokens + self._running.num_pending
 
     def submit(self, request: Request) -> None:
-        """Queue a request, fresh or resumed."""
+        """Queue a new or continued request."""
         assert self._running.get(request.request_id) is None, request.request_id
         if self._counters is not None:
             self._counters.arrive(request)
@@ -135,7 +133,7 @@ class Scheduler:
         self._deadlines.watch(request)
 
     def remove(self, request_id: str, now: float) -> Request | None:
-        """Take a finished, cancelled or failed request out and free its blocks at once."""
+        """Remove a finished, cancelled or failed request and free its blocks immediately."""
         request = self._waiting.pop(request_id)
         if request is None and (request := self._running.pop(request_id)) is not None:
             self._vacate(request, now)
@@ -150,8 +148,9 @@ class Scheduler:
         return self._waiting.needing(digest)
 
     def expired(self, now: float) -> list[tuple[Request, LoraplexError]]:
-        """Requests to give up, each returned once: those past their deadline, those that wait and
-        cannot meet it, and those too large next to pinned adapters. The caller removes them."""
+        """Requests to give up, each returned once: those past their deadline, waiting ones that
+        cannot meet it, and those that do not fit beside pinned adapters. The caller removes
+        them."""
         lost = {r: error for r, error in self._lost if self._deadlines.is_live(r)}
         self._lost.clear()
         return list({**self._deadlines.passed(now), **lost}.items())
@@ -159,13 +158,13 @@ class Scheduler:
     def plan(self, now: float, arrive: Callable[[int], bool] | None = None) -> StepPlan:
         """Decide one step. Mutates requests' block tables; queues loads and evictions.
 
-        While a step is in flight, the plan is empty where it would have to preempt: then the next
-        plan comes after that step. A request whose grammar needs long for a mask is left out until
-        the token in flight is known; the others are not.
+        The plan is empty if it would have to preempt a request while a step is in flight. A request
+        with a slow grammar is left out until the token in flight is known.
 
         Args:
-            arrive: carries out loads that were queued, and returns whether one of them is here
-                already; called with the number of rows that the step has without them.
+            arrive: starts queued loads, given the step's number of rows without them; returns True
+            if
+                one of them has completed.
         """
         must_go = outgrown(self._running, self._limits.rope_switch_len)
         if self._num_in_flight and must_go:
@@ -193,7 +192,7 @@ class Scheduler:
         return self._number(self._uncached.choose(in_batch_order(decodes, others + started)), now)
 
     def _sitting_out(self, now: float) -> Collection[Member]:
-        if self._counters is None:  # first come, first served: nobody is told apart
+        if self._counters is None:  # first come, first served: tenants are not told apart
             return ()
         if not self._uncached.has_others_due:  # else the last step computed none of them
             decoding, tenants = self._running.decoding, self._counters.tenants
@@ -207,8 +206,7 @@ class Scheduler:
         return StepPlan(self._next_step - 1, tuple(rows), self._states.spans(rows, now))
 
     def on_step_launched(self, plan: StepPlan) -> None:
-        """The runner has launched `plan`, which has rows. Later plans run after it, and find its
-        positions in the KV cache."""
+        """The runner has launched `plan`, which has rows; later steps find its KV in the cache."""
         num_outputs = 0
         for row in plan.rows:
             request = row.request
@@ -224,12 +222,12 @@ class Scheduler:
         self._num_in_flight += 1
 
     def on_step_done(self, plan: StepPlan) -> None:
-        """The step that was launched first of those in flight has ended."""
+        """The oldest step in flight has ended."""
         self._num_in_flight -= 1
         self._arena.retire(plan.step)
 
     def runs(self, request: Request) -> bool:
-        """False once a request has ended, which may be while a step computes it."""
+        """False once a request has ended, possibly while a step still computes it."""
         return self._running.get(request.request_id) is request
 
     def on_token(self, request: Request) -> None:
@@ -240,7 +238,7 @@ class Scheduler:
             self._prefixes.keep(request, request.num_computed - 1)
 
     def check_integrity(self) -> None:
-        """Assert that the requests' tables and the arena agree on every block."""
+        """Assert that the block tables of requests agree with the arena."""
         self._arena.check_integrity()
         self._cache.check_integrity()
         self._waiting.check_integrity()
@@ -253,7 +251,7 @@ class Scheduler:
         self._prefixes.states.check_integrity(r.state_key for r in self._running if r.state_key)
 
     def _grow_some(self, wanted: dict[Member, int], now: float) -> bool:
-        """Preempt the last to arrive until the rest has its blocks. True when one went."""
+        """Preempt the latest arrivals until the others have their blocks; True if any went."""
         members = {member.request.request_id: member for member in self._running.members()}
         queue = [members[request.request_id] for request in running_order(self._running)]
         num_before = len(queue)
@@ -267,7 +265,7 @@ class Scheduler:
         return len(queue) < num_before
 
     def _preempt(self, request: Request, now: float) -> None:
-        """Back to the queue; everything but its output is computed again later."""
+        """Return a running request to the queue. All of its KV is computed again later."""
         self._running.pop(request.request_id)
         self._vacate(request, now)
         self._waiting.push(request)
@@ -281,8 +279,8 @@ class Scheduler:
     def _admit(self, now: float, budget: int) -> list[PlannedRow]:
         """Start waiting requests in the policy's order, and the loads that they wait for.
 
-        A walk over the queue of which nothing came is not repeated until something has changed
-        that could matter, or `REWALK_S` have passed.
+        A walk over the queue that started nothing is repeated only after a relevant change, or
+        after `REWALK_S`.
         """
         if not self._waiting and not self._cache.has_prefetches:
             self.is_full, self.num_awaiting_copies, self._reclaimer.spared = False, 0, ()
@@ -298,8 +296,8 @@ class Scheduler:
         return rows
 
     def _walk(self, now: float, budget: int) -> tuple[list[PlannedRow], bool]:
-        """Rows of requests that start, and whether the next walk could end otherwise though
-        nothing else has changed."""
+        """Returns the rows of requests that start, and whether the next walk may start more even if
+        nothing changes in between."""
         rows: list[PlannedRow] = []
         ahead: dict[str, None] = {}
         loads_left = MAX_LOADS_PER_STEP
@@ -352,21 +350,21 @@ class Scheduler:
                 walk.takes_absent = loads_left > 0
                 may_repeat = may_repeat or not loads_left
             if now - request.arrival_s >= self._limits.max_overtaking_s:
-                walk.takes_ready = False  # nobody overtakes it; what comes behind may load
+                walk.takes_ready = False  # no request overtakes it; those behind it may load
             walk.skip_flow()
         self._reclaimer.spared = frozenset(islice(ahead, MAX_SPARED))
         self._cache.load_prefetches(ahead, now)
         return rows, may_repeat or bool(rows) or bool(self._arena.num_retiring)
 
     def _is_lost(self, request: Request, now: float) -> bool:
-        """True for what `expired` returns: it must not start."""
+        """True if the request must not start; `expired` then returns it."""
         error = self._room.too_large(request) or self._deadlines.too_late(request, now)
         if error is not None:
             self._lost.append((request, error))
         return error is not None
 
     def _start(self, request: Request, budget: int, now: float) -> PlannedRow | None:
-        """Its row; None if this step has no tokens or no blocks left for it."""
+        """Start a request. Returns its row, or None if the step has too few tokens or blocks."""
         if not budget and not request.without_cache:
             return None
         slots = self._cache.acquire(request.adapters.digests, now)
@@ -392,7 +390,7 @@ class Scheduler:
         return member.row(num_tokens)
 
     def _awaits_its_turn(self, request: Request, budget: int) -> bool:
-        """A prompt too long for this step, while another such is computed: one after the other."""
+        """True for a prompt that is too long for this step while another such is computed."""
         if request.without_cache:
             return self._uncached.must_wait(request)
         if not self.budget.is_cutting or not 0 < budget < request.num_pending:
