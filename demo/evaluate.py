@@ -30,7 +30,7 @@ class Score:
 def greedy_answers(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]
 ) -> list[str | None]:
-    """Answer prompts greedily; None where no EOS came within MAX_ANSWER_TOKENS.
+    """Answer prompts greedily; None if no EOS came within MAX_ANSWER_TOKENS.
 
     Prompts of equal length run together, so that nothing is padded.
     """

@@ -122,7 +122,7 @@ def reward_of(answer: str, wanted: str) -> float:
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """Rewards of one group in standard deviations from their mean; 0 where all are equal."""
+    """Rewards of one group in standard deviations from their mean; 0 if all are equal."""
     mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
     return [(reward - mean) / (spread + 1e-4) for reward in rewards]
 

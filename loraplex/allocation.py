@@ -9,7 +9,7 @@ def reuse_large_blocks() -> None:
     """Make the C library keep blocks of a message's size for reuse once they are freed.
 
     A stream of 1 MiB messages otherwise spends most of its time in page faults: glibc maps every
-    such block anew and unmaps it after use, until a larger one has been freed, which raises the
+    such block again and unmaps it after use, until a larger one has been freed, which raises the
     threshold for the life of the process. The block is never touched, so it costs no memory. Where
     the C library is another one, nothing happens.
     """

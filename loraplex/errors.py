@@ -112,7 +112,7 @@ class PermissionDenied(LoraplexError):
 
 
 class NotFound(LoraplexError):
-    """What was named does not exist, or is somebody else's."""
+    """What was named does not exist, or belongs to another tenant."""
 
     reason = "NOT_FOUND"
 
@@ -155,7 +155,7 @@ class ResourceExhausted(LoraplexError):
 
 
 class Unavailable(LoraplexError):
-    """Nobody is ready to do it now."""
+    """No server is ready to do it now."""
 
     reason = "UNAVAILABLE"
 

@@ -80,7 +80,7 @@ def parse_public_key(pem: bytes, field: str, value: str) -> ec.EllipticCurvePubl
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise InvalidRequest.field(field, value, "is no EC public key in PEM")
+        raise InvalidRequest.field(field, value, "is not an EC public key in PEM form")
     _algorithm(key)
     return key
 

@@ -25,7 +25,7 @@ STEP_LABEL = "training-step"
 class PublishCallback(TrainerCallback):  # type: ignore[misc]
     """Publishes the adapter at each save of a Trainer.
 
-    A publication that fails is logged, and training goes on, unless `must_succeed`.
+    A publication that fails is logged, and training continues, unless `must_succeed`.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ COUNTS = {
     "once, and one more each second; further keys that the server does not know are refused with "
     "status 429",
     "MAX_UNCHECKED_KEY_S": "seconds for which a gateway accepts a key that it cannot check, "
-    "because the registry is away",
+    "because the registry is unreachable",
     "MAX_RUNNING": "sequences that one gateway relays at a time; further requests wait",
     "MAX_QUEUED": "requests that wait at one gateway; further ones are refused with status 429",
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "

@@ -61,7 +61,7 @@ class AdapterConfig:
     """Of `tasks`; null in the file means `CAUSAL_LM`."""
     pooling: PoolingFields = field(default_factory=PoolingFields)
     ensure_weight_tying: bool = False
-    """What is trained of a tied embedding is trained of the head, too."""
+    """What is trained of a tied embedding is trained of the head as well."""
     init_is_random: bool = False
     """`init_lora_weights` is false: a selected module without tensors would be random in PEFT."""
     rope_scaling: RopeScaling | None = None
@@ -175,7 +175,7 @@ def _token_indices(reader: AdapterConfigReader) -> tuple[tuple[str, tuple[int, .
     result: list[tuple[str, tuple[int, ...]]] = []
     for module, indices in sorted(by_module.items()):
         if not is_index_list(indices) or len(set(indices)) != len(indices):
-            reader.refuse("trainable_token_indices", indices, "must be token ids, each once")
+            reader.refuse("trainable_token_indices", indices, "must be distinct token ids")
             return ()
         result.append((module, tuple(indices)))
     return tuple(result)

@@ -66,7 +66,7 @@ _CONVERT = (
 )
 _LOFTQ = (
     "changed the base before training, which cannot be undone; train without LoftQ "
-    "(init_lora_weights true), on a quantised base, too"
+    "(init_lora_weights true), on a quantised base as well"
 )
 _SERVED_TASKS = (CAUSAL_LM, SEQ_CLS, FEATURE_EXTRACTION)
 _OTHER_TASKS = ("SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
@@ -150,9 +150,13 @@ def check_combinations(reader: AdapterConfigReader) -> None:
     if fields.get("layers_pattern") and fields.get("layers_to_transform") is None:
         reader.refuse("layers_pattern", fields["layers_pattern"], "needs layers_to_transform too")
     if targets in ([], "") and not fields.get("target_parameters"):
-        reader.refuse("target_modules", targets, "is empty: no module would be adapted; name some")
+        reader.refuse(
+            "target_modules", targets, "is empty, so no module would be adapted; name at least one"
+        )
     if fields.get("lora_bias") is True and fields.get("use_dora") is True:
-        reader.refuse("lora_bias", True, "cannot be combined with use_dora, in PEFT either")
+        reader.refuse(
+            "lora_bias", True, "cannot be combined with use_dora, which PEFT refuses as well"
+        )
     if fields.get("alora_invocation_tokens"):
         if fields.get("task_type") in (SEQ_CLS, FEATURE_EXTRACTION):
             hint = "has no invocation: PEFT serves activated LoRA for CAUSAL_LM only"
@@ -162,10 +166,14 @@ def check_combinations(reader: AdapterConfigReader) -> None:
                 hint = "acts on whole requests, but an activated LoRA only from its invocation on"
                 reader.refuse(name, fields[name], hint)
         if fields.get("bias", "none") != "none":
-            reader.refuse("bias", fields["bias"], "cannot go with alora_invocation_tokens")
+            reader.refuse("bias", fields["bias"], "cannot be combined with alora_invocation_tokens")
     if fields.get("target_parameters"):
         for name in ("use_dora", "lora_bias"):
             if fields.get(name) is True:
-                reader.refuse(name, True, "cannot go with target_parameters, in PEFT either")
+                reader.refuse(
+                    name,
+                    True,
+                    "cannot be combined with target_parameters, which PEFT refuses as well",
+                )
     if fields.get("lora_bias") is True and isinstance(fields.get("init_lora_weights"), str):
         reader.refuse("lora_bias", True, "needs init_lora_weights to be true or false")

@@ -58,11 +58,11 @@ class AdapterConfigReader:
         return None
 
     def rank(self, field: str, default: int) -> int:
-        """A whole number of at least 1."""
+        """An integer of at least 1."""
         value = self.fields.get(field, default)
         if _is_rank(value):
             return value
-        self.refuse(field, value, "must be a whole number of at least 1")
+        self.refuse(field, value, "must be an integer of at least 1")
         return default
 
     def number(self, field: str, default: float) -> float:
@@ -104,13 +104,13 @@ class AdapterConfigReader:
         return tuple(sorted(set(value)))
 
     def indices(self, field: str) -> tuple[int, ...]:
-        """A list of whole numbers (or one, or null), sorted, each once."""
+        """A list of integers (or one, or null), sorted, each once."""
         value = self.fields.get(field)
         numbers: object = [value] if type(value) is int else value
         if value is None:
             return ()
         if not is_index_list(numbers):
-            self.refuse(field, value, "must be a whole number from 0, a list of them, or null")
+            self.refuse(field, value, "must be an integer from 0, a list of them, or null")
             return ()
         return tuple(sorted(set(numbers)))
 
@@ -121,7 +121,7 @@ class AdapterConfigReader:
             if _is_rank(value):
                 pairs.append((pattern, value))
             else:
-                self.refuse(f"{field}.{pattern}", value, "must be a whole number of at least 1")
+                self.refuse(f"{field}.{pattern}", value, "must be an integer of at least 1")
         return tuple(pairs)
 
     def numbers_by_pattern(self, field: str) -> tuple[tuple[str, float], ...]:
@@ -164,7 +164,7 @@ class AdapterConfigReader:
 
 
 def is_index_list(value: object) -> TypeGuard[list[int]]:
-    """Whether it is a list of whole numbers from 0 on, of a sane length."""
+    """Whether it is a list of integers from 0 on, of a sane length."""
     if not isinstance(value, list) or len(value) > MAX_LIST_ITEMS:
         return False
     return all(type(v) is int and 0 <= v < 2**31 for v in value)

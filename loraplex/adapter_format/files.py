@@ -95,4 +95,4 @@ def check_files(files: Sequence[File], findings: Findings) -> None:
         seen.add(file.path)
     for name in (CONFIG_FILE, TENSOR_FILE):
         if name not in seen:
-            findings.refuse(name, "missing", "is needed; save the adapter with PEFT")
+            findings.refuse(name, "missing", "is missing; save the adapter with PEFT")

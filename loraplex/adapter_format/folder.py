@@ -96,7 +96,7 @@ class LeftOut:
     """What is in a folder and no part of its adapter."""
 
     names: tuple[str, ...]
-    """The state of a training, pictures, logs: nobody needs to act on them."""
+    """Training state, pictures and logs, which need no action."""
     warnings: tuple[Violation, ...]
     """Other adapters."""
 

@@ -129,7 +129,7 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, object]:
 
 
 def quantisation_of(config: Mapping[str, object]) -> Quantisation | None:
-    """How linears are stored; None where they are plain, or where their family knows it.
+    """How linears are stored; None if they are plain, or where their family knows it.
 
     Raises:
         Unsupported: naming what this build does not know.

@@ -98,7 +98,7 @@ def _whole(reader: AdapterConfigReader, name: str, least: int) -> int | None:
     value = reader.fields.get(name)
     if value is None or (type(value) is int and least <= value < _MAX_TOKEN_ID):
         return value
-    reader.refuse(name, value, f"must be a whole number from {least}, or null")
+    reader.refuse(name, value, f"must be an integer from {least}, or null")
     return None
 
 

@@ -93,7 +93,7 @@ def _names(targets: tuple[str, ...], module: str) -> bool:
 
 
 def read_quantisation(config: Mapping[str, object]) -> Quantisation | None:
-    """Of the text of config.json; None where weights are plain.
+    """Of the text of config.json; None if weights are plain.
 
     Raises:
         Unsupported: naming the method, or the key that this build does not know.
@@ -130,7 +130,7 @@ and the KV cache, which are not quantised here."""
 
 
 class _Keys:
-    """Keys of one object; those that nobody read are refused unless they say nothing."""
+    """Keys of one object; those that were not read are refused unless they have no effect."""
 
     def __init__(self, raw: dict[str, Any], field: str = FIELD) -> None:
         self.raw = raw

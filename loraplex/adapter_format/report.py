@@ -27,7 +27,7 @@ class AdapterModule:
     name: str
     """Base module, such as `model.layers.0.self_attn.q_proj`."""
     rank: int = 0
-    """Rows of A; 0 where the module has no LoRA matrices."""
+    """Rows of A; 0 if the module has no LoRA matrices."""
     scale: float = 0.0
     """Factor of B A x: alpha / r, or alpha / sqrt(r) with rsLoRA, patterns applied."""
     a: TensorInfo | None = None

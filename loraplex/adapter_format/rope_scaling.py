@@ -185,7 +185,7 @@ def _number(value: Mapping[str, object], key: str, low: float, high: float) -> f
         assert isinstance(found, int | float)
         if low <= found <= high:
             return float(found)
-    what = "whole number" if key in _WHOLE else "number"
+    what = "integer" if key in _WHOLE else "number"
     raise _refused(f".{key}", found, f"must be a {what} from {low:g} to {high:g}")
 
 

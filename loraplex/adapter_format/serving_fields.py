@@ -98,7 +98,7 @@ def check_eos_token_ids(
     """Refuse ids that the adapter's model never samples.
 
     Args:
-        table_sizes: rows of the adapter's own tables; 0 where it has none.
+        table_sizes: rows of the adapter's own tables; 0 if it has none.
     """
     own_sizes = [size for size in table_sizes if size]
     limit = own_sizes[0] if own_sizes else vocab_size

@@ -172,7 +172,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _plain(tensor: str) -> str | None:
-    """The plain name; None where a tensor is not the text model's."""
+    """The plain name; None if a tensor is not the text model's."""
     for spelling in WRAPPED:
         if tensor.startswith((spelling.body, f"{spelling.head}lm_head.")):
             return spelling.plain(tensor)

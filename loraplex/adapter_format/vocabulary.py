@@ -53,7 +53,7 @@ def complete_tables(
         findings.warn(
             f"{TENSOR_FILE}:{names[EMBEDDING]}",
             size - geometry.vocab_size,
-            "tokens are added but no tokenizer: text is tokenized as for the base; save the "
+            "adds tokens without a tokenizer, so text is tokenized as for the base; save the "
             "tokenizer with the adapter, or send prompts that use them as token ids",
         )
     return tuple(by_name[name] for name in sorted(by_name))

@@ -64,7 +64,7 @@ def from_rpc_error(error: grpc.RpcError) -> LoraplexError:
 
 
 def has_details(error: grpc.RpcError) -> bool:
-    """True where a server of ours ended the call, false where the transport did."""
+    """True if a server of ours ended the call, false where the transport did."""
     return _status_in_trailers(error) is not None
 
 

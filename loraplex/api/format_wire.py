@@ -70,7 +70,9 @@ def _module_from_proto(message: common_pb2.ModuleGeometry) -> Module:
     kind = _KIND_NAMES.get(message.kind)
     if kind is None:
         path = f"geometry.modules.{message.name}.kind"
-        raise InvalidRequest.field(path, int(message.kind), "is not a kind this build knows")
+        raise InvalidRequest.field(
+            path, int(message.kind), "is of a kind that this build does not know"
+        )
     return Module(message.name, kind, message.in_features, message.out_features, message.has_bias)
 
 

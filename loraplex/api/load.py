@@ -29,7 +29,7 @@ class RecentLoad:
     prompt_tokens: int
     generated_tokens: int
     first_token_p50_s: float
-    """Median time from arrival to first token; 0 where there was none."""
+    """Median time from arrival to first token; 0 if there was none."""
     first_token_p95_s: float
     duration_p50_s: float
     """Median time from arrival to end of the requests that were served."""

@@ -255,7 +255,7 @@ class TenantLimits:
     max_concurrent: int = 0
     fairness_weight: float = 1.0
     signature_keys: tuple[str, ...] = ()
-    """EC public keys in PEM; where there are any, versions need a signature by one of them."""
+    """EC public keys in PEM; if there are any, versions need a signature by one of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class UpdatePolicy(enum.StrEnum):
     FINISH = "finish"
     """It ends with the version that it began with."""
     FOLLOW = "follow"
-    """It goes on with the new version, which computes the prompt and the output so far again."""
+    """It continues with the new version, which computes the prompt and the output so far again."""
     FOLLOW_KEEP_PREFIX = "follow_keep_prefix"
     """The same, with the KV of the tokens so far as the old version computed it, where that is
     still cached."""

@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
 def _nats(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0")
     return value
 
 

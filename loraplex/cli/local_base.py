@@ -15,7 +15,7 @@ def base_folder(base: str, environ: Mapping[str, str]) -> Path:
         InvalidRequest: it is neither.
     """
     if not base:
-        raise InvalidRequest.field("--base", base, "is needed: the adapter names no base")
+        raise InvalidRequest.field("--base", base, "is required, because the adapter names no base")
     folder = Path(base).expanduser()
     if folder.is_dir():
         return folder

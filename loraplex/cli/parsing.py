@@ -103,7 +103,7 @@ def add_connection(parser: argparse.ArgumentParser, server: str) -> None:
 
 
 def add_unused_server(parser: argparse.ArgumentParser, server: str) -> None:
-    """Scripts give one `--registry` or `--gateway` to all commands: those that ask nobody take it
+    """Scripts give one `--registry` or `--gateway` to all commands: offline ones accept it
     too."""
     parser.add_argument(
         f"--{server}",
@@ -147,9 +147,9 @@ def num_bytes(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number from 0 to what the wire carries."""
+    """An integer from 0 to what the wire carries."""
     if not text.isascii() or not text.isdigit() or int(text) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer from 0 up, got {text!r}")
     return int(text)
 
 

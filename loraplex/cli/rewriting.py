@@ -160,7 +160,7 @@ def _merge_into_base(args: argparse.Namespace) -> None:
 
     base = _folder(args.base)
     if base is None:
-        raise InvalidRequest.field("--base", "", "is needed: the base to merge into")
+        raise InvalidRequest.field("--base", "", "is required: name the base to merge into")
     if args.method not in ("linear", "cat"):
         description = "makes an adapter; merge the adapters by it first, then the result into base"
         raise InvalidRequest.field("--method", args.method, description)

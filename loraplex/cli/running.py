@@ -35,7 +35,7 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
         return _print(error, as_json)
     except UnicodeError:
         # Python reads bytes that are not UTF-8 as halves of surrogate pairs, which none can send.
-        return _print(InvalidRequest("an argument, or what was read, is not UTF-8 text"), as_json)
+        return _print(InvalidRequest("an argument or the input is not UTF-8 text"), as_json)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

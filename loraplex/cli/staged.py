@@ -24,7 +24,7 @@ async def until_moved(
 
     Raises:
         Unavailable: the versions were not loaded in time, or cannot be; the tag is where it was.
-        Conflict: somebody moved the tag elsewhere meanwhile.
+        Conflict: another caller moved the tag in the meantime.
     """
     import asyncio
 
@@ -43,7 +43,9 @@ async def until_moved(
             problem = f"{moved} stays where it was: {tag.pending_reason}"
             raise Unavailable(problem, reason="NOT_LOADED")
         if tag is None or _sides(tag.pending) != wanted:
-            raise Conflict(f"{moved} was moved elsewhere meanwhile; read it again, then decide")
+            raise Conflict(
+                f"{moved} was moved by someone else in the meantime; read it again, then decide"
+            )
         await asyncio.sleep(poll_s)
         poll_s = min(2 * poll_s, _MAX_POLL_S)
 

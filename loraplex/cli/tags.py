@@ -199,7 +199,7 @@ async def _split(args: argparse.Namespace) -> None:
 
     targets = dict(args.sides)
     if len(targets) != len(args.sides):
-        raise InvalidRequest("sides: a version may be named once", reason="USAGE")
+        raise InvalidRequest("sides: name each version only once", reason="USAGE")
     async with client_of(args) as client:
         tag = await client.set_tag(
             args.name, args.tag, targets, expect=args.expect, when_loaded_s=args.when_loaded
@@ -236,7 +236,7 @@ async def _delete(args: argparse.Namespace) -> None:
     selected = ":" in args.ref or "@" in args.ref
     if selected == args.all:
         raise InvalidRequest.field(
-            "REF", args.ref, "name one version as NAME:vN, or every one as NAME --all"
+            "REF", args.ref, "name one version as NAME:vN, or all of them as NAME --all"
         )
     if not args.all and (args.label or args.dry_run):
         raise InvalidRequest.field("--label", args.ref, "--label and --dry-run need --all")

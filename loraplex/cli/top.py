@@ -138,7 +138,7 @@ def _rates(recent: RecentLoad) -> list[str]:
 
 
 def _workers(workers: tuple[WorkerStatus, ...], num_lines: int) -> list[str]:
-    """The busiest workers, those that are away first."""
+    """The busiest workers, those that are unreachable first."""
     order = sorted(workers, key=lambda w: (w.connected and w.ready, -w.load.running_requests))
     shown = order if len(order) < num_lines else order[: num_lines - 2]
     rows = [

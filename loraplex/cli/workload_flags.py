@@ -104,7 +104,9 @@ def trace_of(args: argparse.Namespace) -> Trace:
         return Trace(generate(workload), workload.num_adapters, workload.lengths.max_tokens)
     for name in ("adapters", "cv", "alpha", "arrivals", "lengths"):
         if (value := getattr(args, name)) is not None:
-            raise InvalidRequest.field(f"--{name}", value, "comes from the file of --trace")
+            raise InvalidRequest.field(
+                f"--{name}", value, "is determined by the file of --trace; leave it out"
+            )
     requests, num_adapters = sample_log(read_log(args.trace), args.rate, args.duration, args.seed)
     most = max(request.num_input + request.num_output for request in requests)
     return Trace(requests, num_adapters, most)

@@ -94,8 +94,7 @@ class Channel:
             )
         if type(typed) is LoraplexError:
             return Unavailable(
-                f"the connection to the {self._server} at {self.address} broke off: "
-                f"{typed.message}",
+                f"the connection to the {self._server} at {self.address} was lost: {typed.message}",
                 reason="INTERRUPTED",
             )
         return typed

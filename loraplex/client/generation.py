@@ -96,7 +96,7 @@ class ResidentAdapter:
     """One adapter on one worker."""
 
     ref: str
-    """As tenant/name:vN; empty where the gateway does not know the name."""
+    """As tenant/name:vN; empty if the gateway does not know the name."""
     residency: AdapterResidency
 
 

@@ -15,7 +15,8 @@ from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported, Violati
 def memory_files(state_dict: Mapping[str, Any], config: Any) -> list[MemoryFile]:
     """adapter_config.json and adapter_model.safetensors, in this order.
 
-    The tensors may be on any device. They are copied, so that training may go on meanwhile.
+    The tensors may be on any device. They are copied, so that training may continue in the
+    meantime.
 
     Raises:
         InvalidRequest: a value is no tensor, or the config is none.
@@ -49,7 +50,7 @@ def _plain(value: object) -> object:
     """PEFT has sets and enums of text in its configs."""
     if isinstance(value, set | frozenset):
         return sorted(value)
-    raise TypeError(f"a {type(value).__name__} has no form in JSON")
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
 def _safetensors(state_dict: Mapping[str, Any]) -> bytes:

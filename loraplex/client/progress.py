@@ -1,4 +1,4 @@
-"""How long work tells that it goes on."""
+"""How long-running work reports its progress."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ Progress = Callable[[str, int, int], None]
 
 
 def ignore_progress(phase: str, done_bytes: int, total_bytes: int) -> None:
-    """For callers whom nobody watches."""
+    """For callers that show no progress."""

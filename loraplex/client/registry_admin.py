@@ -76,7 +76,7 @@ class RegistryAdmin:
         return Reindexed(answer.versions, answer.tags, answer.bases, answer.epoch)
 
     async def audit(self, tenant: str = "") -> AsyncIterator[AuditEntry]:
-        """Changes by everybody, newest first."""
+        """Changes by all callers, newest first."""
         request = pb.ListAuditRequest(page_size=PAGE_SIZE, tenant=tenant)
         while True:
             page = await self._channel.call(self._stub.ListAudit, request)

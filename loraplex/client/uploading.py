@@ -135,7 +135,7 @@ async def upload(
         except Unavailable as error:
             await asyncio.sleep(error.retry_after_s or pause_s)
         except Blocked as error:
-            # A file that need not be sent was collected meanwhile: open again and send it.
+            # A file that need not be sent was collected in the meantime: open again and send it.
             if error.reason != "UPLOAD_INCOMPLETE":
                 raise
         with contextlib.suppress(Unavailable):

@@ -67,10 +67,10 @@ def _load(folder: Path, base: Path) -> Any:
     try:
         model = peft.PeftModel.from_pretrained(whole, str(folder), config=config).eval()
     except (RuntimeError, ValueError, TypeError) as error:
-        _refuse("peft_type", method, f"is not loaded by PEFT on this base: {str(error)[:200]}")
+        _refuse("peft_type", method, f"cannot be loaded by PEFT on this base: {str(error)[:200]}")
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     if not layers:
-        _refuse("peft_type", method, "changes no weights, so that no LoRA does the same")
+        _refuse("peft_type", method, "changes no weights, so no LoRA is equivalent to it")
     for layer in layers:
         if not isinstance(layer.get_base_layer(), torch.nn.Linear):
             kind = type(layer.get_base_layer()).__name__

@@ -71,7 +71,7 @@ def confine(memory_bytes: int) -> None:
 
 
 def _data_bytes() -> int:
-    """What counts for RLIMIT_DATA today; 0 where the system does not tell."""
+    """What counts for RLIMIT_DATA today; 0 if the system does not tell."""
     try:
         with open("/proc/self/status") as status:
             lines = dict(line.split(":", 1) for line in status)
@@ -88,7 +88,7 @@ def _load(source: BinaryIO, file_bytes: int) -> dict[str, torch.Tensor]:
         name = _GLOBAL.search(str(error))
         if name is None:
             _refuse(
-                PICKLE_FILE, "", "is damaged, or holds more than tensors; nothing of it was run"
+                PICKLE_FILE, "", "is damaged, or holds more than tensors; no code in it was run"
             )
         description = "is code that reading the file would run, so it was not read; do not trust it"
         _refuse(PICKLE_FILE, name[1], description)
@@ -114,7 +114,7 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[s
     """In the dtype that was asked for, or as they are where adapters may have that."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            _refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), "is no floating-point tensor")
+            _refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), "must be a floating-point tensor")
         if dtype is None and tensor.dtype not in _DTYPES:
             description = "is not a dtype of adapters; add --dtype float32"
             _refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), description)

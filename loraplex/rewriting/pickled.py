@@ -48,7 +48,7 @@ def from_pickle(
         description = f"holds no {PICKLE_FILE}, or {TENSOR_FILE} as well; there is nothing to do"
         raise InvalidRequest.field("DIR", str(folder), description)
     if find_spec("torch") is None:
-        raise Unsupported(f"{PICKLE_FILE} is read by torch, which is missing: pip install torch")
+        raise Unsupported(f"{PICKLE_FILE} can be read only with torch: pip install torch")
     names = file_names(folder, tensor_file=PICKLE_FILE)
     with new_folder(out) as partial:
         copy_files(folder, partial, [name for name in names if name != PICKLE_FILE])

@@ -37,7 +37,7 @@ Array = npt.NDArray[np.float32]
 STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """How numpy reads and writes each; bfloat16 as its bits."""
 _MAX_RANK = 1 << 20
-"""Merging may pass through ranks that nobody serves."""
+"""Merging may pass through ranks that are too large to be served."""
 
 
 @dataclass(frozen=True, slots=True)

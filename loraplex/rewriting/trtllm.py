@@ -262,7 +262,7 @@ def _norms(base: CheckpointFolder | None, name: str, a: Array, b: Array) -> Arra
 
 
 def _place(module: AdapterModule) -> TrtllmPlace:
-    """Raises InvalidAdapter where there is none."""
+    """Raises InvalidAdapter if there is none."""
     for part in _NO_PLACE:
         info = getattr(module, part)
         if info is not None:
@@ -280,7 +280,7 @@ def _read(folder: Path) -> tuple[Array, npt.NDArray[np.int64]]:
     weights = weights[0] if weights.ndim == 3 and len(weights) == 1 else weights
     config = config[0] if config.ndim == 3 and len(config) == 1 else config
     if config.ndim != 2 or config.shape[1] not in (3, 4) or config.dtype.kind not in "iu":
-        _refuse(CONFIG_FILE, list(config.shape), "must be whole numbers [1, rows, 3]")
+        _refuse(CONFIG_FILE, list(config.shape), "must be integers [1, rows, 3]")
     is_bfloat16 = weights.dtype == np.dtype("V2")
     if (
         weights.ndim != 2
@@ -312,7 +312,7 @@ def _modules(number: int, layer: int, bases: BaseLinears, where: str) -> list[Mo
     if number in CROSS_ATTENTION:
         _refuse(where, number, "is of cross attention, which no served base has")
     if not 0 <= number <= LAST_ID:
-        _refuse(where, number, f"is no module id that is served (0-{LAST_ID})")
+        _refuse(where, number, f"is not a served module id (0-{LAST_ID})")
     found = bases.modules_of(number, layer)
     if not found:
         _refuse(where, f"id {number} of layer {layer}", "is not a module of the base")
@@ -348,7 +348,7 @@ def _split(
 
 
 def _need_base(why: str) -> NoReturn:
-    raise InvalidRequest.field("--base", "", f"is needed, as a folder or hub id: {why}")
+    raise InvalidRequest.field("--base", "", f"is required, as a folder or hub id: {why}")
 
 
 def _refuse(field: str, value: object, description: str) -> NoReturn:

@@ -84,7 +84,7 @@ class BaseLinears:
         return cls(found)
 
     def modules_of(self, number: int, layer: int) -> list[Module]:
-        """What a row adapts: one module, q, k and v, or all experts; empty where there is none."""
+        """What a row adapts: one module, q, k and v, or all experts; empty if there is none."""
         if number in _EXPERT_NAMES:
             return self._experts(number, layer)
         for name in _NAMES.get(number, ()):

@@ -81,6 +81,6 @@ def _typed_errors(source: str) -> Iterator[None]:
             raise DataLoss(f"{source} changed while it was read; try again") from error
         raise Unavailable(f"{source}: the store answers {status} ({code})") from error
     except (exceptions.FlexibleChecksumError, exceptions.IncompleteReadError) as error:
-        raise DataLoss(f"{source}: what arrived is damaged; try again") from error
+        raise DataLoss(f"{source}: the received data is damaged; try again") from error
     except exceptions.BotoCoreError as error:
         raise Unavailable(f"{source}: the store does not answer: {error}") from error

@@ -102,6 +102,8 @@ def _typed_errors(address: str) -> Iterator[None]:
     except errors.RemoteEntryNotFoundError as error:
         raise NotFound(f"{source} lost a file while it was read; try again") from error
     except errors.HFValidationError as error:
-        raise InvalidRequest.field("DIR", source, "is not a name of the hub") from error
+        raise InvalidRequest.field(
+            "DIR", source, "is not a valid name of a hub repository"
+        ) from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
-        raise Unavailable(f"{source}: the hub does not answer as it should: {error}") from error
+        raise Unavailable(f"{source}: the hub gave an unexpected answer: {error}") from error

@@ -96,7 +96,7 @@ class _Registry:
             raise DataLoss(f"{self.source}: a manifest of more than {MAX_DOCUMENT_BYTES} bytes")
         own = f"sha256:{hashlib.sha256(raw).hexdigest()}"
         if digest and own != digest:
-            raise DataLoss(f"{self.source}: the manifest that arrived is {own}")
+            raise DataLoss(f"{self.source}: the received manifest has the digest {own}")
         return raw, own
 
     def chunks(self, digest: str) -> Iterator[bytes]:
@@ -113,11 +113,11 @@ class _Registry:
             return NotFound(f"{self.source} is not in the registry")
         if error.code in (401, 403):
             hint = f"log in with 'docker login {self.host}' or 'oras login {self.host}'"
-            return PermissionDenied(f"{self.source}: the registry refuses; {hint}")
+            return PermissionDenied(f"{self.source}: the registry refuses access; {hint}")
         return self._away(error)
 
     def _away(self, error: BaseException) -> Unavailable:
-        return Unavailable(f"{self.source}: the registry does not answer as it should: {error}")
+        return Unavailable(f"{self.source}: the registry gave an unexpected answer: {error}")
 
 
 def fetch_from_registry(address: str, folder: Path, progress: Progress) -> tuple[Violation, ...]:
@@ -187,7 +187,7 @@ def _get(url: str, authorization: str, accept: str) -> HTTPResponse:
 def _answer_to(challenge: str, host: str) -> str:
     """The value of `Authorization` that a registry asks for.
 
-    Raises: HTTPError where a token is refused; ValueError where there is nothing to answer with.
+    Raises: HTTPError where a token is refused; ValueError if there is nothing to answer with.
     """
     scheme, _, rest = challenge.partition(" ")
     basic = _stored_login(host)
@@ -198,7 +198,7 @@ def _answer_to(challenge: str, host: str) -> str:
     # A login goes over plain HTTP only where the registry itself is asked so.
     is_local = _LOOPBACK.fullmatch(host) and realm.startswith("http://")
     if scheme.lower() != "bearer" or not (is_local or realm.startswith("https://")):
-        raise PermissionDenied(f"{host} wants a login: 'docker login {host}'")
+        raise PermissionDenied(f"{host} requires a login: 'docker login {host}'")
     query = {key: fields[key] for key in ("service", "scope") if key in fields}
     url = f"{realm}?{urllib.parse.urlencode(query)}"
     with _get(url, f"Basic {basic}" if basic else "", "application/json") as answer:

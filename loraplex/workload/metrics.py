@@ -50,7 +50,7 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one figure over requests, in seconds; all 0 where there was nothing to measure."""
+    """Of one figure over requests, in seconds; all 0 if there was nothing to measure."""
 
     mean_s: float
     p50_s: float

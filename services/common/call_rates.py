@@ -1,7 +1,7 @@
 """How many calls of one tenant a server answers in a second.
 
 A call beyond the rate waits for its time, and one that would wait too long is refused. Refusals
-wait, too: a client that asks again at once would otherwise cost as much as one that is answered.
+wait as well: a client that asks again at once would otherwise cost as much as one that is answered.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _DELAYED_REASONS = frozenset({"TOO_MANY_CALLS", "TOO_MANY_WAITING", "TOO_MANY_WR
 
 
 class DelayedRefusals:
-    """Holds back the refusals of calls that are too many. They hold no message meanwhile."""
+    """Holds back the refusals of calls that are too many. They hold no message in the meantime."""
 
     def __init__(self) -> None:
         self._num_delayed = 0

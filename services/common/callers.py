@@ -26,7 +26,7 @@ class Caller:
 
 
 LOCAL = Caller(DEFAULT_TENANT, "", ALL_SCOPES)
-"""Everybody, where the server listens on loopback without auth."""
+"""Every caller, if the server listens on loopback without auth."""
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=LOCAL)
 

@@ -22,13 +22,13 @@ from loraplex_services.common.units import (
     ATTENTION_GROUP,
     Memory,
     choice,
+    integer,
     parse_bool,
     parse_list,
     parse_memory,
     parse_share,
     parse_store_url,
     parse_text,
-    whole,
 )
 
 # Addresses and credentials of clients
@@ -233,7 +233,7 @@ MODEL_IMPL = choice_setting(
 )
 TENSOR_PARALLEL: Setting[int] = Setting(
     "LORAPLEX_TENSOR_PARALLEL",
-    whole(1),
+    integer(1),
     1,
     "up worker",
     "Ranks of one machine that divide a base; must divide its heads.",
@@ -262,7 +262,7 @@ GPU_MEMORY_UTILIZATION: Setting[float] = Setting(
     "Share of a GPU's memory for weights, steps and arena; unset = 0.9.",
 )
 MAX_LORA_RANK: Setting[int] = Setting(
-    "LORAPLEX_MAX_LORA_RANK", whole(1, 4096), 256, "up worker", "Largest rank accepted."
+    "LORAPLEX_MAX_LORA_RANK", integer(1, 4096), 256, "up worker", "Largest rank accepted."
 )
 CACHE_BYTES: Setting[int] = Setting(
     "LORAPLEX_CACHE_BYTES",
@@ -274,24 +274,24 @@ CACHE_BYTES: Setting[int] = Setting(
 
 # Worker: what a step holds
 MAX_NUM_SEQS: Setting[int] = Setting(
-    "LORAPLEX_MAX_NUM_SEQS", whole(1), 256, "up worker", "Largest number of requests in one step."
+    "LORAPLEX_MAX_NUM_SEQS", integer(1), 256, "up worker", "Largest number of requests in one step."
 )
 MAX_MODEL_LEN: Setting[int] = Setting(
     "LORAPLEX_MAX_MODEL_LEN",
-    whole(),
+    integer(),
     0,
     "up worker",
     "Longest context in tokens, prompt and output together; 0 = the base's.",
 )
 MAX_NUM_BATCHED_TOKENS: Setting[int] = Setting(
     "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
-    whole(1),
+    integer(1),
     2048,
     "up worker",
     "Token budget of one step, shared by prompts and by requests that decode.",
 )
 MAX_LORAS: Setting[int] = Setting(
-    "LORAPLEX_MAX_LORAS", whole(), 0, "up worker", "Distinct adapters in one step; 0 = no limit."
+    "LORAPLEX_MAX_LORAS", integer(), 0, "up worker", "Distinct adapters in one step; 0 = no limit."
 )
 
 # Switches of LORAPLEX_DEBUG
@@ -349,7 +349,7 @@ POLICY: Switch[str] = Switch(
 )
 CLUSTER_SIZE: Switch[int] = Switch(
     "cluster-size",
-    whole(),
+    integer(),
     0,
     "worker",
     "Number of running adapters from which a tenant's requests for these go first, as in S-LoRA; "

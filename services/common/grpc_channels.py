@@ -47,7 +47,7 @@ class PlainChannels:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
 
     def to_name(self, server_name: str) -> OpenChannel:
-        """Itself: without TLS nobody shows a certificate."""
+        """Itself: without TLS, there are no certificates."""
         return self
 
 

@@ -119,7 +119,7 @@ class _Shared:
 
     @asynccontextmanager
     async def opened(self, method: str, context: Context) -> AsyncIterator[None]:
-        """Count such a stream meanwhile, or end it if there are too many."""
+        """Count such a stream in the meantime, or end it if there are too many."""
         if self.num_open[method] >= MAX_OPEN_STREAMS:
             why = f"{MAX_OPEN_STREAMS} calls of {method} are open, which is the limit"
             error = ResourceExhausted(why, reason="TOO_MANY_CALLS", retry_after_s=1.0)
@@ -141,8 +141,8 @@ class _Call:
 
     @asynccontextmanager
     async def admitted(self, context: Context) -> AsyncIterator[None]:
-        """Check who calls and how often, and count the call meanwhile. What is raised within ends
-        the call with its status."""
+        """Check who calls and how often, and count the call in the meantime. What is raised within
+        ends the call with its status."""
         try:
             caller = await _identify(self.method, self.shared.auth, context)
             with self.shared.open_calls.counted(self.method, caller):

@@ -195,8 +195,8 @@ def _bind(server: grpc.aio.Server, address: str, tls: ServerTls | None, setting:
         raise InvalidRequest.field(
             setting,
             address,
-            f"cannot listen on {address}: taken or not an address of this machine; choose another "
-            "port, or 0 for any free one",
+            f"cannot listen on {address}: it is taken or no address of this machine; choose "
+            "another port, or 0 for any free one",
         ) from error
 
 

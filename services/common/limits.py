@@ -228,7 +228,8 @@ MAX_WRONG_KEYS_PER_PEER = 60
 WRONG_KEYS_PER_S = 1.0
 """How fast it may send further ones."""
 MAX_UNCHECKED_KEY_S = 24 * 3600
-"""How long a key that the registry cannot check, because it is away, stays valid at a gateway."""
+"""How long a key that the registry cannot check, because it is unreachable, stays valid at a
+gateway."""
 MAX_RUNNING = 4096
 """Sequences that one gateway relays at a time."""
 MAX_QUEUED = 4096

@@ -38,7 +38,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, service, logger, event, then the fields."""
+    """One JSON object per line: time, level, service, logger, event, then the fields."""
 
     def __init__(self, service: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Spans of OpenTelemetry's SDK, sent to a collector in batches by a thread of its own.
 
 Only `open_tracer` imports this. The SDK reads the standard variables for the endpoint, the sampler,
-the batches and the resource. If the collector is away, spans are dropped beyond the SDK's queue.
-"""
+the batches and the resource. If the collector is unreachable, spans are dropped beyond the SDK's
+queue."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ async def start_module(
     Args:
         module: full name of the module.
         max_line_bytes: longest line of an answer.
-        shows_errors: whether its stderr is this process's, else nobody's.
+        shows_errors: whether its stderr is this process's; otherwise it is discarded.
     """
     environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -79,7 +79,7 @@ class ProcessPool:
             ) from None
         process = None
         try:
-            if (known := self._known(key)) is not None:  # meanwhile
+            if (known := self._known(key)) is not None:  # in the meantime
                 return known
             process = self._idle_one() or await self._started()
             answer = await self._answer(process, job, key)
@@ -99,7 +99,7 @@ class ProcessPool:
         while self._idle:
             self._kill(self._idle.pop())
         for process in self._all:
-            process.kill()  # whoever waits for its answer collects it
+            process.kill()  # the caller that waits for its answer collects it
         if self._all or self._tasks:
             await self._gone.wait()
 
@@ -141,7 +141,7 @@ class ProcessPool:
             raise Unavailable("the server stops", retry_after_s=1.0)
         process = await start_module(self._module)
         self._all.add(process)
-        if self._is_closed:  # meanwhile
+        if self._is_closed:  # in the meantime
             process.kill()
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):

@@ -1,7 +1,7 @@
 """Notices that certificate files were replaced, as cert-manager and its like do in time.
 
 Looked at when it matters, before a handshake or a new connection: there is nothing to wait for and
-no thread. What runs on open connections goes on.
+no thread. What runs on open connections continues.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Rotation:
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """None where the file is missing, as it may be for a moment."""
+    """None if the file is missing, as it may be for a moment."""
     try:
         found = file.stat()
     except OSError:

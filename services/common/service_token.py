@@ -1,6 +1,6 @@
 """How services know each other: by a certificate (mTLS), or by a secret that they all have.
 
-The secret travels as `authorization: Bearer <token>`. Its file may hold several, one a line: the
+The secret travels as `authorization: Bearer <token>`. Its file may hold several, one per line: the
 first is shown, all are accepted, so that it can be changed while everything runs.
 """
 
@@ -43,7 +43,7 @@ def is_service_token(shown: str, token: str) -> bool:
 
 
 def read_service_token(path: Path | None) -> str:
-    """The tokens, one a line, or "" without a file.
+    """The tokens, one per line, or "" without a file.
 
     Raises:
         InvalidRequest: the file cannot be read or is empty.

@@ -20,7 +20,7 @@ class TenantSlots:
     def __init__(
         self, num_slots: int, *, max_held: int = 0, max_waiting_per_tenant: int = 256
     ) -> None:
-        """`max_held`: how many slots a tenant may hold; 0 = all but one, where there are more."""
+        """`max_held`: how many slots a tenant may hold; 0 = all but one, if there are more."""
         self._num_free = num_slots
         self._most_held = max_held or max(1, num_slots - 1)
         self._max_waiting = max_waiting_per_tenant
@@ -66,7 +66,7 @@ class TenantSlots:
 
     @asynccontextmanager
     async def held(self, tenant: str, what: str) -> AsyncIterator[None]:
-        """Hold a slot meanwhile. Raises as `take` does."""
+        """Hold a slot in the meantime. Raises as `take` does."""
         await self.take(tenant, what)
         try:
             yield

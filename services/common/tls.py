@@ -93,7 +93,9 @@ def _pair(
     cert, key = _file(environ, of_cert), _file(environ, of_key)
     if (cert is None) != (key is None):
         missing = of_cert if cert is None else of_key
-        raise InvalidRequest.field(missing.name, "", "certificate and key go together; name both")
+        raise InvalidRequest.field(
+            missing.name, "", "a certificate and its key go together; set both"
+        )
     return cert, key
 
 

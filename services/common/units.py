@@ -51,7 +51,7 @@ def choice(*options: str, not_yet: Sequence[str] = (), group: str = "") -> Calla
     """A parser of one of `options`. Those in `not_yet` are refused with a sentence of their own.
 
     Args:
-        group: of entry points, whose names are options, too. Nothing is imported.
+        group: of entry points, whose names are options as well. Nothing is imported.
     """
 
     def parse(text: str) -> str:
@@ -77,14 +77,14 @@ def _registered(group: str) -> Sequence[str]:
     return sorted(metadata.entry_points(group=group).names) if group else ()
 
 
-def whole(at_least: int = 0, at_most: float = math.inf) -> Callable[[str], int]:
-    """A parser of whole numbers within bounds."""
+def integer(at_least: int = 0, at_most: float = math.inf) -> Callable[[str], int]:
+    """A parser of integers within bounds."""
 
     def parse(text: str) -> int:
         digits = text.strip()
         if not digits.isdigit() or not at_least <= int(digits) <= at_most:
             bound = f" and at most {at_most}" if at_most < math.inf else ""
-            raise ValueError(f"expected a whole number of at least {at_least}{bound}")
+            raise ValueError(f"expected an integer of at least {at_least}{bound}")
         return int(digits)
 
     parse.__name__ = "number"

@@ -1,4 +1,4 @@
-"""The variables of `env.py` taken together: what each service reads, and what nobody does."""
+"""The variables of `env.py` taken together: what each service reads, and what no service reads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ GONE = {
     "LORAPLEX_MAX_RESIDENT": "it is no longer read; a worker has 4096 slots for adapters",
     "LORAPLEX_MAX_STEP_S": "it is no longer read; prompts are cut so that a step in which requests "
     "decode takes about 0.2 s, and LORAPLEX_MAX_NUM_BATCHED_TOKENS bounds its tokens",
-    "LORAPLEX_MAX_UNCHECKED_KEY_S": "it is no longer read; while the registry is away, a key is "
+    "LORAPLEX_MAX_UNCHECKED_KEY_S": "it is no longer read; while the registry is unreachable, "
+    "a key is "
     "accepted for one day at most, and not beyond its own expiry (`registry keys create --ttl`)",
     "LORAPLEX_OVERLAP": _NOW_A_SWITCH.format("overlap"),
     "LORAPLEX_POLICY": _NOW_A_SWITCH.format("policy"),
@@ -70,7 +71,9 @@ def refuse_unreadable(environ: Mapping[str, str]) -> None:
     for name in debug_switches(environ):
         if name not in known:
             raise InvalidRequest.field(
-                env.DEBUG.name, name, f"{name!r} is no switch; there are {', '.join(known)}"
+                env.DEBUG.name,
+                name,
+                f"{name!r} is not a switch; the switches are {', '.join(known)}",
             )
 
 
@@ -84,7 +87,7 @@ def check_values(environ: Mapping[str, str], services: Collection[str]) -> None:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """One warning for each LORAPLEX_* variable that nobody reads.
+    """One warning for each LORAPLEX_* variable that no service reads.
 
     Names shaped like the service links that Kubernetes injects are left out.
     """

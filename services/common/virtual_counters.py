@@ -52,7 +52,7 @@ class VirtualCounters:
 
     def arrive(self, name: Hashable) -> Account:
         """A request comes. A name that had none is lifted to the least-served present one, or to
-        the one that was last served when nobody was left.
+        the one that was served last when the last account left.
 
         Idle time earns no credit.
         """
@@ -92,7 +92,7 @@ class VirtualCounters:
         self.last_served = account
 
     def is_least_served(self, name: Hashable, now: float) -> bool:
-        """Whether nobody present, or expected back, was served less than `name`."""
+        """Whether no account that is present, or expected back, was served less than `name`."""
         self._expect(now)
         served = self.accounts[name].served
         expected = (self.accounts[other] for other in self.left_s if other in self.accounts)
@@ -104,12 +104,13 @@ class VirtualCounters:
         return len(self.present) + len(self.left_s)
 
     def _expect(self, now: float) -> None:
-        """Nobody who left long ago."""
+        """Drop accounts that left long ago."""
         while self.left_s and now - next(iter(self.left_s.values())) > EXPECTED_BACK_S:
             del self.left_s[next(iter(self.left_s))]
 
     def _forget(self) -> None:
-        """Drop the absent whom an arrival would lift anyway, or all if nobody is present."""
+        """Drop absent accounts that an arrival would lift anyway, or all of them if none is
+        present."""
         floor = min((other.served for other in self.present.values()), default=math.inf)
         self.accounts = {
             name: account

@@ -103,7 +103,7 @@ class Gateway:
         give_up: asyncio.Event | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """Binds the HTTP address; sets `give_up` if the gateway cannot go on, and `error`.
+        """Binds the HTTP address; sets `give_up` if the gateway cannot continue, and `error`.
         Raises: InvalidRequest if the address is in use."""
         self._config = config
         self._give_up = give_up or asyncio.Event()

@@ -52,7 +52,7 @@ async def read_intact(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> 
         try:
             records.append(_decoded(cls, key, data))
         except DataLoss as error:
-            logger.error("a document was left out", extra={"problem": error.message})
+            logger.error("a damaged document was skipped", extra={"problem": error.message})
     return records
 
 
@@ -79,7 +79,7 @@ async def change(
 ) -> R | None:
     """Replace a document by `step(current)`, again and again until no other writer got between.
 
-    `step` gets None where there is no document, returns None to leave things as they are, and may
+    `step` gets None if there is no document, returns None to leave things as they are, and may
     raise. Returns the document as it is now.
     """
     for attempt in range(_MAX_TRIES):

@@ -45,7 +45,8 @@ class Costs:
     load_byte_s: float
     """Of every byte copied."""
     fetch_s: float
-    """From the first request for an adapter until it is verified on disk; steps go on meanwhile."""
+    """From the first request for an adapter until it is verified on disk; steps continue in the
+    meantime."""
     fetch_byte_s: float
     """Of every byte fetched."""
     request_s: float

@@ -73,7 +73,7 @@ def fit_trace(path: Path) -> Fitted:
         )
     if lacking := [name for name in STEP_FIELDS if any(name not in step for step in steps)]:
         raise InvalidRequest.field(
-            "--fit", path, f"its steps lack {lacking[0]!r}: written by another version, trace anew"
+            "--fit", path, f"its steps lack {lacking[0]!r}: written by another version, trace again"
         )
     costs = dataclasses.replace(
         DEFAULTS,

@@ -187,7 +187,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Simula
 
 
 def median_and_p90(text: str) -> tuple[float, float]:
-    """`6ms,11ms`; one time alone is everybody's. Raises argparse.ArgumentTypeError."""
+    """`6ms,11ms`; a single time applies to all requests. Raises argparse.ArgumentTypeError."""
     median, _, p90 = text.partition(",")
     times = seconds(median), seconds(p90 or median)
     if times[1] < times[0]:

@@ -50,7 +50,7 @@ class SimulatedGateway:
         *,
         keeps_queue: bool = True,
     ) -> None:
-        """`limits` None: every request goes on to a worker at once, and queues there. Without
+        """`limits` None: every request is sent to a worker at once and queues there. Without
         `keeps_queue`, every request within the limits does."""
         self._workers = {worker.worker_id: worker for worker in workers}
         ready = self._ready if keeps_queue else None

@@ -66,7 +66,7 @@ class SimulatedCopy:
         return self
 
     def add_done_callback(self, callback: Callable[[SimulatedCopy], object], /) -> None:
-        """Nobody sleeps here who would have to be woken."""
+        """Nothing sleeps here that would have to be woken."""
 
 
 class TimedRunner:

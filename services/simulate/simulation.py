@@ -216,7 +216,7 @@ class Simulation:
                 return
             heapq.heappop(self._turns)
             worker = self._workers[index]
-            if moment_s == worker.next_turn_s:  # else something came meanwhile, with its own turn
+            if moment_s == worker.next_turn_s:  # else something came in between, with its own turn
                 if (output := worker.take_turn()) is not None:
                     self._take_in(output, moment_s)
                 if (next_s := worker.next_turn_s) < math.inf:

@@ -19,7 +19,7 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("everybody waits and nothing will ever happen")
+            raise RuntimeError("deadlock: all tasks wait and no timer is set")
         self.now_s += max(timeout, 0.0)
         return []
 
@@ -46,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return True
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """A callback that fails ends the run: to log it would let virtual time go on forever."""
+        """A callback that fails ends the run: to log it would let virtual time continue forever."""
         if "handle" in context:
             raise context["exception"]
         super().call_exception_handler(context)

@@ -30,7 +30,7 @@ class Child:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self.was_ready = False
-        """Set by whoever sees it ready: from then on it is restarted until `stop`."""
+        """Set once it has been ready: from then on it is restarted until `stop`."""
         self.last_error = ""
         """Why the last process ended, in its own words; "" = it did not say."""
         self._process: asyncio.subprocess.Process | None = None
@@ -56,7 +56,7 @@ class Child:
             if asyncio.get_running_loop().time() - started_s > STEADY_S:
                 pause_s = FIRST_PAUSE_S
             logger.warning(
-                "child ended, starting it again",
+                "child ended; restarting it",
                 extra={
                     "child": self.spec.name,
                     "exit_code": code,

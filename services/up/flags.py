@@ -14,7 +14,7 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, variables
 from loraplex_services.common.addresses import is_loopback
 from loraplex_services.common.setting import Setting
-from loraplex_services.common.units import Memory, whole
+from loraplex_services.common.units import Memory, integer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -137,7 +137,7 @@ def _listener(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -
     given = getattr(args, flag.removeprefix("--").replace("-", "_"))
     return Listener(
         args.host or host.strip("[]"),
-        int(port) if given is None else _parsed(flag, given, whole(0, 65535)),
+        int(port) if given is None else _parsed(flag, given, integer(0, 65535)),
     )
 
 
@@ -151,14 +151,14 @@ def _no_socket(setting: Setting[str], environ: Mapping[str, str]) -> str:
 def _num_workers(given: str | None, environ: Mapping[str, str]) -> int:
     """A gateway of its own gets addresses in LORAPLEX_WORKERS; here it is a number, as the flag."""
     if given is not None:
-        return int(_parsed("--workers", given, whole(1, 64)))
-    return int(_parsed(env.WORKERS.name, environ.get(env.WORKERS.name) or "1", whole(1, 64)))
+        return int(_parsed("--workers", given, integer(1, 64)))
+    return int(_parsed(env.WORKERS.name, environ.get(env.WORKERS.name) or "1", integer(1, 64)))
 
 
 def _model(model: str) -> str:
     if not model:
         raise InvalidRequest.field(
-            "--model", model, "is needed: a folder with config.json, a hub id or s3://..."
+            "--model", model, "is required: a folder with config.json, a hub id or s3://..."
         )
     folder = Path(model).expanduser()
     if folder.is_dir():

@@ -99,7 +99,7 @@ class KvBuffer:
         return self._planes[layer]
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """What int8 K and V of a layer are multiplied with, each `[num_blocks, Hkv, T]`; None where
+        """What int8 K and V of a layer are multiplied with, each `[num_blocks, Hkv, T]`; None if
         they have the model's dtype."""
         return self._scales.get(layer)
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from loraplex_services.common.units import parse_listen, whole
+from loraplex_services.common.units import integer, parse_listen
 
 
 def test_whole_numbers_have_bounds() -> None:
-    assert whole(1, 4)("4") == 4
+    assert integer(1, 4)("4") == 4
     for text in ("0", "5", "1.5", "-1", "x"):
         with pytest.raises(ValueError, match="at least 1 and at most 4"):
-            whole(1, 4)(text)
+            integer(1, 4)(text)
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:0", "[::]:8080", "unix:/run/x.sock"])

@@ -137,7 +137,7 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         _long({}, "must map names to tensors"),
         _long({NAME: 1.0}, f"{BIN}:{NAME} = float: must be a tensor"),
         _long({3: torch.ones(2)}, "must be a tensor with a name"),
-        _long({NAME: torch.ones(2, dtype=torch.int64)}, "is no floating-point tensor"),
+        _long({NAME: torch.ones(2, dtype=torch.int64)}, "must be a floating-point tensor"),
         _long({NAME: torch.ones(2, dtype=torch.float64)}, "add --dtype float32"),
         _long({NAME: torch.ones(2, 2).to_sparse()}, "must be a dense tensor"),
         _long({"q_proj.weight": torch.ones(2)}, "base_model.model."),

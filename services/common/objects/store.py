@@ -44,7 +44,8 @@ class PreconditionFailed(ObjectStoreError):
 
 class WriteUncertain(ObjectStoreError):
     """The server failed a conditional write, and the object is not what was to be written: it never
-    was, or it was and somebody changed it since. Some servers say so to the losers of a race."""
+    was, or it was and another writer changed it since. Some servers say so to the losers of a
+    race."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,13 @@ class ObjectStore(Protocol):
         """Read a document whole. Raises ObjectMissing."""
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Read many documents; None where one is missing."""
+        """Read many documents; None if one is missing."""
 
     async def get_range(self, key: str, offset: int, length: int) -> bytes:
         """At most `length` bytes from `offset`, fewer at the end. Raises ObjectMissing."""
 
     async def head(self, key: str) -> ObjectInfo | None:
-        """Size and age, or None where there is no such object."""
+        """Size and age, or None if there is no such object."""
 
     async def put(self, key: str, data: bytes) -> None:
         """Write a small blob, replacing equal bytes and renewing its age."""
@@ -136,7 +137,7 @@ class ObjectStore(Protocol):
         """Objects whose key begins with `prefix` and is greater than `start_after`, by key."""
 
     async def delete(self, key: str) -> None:
-        """Remove an object; nothing happens where there is none."""
+        """Remove an object; nothing happens if there is none."""
 
     async def delete_if_older(self, key: str, modified_s: float) -> bool:
         """Remove an object unless it was written after `modified_s`; say whether it is gone."""

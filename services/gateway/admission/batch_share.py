@@ -1,9 +1,9 @@
 """How much of the workers' batches one tenant may fill while others are there.
 
-A tenant that is alone may fill them. Once another tenant has sent a request, nobody gets more than
-half, so that the next request of the other finds a free place instead of waiting until a sequence
-of the first one ends. An operator sets another limit with `registry tenants set --max-concurrent`.
-"""
+A tenant that is alone may fill them. Once another tenant has sent a request, no tenant gets more
+than half, so that the next request of the other finds a free place instead of waiting until a
+sequence of the first one ends. An operator sets another limit with `registry tenants set
+--max-concurrent`."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def query_of(parameters: Mapping[str, str]) -> AdapterQuery:
     if sort not in _SORTS:
         raise InvalidRequest.field("sort", sort[:32], f"must be one of {', '.join(_SORTS)}")
     if not page.isdecimal() or not 1 <= int(page) <= 1_000_000:
-        raise InvalidRequest.field("page", page[:32], "must be a whole number from 1")
+        raise InvalidRequest.field("page", page[:32], "must be an integer from 1")
     return AdapterQuery(
         parameters.get("search", ""),
         parameters.get("base", ""),

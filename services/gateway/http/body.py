@@ -114,7 +114,7 @@ class Body:
         """An integer field; true and false are refused."""
         value = self._take(name, INTEGER)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise bad_type(self.prefix + name, value, "a whole number")
+            raise bad_type(self.prefix + name, value, "an integer")
         return value
 
     def count(self, name: str) -> int | None:
@@ -123,7 +123,7 @@ class Body:
         if isinstance(value, bool):
             return int(value) or None
         if value is not None and not isinstance(value, int):
-            raise bad_type(self.prefix + name, value, "a whole number")
+            raise bad_type(self.prefix + name, value, "an integer")
         return value
 
     def number(self, name: str) -> float | None:

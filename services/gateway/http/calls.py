@@ -131,7 +131,9 @@ def call_of(
     )
     if stream and asked.prompt_logprobs is not None:
         raise Unsupported.field(
-            "prompt_logprobs", asked.prompt_logprobs, "are not part of streams; leave out stream"
+            "prompt_logprobs",
+            asked.prompt_logprobs,
+            "are not available in streams; leave out stream",
         )
     return_token_ids = body.flag("return_token_ids")
     tokens_as_ids = body.flag("return_tokens_as_token_ids")

@@ -42,7 +42,7 @@ class Guard:
     """ASGI middleware around the app."""
 
     def __init__(self, app: ASGIApp, hosts: HostRule | None) -> None:
-        """`hosts` is None where callers authenticate."""
+        """`hosts` is None if callers authenticate."""
         self._app = app
         self._hosts = hosts
         self._large_bodies = LargeBodies()

@@ -79,7 +79,7 @@ async def _read_capped(request: Request) -> bytearray:
     """The body. Raises: InvalidRequest if it is too large, or has so many values that parsing it
     stops the event loop.
 
-    Characters within strings count, too: to tell them apart takes as long as to parse the body.
+    Characters within strings count as well: to tell them apart takes as long as to parse the body.
     They are counted as they come, because that takes a millisecond for each megabyte.
     """
     body = bytearray()

@@ -73,5 +73,5 @@ def _limit(text: str | None) -> int:
     if text is None:
         return MAX_LIMIT
     if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
-        raise InvalidRequest.field("limit", text, f"must be a whole number from 1 to {MAX_LIMIT}")
+        raise InvalidRequest.field("limit", text, f"must be an integer from 1 to {MAX_LIMIT}")
     return int(text)

@@ -115,7 +115,7 @@ async def _pool(generation: Generation, prepared: PreparedRequest) -> tuple[tupl
         async for text_delta in text_deltas:
             if text_delta.pooled:
                 return text_delta.pooled, text_delta.worker_id
-    raise LoraplexError("the worker gave no vector; is it older than this gateway?")
+    raise LoraplexError("the worker returned no vector; it may be older than this gateway")
 
 
 def finished(vector: Sequence[float], finish: Finish, *, is_unit: bool) -> tuple[float, ...]:

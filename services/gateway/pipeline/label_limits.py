@@ -19,7 +19,7 @@ class LabelledCounters:
 
     The first names get labels of their own, all others share one. A name that was idle for an hour
     loses its label to the next one, so that the labels come to be those with most traffic. (Labels
-    that change places more often would look like restarts to whoever takes rates.)
+    that change more often would look like restarts when rates are computed.)
     """
 
     def __init__(

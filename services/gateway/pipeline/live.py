@@ -1,8 +1,7 @@
 """The requests that run at this gateway, and what changes them from outside: pauses and tag moves.
 
-A request that follows its tag goes on with the new version as soon as the workers that run it have
-loaded that; until then it goes on with the old one. Nothing else waits for the load.
-"""
+A request that follows its tag continues with the new version as soon as the workers that run it
+have loaded that; until then it continues with the old one. Nothing else waits for the load."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class PauseMode(enum.StrEnum):
     WAIT = "wait"
     """They end as usual, and the pause begins then."""
     KEEP = "keep"
-    """They stand still, and go on afterwards where they were."""
+    """They stand still, and continue afterwards where they were."""
 
 
 class LoadingWorkers(Protocol):
@@ -137,7 +136,7 @@ class LiveRequests:
                 self._spawn(self._switch(live))
 
     async def _switch(self, live: LiveRequest) -> None:
-        """Bring a request to what its tags point at, however often they move meanwhile."""
+        """Bring a request to what its tags point at, however often they move in the meantime."""
         try:
             while (target := await self._new_target(live)) is not None:
                 addresses = live.steering.addresses

@@ -59,7 +59,7 @@ class PreparedRequest:
         self.labels.update((adapter.digest, adapter.label) for adapter in target.adapters)
 
     def can_follow(self, target: Target) -> bool:
-        """Whether the request may go on with a target: its tokens mean the same there."""
+        """Whether the request may continue with a target: its tokens mean the same there."""
         return (self.target.base_id, *map(_token_facts, self.target.adapters)) == (
             target.base_id,
             *map(_token_facts, target.adapters),

@@ -230,7 +230,7 @@ def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
 def _whole(field: str, value: int | None, default: int, least: int, most: int) -> int:
     number = default if value is None else value
     if not least <= number <= most:
-        raise _bad(field, number, f"must be a whole number from {least} to {most}")
+        raise _bad(field, number, f"must be an integer from {least} to {most}")
     return number
 
 

@@ -87,7 +87,7 @@ class UsageCounter:
         self.recent.ended(outcome)
 
     def take(self) -> UsageByKey:
-        """The counts, which begin anew."""
+        """The counts, which begin again."""
         taken, self._counts = self._counts, {}
         return taken
 

@@ -92,7 +92,9 @@ class RegistryLink:
                 if path not in wanted or len(found[path]) + len(part.chunk.data) > (
                     wanted[path].size
                 ):
-                    raise DataLoss(f"{path} of {label} is not what was asked of the registry")
+                    raise DataLoss(
+                        f"{path} of {label} is not the file that was requested from the registry"
+                    )
                 found[path] += part.chunk.data
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None

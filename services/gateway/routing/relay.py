@@ -26,7 +26,7 @@ from loraplex_services.gateway.workers.token_stream import TokenStream
 from loraplex_services.gateway.workers.view import WorkerView
 
 _MAX_KEPT = 256
-"""Switches after which a prefix is computed anew."""
+"""Switches after which a prefix is computed again."""
 _NO_WORKER = "NO_READY_WORKER"
 _BACK_OFF_S, _MOST_BACK_OFF_S = 0.05, 1.0
 """Doubled at each failure in a row; used only if every worker has been tried."""
@@ -258,7 +258,7 @@ class Relay:
         self, job: WorkerJob, steering: Steering | None = None
     ) -> AsyncGenerator[Tokens]:
         """Tokens of a job, each position once and in order, until one event has a finish reason.
-        `steering` may change the job meanwhile.
+        `steering` may change the job in the meantime.
 
         Closing the iterator cancels the job at its worker.
 

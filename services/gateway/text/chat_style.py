@@ -23,7 +23,8 @@ class ToolFormat(enum.StrEnum):
     GLM = "glm"
     """`<tool_call>name`, `<arg_key>` and `<arg_value>` pairs, `</tool_call>`: GLM-4.5 and later."""
     HARMONY = "harmony"
-    """Messages on channels, of which some go to functions: gpt-oss. Thoughts are messages, too."""
+    """Messages on channels, of which some go to functions: gpt-oss. Thoughts are messages as
+    well."""
     PYTHONIC = "pythonic"
     """`[name(key=value)]` as the whole answer: small Llama 3.2 models and Gemma 3 as prompted."""
 

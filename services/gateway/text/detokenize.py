@@ -66,7 +66,7 @@ class _Steps:
         self.is_per_token = self._read(decoder)
 
     def _read(self, decoder: dict[str, Any]) -> bool:
-        """False where a step looks at more than one token."""
+        """False if a step looks at more than one token."""
         kind = decoder.get("type")
         if kind == "Sequence":
             return all(self._read(step) for step in decoder["decoders"])
@@ -163,7 +163,7 @@ class TokenBytes:
 
         Args:
             skip_special: special tokens add no text.
-            is_start: the sequence begins a text; False where it continues a prompt, so that its
+            is_start: the sequence begins a text; False if it continues a prompt, so that its
                 first space stays.
         """
         if self.is_exact:

@@ -36,6 +36,6 @@ def cut_at_end_mark(rendered: str) -> str:
     text, mark, after = rendered.rpartition(_MARK)
     if not mark:
         raise InvalidRequest.field(
-            "continue_final_message", "true", "the chat template does not write the last message"
+            "continue_final_message", "true", "the chat template does not render the last message"
         )
     return text if after.startswith(" ") else text.rstrip()

@@ -28,7 +28,7 @@ from loraplex_services.gateway.text.final_message import cut_at_end_mark, with_e
 from loraplex_services.gateway.text.template_pool import TemplatePool
 
 _SLOW_TEXT_CHARS = 32 << 10
-"""Longer texts are tokenized in a thread, while the event loop goes on."""
+"""Longer texts are tokenized in a thread, while the event loop continues."""
 _TOKEN_BYTES = 1024
 """Approximate size of an added token."""
 
@@ -152,7 +152,7 @@ class BaseTokenizer:
             )
 
         def encode_long() -> tuple[int, ...]:
-            # Unlike `encode`, it releases the GIL: the event loop goes on.
+            # Unlike `encode`, it releases the GIL: the event loop continues.
             [encoding] = self._tokenizer.encode_batch_fast(
                 [(text, pair) if pair else text], add_special_tokens=add_special_tokens
             )

@@ -133,7 +133,7 @@ class CallReader:
         self.is_done = self.is_broken = False
 
     def push(self, char: str) -> bool:
-        """The next character, the opening brace first. False where the call ended before it."""
+        """The next character, the opening brace first. False if the call ended before it."""
         if self._has_arguments and self._object.lacks_brace_before(char):
             self._end()
             return False

@@ -104,7 +104,7 @@ _READERS: dict[ToolFormat, Callable[[ToolUse], AnswerReader]] = {
 
 
 def reader_of(tool_format: ToolFormat, use: ToolUse) -> AnswerReader | None:
-    """A reader for one answer; None if nothing is to be found in it: without tools (but for
+    """A reader for one answer; None if nothing is to be found in it: without tools (except for
     channels), or if the base writes no known calls.
 
     Required calls of a base without a notation are read in that of our own grammar.

@@ -84,7 +84,7 @@ class Fleet:
     async def load(self, address: str, digest: str, timeout_s: float) -> None:
         """Load an adapter on the worker at an address. Raises: LoraplexError."""
         if address not in self._links:
-            raise Unavailable(f"worker {address} is no longer there")
+            raise Unavailable(f"worker {address} has left")
         link, _ = self._links[address]
         await link.load(digest, timeout_s)
 

@@ -139,7 +139,7 @@ class WorkerSession:
             self._call.cancel()
 
     def _message(self, queued: QueuedJob) -> worker_pb2.SessionRequest | None:
-        """The message of a job; None where it has ended, or fails because it is too large.
+        """The message of a job; None if it has ended, or fails because it is too large.
 
         A worker that refuses a message ends the session, and with it the streams of all tenants.
         """

@@ -70,7 +70,7 @@ class Tenants:
         return await documents.read_intact(self._store, names, TenantRecord)
 
     async def begin_upload(self, tenant: str, upload: str, num_bytes: int) -> None:
-        """Count an upload that begins, or goes on, until it is published or refused.
+        """Count an upload that begins, or continues, until it is published or refused.
 
         Raises: ResourceExhausted if it exceeds the quota with the others that are under way.
         """

@@ -71,7 +71,9 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
     EPHEMERAL_S.check("options.ttl_s", message.ttl_s)
     if message.ttl_s and message.visibility == pb.VISIBILITY_PUBLIC:
         raise InvalidRequest.field(
-            "options.visibility", "public", "an ephemeral version is private; leave out one of both"
+            "options.visibility",
+            "public",
+            "an ephemeral version is private; leave out ttl_s or public",
         )
     if message.visibility == pb.VISIBILITY_SHARED:
         description = "an upload makes an adapter private or public; share it afterwards"

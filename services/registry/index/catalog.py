@@ -109,7 +109,7 @@ class Catalog:
         }
 
     async def epoch(self) -> str | None:
-        """The current index, or None where there is none."""
+        """The current index, or None if there is none."""
         async with translated():
             value = await self._redis.get(f"{PREFIX}epoch")
             return None if value is None else text(value)

@@ -41,7 +41,7 @@ class EventFeed:
         read: Callable[[str, int, int, int | None], Awaitable[Entries]],
     ) -> None:
         """`position()` gives the epoch and its last number, `read` events after a number; both
-        raise Unavailable where there is no index."""
+        raise Unavailable if there is no index."""
         self._position = position
         self._read = read
         self._epoch = ""
@@ -60,7 +60,7 @@ class EventFeed:
         """Follow the stream for one watcher more."""
         self._num_watchers += 1
         if self._task is None:
-            # What happened while nobody watched is not caught up with.
+            # Events from a time without watchers are not replayed.
             self._epoch, self._last = "", 0
             self._kept.clear()
             self._task = asyncio.create_task(self._follow())

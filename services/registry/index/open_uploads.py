@@ -44,7 +44,7 @@ class OpenUploads:
         return sum(sizes.values())
 
     async def note(self, tenant: str, upload: str, num_bytes: int) -> None:
-        """An upload begins, or goes on."""
+        """An upload begins, or continues."""
         key = self._key(tenant)
         async with translated(), self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(key, upload, f"{num_bytes} {self._now():.0f}")

@@ -1,9 +1,9 @@
 """Watching: a snapshot, then every change in order, resumable.
 
-A token is `<epoch>:<sequence>`. Sequences are gapless within an epoch, so a watcher that was away
-gets exactly what it missed; where the index was lost (another epoch), or too much was missed, it
-gets a new snapshot. Within one watch a tag or version never goes back to an older generation.
-"""
+A token is `<epoch>:<sequence>`. Sequences are gapless within an epoch, so a watcher that was
+disconnected gets exactly what it missed; where the index was lost (another epoch), or too much was
+missed, it gets a new snapshot. Within one watch a tag or version never goes back to an older
+generation."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A store that lists entity tags tells by its listing which document is the one that was copied: the
 same key with the same tag. Tags never come back (every document carries a random `write_id`), so
-whoever wrote a snapshot, however long ago and during whatever changes, what is taken from it equals
+no matter when and during which changes a snapshot was written, what is taken from it equals
 the object, and everything else is read.
 
 A snapshot is a gzip stream of the documents in the order of their keys, each after a line
@@ -123,7 +123,7 @@ class Snapshots:
     async def _completed(
         self, infos: Sequence[ObjectInfo], copies: dict[str, bytes]
     ) -> list[Document]:
-        """Current copies, and the other documents read anew, each with its entity tag."""
+        """Current copies, and the other documents read again, each with its entity tag."""
 
         async def document(info: ObjectInfo) -> Document | None:
             copy = copies.get(info.key)

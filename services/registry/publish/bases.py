@@ -74,7 +74,8 @@ class Bases:
         return sorted(bases, key=lambda base: base.base_id)
 
     async def summaries(self) -> list[BaseRecord]:
-        """Every base without its modules: from the index, or from the objects where it is away."""
+        """Every base without its modules: from the index, or from the objects where it is
+        unreachable."""
         try:
             return await self._catalog.bases()
         except CatalogDown:

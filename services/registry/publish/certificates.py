@@ -1,6 +1,6 @@
 """Certificates of versions, kept as separate documents: the versions themselves never change.
 
-A certificate says what somebody who may publish the adapter measured. The registry has no weights
+A certificate records what a publisher of the adapter measured. The registry has no weights
 to measure with, and keeps it as a statement of that key.
 """
 

@@ -98,7 +98,7 @@ class Publisher:
             InvalidAdapter: validation refused it; nothing was published.
             DataLoss: a file is not what was declared; its bytes must be sent again.
             ResourceExhausted: the tenant's quota is full.
-            Unavailable: store or index is away; nothing was acknowledged, try again.
+            Unavailable: store or index is unreachable; nothing was acknowledged, try again.
         """
         done = await self._uploads.finished(session.upload_id)
         if done is not None:
@@ -138,7 +138,7 @@ class Publisher:
             if finished is not None:
                 await self._catalog.open_uploads.forget(options.tenant, session.fingerprint)
                 return finished
-        raise Conflict("the version is deleted again and again while it is published; try later")
+        raise Conflict("the version is deleted repeatedly while it is published; try again later")
 
     async def _send_again(
         self, session: UploadSession, sources: Sequence[FileSource], damage: DamagedFile

@@ -1,9 +1,8 @@
 """Retires versions: old ones of a row of updates, and ephemeral ones whose time is over.
 
-Nobody waits for it. What a crash leaves is retired after the next publication of the same name, or
-by the next look at the clock. The bytes are collected later, so that a request which runs with a
-retired version can still move to another worker.
-"""
+No caller waits for it. What a crash leaves is retired after the next publication of the same name,
+or by the next look at the clock. The bytes are collected later, so that a request which runs with a
+retired version can still move to another worker."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ ACTOR = "registry"
 """The actor in the audit log."""
 
 RETIRE_PAUSE_S = 1.0
-"""After an update, before older ones are retired: workers fetch the new one meanwhile, and several
-updates of a fast trainer are handled at once."""
+"""After an update, before older ones are retired: workers fetch the new one in the meantime, and
+several updates of a fast trainer are handled at once."""
 
 
 class Retention:

@@ -95,7 +95,7 @@ class Staging:
 
         def step(current: TagRecord | None) -> TagRecord:
             if current is None or current.generation != generation or not current.pending:
-                raise Conflict(f"{address} has nothing pending of generation {generation}")
+                raise Conflict(f"{address} has no pending move with generation {generation}")
             reason = failure or gone
             if not reason and now_s() > current.pending_until_s:
                 reason = "no worker had it loaded in time"

@@ -81,7 +81,7 @@ class Intent:
 
     digest: str
     version: int
-    """The existing version that has this content; 0 where a new one is made."""
+    """The existing version that has this content; 0 if a new one is made."""
     tag_generations: dict[str, int]
     """Generation of each tag before its move."""
 
@@ -176,7 +176,9 @@ class Uploads:
                 self._store, layout.upload_session(upload_id), UploadSession
             )
         if session is None:
-            raise NotFound(f"no upload {upload_id!r}: it expired or never was; start it again")
+            raise NotFound(
+                f"no upload {upload_id!r}: it does not exist or has expired; start it again"
+            )
         return session
 
     async def state(self, session: UploadSession) -> list[FileState]:

@@ -90,11 +90,12 @@ class AdapterCache:
         return self._adapters.values()
 
     def fetched(self, digest: str, path: Path, num_blocks: int, max_rank: int) -> None:
-        """An adapter has been verified on disk. Raises ResourceExhausted when it is too large."""
+        """An adapter has been verified on disk. Raises ResourceExhausted if it is too large."""
         if num_blocks > self._max_adapter_blocks:
             raise ResourceExhausted(
-                f"adapter {digest} needs {num_blocks} arena blocks, one adapter may hold "
-                f"{self._max_adapter_blocks} here: lower its rank or raise LORAPLEX_KV_MEMORY",
+                f"adapter {digest} needs {num_blocks} arena blocks, but one adapter may "
+                f"hold at most {self._max_adapter_blocks}: lower its rank or raise "
+                "LORAPLEX_KV_MEMORY",
                 reason="ADAPTER_TOO_LARGE",
             )
         adapter = self._adapters.get(digest)

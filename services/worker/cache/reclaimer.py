@@ -66,7 +66,7 @@ class Reclaimer:
         """Adapters of requests that start soon, given up only if all else would not be enough."""
 
     def add(self, *sources: Idle) -> None:
-        """Take idle blocks from these, too."""
+        """Take idle blocks from these as well."""
         self._sources += sources
 
     def idle_blocks(self, protected: Collection[str] = ()) -> int:

@@ -23,7 +23,7 @@ class BaseFacts:
     vocab_size: int
     context_tokens: int
     caps_context: bool = False
-    """Whether adapters with a context of their own keep to it, too."""
+    """Whether adapters with a context of their own keep to it as well."""
 
 
 def admit(request: Request, facts: Sequence[AdapterFacts], base: BaseFacts) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_WAIT_SHARE = 0.5
 """Of a step: the longest that one is held up for loads."""
 MAX_IDLE_WAIT_S = 0.02
-"""The longest wait where nothing else is to be computed: commands may come meanwhile."""
+"""The longest wait where nothing else is to be computed: commands may come in the meantime."""
 
 T = TypeVar("T")
 Failures = list[tuple[str, LoraplexError]]
@@ -70,7 +70,7 @@ class AdapterLoads:
         return self._packed(now)
 
     def fetch_failed(self, digest: str) -> None:
-        """Nobody waits for it any more."""
+        """No request waits for it any more."""
         self._awaited_since_s.pop(digest, None)
 
     def gone(self, digest: str) -> None:
@@ -103,8 +103,8 @@ class AdapterLoads:
         there was nothing to wait for, or it would have taken too long, as measured recently.
 
         Args:
-            num_rows: of the step, without what is being copied.
-            num_wanted: requests that would join the step. Nobody waits for adapters that are copied
+            num_rows: of the step, without what is being copied. num_wanted: requests that would
+            join the step. A step never waits for adapters that are copied
                 ahead of requests that cannot start yet.
             step_s: how long a step takes.
         """

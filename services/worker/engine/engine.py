@@ -2,7 +2,7 @@
 `step` each.
 
 Where the runner overlaps steps, `step` launches one and then collects the one before it, which has
-run meanwhile: docs/internals/architecture.md, "Overlap". Composes scheduler, cache, arena and
+run in the meantime: docs/internals/architecture.md, "Overlap". Composes scheduler, cache, arena and
 runner and is the only place where they meet. No I/O but the runner's; time comes from an injected
 clock.
 """
@@ -305,7 +305,7 @@ class Engine:
                 self._outputs.fail(request, error, now)
 
     def _fetch_failed(self, digest: str, error: LoraplexError, now: float) -> None:
-        """A copy on the device serves on, whatever became of the files."""
+        """A copy on the device keeps serving, whatever became of the files."""
         self._loads.fetch_failed(digest)
         if not self.cache.ready([digest]):
             self.cache.cancel_prefetch(digest)

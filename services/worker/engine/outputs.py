@@ -29,7 +29,7 @@ def to_request(command: Submit, now: float) -> Request:
 
 
 def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:
-    """Why the request ends after its last output token; None = it goes on."""
+    """Why the request ends after its last output token; None = it continues."""
     sampling, num_output = request.sampling, len(request.output_ids)
     if request.constraint is not None and request.constraint.is_finished:
         return FinishReason.STOP
@@ -44,7 +44,7 @@ def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReaso
 def stop_token(
     request: Request, reason: FinishReason | None, eos_token_ids: Sequence[int]
 ) -> int | None:
-    """The token that ended the request; None where a finished grammar or a length did."""
+    """The token that ended the request; None if a finished grammar or a length did."""
     if reason is not FinishReason.STOP or not request.output_ids:
         return None
     last = request.output_ids[-1]

@@ -49,7 +49,7 @@ RANK_END_S = 2.0
 QUIET_S = 0.5
 """Without work for so long, the engine checks its books, once."""
 GRAMMAR_WAIT_S = 0.002
-"""Sleep while the only requests that could go on wait for a grammar's thread."""
+"""Sleep while the only requests that could continue wait for a grammar's thread."""
 STALLED_WAIT_S = 0.1
 """Sleep while every request waits for something: bounds how late a deadline is seen."""
 

@@ -1,6 +1,6 @@
 """A runner that writes down what each step and each copy held and how long it took.
 
-One JSON object a line. A first line describes the arena; `{"step_s": ...}` lines are steps,
+One JSON object per line. A first line describes the arena; `{"step_s": ...}` lines are steps,
 `{"load_s": ...}` lines copies of adapters. No prompt, token or name is written.
 """
 
@@ -119,7 +119,7 @@ class TracedRunner:
 
         A step that continues requests of the one before counts from that one's end: planning and
         passing tokens on belong to it. Any other counts from the moment when its first request
-        could have begun, or from that end: waking up and taking requests in belong to it, too.
+        could have begun, or from that end: waking up and taking requests in belong to it as well.
         """
         ids = {row.request.request_id for row in plan.rows}
         is_next = not ids.isdisjoint(self._last_ids)

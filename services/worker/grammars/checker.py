@@ -31,7 +31,7 @@ class GrammarChecker:
     ) -> None:
         """Return when the grammar is good for a model, which is always the same one.
 
-        Cancel it when nobody waits for the answer any more: the process is then free at once.
+        Cancel it when no caller waits for the answer any more, which frees the process immediately.
 
         Args:
             tenant: whose request it is; tenants get the processes in rotation.

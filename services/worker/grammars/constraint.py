@@ -49,7 +49,7 @@ class AdapterMatcher:
         return self._has_ended or self._matcher.is_stopped()
 
     def consume(self, token_ids: Sequence[int]) -> bool:
-        """Follow output tokens; False where they leave the grammar, or it is too costly."""
+        """Follow output tokens; False if they leave the grammar, or it is too costly."""
         for token_id in token_ids:
             if self._has_ended:
                 return False

@@ -27,7 +27,7 @@ MAX_COMPILED = 256
 """Grammars kept compiled; the least recently used goes first."""
 MASK_GRACE_S = 0.002
 """How long a step waits for masks begun in the step before: most take microseconds. It does not
-wait for a grammar whose last mask took longer: a hard grammar slows down nobody else."""
+wait for a grammar whose last mask took longer, so a hard grammar delays no other request."""
 NUM_THREADS = 2
 """That compile, and as many that compute masks."""
 STACK_BYTES = 16 << 20

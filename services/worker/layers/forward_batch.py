@@ -22,6 +22,6 @@ class ForwardBatch:
     attention: AttentionMetadata
     lora: LoraBatch
     rope_rows: Tensor | None = None
-    """int64 `[T]`: see `layers.ropes.Ropes.row`; None where all turn as the base's short ones."""
+    """int64 `[T]`: see `layers.ropes.Ropes.row`; None if all turn as the base's short ones."""
     states: StateBatch | None = None
     """Of recurrent layers, where the base has any."""

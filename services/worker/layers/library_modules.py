@@ -158,11 +158,13 @@ def _note(
     layer, name = module.layer_idx, type(module).__name__
     unknown = sorted(k for k, v in others.items() if v is not None and k not in _HARMLESS)
     if unknown:
-        raise Unsupported.field(f"{name}.{unknown[0]}", "", "is an attention that is not served")
+        raise Unsupported.field(
+            f"{name}.{unknown[0]}", "", "is an attention layer that is not served"
+        )
     if layer in current.calls or not getattr(module, "is_causal", True):
-        raise Unsupported.field(name, "", "is no plain causal self-attention, once in each layer")
+        raise Unsupported.field(name, "", "is not plain causal self-attention, once in each layer")
     if value.shape != key.shape or key.shape[-1] != query.shape[-1]:
-        raise Unsupported.field(name, "", "has values of another width than its keys")
+        raise Unsupported.field(name, "", "has values and keys of different widths")
     current.calls[layer] = AttentionCall(
         layer,
         query.shape[1],

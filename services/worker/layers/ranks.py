@@ -59,7 +59,7 @@ class OneRank:
         return x[:, :num_columns]
 
     def broadcast(self, x: Tensor) -> None:
-        """Nobody else listens."""
+        """There are no other ranks."""
 
 
 class GatheredLinear:

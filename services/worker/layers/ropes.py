@@ -35,7 +35,7 @@ class Ropes:
         self._slots.add(slot)
 
     def remove(self, slot: int) -> None:
-        """Nobody uses the slot any more."""
+        """The slot is no longer in use."""
         self._slots.discard(slot)
 
     @property

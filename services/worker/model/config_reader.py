@@ -56,7 +56,7 @@ class ModelConfigReader:
         return float(value)
 
     def optional_number(self, key: str, default: float | None) -> float | None:
-        """A number, or None where the file says null."""
+        """A number, or None if the file says null."""
         if self.is_null(key) or (key not in self._raw and default is None):
             self._seen.add(key)
             return None
@@ -68,13 +68,13 @@ class ModelConfigReader:
         return key in self._raw and self._raw[key] is None
 
     def without(self, key: str) -> ModelConfigReader:
-        """A reader of the other keys; what it reads counts here, too."""
+        """A reader of the other keys; what it reads counts here as well."""
         other = ModelConfigReader({k: v for k, v in self._raw.items() if k != key}, self._source)
         other._seen = self._seen
         return other
 
     def replaced(self, key: str, value: Any) -> ModelConfigReader:
-        """A reader with another value of one key; what it reads counts here, too."""
+        """A reader with another value of one key; what it reads counts here as well."""
         other = ModelConfigReader({**self._raw, key: value}, self._source)
         other._seen = self._seen
         return other
@@ -95,7 +95,7 @@ class ModelConfigReader:
         return value
 
     def finish(self) -> None:
-        """Refuse keys that nobody read, unless they are harmless or say nothing."""
+        """Refuse keys that were not read, unless they are harmless or have no effect."""
         for key, value in self._raw.items():
             if key in self._seen or key in HARMLESS_KEYS or key.startswith("_"):
                 continue

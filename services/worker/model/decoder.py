@@ -86,7 +86,7 @@ class SiteWeights:
     biases: Mapping[int, Tensor]
     """By site id, where the base has one."""
     norm_offsets: Mapping[int, float]
-    """By site id: added to a norm's weight, a trained one included; 0 where absent."""
+    """By site id: added to a norm's weight, a trained one included; 0 if absent."""
     shard: Shard = ONLY
     """Which part of each site the layers have; `table` and `linears` tell of the whole."""
     published: Mapping[int, WeightRows] = field(default_factory=dict)

@@ -271,7 +271,7 @@ class _Sites:
         name = next(name for name, found in self.model.named_modules() if found is module)
         scale = getattr(module, "scalar_embed_scale", None)  # what the library's scaled tables have
         if type(module) is not nn.Embedding and scale is None:
-            raise _refused(name, type(module).__name__, "is no plain embedding")
+            raise _refused(name, type(module).__name__, "is not a plain embedding")
         weight = module.weight.data.clone()
         site_id = self.table.add(-1, EMBEDDING, len(weight), [(name, weight.shape[1])])
         self.linears[site_id] = DenseLinear(weight)

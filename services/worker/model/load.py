@@ -46,7 +46,7 @@ class TensorWindow:
     """The part of a tensor that one tensor-parallel rank has."""
 
     rows: Sequence[Span]
-    """Of the first dimension, ascending; joined where there are several."""
+    """Of the first dimension, ascending; joined if there are several."""
     columns: Span | None = None
     """Of the second dimension; None = all."""
 
@@ -77,7 +77,7 @@ class Weights(Protocol):
         ...
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """A weight `[out, in]` in codes; None where it is plain, or on ranks that have a part."""
+        """A weight `[out, in]` in codes; None if it is plain, or on ranks that have a part."""
         ...
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
@@ -200,7 +200,7 @@ class Checkpoint:
         return dtype in FLOAT_DTYPES
 
     def ignore(self, is_unused: Callable[[str], bool]) -> None:
-        """Do not mind the tensors that nobody took and that are not used."""
+        """Accept these tensors although the model does not take them."""
         self._left -= {name for name in tuple(self._left) if is_unused(name)}
 
     def _check_present(self, name: str) -> None:
@@ -213,7 +213,7 @@ class Checkpoint:
         self._progress("load", self._taken_bytes, self._total_bytes)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """See `Weights`; the files are opened anew for each read."""
+        """See `Weights`; the files are opened again for each read."""
         return FileRows(self._file_of, parts, num_inputs, self.dtype)
 
     def finish(self) -> None:
@@ -283,7 +283,7 @@ def _names_in(folder: Path, stored: Iterable[str]) -> dict[str, str]:
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Names in the base's files; empty where there are none."""
+    """Names in the base's files; empty if there are none."""
     if not any(folder.glob("*.safetensors")):
         return set()
     return {name for path in _weight_files(folder) for name in _header(path)}

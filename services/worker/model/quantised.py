@@ -71,7 +71,7 @@ class QuantisedCheckpoint:
         return coded.dequantised().to(dtype or self.dtype)
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """A weight as it is stored; None where it is not in codes.
+        """A weight as it is stored; None if it is not in codes.
 
         Raises:
             InvalidRequest: it does not fit the config.

@@ -59,7 +59,7 @@ def rope_parameters(reader: ModelConfigReader, default: Any = None) -> Any:
     """What the config says of its rotary embedding.
 
     New files hold `rope_parameters`, older ones `rope_theta` and `rope_scaling`. People add the
-    latter to new files, too, and it goes first, as in transformers.
+    latter to new files as well, and it goes first, as in transformers.
     """
     newer = reader.get("rope_parameters", default)
     return reader.get("rope_scaling") or newer

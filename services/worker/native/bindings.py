@@ -378,7 +378,9 @@ def load_native(wanted: str = "auto") -> Native | None:
             logger.warning("cpu kernels: torch, several times slower: %s", error)
             return None
         if not computes_right(native):
-            logger.error("cpu kernels: torch, since those for %s compute wrong here", isa)
+            logger.error(
+                "cpu kernels: torch, because those for %s give wrong results on this machine", isa
+            )
             return None
         _loaded[isa] = native
     logger.info("cpu kernels: %s", isa)

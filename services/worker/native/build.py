@@ -137,7 +137,7 @@ def source_hash() -> str:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which ends with the process, too."""
+    """Hold the folder's lock, which ends with the process as well."""
     held = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: some compile twice

@@ -78,7 +78,7 @@ _SYS_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA = 158, 0x1023, 18
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Features that the processor and the system offer; empty where Linux does not say."""
+    """Features that the processor and the system offer; empty if Linux does not say."""
     if platform.machine() not in _X86_64:
         return frozenset()
     try:
@@ -147,7 +147,9 @@ def choose_isa(wanted: str) -> str:
         return TORCH
     if wanted not in hosts:
         known = ", ".join(("auto", *hosts, TORCH))
-        raise InvalidRequest.field("cpu_isa", wanted, f"is not what this machine has; use {known}")
+        raise InvalidRequest.field(
+            "cpu_isa", wanted, f"is not available on this machine; use {known}"
+        )
     return wanted
 
 

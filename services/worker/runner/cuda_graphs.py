@@ -127,7 +127,7 @@ class DecodeGraphs:
     sizes: tuple[int, ...] = BATCH_SIZES
 
     def size_for(self, step: StepInputs) -> int | None:
-        """None if the step computes prompts, too."""
+        """None if the step computes prompts as well."""
         return batch_size_for(step.num_rows) if step.is_decode else None
 
     def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
@@ -135,7 +135,7 @@ class DecodeGraphs:
         self.inputs.buffer.clear()
         batch = self.inputs.batch(size, sites, self.table)
         # Warm up on the stream that captures: memory is cached by stream, and so are the
-        # libraries' workspaces, which would else be captured anew for every graph.
+        # libraries' workspaces, which would else be captured again for every graph.
         with memory.on_stream():
             for _ in range(WARM_UP_RUNS):
                 forward_static(self.model, batch)

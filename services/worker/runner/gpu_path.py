@@ -159,7 +159,7 @@ class GpuPath:
             pending_copy.wait_all()
 
     def graph_of(self, step: StepInputs) -> CapturedStep | None:
-        """What computes the step without launching each kernel; None where it must run eagerly."""
+        """What computes the step without launching each kernel; None if it must run eagerly."""
         if not self._graphs or not step.num_rows or not step.plan.uses_cache:
             return None
         masks = [self._masks_of_slots[run.slot] for run in step.runs]

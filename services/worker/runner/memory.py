@@ -88,7 +88,7 @@ def _available_bytes(total_bytes: int) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """None where there is no such file, or no limit ("max")."""
+    """None if there is no such file, or no limit ("max")."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

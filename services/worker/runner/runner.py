@@ -88,7 +88,7 @@ class TorchRunner:
         self._followers = followers
 
     def close(self) -> None:
-        """End the other ranks, where there are any."""
+        """End the other ranks, if there are any."""
         if self._followers is not None:
             self._followers.close()
 

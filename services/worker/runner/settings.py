@@ -15,7 +15,7 @@ class RunnerSettings:
     """`auto` = safetensors; `dummy` = random weights of the config's shape."""
     model_impl: str = "auto"
     """`native` = a family of `model.families`; `transformers` = the library's class; `auto` = the
-    latter where there is no family."""
+    latter if there is no family."""
     cpu_isa: str = "auto"
     """Instruction set of the CPU kernels (see `native/isa.py`); `torch` = none."""
     attention_backend: str = "auto"

@@ -36,7 +36,7 @@ class StepInputs:
     num_tokens: Int64s
     """`[n]`: the token rows of each planned row."""
     rope_rows: Int64s | None
-    """`[n]`: see `Ropes.row`; None where every row uses the base's row for short sequences."""
+    """`[n]`: see `Ropes.row`; None if every row uses the base's row for short sequences."""
     follows: Int64s
     """`[2, f]`: token rows whose token is an output of the step before, and which output it is."""
 

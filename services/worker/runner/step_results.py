@@ -45,7 +45,7 @@ class StepResults:
     plan: StepPlan
     choices: Choices
     scores: Sequence[Sequence[LogprobRows]]
-    """Of the prompts of the plan's first rows; empty where no row asks for any."""
+    """Of the prompts of the plan's first rows; empty if no row asks for any."""
     pooled: PooledRows | None
     end: torch.cuda.Event | None
 

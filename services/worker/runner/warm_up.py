@@ -1,5 +1,5 @@
 """Eager passes before the first request, so that no kernel is compiled and no library allocates
-while somebody waits. They read one block of the arena, whatever is in it, and write none."""
+while a request waits. They read one block of the arena, whatever is in it, and write none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loraplex_services.worker.ops.sampling.truncation import truncate
 
 MIXED_ROWS = 128
 ALIGNED_WIDTH = 16
-"""Triton compiles a kernel anew for integers that are multiples of this."""
+"""Triton compiles a kernel again for integers that are multiples of this."""
 
 
 @torch.inference_mode()

@@ -46,7 +46,7 @@ class ListedTokens:
     """Logprobs of the tokens that some of `[N]` rows ask for."""
 
     ids: Sequence[Sequence[int]]
-    """By row; empty where a row asks for the most likely ones."""
+    """By row; empty if a row asks for the most likely ones."""
     values: Tensor
     """float32 `[N, n]`, in the order of `ids` and padded."""
 

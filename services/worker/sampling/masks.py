@@ -16,7 +16,7 @@ MINUS_INF = float("-inf")
 
 def limits_of(params: Sequence[SamplingParams], num_tokens: int) -> np.ndarray | None:
     """float32 `[n, 3]` for `truncate`: top_k (`num_tokens` = all), top_p (1 = all) and min_p
-    (0 = all) of each row; None where no row has a limit."""
+    (0 = all) of each row; None if no row has a limit."""
     limits = [
         (p.top_k if 0 < p.top_k < num_tokens else num_tokens, p.top_p, p.min_p) for p in params
     ]

@@ -1,6 +1,6 @@
 """How often each token is in a request's output, kept from step to step.
 
-Counting anew would cost a step time that grows with the length of all outputs.
+Counting again would cost a step time that grows with the length of all outputs.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Sampled(NamedTuple):
     """A chosen token, with logprobs when the request asked for them."""
 
     token_id: int | None
-    """None where a grammar and the other masks leave no token."""
+    """None if a grammar and the other masks leave no token."""
     logprobs: TokenLogprob | None
 
 

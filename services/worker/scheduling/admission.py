@@ -54,7 +54,8 @@ def too_large(
         return None
     return ResourceExhausted(
         f"the request needs up to {kv_blocks} arena blocks for {request.max_num_tokens} tokens "
-        f"and {adapter_blocks} for its adapters, {num_blocks} are not pinned: lower max_tokens or "
+        f"and {adapter_blocks} for its adapters, but only {num_blocks} are not pinned: lower "
+        "max_tokens or "
         "raise LORAPLEX_KV_MEMORY",
         reason="REQUEST_TOO_LARGE",
     )

@@ -35,7 +35,7 @@ class TokenBudget:
         self._tokens = Samples(NUM_RECENT)
         """What a token of a prompt adds to a step."""
         self.is_cutting = False
-        """Whether a running prompt goes on in the step after the one that was shared out last."""
+        """Whether a running prompt continues in the step after the one that was shared out last."""
 
     def measure(self, plan: StepPlan, elapsed_s: float) -> None:
         """A step of `plan` took that long."""

@@ -113,7 +113,7 @@ class Alarms:
         heapq.heappush(self._heap, (when_s, self._count, request))
 
     def due(self, now: float, is_live: Callable[[Request], bool]) -> list[Request]:
-        """Those whose moment has come. Requests that ended meanwhile are dropped."""
+        """Those whose moment has come. Requests that ended in the meantime are dropped."""
         if len(self._heap) > self._sweep_at:
             self._heap = [alarm for alarm in self._heap if is_live(alarm[-1])]
             heapq.heapify(self._heap)

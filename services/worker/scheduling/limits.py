@@ -18,7 +18,7 @@ class SchedulerLimits:
     max_overtaking_s: float = 5.0
     """A request that has waited this long is no longer overtaken by newer ones."""
     rope_switch_len: int | None = None
-    """A request of more known tokens is computed anew; see `ModelInfo`."""
+    """A request of more known tokens is computed again; see `ModelInfo`."""
     max_step_s: float = 0.0
     """Target time of steps in which requests decode: prompt chunks shrink to meet it. 0 = none."""
 

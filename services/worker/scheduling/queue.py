@@ -211,7 +211,7 @@ class WaitingQueue:
 
 
 class Walk:
-    """One pass over the queue. The request it stands at may be popped meanwhile."""
+    """One pass over the queue. The request it stands at may be popped in the meantime."""
 
     def __init__(
         self, ready: Groups, absent: Groups, policy: Policy, view: QueueView, passed: list[Flow]

@@ -51,7 +51,7 @@ class RisingHeap(Generic[Item]):
         self._places.pop(item, None)
 
     def first(self, key_of: Callable[[Item], SortKey]) -> tuple[SortKey, Item | None]:
-        """The least key, and its item; `LAST` and None where the heap is empty. Keys differ."""
+        """The least key, and its item; `LAST` and None if the heap is empty. Keys differ."""
         if self._num_rising is not None:
             return self._first_of_some(key_of)
         while self._heap:

@@ -4,7 +4,7 @@ others long.
 A step that decodes n tokens takes about `fixed + n * each` seconds, and every stream waits for the
 whole step. While several tenants decode, the one with most requests may therefore make a step half
 as long again as the requests of the others do, and its requests take turns. Where a token more
-costs next to nothing, as in small batches on a GPU, nobody sits out.
+costs next to nothing, as in small batches on a GPU, no request sits out.
 """
 
 from __future__ import annotations

@@ -279,7 +279,8 @@ class ApiServer:
     async def _pass_on_checked(
         self, key: str, request: ServerRequest, submit: Submit, grammar: Grammar
     ) -> None:
-        """The same once the grammar is known to be good, unless the request has ended meanwhile."""
+        """The same once the grammar is known to be good, unless the request has ended in the
+        meantime."""
         fault: LoraplexError | None = None
         try:
             info = self._running().info

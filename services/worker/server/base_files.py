@@ -44,7 +44,7 @@ class TokenizerBundle:
 async def fetch_model(store: ObjectStore, folder: Path) -> Path:
     """Copy every file of a model in an object store into `folder`, once.
 
-    A file that is there with the right size is kept: an interrupted copy goes on.
+    A file that is there with the right size is kept: an interrupted copy continues.
 
     Raises:
         InvalidRequest: the store holds no config.json.
@@ -78,7 +78,7 @@ def find_model(model: str) -> Path:
             raise InvalidRequest.field("LORAPLEX_MODEL", model, "the folder has no config.json")
         return path.resolve()
     if model.startswith(("/", ".")) or model.count("/") != 1:
-        raise InvalidRequest.field("LORAPLEX_MODEL", model, "no such folder, nor a hub id")
+        raise InvalidRequest.field("LORAPLEX_MODEL", model, "neither a folder nor a hub id")
     return _download(model)
 
 
@@ -132,8 +132,10 @@ def _download(model: str) -> Path:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
         return Path(snapshot_download(model, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
-        raise Unavailable(f"model {model!r} is not cached and the hub is away") from error
+        raise Unavailable(
+            f"model {model!r} is not cached, and the hub cannot be reached"
+        ) from error
     except (HfHubHTTPError, ValueError) as error:
         raise InvalidRequest.field(
-            "LORAPLEX_MODEL", model, "no such folder, nor a hub id that can be had"
+            "LORAPLEX_MODEL", model, "neither a folder nor a hub id that can be downloaded"
         ) from error

@@ -42,7 +42,7 @@ class CrashGuard:
         if self._deaths.get(key, 0) >= MAX_DEATHS:
             raise LoraplexError(
                 f"the engine crashed {MAX_DEATHS} times while it computed this request, which is "
-                "not tried again: change its prompt or adapters, and report the worker's log",
+                "not retried: change its prompt or adapters, and report the worker's log",
                 reason="ENGINE_CRASHED",
             )
 

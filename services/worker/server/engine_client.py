@@ -68,7 +68,7 @@ class EngineListener(Protocol):
         ...
 
     def engine_crashed(self) -> None:
-        """The engine that went down last died by itself or hung; nobody killed it."""
+        """The last engine crashed or hung; it was not stopped deliberately."""
         ...
 
 

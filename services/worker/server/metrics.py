@@ -183,7 +183,7 @@ class OfModel(CollectorRegistry):
         self._label = {"model_name": model_name}
 
     def collect(self) -> Iterable[Metric]:
-        """Families are made anew for each scrape, so they may be written to."""
+        """Families are made again for each scrape, so they may be written to."""
         for family in REGISTRY.collect():
             if family.name.startswith("vllm:"):
                 family.samples = [

@@ -72,7 +72,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         elif kind == "cancel":
             self._api.cancel(session, message.cancel.request_id)
         elif kind == "hello":
-            session.end(InvalidRequest.field("message", "hello", "is sent once, first"))
+            session.end(
+                InvalidRequest.field("message", "hello", "must be sent once, as the first message")
+            )
 
     def _submit(self, session: GatewaySession, message: worker_pb2.WorkerRequest) -> None:
         try:

@@ -1,4 +1,5 @@
-"""The API server process, which answers at once. The model loads in an engine process meanwhile."""
+"""The API server process, which answers at once. The model loads in an engine process in the
+meantime."""
 
 from __future__ import annotations
 

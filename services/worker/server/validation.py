@@ -131,9 +131,7 @@ def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     if token_ids and (max(token_ids) >= vocab_size or min(token_ids) < 0):
         bad = (i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
         index = next(bad)
-        _refuse(
-            f"{field}[{index}]", "out of range", f"token ids go from 0 to {vocab_size - 1} here"
-        )
+        _refuse(f"{field}[{index}]", "out of range", f"token ids must be 0 to {vocab_size - 1}")
 
 
 def _refuse(field: str, value: object, description: str) -> None:

@@ -53,7 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "fair"
     """A key of `engine.POLICIES`."""
     cluster_size: int = 0
-    """Adapters that run before requests for others are passed over; 0 = nobody is."""
+    """Number of running adapters from which requests for these go first; 0 = never."""
     prefix_cache: bool = True
     overlap: str = "off"
     """`auto`, `on` or `off`: see `steps`."""

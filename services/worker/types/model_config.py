@@ -110,7 +110,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens; None = full attention, or none."""
     ropes: tuple[RopeConfig, ...]
-    """Rotary embedding of each layer; empty where the transformers library rotates."""
+    """Rotary embedding of each layer; empty if the transformers library rotates."""
     attention_scale: float
     qkv_bias: bool = False
     o_bias: bool = False
@@ -122,7 +122,7 @@ class ModelConfig:
     norm_in_float32: bool = False
     """Multiply by the norm weight before rounding to the model's dtype, not after."""
     post_norms: bool = False
-    """Normalise what attention and MLP return, too."""
+    """Normalise what attention and MLP return as well."""
     embed_scale: float = 1.0
     query_scale: QueryScale | None = None
     attention_sinks: bool = False

@@ -1,4 +1,4 @@
-"""What the engine asks of whoever computes a step. No torch: this is the seam to it."""
+"""What the engine requires of a runner, which computes steps. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelInfo:
     geometry: Geometry
     """What adapters are validated against."""
     caps_context: bool = False
-    """Whether `max_model_len` was set: adapters with a context of their own keep to it, too."""
+    """Whether `max_model_len` was set: adapters with a context of their own keep to it as well."""
     rope_switch_len: int | None = None
     """Requests of more known tokens than this have another KV, from their first token on."""
 
@@ -129,7 +129,7 @@ class Runner(Protocol):
     def copy_adapter(
         self, path: Path, blocks: Sequence[int], step_s: float = 0.0
     ) -> Pending[Copied]:
-        """Fill `blocks`, which no step reads meanwhile, from the image in a folder.
+        """Fill `blocks`, which no step reads in the meantime, from the image in a folder.
 
         `step_s`: how long a step takes. A copy that lands in less may be passed on while it is
         under way; the steps that use it wait for what has not been copied.

@@ -61,7 +61,7 @@ class StepPlan:
 
     @cached_property
     def uses_cache(self) -> bool:
-        """False for a step of prompts whose KV nobody keeps: none of its requests has blocks."""
+        """False for a step of prompts whose KV is not kept: none of its requests has blocks."""
         return not self.rows or any(row.request.block_tables for row in self.rows)
 
     @cached_property

@@ -129,7 +129,7 @@ export class Adapters {
         h("span", { className: "tools" }, h("button", { className: "primary", type: "button", onclick: () => this.onTry(full) }, "Try it"))),
       newest.description ? h("p", { className: "description" }, newest.description) : null,
       adapter.may_change ? this.descriptionForm(full, newest.description ?? "") : null,
-      adapter.problem ? h("p", { className: "note error" }, `The registry is away, so this is not all: ${adapter.problem}`) : null,
+      adapter.problem ? h("p", { className: "note error" }, `The registry is unreachable, so this is not all: ${adapter.problem}`) : null,
       h("dl", { className: "panel about" }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
       h("p", { className: "row command" }, h("code", {}, command), copyButton(command, "Copy the command")),
       h("h3", {}, "Tags"),

@@ -212,5 +212,5 @@ def _limit(text: str | None) -> int:
     if text is None:
         return 20
     if not text.isdecimal() or not 1 <= int(text) <= 100:
-        raise InvalidRequest.field("limit", text, "must be a whole number from 1 to 100")
+        raise InvalidRequest.field("limit", text, "must be an integer from 1 to 100")
     return int(text)

@@ -34,7 +34,7 @@ class CopiedImage:
     copy_events: CopyEvents | None = None
     """What steps have to wait for; None = every byte is on the device."""
     copy_id: int = 0
-    """Names it to the other tensor-parallel ranks, where there are any."""
+    """Names it to the other tensor-parallel ranks, if there are any."""
 
     @property
     def facts(self) -> AdapterFacts:

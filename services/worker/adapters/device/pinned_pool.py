@@ -21,7 +21,7 @@ class PinnedPool:
         self._images: OrderedDict[bytes, list[int]] = OrderedDict()
 
     def find(self, sha256: bytes) -> Sequence[int] | None:
-        """The blocks of an image, in order, marked as just used; None where it is not here."""
+        """The blocks of an image, in order, marked as just used; None if it is not here."""
         if sha256 not in self._images:
             return None
         self._images.move_to_end(sha256)

@@ -108,7 +108,7 @@ class EnteredAdapter:
         return records_in(self.index)
 
     def delta(self, site_id: int) -> SiteDelta | None:
-        """What the adapter adds at a site; None where it has nothing."""
+        """What the adapter adds at a site; None if it has nothing."""
         if site_id not in self._deltas:
             if site_id not in self.sites:
                 return None

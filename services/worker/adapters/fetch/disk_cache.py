@@ -152,7 +152,7 @@ class DiskCache:
             self.quarantine(adapter.path, digest)
 
     def forget_blocks(self) -> None:
-        """Images are wanted for another layout from now on."""
+        """From now on, images are needed for another layout."""
         for digest, adapter in self._adapters.items():
             self._adapters[digest] = replace(adapter, num_blocks=0)
 
@@ -161,8 +161,8 @@ class DiskCache:
         num_bytes = sum(file.size for file in manifest.files)
         if num_bytes > self._max_bytes:
             raise ResourceExhausted(
-                f"adapter {digest} has {num_bytes} bytes, the disk cache holds "
-                f"{self._max_bytes}: raise LORAPLEX_CACHE_BYTES",
+                f"adapter {digest} has {num_bytes} bytes, but the disk cache holds at "
+                f"most {self._max_bytes}: raise LORAPLEX_CACHE_BYTES",
                 reason="ADAPTER_TOO_LARGE",
             )
 
@@ -233,7 +233,7 @@ def _delete(path: Path) -> None:
 
 
 def _read_folder(path: Path) -> DiskAdapter | None:
-    """The adapter in a folder of an earlier run; None where it is not whole."""
+    """The adapter in a folder of an earlier run; None if it is incomplete."""
     try:
         raw = (path / MANIFEST_FILE).read_bytes()
         manifest = parse_manifest(raw)

@@ -21,7 +21,7 @@ class FetchLimiter:
 
     @asynccontextmanager
     async def slot(self, digest: str) -> AsyncIterator[None]:
-        """Wait until `digest` may be fetched, and count it as a fetch meanwhile.
+        """Wait until `digest` may be fetched, and count it as a fetch in the meantime.
 
         At most one caller at a time may wait for a digest."""
         if self._num_free:

@@ -68,7 +68,7 @@ class PackPool:
             self._end(process)
             raise Unavailable("the adapter could not be packed", reason="PACK_FAILED") from failure
         except BaseException:
-            self._end(process)  # its answer may still come: nobody must mistake it
+            self._end(process)  # its answer may still arrive and must not be taken for another
             raise
         finally:
             self._idle.put_nowait(process if process in self._processes else None)
@@ -77,7 +77,7 @@ class PackPool:
         return answer.num_blocks
 
     async def close(self) -> None:
-        """End the processes; whoever waits for one hears that there is none."""
+        """End the processes; callers that wait for one get an error."""
         self._is_closed = True
         processes = list(self._processes)
         for process in processes:
@@ -91,7 +91,7 @@ class PackPool:
             shows_errors=True,
         )
         self._processes.add(process)
-        if self._is_closed:  # meanwhile
+        if self._is_closed:  # in the meantime
             self._end(process)
             raise EOFError
         assert process.stdin is not None

@@ -107,7 +107,7 @@ class AdapterSource:
     def _fetched(self, digest: str, flight: asyncio.Task[DiskAdapter]) -> None:
         del self._flights[digest]
         if not flight.cancelled():
-            flight.exception()  # every caller may have gone: then nobody else asks for it
+            flight.exception()  # all callers may have gone, and none would read it
 
     async def _fly(self, digest: str) -> DiskAdapter:
         """One fetch; failures are remembered and paused upon."""
@@ -157,7 +157,7 @@ class AdapterSource:
             self._disk.discard(folder)
 
     async def _prepare(self, folder: Path, sha256: str) -> int:
-        """Pack for the engine that is there in the end: another may have come meanwhile."""
+        """Pack for the current engine, which may have been replaced in the meantime."""
         while True:
             pool = self._pool
             assert pool is not None, "asked for an adapter before there was an engine"

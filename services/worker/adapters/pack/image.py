@@ -158,7 +158,7 @@ class ImageFile:
             head = os.pread(self._file, _INDEX_BEGIN, 0)
             length = int.from_bytes(head[len(MAGIC) :][:_LENGTH_BYTES], "little")
             if not head.startswith(MAGIC) or length > MAX_INDEX_BYTES:
-                self._refuse("is no image of this version")
+                self._refuse("is not an image of this version")
             self.sha256 = head[-_HASH_BYTES:]
             self.index = self._index(os.pread(self._file, length, _INDEX_BEGIN))
             self._begin = _INDEX_BEGIN + length

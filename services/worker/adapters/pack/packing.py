@@ -58,7 +58,7 @@ class BaseValues(Protocol):
     """Values that follow from an adapter and the base together."""
 
     def changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
-        """The rows of a weight that the module replaces; None where it brings none."""
+        """The rows of a weight that the module replaces; None if it brings none."""
         ...
 
     def value(self, part: Part, site_id: int, read: Read) -> Values:

@@ -48,7 +48,7 @@ class Packing:
 
 
 class TileLayout:
-    """Packs matrices into blocks of `block_bytes`, in order, without gaps but for alignment."""
+    """Packs matrices into blocks of `block_bytes`, in order, without gaps except for alignment."""
 
     def __init__(self, block_bytes: int) -> None:
         assert block_bytes % TILE_ALIGN_BYTES == 0, block_bytes

@@ -53,7 +53,7 @@ class Values(NamedTuple):
         return Values(integers.astype(np.int8), "I8"), factors
 
     def all_finite(self) -> bool:
-        """False where any is NaN or infinite."""
+        """False if any is NaN or infinite."""
         bits = self.data.view(np.uint32 if self.dtype == "F32" else np.uint16)
         mask: Any = bits.dtype.type(_EXPONENT_BITS[self.dtype])
         return not bool(((bits & mask) == mask).any())

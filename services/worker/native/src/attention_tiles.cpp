@@ -181,7 +181,7 @@ LPX_EXPORT void lpx_attend_tiles(const void* q, const void* k, const void* v, vo
 
 #else
 
-// Built for a processor without tiles; nobody calls it.
+// Built for a processor without tiles; never called.
 LPX_EXPORT void lpx_attend_tiles(const void*, const void*, const void*, void*, void*, void*,
                                  const void*, const void*, int64_t) {}
 

@@ -6,7 +6,7 @@
 // from memory once and stay in cache for the task's other rows and for its neighbours. Sums run in
 // one order whatever the segments are, so a row's result does not depend on the batch. Rows and matrices
 // in bfloat16 are multiplied in pairs where the processor has fast dot products of them; A x is then
-// rounded to bfloat16, too.
+// rounded to bfloat16 as well.
 #include <algorithm>
 #include <vector>
 

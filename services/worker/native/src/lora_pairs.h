@@ -159,7 +159,7 @@ inline void expand_pairs(float* y, int64_t ldy, int64_t num_rows, const bf16* b,
 
 #else
 
-// Declared for a processor without dot products; nobody calls them.
+// Declared for a processor without dot products; never called.
 constexpr bool kHasPairs = false;
 bool uses_pairs();
 void shrink_pairs(const bf16* x, int64_t ldx, int64_t num_rows, const bf16* a, int64_t num_a,

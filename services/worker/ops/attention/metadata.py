@@ -34,7 +34,7 @@ class KvCache(Protocol):
         ...
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Of int8 K and V, each `[num_blocks, Hkv, T]`; None where they have the model's dtype."""
+        """Of int8 K and V, each `[num_blocks, Hkv, T]`; None if they have the model's dtype."""
         ...
 
     def group_of(self, layer: int) -> int:

@@ -10,7 +10,7 @@ from loraplex_services.worker.ops.attention.backend import AttentionBackend
 
 
 def registered_backend(name: str) -> type[AttentionBackend] | None:
-    """The class that a package registers under a name; None where none does.
+    """The class that a package registers under a name; None if none does.
 
     Importing it runs the package's code, so only the name that the operator sets is looked up.
 
@@ -29,7 +29,7 @@ def registered_backend(name: str) -> type[AttentionBackend] | None:
     except (ImportError, AttributeError) as error:
         raise _refused(name, f"is registered as {point.value}, which fails: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
-        raise _refused(name, f"is registered as {point.value}, which is no AttentionBackend")
+        raise _refused(name, f"is registered as {point.value}, which is not an AttentionBackend")
     return backend
 
 

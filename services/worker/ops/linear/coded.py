@@ -70,7 +70,7 @@ class CodedWeight:
 
 
 def joined(parts: list[CodedWeight]) -> CodedWeight | None:
-    """The same outputs one after another, each with its own scales; None where they differ in what
+    """The same outputs one after another, each with its own scales; None if they differ in what
     a kernel reads for all rows at once."""
     first = parts[0]
     for part in parts[1:]:

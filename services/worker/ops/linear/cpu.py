@@ -78,7 +78,7 @@ class CodedLinear:
 
 
 def _zero_of(weight: CodedWeight) -> int | None:
-    """The code of 0 where all outputs have the same; None = the codes are no plain integers."""
+    """The code of 0 if all outputs have the same; None = the codes are no plain integers."""
     if weight.codes.dtype is torch.int8:
         return 128
     if weight.table is None:

@@ -88,7 +88,7 @@ def _expand(delta: SiteDelta, shrunk: Tensor, num_outputs: int) -> Tensor:
 
 
 def _vector(tiles: Sequence[Tile], like: Tensor, fill: float) -> Tensor:
-    """One row of tiles, of the shape and on the device of `like`; `fill` where there are none."""
+    """One row of tiles, of the shape and on the device of `like`; `fill` if there are none."""
     return _dense(tiles, 1, len(like), fill)[0].to(like.device)
 
 

@@ -13,7 +13,7 @@ import torch
 
 
 class SideStream:
-    """Work that starts after everything issued so far and that nobody waits for until `join`."""
+    """Work that starts after everything issued so far and is not waited for until `join`."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -38,7 +38,7 @@ class LoraBatch:
     runs: tuple[RowRun, ...]
     table: DeltaTable
     records: Records | None = None
-    """The table as C++ reads it; None where torch computes."""
+    """The table as C++ reads it; None if torch computes."""
     tables: DeviceTables | None = None
     """The table as Triton reads it; None elsewhere."""
     work: StepWork | None = None
@@ -76,7 +76,7 @@ class LoraBatch:
 
     @cached_property
     def _may_replace_rows(self) -> bool:
-        """False where no adapter brings rows of any weight, which is nearly always."""
+        """False if no adapter brings rows of any weight, which is nearly always."""
         if self.tables is not None:
             return any(self.tables.in_torch(run.slot) for run in self.runs)
         if self.records is not None:

@@ -21,7 +21,7 @@ RECEIVE_BYTES = 1 << 20
 
 
 class RankLost(Exception):
-    """Another rank has ended or cannot be reached: this one cannot go on."""
+    """Another rank has ended or cannot be reached: this one cannot continue."""
 
 
 class HungUp(RankLost):
@@ -34,7 +34,7 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
     rank: int
     num_ranks: int
     rendezvous: str
-    """A file that all ranks of the group open, and nobody else."""
+    """A file that only the ranks of the group open."""
     timeout_s: float
     """To join the group."""
     model_dir: str
