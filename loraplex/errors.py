@@ -34,7 +34,7 @@ class Violation:
 
 
 def _spelled(value: object) -> str:
-    """As it stands in the file or request: true, null and [1, 2], not True, None and (1, 2)."""
+    """The value as in the file or request: true, null and [1, 2], not True, None and (1, 2)."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -122,7 +122,7 @@ class AdapterNotFound(NotFound):
 
     reason = "ADAPTER_NOT_FOUND"
     ref = hint = ""
-    """Not known after a wire, where the message carries them."""
+    """Unknown for an error from the wire, where the message carries them."""
 
     def __init__(self, ref: str, hint: str = "") -> None:
         super().__init__(f"no adapter {ref!r}" + (f": {hint}" if hint else ""))

@@ -34,7 +34,7 @@ class Bundle:
     """A bundle, taken apart. Nothing about it is verified yet."""
 
     key_sha256: str
-    """Of the public key in PEM, as the signer says."""
+    """sha256 of the public key in PEM, as the signer states it."""
     payload: bytes
     signature: bytes
     files: Mapping[str, str]

@@ -22,7 +22,7 @@ TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, ADDED_TOKENS_FILE)
 TEXT_FILES = (*TOKENIZER_FILES, *TEMPLATE_FILES)
 """The files of an adapter that say how its text is written."""
 MAX_TEXT_BYTES = 48 << 20
-"""Of all text files together."""
+"""Largest size of all text files together."""
 MAX_TOKEN_CHARS = 1024
 
 

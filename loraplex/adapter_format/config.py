@@ -26,8 +26,8 @@ CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
 
 MAX_ALPHA = 1e6
-"""Of `lora_alpha` and of the values of `alpha_pattern`, without their sign. Adapters in use have
-1 to 1,000."""
+"""Largest absolute value of `lora_alpha` and of the values of `alpha_pattern`, without their sign.
+Adapters in use have 1 to 1,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class AdapterConfig:
     target_parameters: tuple[str, ...] = ()
     alora_invocation_tokens: tuple[int, ...] | None = None
     task: str = CAUSAL_LM
-    """Of `tasks`; null in the file means `CAUSAL_LM`."""
+    """One of `tasks`; null in the file means `CAUSAL_LM`."""
     pooling: PoolingFields = field(default_factory=PoolingFields)
     ensure_weight_tying: bool = False
     """What is trained of a tied embedding is trained of the head as well."""
@@ -161,7 +161,7 @@ def _bias(reader: AdapterConfigReader) -> str:
 
 
 def _modules_to_save(reader: AdapterConfigReader) -> tuple[str, ...]:
-    """With the names that PEFT adds when it loads an adapter of the task."""
+    """`modules_to_save`, with the names that PEFT adds when it loads an adapter of the task."""
     names = reader.plain_names("modules_to_save")
     added = SAVED_HEADS if reader.fields.get("task_type") == SEQ_CLS else ()
     return tuple(dict.fromkeys((*names, *added)))

@@ -40,9 +40,9 @@ class FusedExperts:
     """One stacked parameter of one layer, and the adapter's tensors for it."""
 
     container: str
-    """As the base's files call it, such as `model.layers.0.mlp.experts`."""
+    """Name of the container in the base's files, such as `model.layers.0.mlp.experts`."""
     parameter: str
-    """As PEFT calls it, with the container: what patterns are matched with."""
+    """Full name in PEFT, against which patterns are matched."""
     tensors: Tensors
     num_experts: int
     """0 without a base: as many as the tensors hold."""
@@ -50,7 +50,7 @@ class FusedExperts:
     out_features: int
 
     def counted(self, rank: int) -> FusedExperts:
-        """The same with a number of experts."""
+        """A copy with a number of experts."""
         a = self.tensors.get(parts.A)
         rows = a.shape[0] if a and a.shape else rank
         return self if self.num_experts else replace(self, num_experts=max(1, rows // rank))

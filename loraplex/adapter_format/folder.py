@@ -25,7 +25,7 @@ class AdapterFolder:
 
     tensor_path: Path
     config_bytes: bytes
-    """As `read_config` gives it."""
+    """adapter_config.json, as `read_config` returns it."""
     header_prefix: bytes
     tensor_file_size: int
     files: tuple[File, ...]
@@ -161,7 +161,7 @@ def _holds_adapter(entry: os.DirEntry[str]) -> bool:
 
 
 def _newest(names: list[str]) -> str:
-    """Of checkpoints, the one with most steps."""
+    """The checkpoint with most steps."""
     return max(names, key=lambda name: (len(name), name))
 
 

@@ -286,7 +286,8 @@ def _vocab_size(modules: tuple[Module, ...], config: dict[str, object]) -> int:
 
 
 def _rotary_pairs(config: dict[str, object], modules: tuple[Module, ...]) -> int:
-    """From the width of a key projection, as families have defaults of their own for head_dim."""
+    """Number of rotary pairs, from the width of a key projection, as families have defaults of
+    their own for head_dim."""
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     part = config.get("partial_rotary_factor")
     for key in ("rope_scaling", "rope_parameters"):

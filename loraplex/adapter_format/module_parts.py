@@ -39,7 +39,7 @@ class ModuleParts:
 
     module: Module
     tensors: dict[str, TensorInfo]
-    """By part, as `tensor_names` calls them."""
+    """The module's tensors by part, as `tensor_names` calls the parts."""
     config: AdapterConfig
 
     @property

@@ -31,11 +31,11 @@ class PoolingFields:
     """What a config says of vectors and scores; the defaults are those of transformers."""
 
     labels: tuple[str, ...] = ()
-    """By output of the head; empty: LABEL_0, LABEL_1..."""
+    """Names of the head's outputs; empty means LABEL_0, LABEL_1..."""
     num_labels: int = 0
     """0: what the head has."""
     problem_type: str = ""
-    """Of the constants above; "" = single label, or the sigmoid of a single output."""
+    """One of the constants above; "" = single label, or the sigmoid of a single output."""
     pad_token_id: int | None = None
     """Trailing ones are not scored; None: the base's."""
     pooling: str = ""
@@ -44,7 +44,7 @@ class PoolingFields:
     """None: yes."""
 
     def to_fields(self) -> dict[str, object]:
-        """As in the file; only what is set."""
+        """The fields of the file; only those that are set."""
         named = {str(index): label for index, label in enumerate(self.labels)}
         fields: dict[str, object] = {
             "id2label": named or None,

@@ -41,7 +41,7 @@ class Scheme:
     group_size: int = 0
     """Inputs that share a scale; 0 = whole rows."""
     symmetric: bool = True
-    """There are no zero points."""
+    """True if there are no zero points."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale, in BLOCKS."""
     zero_step: int = 0
@@ -74,7 +74,8 @@ class Quantisation:
         return "+".join(sorted({scheme.name for _, scheme in self.schemes}))
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Of a linear whose weight the files hold in codes; None = the config has none for it."""
+        """The scheme of a linear whose weight the files hold in codes; None = the config has none
+        for it."""
         named = [scheme for targets, scheme in self.schemes if _names(targets, module)]
         if named:
             return named[0]
@@ -93,7 +94,7 @@ def _names(targets: tuple[str, ...], module: str) -> bool:
 
 
 def read_quantisation(config: Mapping[str, object]) -> Quantisation | None:
-    """Of the text of config.json; None if weights are plain.
+    """Read the quantisation of a config.json; None if weights are plain.
 
     Raises:
         Unsupported: naming the method, or the key that this build does not know.
@@ -224,7 +225,7 @@ _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantiz
 
 
 def _compressed(keys: _Keys) -> Schemes:
-    """Of compressed-tensors: one scheme for each of its groups."""
+    """Read the format compressed-tensors: one scheme for each of its groups."""
     layout = keys.expect("format", (*_FORMATS, "mixed-precision"))
     keys.expect("quantization_status", ("compressed", "frozen"), "compressed")
     sparsity = keys.get("sparsity_config", {})
@@ -296,4 +297,4 @@ _METHODS: Mapping[str, Callable[[_Keys], Schemes]] = {
     "fp8": _fp8,
     "gptq": _gptq,
 }
-"""By `quant_method`. MXFP4 is a part of its model family."""
+"""Readers by `quant_method`. MXFP4 is a part of its model family."""

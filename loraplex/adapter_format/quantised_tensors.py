@@ -75,7 +75,7 @@ def _packed_shape(
     quantisation: Quantisation | None,
     read: Read,
 ) -> tuple[int, int]:
-    """Of int32 words that hold several codes each."""
+    """Shape of the codes behind int32 words that hold several each."""
     scheme = quantisation.scheme_of(module) if quantisation else None
     layouts = (GPTQ, AWQ) if name.endswith(".qweight") else (PACKED,)
     words = tensors[name].shape
@@ -104,7 +104,7 @@ def _coded_shape(
     quantisation: Quantisation | None,
     read: Read,
 ) -> tuple[int, ...]:
-    """Of a `weight` that is not of a floating-point type."""
+    """Shape of the codes behind a `weight` that is not floating-point."""
     scheme = quantisation.scheme_of(module) if quantisation else None
     layout = scheme.layout if scheme else ""
     if layout == BNB4:

@@ -72,7 +72,7 @@ class Report:
     tensor_file_size: int
     """Bytes of adapter_model.safetensors."""
     base_fingerprint: str
-    """Of the geometry it was checked against; "" without one."""
+    """Fingerprint of the geometry it was checked against; "" if none."""
     warnings: tuple[Violation, ...]
     num_labels: int = 0
     """Outputs of its classification head; 0 without one."""

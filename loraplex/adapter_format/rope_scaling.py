@@ -29,7 +29,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("long_factor", "short_factor"),
 }
-"""By scaling method: keys of its own that must be there."""
+"""Required keys of each scaling method."""
 _ORIGINAL = "original_max_position_embeddings"
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "default": (),

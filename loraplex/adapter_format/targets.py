@@ -58,7 +58,7 @@ def _is_selected(
     module: AdapterModule,
     base: Mapping[str, Module],
 ) -> bool:
-    """By target_modules, by target_parameters, or because it is tied to an embedding that is."""
+    """True if target_modules or target_parameters select it, or an embedding that it is tied to."""
     if module.expert is not None or targets_parameter(config, peft_parameter(module.name)):
         return True
     if selector.selects(module.name, base.get(module.name)):

@@ -25,7 +25,7 @@ from loraplex.adapter_format.tensor_names import PREFIX
 from loraplex.adapter_format.text_model import PLAIN, WRAPPED, Spelling
 
 _BARE = (Spelling("language_model."), PLAIN, Spelling(""))
-"""Of a model without a head, which PEFT meets with `FEATURE_EXTRACTION`."""
+"""Spellings of a model without a head, as PEFT has it with `FEATURE_EXTRACTION`."""
 
 
 def spelling_of(task: str, header: Header) -> Spelling:

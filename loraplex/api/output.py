@@ -46,7 +46,7 @@ class WeightSpan:
 
 
 def joined_spans(spans: Iterable[WeightSpan]) -> tuple[WeightSpan, ...]:
-    """The same spans, in order, with neighbours of the same adapters as one."""
+    """The spans in order, with adjacent spans of the same adapters joined."""
     joined: list[WeightSpan] = []
     for span in spans:
         if joined and joined[-1].digests == span.digests:
@@ -61,7 +61,7 @@ class ServedBy:
     """What ran a request."""
 
     adapters: tuple[str, ...]
-    """As tenant/name:vN; empty for the base."""
+    """Adapters as tenant/name:vN; empty for the base."""
     digests: tuple[str, ...]
     """The digests of these adapters, in the same order."""
     worker_id: str
@@ -89,8 +89,8 @@ class Timings:
     """Seconds that one choice spent on its worker."""
 
     queue_s: float = 0.0
-    """From its arrival to its first step."""
+    """Time from arrival to the first step."""
     load_s: float = 0.0
     """The part of `queue_s` that was spent waiting for adapters."""
     prefill_s: float = 0.0
-    """From its first step to its first token."""
+    """Time from the first step to the first token."""

@@ -60,9 +60,9 @@ class AdapterVersion:
     expires_unix_s: float = 0.0
     """When an ephemeral version is deleted; 0 = it stays."""
     description: str = ""
-    """Of the adapter, which may be changed."""
+    """Description of the adapter, which may be changed."""
     adapter_labels: Mapping[str, str] = field(default_factory=dict)
-    """Of the adapter, which may be changed; those of the version stay."""
+    """Labels of the adapter, which may be changed; those of the version may not."""
 
     @property
     def ref(self) -> str:
@@ -110,7 +110,7 @@ class Certificate:
     reference: str
     """What it was compared with."""
     probe_sha256: str
-    """Of the texts that were scored."""
+    """sha256 of the texts that were scored."""
     num_tokens: int
     mean_kl: float
     """KL(reference || served) in nats per token."""
@@ -299,7 +299,7 @@ class UsageEntry:
     errors: int
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompts, not computed again."""
+    """Prompt tokens that were not computed again."""
     generated_tokens: int
     duration_s: float
-    """From arrival to end, summed over the requests."""
+    """Time from arrival to end, summed over the requests."""

@@ -85,7 +85,7 @@ def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
 
 
 def certificate(message: pb.Certificate) -> Certificate:
-    """As the registry stored it."""
+    """The certificate as the registry stored it."""
     return Certificate(
         **{f.name: getattr(message, f.name) for f in dataclasses.fields(Certificate)}
     )
@@ -231,4 +231,4 @@ def usage_entry_to_proto(entry: UsageEntry) -> pb.UsageEntry:
 
 _LIMITS = tuple(each.name for each in dataclasses.fields(TenantLimits))
 _USAGE = tuple(each.name for each in dataclasses.fields(UsageEntry) if each.name != "duration_s")
-"""Those that have the same name in the message."""
+"""Fields that have the same name in the message."""

@@ -128,7 +128,7 @@ class KeptPrefix:
 
     adapters: AdapterSet
     num_tokens: int
-    """From the start of the prompt; those of the part before, if any, included."""
+    """Counted from the start of the prompt, including earlier parts."""
 
 
 BASE_ONLY = AdapterSet()
@@ -156,9 +156,9 @@ class WorkerRequest:
     cache_salt: str = ""
     sample_index: int = 0
     remaining_s: float | None = None
-    """Until the deadline; None = no deadline."""
+    """Time until the deadline; None = no deadline."""
     remaining_first_token_s: float | None = None
-    """Until the first token is due; None = whenever the deadline allows."""
+    """Time until the first token is due; None = only the deadline counts."""
     trace: str = ""
     """W3C traceparent; may be empty."""
     grammar: Grammar | None = None
@@ -166,7 +166,7 @@ class WorkerRequest:
     kept: tuple[KeptPrefix, ...] = ()
     """Which other adapters computed its first tokens, in order."""
     pooling: Pooling = Pooling.NONE
-    """With one: a vector and no output."""
+    """If set, the request returns a vector and no output."""
 
 
 def shared_fields(record: Any, kind: type[Any]) -> dict[str, Any]:

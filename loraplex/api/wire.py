@@ -21,7 +21,7 @@ _PARAM_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams)
 _LOAD_FIELDS = tuple(
     field.name for field in dataclasses.fields(WorkerLoad) if field.name != "is_full"
 )
-"""Those that have the same name in the message."""
+"""Fields that have the same name in the message."""
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,

@@ -119,7 +119,7 @@ def _add_tenants(commands: Any) -> None:
 
 
 async def _first_admin_key(args: argparse.Namespace) -> None:
-    """Made by the registry, or drawn here for a registry that is yet to start."""
+    """The first admin key, from the registry, or generated for one that has not started yet."""
     from loraplex.errors import Unavailable
 
     try:

@@ -234,7 +234,8 @@ async def _reply(
 
 
 async def _shown(pieces: AsyncIterator[Piece], streamed: bool) -> AsyncIterator[Piece]:
-    """The same pieces, printed as they come; their line ends also where they break off."""
+    """Print the pieces as they arrive and pass them on; their line ends also where they break
+    off."""
     has_begun = False
     try:
         async for piece in pieces:

@@ -118,7 +118,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials_of(args: argparse.Namespace) -> Credentials:
-    """From the environment, with the flags of the command line on top."""
+    """Credentials from the environment, overridden by flags."""
     import os
 
     from loraplex.client import settings

@@ -296,7 +296,7 @@ async def _validate(args: argparse.Namespace) -> None:
 
 
 def geometry_of(base: str) -> Geometry | None:
-    """Of a base on this machine, given as a folder or a hub id; None for ""."""
+    """Geometry of a base on this machine, given as a folder or a hub id; None for ""."""
     import os
 
     from loraplex.adapter_format import geometry_from_folder

@@ -237,7 +237,7 @@ def _to_peft(args: argparse.Namespace) -> None:
 
 
 def _folder(base: str) -> Path | None:
-    """Of a base on this machine; None for ""."""
+    """Folder of a base on this machine; None for ""."""
     import os
 
     from loraplex.cli.local_base import base_folder
@@ -246,7 +246,7 @@ def _folder(base: str) -> Path | None:
 
 
 def _dtype(args: argparse.Namespace) -> str:
-    """Its safetensors name; "" = not given."""
+    """The safetensors name of a dtype; "" = not given."""
     return DTYPES[args.dtype] if args.dtype else ""
 
 

@@ -22,7 +22,8 @@ NUM_CANDIDATES = 20
 """Most likely tokens that are compared at each position: the most that a gateway names."""
 LOWEST_PRIORITY = 1_000_000
 LEAST_PROBABILITY = 1e-9
-"""Of all other tokens together: logprobs are rounded, and may add up to more than 1."""
+"""Least probability of all other tokens together: logprobs are rounded, and may add up to more than
+1."""
 PROBE_TEXTS = (
     "The committee approved the budget on Tuesday, after a long debate about the cost of the new "
     "library. Most members agreed that the old building could not be repaired.",

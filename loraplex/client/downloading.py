@@ -21,7 +21,7 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
 MAX_READ_BYTES = 1 << 20
-"""Of a small file that is read into memory."""
+"""Largest size of a file that is read into memory."""
 _BATCH_BYTES = 2 << 20
 """Written at a time, on a thread."""
 _SYNC_BYTES = 16 << 20

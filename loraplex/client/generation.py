@@ -31,7 +31,7 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     digests: tuple[str, ...] = ()
-    """Of the adapters that computed `token_ids`; empty for the base."""
+    """Digests of the adapters that computed `token_ids`; empty for the base."""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
@@ -96,7 +96,7 @@ class ResidentAdapter:
     """One adapter on one worker."""
 
     ref: str
-    """As tenant/name:vN; empty if the gateway does not know the name."""
+    """The adapter as tenant/name:vN; empty if the gateway does not know the name."""
     residency: AdapterResidency
 
 
@@ -114,7 +114,7 @@ class WorkerStatus:
     num_adapters_on_device: int
     adapters: tuple[ResidentAdapter, ...] = ()
     dtype: str = ""
-    """Of its arithmetic; "" while it has never answered."""
+    """The dtype of its arithmetic; "" while it has never answered."""
     kernels: str = ""
     """"triton", "torch", or an instruction set such as "avx512_bf16"."""
 
@@ -126,7 +126,7 @@ class Fetched:
     ref: str
     digest: str
     worker_ids: tuple[str, ...]
-    """Its home first."""
+    """Workers in the order of preference."""
     took_s: float
 
 

@@ -29,7 +29,7 @@ def memory_files(state_dict: Mapping[str, Any], config: Any) -> list[MemoryFile]
 
 
 def header_of(tensors: MemoryFile) -> bytes:
-    """As much of the tensor file's start as a check needs. Raises: InvalidAdapter."""
+    """The start of the tensor file, as much as a check needs. Raises: InvalidAdapter."""
     first = tensors.content[:LENGTH_BYTES]
     return tensors.content[: prefix_bytes(first, tensors.size_bytes)]
 

@@ -72,7 +72,7 @@ class Summed:
 
     spec: pb.FileSpec
     crc32s: Sequence[int]
-    """Of each chunk of CHUNK_BYTES, the last one shorter."""
+    """CRC-32 of each chunk of CHUNK_BYTES; the last one is shorter."""
 
 
 async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summed]:

@@ -34,7 +34,7 @@ class Score:
     probabilities: tuple[float, ...]
     """Softmax, or sigmoids for a single or several labels at once; empty for a regression."""
     label: str
-    """Of the largest logit; "" for a regression."""
+    """Label of the largest logit; "" for a regression."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class _Plan:
         self.edits: dict[str, Edit] = {}
         self.added: dict[str, str] = {}
         self.vocab_size = 0
-        """Of the result, where it differs from the base's."""
+        """Vocabulary size of the result, if it differs from the base's."""
         self._tied = geometry.tied_embeddings
         names = {m.kind: m.name for m in geometry.modules if m.kind in (EMBEDDING, LM_HEAD)}
         self._embedding = names.get(EMBEDDING, "")
@@ -324,7 +324,7 @@ def _check_parts(folder: Path, share: _Share, *, is_alone: bool) -> None:
 
 
 def _check_copies(shares: Sequence[_Share], source: TensorLocation) -> None:
-    """Of several adapters, each must have been trained on the table that the base has."""
+    """Each of several adapters must have been trained on the table that the base has."""
     if len(shares) == 1 and shares[0].weight == 1:
         return
     for share in shares:

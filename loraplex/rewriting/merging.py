@@ -36,7 +36,7 @@ class Recipe:
     majority: str = "total"
     """How `*ties` elect a sign: by the sum of the values, or by the number of them."""
     seed: int = 0
-    """Of the values that `dare_*` drop."""
+    """Seed of the choice of values that `dare_*` drop."""
 
     def check(self) -> None:
         """Raises InvalidRequest."""

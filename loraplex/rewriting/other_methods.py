@@ -45,7 +45,8 @@ class Converted:
     method: str
     """PEFT's name of it, such as `LOHA`."""
     relative_error: float
-    """Of a module's weights, the largest: |LoRA - original| / |original|, Frobenius norms."""
+    """Largest relative error of a module's weights: |LoRA - original| / |original|, Frobenius
+    norms."""
 
 
 def is_other_method(folder: Path) -> bool:

@@ -54,7 +54,7 @@ class _Rewritten:
 
     tensors: dict[str, Array] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
-    """By module or parameter; those of the config are left out."""
+    """Ranks by module or parameter that differ from the config's."""
     parameters: set[str] = field(default_factory=set)
 
     def add(self, module: str, a: Array, b: Array, tensor_module: str = "") -> None:
@@ -289,7 +289,8 @@ def _write(
     tensors: Mapping[str, Array],
     geometry: Geometry | None = None,
 ) -> Report:
-    """With the folder's other files. Values stay as they are: float32 holds every dtype."""
+    """Write the adapter with the folder's other files. Values stay as they are: float32 holds every
+    dtype."""
     dtypes = {info.dtype for info in _infos(folder)}
     dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
     names = [name for name in file_names(folder) if name not in (CONFIG_FILE, TENSOR_FILE)]

@@ -47,7 +47,7 @@ class Opened:
     content: AdapterFolder
     report: Report
     config: Mapping[str, object]
-    """Its adapter_config.json."""
+    """Content of its adapter_config.json."""
 
     def tensor(self, info: TensorInfo) -> Array:
         """A tensor as float32, whatever it is stored as."""

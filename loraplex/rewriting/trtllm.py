@@ -52,12 +52,12 @@ class _Row:
     rank: int
     a: Array
     b: Array
-    """With the scale."""
+    """B, multiplied by the scale."""
     gain: Array | None = None
 
     @property
     def values(self) -> Array:
-        """As they follow each other in the file."""
+        """The values in the order of the file."""
         gain = () if self.gain is None else (self.gain,)
         return np.concatenate([part.reshape(-1) for part in (self.a, self.b, *gain)])
 
@@ -114,7 +114,7 @@ def to_trtllm(
 def _rows(
     adapter: Opened, geometry: Geometry | None, base: CheckpointFolder | None
 ) -> dict[tuple[int, int], _Row]:
-    """By layer and module id."""
+    """Rows by layer and module id."""
     rows: dict[tuple[int, int], _Row] = {}
     experts: dict[tuple[int, int], dict[int, _Row]] = {}
     for module in adapter.report.modules:

@@ -75,7 +75,7 @@ class BaseLinears:
 
     @classmethod
     def of(cls, geometry: Geometry) -> BaseLinears:
-        """Those that lie in a layer."""
+        """The modules of one layer."""
         found = {}
         for module in geometry.modules:
             match = _LAYER.fullmatch(module.name)

@@ -24,18 +24,18 @@ class RequestOutcome:
     reason: str = ""
     """Why it did not finish."""
     engine_s: float | None = None
-    """Of the first token's latency, what the worker accounts for: queue, load and prefill."""
+    """The part of the first token's latency that the worker reports: queue, load and prefill."""
 
     @property
     def first_token_latency_s(self) -> float:
-        """From arrival to the first token; infinite where there was none or it was aborted."""
+        """Time from arrival to the first token; infinite if there was none or it was aborted."""
         if self.first_token_s is None or not self.finished:
             return math.inf
         return self.first_token_s - self.arrival_s
 
     @property
     def outside_s(self) -> float | None:
-        """Of the first token's latency, what was spent outside the engine; None = not known."""
+        """The part of the first token's latency outside the engine; None = not known."""
         if self.engine_s is None or self.first_token_s is None:
             return None
         return max(0.0, self.first_token_s - self.arrival_s - self.engine_s)
@@ -50,7 +50,8 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one figure over requests, in seconds; all 0 if there was nothing to measure."""
+    """Percentiles of one figure over requests, in seconds; all 0 if there was nothing to
+    measure."""
 
     mean_s: float
     p50_s: float
@@ -65,18 +66,18 @@ class Summary:
     num_requests: int
     num_finished: int
     makespan_s: float
-    """From the start of the trace to the end of its last request."""
+    """Time from the start of the trace to the end of its last request."""
     requests_per_s: float
     """Finished requests over the makespan."""
     output_tokens_per_s: float
     first_token: Percentiles
-    """Of finished requests."""
+    """Latency of the first token of finished requests."""
     per_token: Percentiles
     """Mean gap between a finished request's output tokens."""
     outside: Percentiles
-    """Of the first token's latency, the time outside the engine: gateway, servers, network."""
+    """The part of the first token's latency outside the engine: gateway, servers, network."""
     latency: Percentiles
-    """From arrival to the last token, of finished requests."""
+    """Time from arrival to the last token of finished requests."""
     slo_s: float
     attainment: float
     """Share of all requests whose first token came before `slo_s`; aborted ones count as 0."""

@@ -82,9 +82,9 @@ class LogNormalLengths:
     mean_input: float = 85.0
     mean_output: float = 165.0
     sigma: float = 1.0
-    """Of the logarithm of the length."""
+    """Standard deviation of the logarithm of the length."""
     cap: int = 1024
-    """Of prompt and of output, each; what it cuts off lowers the means a little."""
+    """Largest prompt and largest output; the cut lowers the means a little."""
 
     @property
     def max_tokens(self) -> int:
@@ -196,7 +196,7 @@ def _adapter_arrivals(workload: Workload) -> list[Arrival]:
 
 
 def _pooled_arrivals(workload: Workload) -> list[Arrival]:
-    """As many as rate times duration says, at least one."""
+    """Exactly rate times duration arrivals, at least one."""
     gaps, adapters = (random.Random(f"{workload.seed}/{name}") for name in ("gaps", "adapters"))
     arrivals: list[Arrival] = []
     arrival_s = 0.0

@@ -30,7 +30,7 @@ class OpenChannel(Protocol):
     def __call__(self, address: str) -> grpc.aio.Channel: ...
 
     def to_name(self, server_name: str) -> OpenChannel:
-        """The same for servers whose certificates contain `server_name`, not their address."""
+        """Credentials for servers whose certificates contain `server_name`, not their address."""
 
     @property
     def version(self) -> int:
@@ -47,7 +47,7 @@ class PlainChannels:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
 
     def to_name(self, server_name: str) -> OpenChannel:
-        """Itself: without TLS, there are no certificates."""
+        """Returns itself: without TLS, there are no certificates."""
         return self
 
 

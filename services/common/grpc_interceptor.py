@@ -70,7 +70,7 @@ def _text_metadata(entries: Any) -> dict[str, str]:
 
 
 def _rewrapped(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler with its behaviour wrapped.
+    """Wrap the behaviour of a handler.
 
     gRPC receives and parses the request of a unary method before it calls the handler. Every
     method is therefore registered as one that reads its requests itself, and as raw bytes.
@@ -87,7 +87,7 @@ def _rewrapped(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHand
 
 
 def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler of a method that needs no key. Its streams are counted, because strangers
+    """A handler for a method that needs no key. Its streams are counted, because strangers
     may open them."""
     if not handler.response_streaming:
         return cast("grpc.RpcMethodHandler[Any, Any]", handler)

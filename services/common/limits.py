@@ -95,7 +95,7 @@ class NumberLimits:
     most: float
 
     def check(self, field: str, value: float) -> float:
-        """The same number. Raises InvalidRequest if it is not finite or outside the range."""
+        """Returns the number. Raises InvalidRequest if it is not finite or outside the range."""
         if not (math.isfinite(value) and self.least <= value <= self.most):
             raise InvalidRequest.field(
                 field, value, f"must be a number from {self.least:g} to {self.most:g}"
@@ -111,16 +111,16 @@ class PoolLimits:
     """Names the work in errors, such as "grammars"."""
     num_processes: int
     memory_bytes: int
-    """Of each process."""
+    """Memory limit of each process."""
     timeout_s: float
-    """For one job, once a process has it."""
+    """Longest time of one job in a process."""
     cpu_s: float = 0.0
     """Processor time of one job, which does not depend on how busy the machine is; 0 = no limit
     but `timeout_s`."""
     max_wait_s: float = 30.0
-    """For a process, before the job begins."""
+    """Longest wait for a free process."""
     start_timeout_s: float = 30.0
-    """For the start of a process."""
+    """Longest time that a process takes to start."""
     keeps_processes: bool = True
     """False ends a process after each job, which returns its memory."""
     num_answers: int = 0
@@ -159,7 +159,7 @@ POOLS = {
     "registry": (VALIDATIONS,),
     "worker": (GRAMMARS,),
 }
-"""By service."""
+"""Pools of processes by service."""
 
 YEAR_S = 365.0 * 24 * 3600
 KEY_LIFETIME_S = NumberLimits(0, 100 * YEAR_S)
@@ -191,7 +191,7 @@ MAX_WAITING_MESSAGES_PER_TENANT = 64
 """Larger ones that wait to be parsed."""
 MAX_HTTP_CONNECTIONS = 8192
 MAX_HTTP_HEADER_S = 30
-"""For the head of an HTTP request to arrive."""
+"""Longest time for the head of an HTTP request to arrive."""
 MAX_JSON_COMMAS = 1 << 20
 """In an HTTP body, strings included: JSON with more has more values than tokens fit a context."""
 MAX_JSON_BRACKETS = 1 << 18
@@ -200,7 +200,7 @@ MAX_LARGE_BODIES = 8
 """Large HTTP bodies that one gateway has in memory before they are parsed."""
 MAX_LARGE_BODIES_PER_TENANT = 2
 MAX_LARGE_BODY_S = 60
-"""For a large HTTP body to arrive."""
+"""Longest time for a large HTTP body to arrive."""
 MAX_STORED_RESPONSE_BYTES = 128 * MIB
 """JSON of the responses that one gateway keeps for `previous_response_id`, over all tenants."""
 MAX_STORED_RESPONSE_BYTES_PER_TENANT = 16 * MIB
@@ -213,7 +213,7 @@ MAX_OPEN_UPLOADS_PER_TENANT = 1000
 MAX_UPLOAD_STREAMS = 32
 """Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
 MAX_UPLOAD_STREAMS_PER_TENANT = 8
-"""Of these; further ones wait until one ends."""
+"""Upload streams of one tenant; further ones wait until one ends."""
 MAX_UPLOAD_IDLE_S = 30
 """Seconds without a chunk after which an upload's stream ends; what arrived is kept."""
 MAX_CHARS_PER_TOKEN = 128
@@ -262,7 +262,7 @@ def check_message(method: str, num_bytes: int) -> None:
 
 
 def check_chars(field: str, text: str, most: int) -> str:
-    """The same text. Raises InvalidRequest if it is longer than `most` characters."""
+    """Returns the text. Raises InvalidRequest if it is longer than `most` characters."""
     if len(text) > most:
         raise InvalidRequest.field(field, "", f"has {len(text)} characters; send at most {most}")
     return text

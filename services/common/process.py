@@ -23,7 +23,7 @@ from loraplex_services.common.stacks import print_stacks_on_signal
 USAGE_STATUS = 2
 MAX_OPEN_FILES = 65_536
 MAX_ERROR_BYTES = 4096
-"""Of an error that is written into a pipe; every system's pipes hold that much."""
+"""Largest error that is written into a pipe; pipes of every system hold that much."""
 
 
 def die_with_parent() -> None:

@@ -47,7 +47,7 @@ class ProcessPool:
         self._slots = TenantSlots(limits.num_processes)
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
-        """Those that run, idle or not."""
+        """All running processes, idle or not."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone = asyncio.Event()
         self._refused: Recent[Hashable, tuple[float, bool]] = Recent(MAX_REFUSED)

@@ -26,7 +26,7 @@ class TenantSlots:
         self._max_waiting = max_waiting_per_tenant
         self._held: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By tenant, the one whose request is next first."""
+        """Waiting requests by tenant; the tenant that is next comes first."""
 
     async def take(self, tenant: str, what: str) -> None:
         """Wait for a slot.

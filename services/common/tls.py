@@ -60,7 +60,7 @@ PLAIN = TlsFiles()
 
 
 def tls_files(environ: Mapping[str, str]) -> TlsFiles:
-    """From LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY.
+    """TLS files that LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY name.
 
     Raises:
         InvalidRequest: a file is missing, or one of certificate and key is.
@@ -69,7 +69,7 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles:
 
 
 def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
-    """From LORAPLEX_HTTP_CERT and LORAPLEX_HTTP_KEY.
+    """TLS files that LORAPLEX_HTTP_CERT and LORAPLEX_HTTP_KEY name.
 
     Raises:
         InvalidRequest: a file is missing, one of the two is, or they do not belong together.

@@ -99,7 +99,7 @@ class Memory:
     share: float = 0.0
 
     def __str__(self) -> str:
-        """As `parse_memory` reads it."""
+        """The form that `parse_memory` reads."""
         return f"{self.share * 100:g}%" if self.share else str(self.num_bytes)
 
 

@@ -43,7 +43,7 @@ class VirtualCounters:
 
     accounts: dict[Hashable, Account] = field(default_factory=dict)
     present: dict[Hashable, Account] = field(default_factory=dict)
-    """Those that have live requests."""
+    """Accounts with live requests."""
     last_served: Account = field(default_factory=lambda: Account(0.0))
     left_s: dict[Hashable, float] = field(default_factory=dict)
     """When absent names left, the latest last; forgotten after `EXPECTED_BACK_S`."""

@@ -72,6 +72,6 @@ def peer_of_host(host: str) -> str:
 
 
 def peer_of_grpc(peer: str) -> str:
-    """The same of gRPC's name of a peer, such as `ipv4:127.0.0.1:4711`."""
+    """The address in gRPC's name of a peer, such as `ipv4:127.0.0.1:4711`."""
     _, _, address = unquote(peer).partition(":")
     return peer_of_host(address.rpartition(":")[0].strip("[]"))

@@ -39,9 +39,9 @@ class GatewayConfig:
     """True if every call needs an API key."""
     service_token: str = ""
     tls: TlsFiles = PLAIN
-    """For the gRPC API, and for calls to the registry and workers."""
+    """TLS of the gRPC API, and of calls to the registry and workers."""
     http_tls: TlsFiles = PLAIN
-    """For the HTTP API."""
+    """TLS of the HTTP API."""
     gateway_id: str = ""
     tool_format: str = "auto"
     """"auto", or the format in which every base writes tool calls."""

@@ -68,7 +68,8 @@ _READY_POLL_S = 0.05
 
 
 class Readiness:
-    """Latches: once ready, the gateway stays ready and refuses single requests instead."""
+    """Readiness that latches: once ready, the gateway stays ready and refuses single requests
+    instead."""
 
     def __init__(self, first_missing: Callable[[], str]) -> None:
         """`first_missing()` returns what the gateway still waits for; "" if nothing."""

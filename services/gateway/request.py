@@ -73,7 +73,7 @@ class RunningAdapter:
     weight: float = 1.0
     max_rank: int = 0
     text_files: tuple[File, ...] = ()
-    """Its tokenizer and chat template."""
+    """Files of its tokenizer and chat template."""
     task: str = CAUSAL_LM
     pooling: PoolingFields = field(default_factory=PoolingFields)
     """How its vectors and scores are read; `num_labels` is that of its head."""
@@ -125,7 +125,7 @@ class Tokens:
     timings: Timings | None = None
     worker_id: str = ""
     digests: tuple[str, ...] = ()
-    """Of the adapters that computed `token_ids`."""
+    """Digests of the adapters that computed `token_ids`."""
     pooled: tuple[float, ...] = ()
     """The vector of a job that pools."""
 

@@ -164,7 +164,7 @@ class AdapterRecord:
     generation: int = 1
     description: str = ""
     labels: dict[str, str] = field(default_factory=dict)
-    """Those of the adapter, which may be changed; versions have labels of their own."""
+    """Labels of the adapter, which may be changed; versions have labels of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class SignatureRecord:
     """A signature of one version's files."""
 
     key_sha256: str
-    """Of the signer's public key in PEM."""
+    """sha256 of the signer's public key in PEM."""
     bundle: str
     """The sigstore bundle, JSON."""
     actor: str

@@ -22,41 +22,41 @@ class Costs:
     """Seconds of a step, a copy, a fetch and a request's way, and what is moved."""
 
     step_s: float
-    """Of every step."""
+    """Time of every step."""
     idle_s: float
-    """Of a step on a worker that had nothing to do: waking up, cold caches."""
+    """Extra time of a step on a worker that was idle: waking up, cold caches."""
     row_s: float
-    """Of every request in the step."""
+    """Time of every request in the step."""
     many_row_s: float
     """More, of every request beyond `MANY_ROWS`."""
     prompt_s: float
-    """Of every prompt, or part of one, in the step, in addition to its positions."""
+    """Time of every prompt, or part of one, in addition to that of its positions."""
     token_s: float
-    """Of every position computed."""
+    """Time of every computed position."""
     kv_token_s: float
-    """Of every cached position read."""
+    """Time of every cached position that is read."""
     adapter_byte_s: float
-    """Of every byte of the distinct adapters that the step reads."""
+    """Time of every byte of the distinct adapters that the step reads."""
     step_spread: float
     """Steps take this and that: standard deviation of the logarithm of their time. What the costs
     above say is the mean."""
     load_s: float
-    """Of every copy of an adapter to the device."""
+    """Fixed time of every copy of an adapter to the device."""
     load_byte_s: float
-    """Of every byte copied."""
+    """Time of every copied byte."""
     fetch_s: float
-    """From the first request for an adapter until it is verified on disk; steps continue in the
-    meantime."""
+    """Time from the first request for an adapter until it is verified on disk; steps continue in
+    the meantime."""
     fetch_byte_s: float
-    """Of every byte fetched."""
+    """Time of every fetched byte."""
     request_s: float
-    """Of a request outside the engine, on its way there and back: gateway, API servers, network.
+    """Time of a request outside the engine, in both directions: gateway, API servers, network.
     The median of log-normal times, one drawn for each request."""
     request_p90_s: float
-    """Of these times."""
+    """90th percentile of these times."""
     adapter_bytes_per_rank: float
     block_bytes: int
-    """Of the arena."""
+    """Size of a block of the arena."""
     tokens_per_block: int
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""From a real worker's step trace (`LORAPLEX_DEBUG=step-trace=FILE`) to simulated costs."""
+"""Fits simulated costs to a real worker's step trace (`LORAPLEX_DEBUG=step-trace=FILE`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULTS = Costs(
     block_bytes=2 << 20,
     tokens_per_block=16,
 )
-"""For what a step trace does not show: loads when there were none, fetches, the way in."""
+"""Costs that a step trace does not show: loads if there were none, fetches, the way in."""
 
 STEP_FIELDS = ("idle", "rows", "prompts", "tokens", "kv_tokens", "adapter_bytes")
 
@@ -108,7 +108,7 @@ def _with_steps(costs: Costs, steps: list[dict[str, Any]]) -> Costs:
 
 
 def _spread(costs: Costs, steps: list[dict[str, Any]]) -> float:
-    """Of steps around their costs; each counts as much as its time."""
+    """Spread of steps around their costs; each is weighted by its time."""
     means_s = [costs.step(*(step[name] for name in STEP_FIELDS)) for step in steps]
     squares = [
         mean_s * math.log(step["step_s"] / mean_s) ** 2

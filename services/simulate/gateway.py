@@ -117,7 +117,7 @@ class SimulatedGateway:
         return asyncio.get_running_loop().time() >= self._announced_s + MIN_INTERVAL_S
 
     def _views(self) -> list[WorkerView]:
-        """Made once for all that is asked of them in one moment."""
+        """Worker views, made once for all questions of one moment."""
         now_s = asyncio.get_running_loop().time()
         if self._shown_s < now_s:
             self._shown = [worker.view() for worker in self._workers.values()]

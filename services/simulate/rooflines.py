@@ -42,9 +42,9 @@ class Gpu:
     read_bytes_per_s: float
     flops: float
     copy_bytes_per_s: float
-    """From the host."""
+    """Bandwidth of copies from the host."""
     memory_bytes: float
-    """For weights, cache and adapters."""
+    """Memory for weights, cache and adapters."""
 
 
 BASES = {

@@ -1,4 +1,4 @@
-"""Stands where the runner stands in a worker, and computes only how long it would take."""
+"""Replaces a worker's runner, and computes only how long a step would take."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SimulatedCopy:
 
     @property
     def facts(self) -> AdapterFacts:
-        """Those of a plain LoRA."""
+        """Facts of a plain LoRA."""
         return AdapterFacts()
 
     def done(self) -> bool:

@@ -32,16 +32,16 @@ class SimulatedFleet:
 
     costs: Costs
     engine: EngineConfig
-    """Of every worker; `arena_bytes` is its arena."""
+    """Settings of every worker; `arena_bytes` is its arena."""
     num_workers: int = 1
     on_disk: bool = False
     """Adapters lie on every worker's disk already."""
     deadline_s: float | None = None
-    """Of every request, from its arrival; None = patient clients."""
+    """Deadline of every request, from its arrival; None = no deadline."""
     first_token_s: float | None = None
-    """By when a request's first token is due, from its arrival; None = by its deadline."""
+    """Time from arrival within which the first token is due; None = only the deadline counts."""
     admission: AdmissionLimits | None = None
-    """Of each gateway before the workers; None = none, requests queue at the workers."""
+    """Limits of each gateway; None = no gateway: requests queue at the workers."""
     num_gateways: int = 1
     gateways_keep_queue: bool = True
     """False = gateways only bound what is in flight, and workers have the queue."""
@@ -57,7 +57,7 @@ class Tally:
     place_idle_s: float = 0.0
     """Slot seconds that were idle because adapters were being copied."""
     new_idle_s: float = 0.0
-    """Of these, those of requests that came while the batch was not full."""
+    """The part of requests that came while the batch was not full."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +67,9 @@ class _Flight:
     ended: asyncio.Future[str]
     """When the gateway learns of it; with the reason why it did not finish, if it did not."""
     permit: Permit | None
-    """Its permit at the gateway."""
+    """The permit at the gateway."""
     back_s: float
-    """Of tokens, from the worker to the gateway."""
+    """Time of tokens from the worker to the gateway."""
     first_token_s: float | None = None
     end_s: float = 0.0
     num_output: int = 0
@@ -121,7 +121,7 @@ class Simulation:
         self._turns: list[tuple[float, int]] = []
         """When workers begin or end a step, soonest first; only `next_turn_s` is true."""
         self._timer: asyncio.TimerHandle | None = None
-        """For the first of them."""
+        """Timer for the first of them."""
         self.tally = Tally()
 
     def run(self, trace: Sequence[TracedRequest]) -> list[RequestOutcome]:
@@ -174,7 +174,8 @@ class Simulation:
     async def _placed(
         self, number: int, request: TracedRequest, flight: _Flight, to_worker_s: float
     ) -> str:
-        """From the gateway to the last token; returns why it did not finish, if it did not.
+        """Run a request from the gateway to the last token; returns why it did not finish, if it
+        did not.
 
         Raises: ResourceExhausted, DeadlineExceeded.
         """

@@ -30,8 +30,8 @@ SIMULATED_POLICIES: Policies = {
     **POLICIES,
     "lcfs": lambda counters: Policy(lambda r, view: (), lambda r, view: (r.priority,), 0),
 }
-"""Those of a worker, and last come, first served as a baseline: the trace numbers requests by
-priority, because workers serve those of one tenant, priority and adapter by arrival."""
+"""The policies of a worker, and last come, first served as a baseline: the trace numbers requests
+by priority, because workers serve those of one tenant, priority and adapter by arrival."""
 
 
 class SimulatedWorker:
@@ -62,12 +62,12 @@ class SimulatedWorker:
         self._asked: frozenset[str] = frozenset()
         """Adapters of those in flight."""
         self._output: StepOutput | None = None
-        """Of the step under way."""
+        """Output of the step under way."""
         self._view: WorkerView | None = None
         self.place_idle_s = 0.0
         """Over all slots: how long one was free for a request that waited for a copy."""
         self.new_idle_s = 0.0
-        """Of these, for requests that came after the batch was last full: there was no time at
+        """The part for requests that came after the batch was last full: there was no time at
         which their copies could have begun before they could have started."""
         self._full_s = -math.inf
 
@@ -121,7 +121,7 @@ class SimulatedWorker:
         return output
 
     def _step(self, now_s: float) -> StepOutput:
-        """Its output belongs to the moment at which the clock stands then."""
+        """Run one step; its output belongs to the time of the clock afterwards."""
         self._count_idle_places(now_s - self.clock.now_s)
         self.clock.advance_to(now_s)
         commands: list[Command] = []

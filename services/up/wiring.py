@@ -1,4 +1,4 @@
-"""From the flags of `up` to the environment of each child."""
+"""Turns the flags of `up` into the environment of each child."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChildSpec:
     """One child process."""
 
     name: str
-    """For logs: "registry", "gateway", "worker-0"..."""
+    """Name in logs: "registry", "gateway", "worker-0"..."""
     module: str
     environ: Mapping[str, str]
     health: str

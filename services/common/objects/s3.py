@@ -127,7 +127,7 @@ class S3Store:
         return await self._run(self._clock_s)
 
     async def find_upload_check(self, key: str) -> bool:
-        """See `ChecksUploads`: by the server, or by the MD5 that it answers with."""
+        """See `ChecksUploads`: uploads are checked by the server, or by the MD5 that it returns."""
         return await self._run(self._find_upload_check, key)
 
     async def close(self) -> None:

@@ -66,7 +66,7 @@ class ObjectInfo:
     modified_s: float
     """Unix time of the last write by the store's own clock."""
     etag: str = ""
-    """As `get` tells it, in listings of stores that say so."""
+    """Entity tag as in `get`, if the store's listings have it."""
 
 
 @dataclass(frozen=True, slots=True)

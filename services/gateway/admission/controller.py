@@ -215,7 +215,7 @@ class AdmissionController:
         self._publish()
 
     def _look_at_workers(self) -> None:
-        """Set the queue's limits by what the workers have free."""
+        """Set the queue's limits from the free capacity of the workers."""
         if self._ready is None:
             self._queue.window = Window()
             return

@@ -40,7 +40,7 @@ class ReadyWorkers:
     batch_capacity: int = 0
     """Requests of this gateway that they run without queueing them; 0 = not known."""
     prefill_tokens_per_s: float = math.inf
-    """Of all of them together."""
+    """Prefill rate of all workers together."""
 
 
 def ready_workers(views: Iterable[WorkerView]) -> ReadyWorkers:

@@ -89,7 +89,7 @@ class AdmissionQueue:
         self.window = Window()
         """Limits on prompt tokens in flight; may change while requests run."""
         self._waiting: dict[str, dict[int, deque[AdmissionRequest]]] = {}
-        """By tenant, then priority. No empty entries."""
+        """Waiting requests by tenant, then priority. No empty entries."""
         self._waiting_by_tenant: dict[str, int] = {}
         """Requests waiting. No empty entries."""
         self._num_waiting = 0
@@ -104,7 +104,7 @@ class AdmissionQueue:
         """Running sequences allowed to each tenant that has none; 0 = no limit."""
         self._in_flight = InFlightTokens()
         self._loading = InFlightTokens()
-        """The same for requests that await adapters."""
+        """In-flight tokens of requests that await adapters."""
         self._served = VirtualCounters()
         self._service_s = 0.0
         """Moving mean of the seconds that one request runs."""

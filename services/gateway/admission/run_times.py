@@ -7,7 +7,7 @@ from dataclasses import dataclass
 _NEW_SHARE = 0.1
 """Weight of the newest request in moving means."""
 _NEW_ERROR_SHARE = 0.02
-"""The same for prediction errors: requests of one batch have similar errors."""
+"""Weight of a new prediction error: requests of one batch have similar errors."""
 _DEVIATIONS_OF_LENGTH, _DEVIATIONS_OF_TIME = 2.0, 3.0
 _FIRST_ERROR = 0.05
 

@@ -32,9 +32,9 @@ from loraplex_services.gateway.workers.fleet import Fleet
 
 PAGE_SIZE = 50
 MAX_VERSIONS = 50
-"""Of one adapter that a page shows."""
+"""Versions of one adapter that a page shows."""
 MAX_MOVES = 10
-"""Of each tag that a page shows."""
+"""Moves of each tag that a page shows."""
 _LISTED_AT_ONCE = 500
 """Adapters looked at before other work of the gateway gets its turn."""
 _NO_STORE = {"cache-control": "no-store"}

@@ -91,7 +91,7 @@ def _condition(view: WorkerView) -> str:
 
 
 def _place(residency: AdapterResidency, labels: Mapping[str, str]) -> tuple[int, int, str]:
-    """By tier, traffic and name."""
+    """Sort key: tier, traffic and name."""
     name = labels.get(residency.digest, residency.digest)
     return -residency.tier, -residency.running_requests, name
 

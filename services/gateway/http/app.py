@@ -76,7 +76,7 @@ class AppContext:
     keys: KeyRing | None
     """None if callers need no key."""
     rates: CallRates = field(default_factory=CallRates)
-    """Of reads."""
+    """Call rates of reads."""
     refusals: DelayedRefusals = field(default_factory=DelayedRefusals)
 
     async def caller(self, request: Request) -> Caller:

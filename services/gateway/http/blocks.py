@@ -23,7 +23,7 @@ class Block:
     index: int
     kind: BlockKind
     text: str = ""
-    """Of a call its arguments, as JSON."""
+    """The text; of a call, its arguments as JSON."""
     call: ToolCall | None = None
 
 

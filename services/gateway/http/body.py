@@ -183,7 +183,7 @@ class Body:
         return self._take(name, schema)
 
     def named(self, names: Collection[str]) -> dict[str, Any]:
-        """Those of these fields that the body has, unread."""
+        """The named fields that the body has, without marking them as read."""
         found = {name: self._take(name, ANYTHING) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""From OpenAI request bodies to `GenerateCall`s."""
+"""Converts OpenAI request bodies to `GenerateCall`s."""
 
 from __future__ import annotations
 

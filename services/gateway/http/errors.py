@@ -25,7 +25,7 @@ _MESSAGES_TYPES = defaultdict(
 )
 """Anthropic's types of errors by HTTP status."""
 _MODEL_REASONS = (NotFound.reason, AdapterNotFound.reason)
-"""Of errors that mean a model unless they name a field."""
+"""Reasons of errors that concern the model unless they name a field."""
 
 
 def error_object(error: LoraplexError) -> dict[str, Any]:

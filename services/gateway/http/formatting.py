@@ -94,7 +94,7 @@ class ResponseInfo:
         }
 
     def headers(self) -> dict[str, str]:
-        """Of the whole call."""
+        """Headers of the whole call."""
         return headers_of(self.prepared[0].target)
 
 
@@ -120,7 +120,7 @@ class UnsentSpans:
         self._spans.setdefault(text_delta.index, []).extend(text_delta.spans)
 
     def take(self, index: int) -> list[WeightSpan]:
-        """Those of a choice that goes out now."""
+        """Logprobs of a choice that are sent now."""
         return self._spans.pop(index, [])
 
 

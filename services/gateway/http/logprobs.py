@@ -52,7 +52,7 @@ def prompt_logprobs(
     *,
     skip_special: bool,
 ) -> dict[str, Any]:
-    """The same lists for an echoed prompt, whose first token has no logprob."""
+    """Lists for an echoed prompt, whose first token has no logprob."""
     lists: dict[str, Any] = {
         "tokens": [names.of(token_id)[0] for token_id in prompt_ids],
         "token_logprobs": [],

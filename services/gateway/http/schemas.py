@@ -137,8 +137,8 @@ def _is_refused(parse: Parse, example: Mapping[str, Any], name: str) -> bool:
 
 
 def _with_nulls(schema: Mapping[str, Any], *, itself: bool) -> dict[str, Any]:
-    """The same with null, which means that a field is absent, for all fields within and, if wanted,
-    for the field itself."""
+    """A schema that also allows null, which means that a field is absent, for all fields within
+    and, if wanted, for the field itself."""
     changed = dict(schema)
     if "properties" in changed:
         needed = changed.get("required", ())

@@ -41,7 +41,7 @@ _ITEMS_AT_ONCE = 64
 
 
 def json_in_parts(value: object, depth: int = 4) -> str:
-    """The same, encoded in parts: other threads wait for the encoder, but run between two parts.
+    """JSON encoded in parts: other threads wait for the encoder, but run between two parts.
 
     Args:
         depth: how far down objects and lists are taken apart.
@@ -75,7 +75,7 @@ class StreamFormat:
 
 
 CHUNKS = StreamFormat(last=b"data: [DONE]\n\n")
-"""Of completions and chat."""
+"""Format of completions and chat."""
 
 
 class EventStream:

@@ -39,7 +39,7 @@ class Pooled:
     prepared: list[PreparedRequest]
     vectors: list[tuple[float, ...]]
     worker_id: str
-    """Of the first."""
+    """Worker of the first vector."""
 
     @property
     def usage(self) -> Usage:

@@ -71,7 +71,7 @@ class LiveRequests:
         self._paused: dict[Adapter, PauseMode] = {}
         self._resumed = asyncio.Event()
         self._loads: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """By worker and digest."""
+        """Loads by worker and digest."""
         self._tasks: set[asyncio.Task[None]] = set()
         resolver.on_moves = self._moved
 

@@ -39,7 +39,7 @@ class PreparedRequest:
     deadline_s: float
     limits: TenantLimits
     grammar_tokens: GrammarTokens
-    """For a grammar, if it has one."""
+    """Token rules of the grammar, if there is one."""
     pooling: Pooling = Pooling.NONE
     first_token_due_s: float | None = None
     """None = only the deadline counts."""
@@ -73,7 +73,7 @@ class PreparedRequest:
         return decode_all(self.tokens, self.prompt_ids, skip_special=skip_special)
 
     def kept_to(self, grammar: Grammar | None) -> PreparedRequest:
-        """The same request with another grammar. Raises: InvalidRequest if it is too large."""
+        """A copy of the request with another grammar. Raises: InvalidRequest if it is too large."""
         check_grammar(grammar)
         sampling = replace(self.call.sampling, grammar=grammar)
         return replace(self, call=replace(self.call, sampling=sampling))

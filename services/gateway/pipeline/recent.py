@@ -12,7 +12,7 @@ from loraplex_services.gateway.event_loop import now_s
 
 WINDOW_S = 60.0
 MAX_ENTRIES = 50_000
-"""Of requests and of first tokens; more of them shorten the window."""
+"""Kept requests and first tokens; more of them shorten the window."""
 MAX_MODELS = 100
 OK, CANCELLED = "ok", "cancelled"
 

@@ -21,7 +21,7 @@ class PromptScore:
     probabilities: tuple[float, ...]
     """Empty for a regression."""
     label: str
-    """Of the largest logit; "" for a regression."""
+    """Label of the largest logit; "" for a regression."""
 
 
 async def score_all(

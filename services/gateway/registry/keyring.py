@@ -114,7 +114,7 @@ class KeyRing:
         return caller
 
     def _unexpired(self, caller: Caller) -> Caller:
-        """The same caller. Raises: Unauthenticated."""
+        """Returns the caller. Raises: Unauthenticated."""
         if caller.expires_unix_s and caller.expires_unix_s <= self._unix_now():
             raise Unauthenticated(
                 f"the API key {caller.key_id} has expired", reason="INVALID_API_KEY"

@@ -23,7 +23,7 @@ class Version:
 
     tenant: str
     name: str
-    """As it was first published."""
+    """The name as it was first published."""
     number: int
     digest: str
     base_id: str
@@ -80,7 +80,7 @@ class RegistrySnapshot:
         self._by_owner: dict[str, set[Adapter]] = {}
         """What each tenant has."""
         self._for_others: set[Adapter] = set()
-        """With a version that is or was public or shared."""
+        """Adapters with a version that is or was public or shared."""
         self.pending: dict[tuple[str, str, str], Tag] = {}
         """Tags with a staged move, by tenant, name and tag."""
 

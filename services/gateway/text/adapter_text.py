@@ -24,7 +24,7 @@ from loraplex_services.gateway.text.tokenizer import BaseTokenizer, IdsOnly, Ser
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 128 << 20
-"""Of added tokens and templates."""
+"""Largest size of all kept tokens and templates."""
 _MAX_READERS = 2
 """Adapters whose files are in memory at one time."""
 

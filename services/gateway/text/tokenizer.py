@@ -232,7 +232,7 @@ def check_length(text: str, base: ServedModel, field: str) -> None:
 
 
 def check_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """The same ids. Raises: InvalidRequest if there are none or one is out of range."""
+    """Returns the ids. Raises: InvalidRequest if there are none or one is out of range."""
     if not ids:
         raise InvalidRequest.field("prompt", "", "the prompt is empty; send at least one token")
     if min(ids) < 0 or max(ids) >= vocab_size:

@@ -45,7 +45,7 @@ class HarmonyReader:
         self._offers_tools = offers_tools
         self._buffer = ""
         self._kind: _Kind | None = None
-        """Of the message that is being read; None in a header."""
+        """Kind of the message that is being read; None in a header."""
         self._name = ""
         self._arguments = ""
         self._is_first = True

@@ -13,7 +13,7 @@ class ToolUse:
     """The tools that one request offers and how they may be used."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    """As the caller wrote them; the chat template gets them unchanged."""
+    """Tools as the caller wrote them; the chat template gets them unchanged."""
     must_call: bool = False
     """The answer consists of calls, after its thought."""
     named: str = ""

@@ -25,7 +25,7 @@ class Outbox:
     def __init__(self) -> None:
         self._notices: deque[worker_pb2.SessionRequest] = deque()
         self._jobs: OrderedDict[str, deque[QueuedJob]] = OrderedDict()
-        """By tenant, the one that is next first. No empty entries."""
+        """Jobs by tenant; the tenant that is next comes first. No empty entries."""
         self._is_filled = asyncio.Event()
 
     def put_notice(self, message: worker_pb2.SessionRequest) -> None:

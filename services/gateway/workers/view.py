@@ -17,7 +17,7 @@ class WorkerView:
     base_id: str
     epoch: int = 0
     connected: bool = False
-    """Its session stream is open."""
+    """True while its session stream is open."""
     ready: bool = False
     draining: bool = False
     stale: bool = False

@@ -29,9 +29,9 @@ from loraplex_services.registry.access.tenants import Tenants
 from loraplex_services.registry.records import SignatureRecord, VersionRecord, now_s
 
 MAX_SIGNATURES = 32
-"""Of one version."""
+"""Most signatures of one version."""
 MAX_KEYS = 16
-"""Of one tenant's policy."""
+"""Most keys in one tenant's policy."""
 
 
 @dataclass(frozen=True, slots=True)

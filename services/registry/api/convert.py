@@ -297,7 +297,7 @@ def certificate_from_proto(message: pb.Certificate, actor: str) -> CertificateRe
 
 
 def certificate_to_proto(record: CertificateRecord) -> pb.Certificate:
-    """As it was stored."""
+    """The certificate as it was stored."""
     return pb.Certificate(
         base_id=record.base_id,
         reference=record.reference,

@@ -338,7 +338,7 @@ class RegistryService(AdminService):
 async def _not_idle(
     parts: AsyncIterator[pb.UploadPartRequest],
 ) -> AsyncGenerator[pb.UploadPartRequest]:
-    """The same messages. Raises: DeadlineExceeded when the next one takes too long."""
+    """Pass messages on. Raises: DeadlineExceeded when the next one takes too long."""
     while True:
         try:
             async with asyncio.timeout(MAX_UPLOAD_IDLE_S):

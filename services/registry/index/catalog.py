@@ -77,7 +77,7 @@ class Found:
     """What the index knows about one adapter."""
 
     tags: tuple[TagRecord, ...]
-    """Those that exist, ordered by name."""
+    """Existing tags, ordered by name."""
     versions: tuple[VersionRecord, ...]
     adapter: AdapterRecord | None
 

@@ -30,7 +30,7 @@ class IndexEvent:
     doc: dict[str, Any]
 
     def to_doc(self) -> dict[str, Any]:
-        """As watchers read it."""
+        """The item in the form that watchers read."""
         return {"kind": self.kind, "doc": self.doc}
 
 

@@ -15,7 +15,7 @@ from loraplex_services.common.limits import MAX_OPEN_UPLOADS_PER_TENANT
 from loraplex_services.registry.index.redis_calls import text, translated, wait
 
 MAX_AGE_S = 24 * 3600.0
-"""As long as the bytes of an unfinished upload are kept."""
+"""How long the bytes of an unfinished upload are kept."""
 
 
 class OpenUploads:

@@ -18,7 +18,7 @@ from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.records import CertificateRecord, VersionRecord
 
 MAX_CERTIFICATES = 32
-"""Of one version."""
+"""Most certificates of one version."""
 MAX_NAME_CHARS = 200
 
 

@@ -75,7 +75,7 @@ class Wanted:
     strict: bool
     """Whether warnings refuse it."""
     rope_label: str = ""
-    """As `complete_config` takes it."""
+    """The label in the form that `complete_config` takes."""
     allow_missing: bool = False
     """Whether modules that its config selects may have no tensors."""
 

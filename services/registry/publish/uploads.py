@@ -71,7 +71,7 @@ class UploadSession:
 
     @property
     def fingerprint(self) -> str:
-        """The same for all sessions of equal uploads by one caller."""
+        """A fingerprint that equal uploads of one caller share."""
         return self.upload_id.partition("-")[0]
 
 
@@ -118,7 +118,7 @@ class FileState:
 
     file: File
     parts: tuple[UploadPart, ...]
-    """Those that cover the committed bytes, in order; each may begin before the end of the last."""
+    """Parts that cover the committed bytes, in order; each may begin before the end of the last."""
     committed_bytes: int
 
     @property

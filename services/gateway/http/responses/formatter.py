@@ -146,7 +146,7 @@ class ResponsesFormatter:
                 return events
 
     def _last_status(self) -> str:
-        """Of the item that ends now: the last one may have been cut."""
+        """Status of the item that ends now; the last one may have been cut off."""
         is_cut = self._is_over and self._finish_reason is FinishReason.LENGTH
         return _INCOMPLETE if is_cut else _COMPLETED
 
@@ -230,7 +230,7 @@ class _TextLogprobs:
         self._undecided: list[tuple[int, TokenLogprob]] = []
         """Tokens with their offsets, as long as they may belong to a thought."""
         self.shown: list[dict[str, Any]] = []
-        """Of the whole text so far."""
+        """Logprobs of the whole text so far."""
         self._num_taken = 0
 
     def add(self, text_delta: TextDelta, content_begin: int | None) -> None:
@@ -244,7 +244,7 @@ class _TextLogprobs:
         self.shown += chat_logprobs(self._info.names(0), delta)["content"]
 
     def take(self) -> list[dict[str, Any]]:
-        """Those that were not taken before."""
+        """Logprobs that were not taken before."""
         taken, self._num_taken = self.shown[self._num_taken :], len(self.shown)
         return taken
 

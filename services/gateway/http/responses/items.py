@@ -16,7 +16,7 @@ _TEXTS = {"input_text": "text", "text": "text"}
 _ANSWERS = {"output_text": "text", "refusal": "refusal", **_TEXTS}
 _THOUGHTS = {"reasoning_text": "text", "summary_text": "text"}
 _UNUSED = ("id", "status", "phase")
-"""Of items, fields that say nothing to the model."""
+"""Fields of items that the model does not see."""
 _THOUGHT_MARK = "loraplex-thought:"
 
 REFERENCE = "item_reference"
@@ -92,7 +92,7 @@ def _add_call(messages: ChatMessages, body: Body, field: str) -> None:
 
 
 def _json(text: str, field: str) -> str:
-    """The same text. Raises: InvalidRequest if it is not JSON."""
+    """Returns the text. Raises: InvalidRequest if it is not JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

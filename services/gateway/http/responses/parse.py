@@ -48,7 +48,7 @@ class ResponsesCall:
 
     chat: OpenAICall
     items: tuple[Mapping[str, Any], ...]
-    """Its own input, without what it continues."""
+    """Input of this request, without the earlier conversation."""
     previous_id: str
     stores: bool
     encodes_thoughts: bool
@@ -65,7 +65,7 @@ class History:
     """What a request continues."""
 
     items: Sequence[Mapping[str, Any]] = ()
-    """Of the conversation before this request."""
+    """Items of the conversation before this request."""
     kept: Mapping[str, Any] = field(default_factory=dict)
     """Items that the input refers to, by id."""
 

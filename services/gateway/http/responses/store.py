@@ -49,7 +49,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
         self._kept: dict[str, OrderedDict[str, StoredResponse]] = {}
-        """By tenant and id, oldest use first."""
+        """Responses by tenant and id, least recently used first."""
         self._num_bytes: dict[str, int] = {}
 
     @property
