@@ -26,8 +26,8 @@ _STDERR = 2
 
 
 def print_stacks_on_signal() -> None:
-    """From now on SIGUSR2 prints to stderr. Threads also where Python itself hangs; tasks of the
-    running event loop, if there is one."""
+    """Print stacks to stderr on SIGUSR2. These are stacks of threads, even if Python hangs, and of
+    the tasks of the running event loop, if there is one."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

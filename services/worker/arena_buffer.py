@@ -56,7 +56,7 @@ def blocks_for(arena_bytes: int, block_bytes: int) -> int:
 
 
 SCALE_DTYPE = torch.bfloat16
-"""Of an int8 cache: all magnitudes of the model's dtypes."""
+"""dtype of the scales of an int8 cache: it has the range of the model's dtypes."""
 
 
 class KvBuffer:

@@ -33,7 +33,7 @@ class WorkerConfig:
     metrics_listen: str
     worker_id: str
     model: str
-    """As the user wrote it: folder, hub id or s3:// address."""
+    """The base as the user wrote it: folder, hub id or s3:// address."""
     base_id: str
     objects_url: str
     cache_dir: Path | None

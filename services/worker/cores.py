@@ -9,7 +9,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroups: Path = CGROUPS) -> int:
-    """By affinity and by the CPU limit of the container, rounded down; at least 1.
+    """Cores that the affinity and the container's CPU limit allow, rounded down; at least 1.
 
     More threads than the limit has cores would all stop together when its share of a period is
     used up, and step for step wait for each other.

@@ -33,7 +33,7 @@ class KvGroups:
     head_dim: int
     itemsize: int
     scale_bytes: int = 0
-    """Of the scale of each token and head behind a layer's K, and behind its V; 0 = none."""
+    """Bytes of the scale of each token and head, behind a layer's K and behind its V; 0 = none."""
 
     @property
     def plane_items(self) -> int:

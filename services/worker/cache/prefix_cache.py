@@ -72,7 +72,7 @@ class PrefixCache:
         self._by_key: dict[Key, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
-        """By block, least recently used first."""
+        """Idle blocks by number, least recently used first."""
         self._passed: OrderedDict[int, CachedBlock] = OrderedDict()
         """Idle blocks that lie behind the window of the request that left them."""
         self.states = StateSnapshots(arena, layout.state_blocks)
@@ -156,7 +156,7 @@ class PrefixCache:
         request.state_marks = tuple(sorted(marks))
 
     def state_key(self, request: Request, num_tokens: int) -> bytes:
-        """Of the state after the first `num_tokens` tokens, which are whole blocks."""
+        """Key of the state after the first `num_tokens` tokens, which are whole blocks."""
         return self._hash(request, num_tokens // self._layout.tokens_per_block - 1)
 
     def leave(self, request: Request, blocks: Iterable[int], now: float) -> None:
@@ -295,7 +295,7 @@ class PrefixCache:
         return next(parts, request.adapters)
 
     def _hash(self, request: Request, index: int) -> bytes:
-        """Of block `index`; extends the request's chain as far as needed."""
+        """Hash of block `index`; extends the request's chain as far as needed."""
         chain, size = request.prefix_hashes, self._layout.tokens_per_block
         while len(chain) <= index:
             start = len(chain) * size

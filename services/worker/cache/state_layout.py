@@ -13,7 +13,7 @@ from loraplex.errors import Unsupported
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 STATE_BYTES = 4
-"""Of an item: states are float32 whatever the model is computed in."""
+"""Bytes of an item: states are float32, whatever the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class StateLayout:
     num_heads: int
     cell_items: int
     conv_items: int
-    """Of one layer's convolution."""
+    """Items of one layer's convolution."""
     block_items: int
 
     @property

@@ -51,7 +51,7 @@ class StateSnapshots:
         return key in self._by_key
 
     def blocks(self, key: bytes) -> list[int]:
-        """Those of a snapshot that is there."""
+        """Blocks of an existing snapshot."""
         return self._by_key[key].blocks
 
     def take(self, key: bytes, num_tokens: int, now: float) -> list[int]:

@@ -22,7 +22,7 @@ from loraplex_services.worker.types.runner_protocol import Copied, Pending, Runn
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_SHARE = 0.5
-"""Of a step: the longest that one is held up for loads."""
+"""Longest wait of a step for loads, as a share of the step."""
 MAX_IDLE_WAIT_S = 0.02
 """The longest wait where nothing else is to be computed: commands may come in the meantime."""
 

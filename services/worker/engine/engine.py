@@ -60,9 +60,9 @@ from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 logger = logging.getLogger(__name__)
 
 MAX_ADAPTER_SHARE = 0.5
-"""Of the arena, for one adapter."""
+"""Largest share of the arena for one adapter."""
 MAX_PINNED_SHARE = 0.5
-"""Of the arena, for all pinned adapters."""
+"""Largest share of the arena for all pinned adapters."""
 
 Policies: TypeAlias = Mapping[str, Callable[[ServiceCounters], Policy]]
 
@@ -71,7 +71,7 @@ POLICIES: Policies = {
     "fair": fair,
 }
 COUNTING_POLICIES = ("fair",)
-"""Those that look at the service counters; for others nothing is counted."""
+"""Policies that read the service counters; for others, nothing is counted."""
 
 
 class InFlight(NamedTuple):

@@ -1,4 +1,4 @@
-"""From a grammar and a tokenizer to a matcher, within limits on size, time and memory.
+"""Compiles a grammar and a tokenizer into a matcher, within limits on size, time and memory.
 
 The library is llguidance: it reads every form that is served, walks tokens instead of bytes, and
 bounds its own work by fuel. What it cannot bound is the depth of its recursion, which is why the
@@ -19,7 +19,7 @@ from loraplex.errors import InvalidRequest, Unsupported
 
 FORMS = ("json_schema", "regex", "ebnf", "choice")
 MAX_GRAMMAR_BYTES = 128 << 10
-"""Of all texts of a grammar."""
+"""Largest size of all texts of a grammar."""
 MAX_OPTIONS = 4096
 MAX_REASON_CHARS = 240
 

@@ -31,7 +31,7 @@ wait for a grammar whose last mask took longer, so a hard grammar delays no othe
 NUM_THREADS = 2
 """That compile, and as many that compute masks."""
 STACK_BYTES = 16 << 20
-"""Of the threads here: many times the stack that the grammar was checked with."""
+"""Stack of these threads: many times the one with which the grammar was checked."""
 
 
 class Grammars:

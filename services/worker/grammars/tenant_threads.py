@@ -24,7 +24,7 @@ class TenantThreads:
         self._num_free = num_threads
         self._held: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[Task]] = OrderedDict()
-        """By tenant, the one whose task is next first."""
+        """Tasks by tenant; the tenant that is next comes first."""
         self._lock = threading.Lock()
         self._threads = _executor(num_threads, name, stack_bytes)
 

@@ -24,4 +24,4 @@ class ForwardBatch:
     rope_rows: Tensor | None = None
     """int64 `[T]`: see `layers.ropes.Ropes.row`; None if all turn as the base's short ones."""
     states: StateBatch | None = None
-    """Of recurrent layers, where the base has any."""
+    """States of recurrent layers, if the base has any."""

@@ -103,7 +103,7 @@ class SiteEmbedding(nn.Module):
 
 
 class KnownStates(nn.Module):
-    """Stands for the body of a model whose head alone is to be run."""
+    """Replaces the body of a model of which only the head is run."""
 
     def __init__(self) -> None:
         super().__init__()

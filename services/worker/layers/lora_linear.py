@@ -63,8 +63,8 @@ class LoraLinear:
         return y if self._bias is None else y.add_(self._bias)
 
     def forward_float32(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
-        """As `forward`, with a float32 result that is not rounded to x's dtype on the way where the
-        device allows it. Adapters are then added in torch: kernels want y to have x's dtype."""
+        """`forward` with a float32 result, which is not rounded to x's dtype on the way if the
+        device allows that. Adapters are then added in torch: kernels want y to have x's dtype."""
         if not keeps_float32(x):
             return self.forward(x, lora, num_outputs).float()
         y = self._widened(self.base.apply_float32(x), num_outputs)

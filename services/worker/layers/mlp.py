@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""By the names of `hidden_act`."""
+"""Activations by the names of `hidden_act`."""
 
 
 Gate = Callable[[Tensor], Tensor]

@@ -32,9 +32,9 @@ class Operators(Protocol):
     """Makers of the pieces that layers are put together from."""
 
     name: str
-    """For logs and the numerics fingerprint."""
+    """Name in logs and in the numerics fingerprint."""
     ranks: Ranks
-    """Those that share the base; one unless the runner is told otherwise."""
+    """Ranks that share the base; one by default."""
     attention_maker: AttentionMaker
     """Makes each layer's attention backend, and the metadata of each step."""
     fully_sharded: bool
@@ -59,7 +59,7 @@ class Operators(Protocol):
         ...
 
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
-        """The same of a weight in codes, for inputs of a dtype."""
+        """`linear` for a weight in codes, for inputs of a dtype."""
         ...
 
     def add_lora(self) -> AddLora:
@@ -111,7 +111,7 @@ class TorchOperators:
         return DenseLinear(weight)
 
     def reads_codes(self, weight: CodedWeight) -> bool:
-        """There is no kernel for them."""
+        """False: there is no kernel for codes."""
         return False
 
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:

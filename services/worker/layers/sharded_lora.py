@@ -39,7 +39,7 @@ class ShardedLora:
         self._is_cut_by_outputs = is_cut_by_outputs
 
     def __call__(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-        """As `ops.lora.torch.add_lora`, over this rank's part."""
+        """See `ops.lora.torch.add_lora`; computes this rank's part."""
         lora.await_site(site_id)
         pairs = [(run, lora.table.get((run.slot, site_id))) for run in lora.runs]
         deltas = [(run, delta) for run, delta in pairs if delta is not None]

@@ -82,15 +82,17 @@ class SiteWeights:
 
     table: SiteTable
     linears: Mapping[int, WeightRows]
-    """By site id; none for norms. At the embedding its table, whose rows are tokens."""
+    """Weights by site id; none for norms. That of the embedding is its table, whose rows are
+    tokens."""
     biases: Mapping[int, Tensor]
-    """By site id, where the base has one."""
+    """Biases by site id, if the base has any."""
     norm_offsets: Mapping[int, float]
-    """By site id: added to a norm's weight, a trained one included; 0 if absent."""
+    """By site id: the offset that is added to a norm's weight, including a trained one; 0 if
+    absent."""
     shard: Shard = ONLY
     """Which part of each site the layers have; `table` and `linears` tell of the whole."""
     published: Mapping[int, WeightRows] = field(default_factory=dict)
-    """By site id: the weight as it was published, where it was quantised when it was loaded."""
+    """By site id: the published weight, if it was quantised on load."""
 
     @property
     def own_table(self) -> SiteTable:

@@ -238,7 +238,7 @@ class _Sites:
     operators: Operators
     current: CurrentPass
     of_head: CurrentPass = field(default_factory=CurrentPass)
-    """Of its own: the head may run while the next pass begins."""
+    """A separate pass: the head may run while the next pass begins."""
     table: SiteTableBuilder = field(default_factory=SiteTableBuilder)
     linears: dict[int, BaseLinear] = field(default_factory=dict)
     biases: dict[int, Tensor] = field(default_factory=dict)

@@ -38,7 +38,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 HALF_DTYPES = frozenset({"BF16", "F16", "U8", "I8", "I32", "F8_E4M3"})
 """Types of files whose numbers half precision holds, codes of quantised weights among them."""
 SCALE_SUFFIXES = ("scale", "scale_inv", "scales")
-"""Of tensors that belong to codes."""
+"""Suffixes of tensors that belong to codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class TensorWindow:
     """The part of a tensor that one tensor-parallel rank has."""
 
     rows: Sequence[Span]
-    """Of the first dimension, ascending; joined if there are several."""
+    """Spans of the first dimension, ascending; joined if there are several."""
     columns: Span | None = None
-    """Of the second dimension; None = all."""
+    """Span of the second dimension; None = all."""
 
     @property
     def columns_slice(self) -> slice:
@@ -102,7 +102,7 @@ def take_rows(weights: Weights, parts: Sequence[tuple[str, int]], *columns: int)
 def take_window(
     weights: Weights, parts: Sequence[tuple[str, int]], columns: Sequence[int], window: TensorWindow
 ) -> Tensor:
-    """The same as `take_rows`, of a window of the stacked tensors."""
+    """`take_rows` for a window of the stacked tensors."""
     taken, begin = [], 0
     for name, rows in parts:
         spans = within(window.rows, begin, begin + rows)
@@ -360,7 +360,7 @@ class DummyWeights:
         return tensor.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """There are none."""
+        """None: there are no codes."""
         return None
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
@@ -368,7 +368,7 @@ class DummyWeights:
         return NoRows(num_inputs, sum(rows for _, rows in parts))
 
     def finish(self) -> None:
-        """Nothing is left over."""
+        """Does nothing: no tensor can be left over."""
 
 
 class NoRows:

@@ -18,7 +18,7 @@ DEFAULTS = Defaults(
 )
 BETA, CONTEXT_LEN = "llama_4_scaling_beta", "original_max_position_embeddings"
 REPEATED = "max_position_embeddings"
-"""Of the config, written again among the rotary parameters."""
+"""A key of the config that is repeated among the rotary parameters."""
 
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:

@@ -27,7 +27,7 @@ class Defaults:
     max_position_embeddings: int = 2048
     rope_theta: float = 10000.0
     original_max_position_embeddings: int | None = None
-    """Of a scaled rotary embedding; None = the family has no such key."""
+    """Original context of a scaled rotary embedding; None = the family has no such key."""
 
 
 def read_plain(

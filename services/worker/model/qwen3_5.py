@@ -34,7 +34,8 @@ OF_OTHER_PARTS = (
 """What published files say of layers that predict further tokens, which are not used, and of the
 dtype of states, which are float32 here."""
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Of rotary embeddings: without images, the three positions of a token are equal."""
+"""Keys of rotary embeddings for images: without images, the three positions of a token are
+equal."""
 
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:

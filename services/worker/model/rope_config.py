@@ -74,8 +74,8 @@ def kind_of(params: dict[str, Any]) -> str:
 def _with_original(
     reader: ModelConfigReader, params: dict[str, Any], default_original: int | None
 ) -> dict[str, Any]:
-    """With the context that the base was trained for: the config's goes before the rope's, as in
-    transformers; where neither is said, it is the base's context."""
+    """Add the context that the base was trained for: the config's key comes before the rope's, as
+    in transformers; without either, it is the base's context."""
     context = reader.get("max_position_embeddings")
     original = reader.get(_ORIGINAL, default_original) or params.get(_ORIGINAL) or context
     found = {**params, _ORIGINAL: original}

@@ -128,7 +128,7 @@ def library_dirs() -> list[Path]:
 
 @cache
 def source_hash() -> str:
-    """Of all sources and flags."""
+    """Hash of all sources and flags."""
     digest = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
     for path in sorted(SOURCE_DIR.glob("*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

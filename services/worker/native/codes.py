@@ -17,7 +17,7 @@ class PackedCodes:
     codes: Tensor
     """uint8, of `pack_codes`."""
     scales: Tensor
-    """Of a floating-point type, `[panels, groups, 32]`."""
+    """Scales of a floating-point type, `[panels, groups, 32]`."""
     zeros: Tensor | None
     """bfloat16, likewise; None = every one is `zero`."""
     zero: int

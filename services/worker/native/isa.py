@@ -26,7 +26,7 @@ class Level(NamedTuple):
     updates: str = "float32 vectors"
     """Low-rank updates of bfloat16 rows by bfloat16 adapters."""
     attention: str = "float32 vectors"
-    """Of bfloat16 queries, keys and values."""
+    """How attention over bfloat16 is computed."""
 
 
 _PAIRS = "AVX-512 dot products"

@@ -22,7 +22,7 @@ from loraplex_services.worker.types.sharding import local_config
 TILE_ALIGNMENT = 64
 """Blocks begin at multiples of it, as the tiles of adapters in them do."""
 PROFILING_BYTES = 4 * MAX_BLOCK_BYTES
-"""Of the arena that the step runs with whose memory is measured."""
+"""Size of the arena while the memory of the largest step is measured."""
 _LORA_DTYPES = {
     "auto": "auto",
     "float32": "F32",

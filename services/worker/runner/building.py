@@ -1,4 +1,4 @@
-"""From the folder of a base to a runner: model, arena, and the operators that compute here."""
+"""Builds a runner from the folder of a base: model, arena and operators."""
 
 from __future__ import annotations
 

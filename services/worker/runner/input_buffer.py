@@ -18,7 +18,8 @@ from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.step_plan import StepPlan
 
 CHANGES_BYTES = 32 << 10
-"""Of what a step changes, behind the static inputs; a step that changes more copies twice."""
+"""Size of the changes of a step, behind the static inputs; a step with more changes copies
+twice."""
 RUN_WORDS = 4
 ALIGNMENT = 16
 

@@ -22,7 +22,7 @@ class ArenaSize:
 
     num_bytes: int = 0
     share: float = 0.0
-    """Of what is free after the load and the largest step."""
+    """Share of what is free after the load and the largest step."""
     gpu_utilization: float = 0.0
     """Share of a GPU's memory that the worker uses in all; 0 = DEFAULT_GPU_UTILIZATION."""
 
@@ -57,15 +57,15 @@ class ArenaSize:
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """Of a device."""
+    """Memory of a device."""
 
     free_bytes: int
     total_bytes: int
 
 
 def memory_of(device: torch.device) -> MemoryState:
-    """Of a GPU with other processes' share counted; of the host, what can be had without swapping,
-    within the limit of this process's control group."""
+    """Memory of a GPU, including what other processes use; on the host, what is available without
+    swapping, within the limit of this process's control group."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

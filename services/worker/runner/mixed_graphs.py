@@ -146,7 +146,7 @@ class MixedInputs:
 
 
 def first_rows(rotations: Sequence[CosSin], num_tokens: int) -> list[CosSin]:
-    """By layer, cosines and sines of the first token rows. Layers share a few tensors, each of
+    """Cosines and sines of the first token rows, by layer. Layers share a few tensors, each of
     which is cut once."""
     cut: dict[int, CosSin] = {}
     for turns in rotations:
@@ -233,7 +233,7 @@ class SegmentRecorder:
             self.segments[-1].sites.append(site_id)
 
     def wait_all(self) -> None:
-        """Not asked for: each site is waited for by itself."""
+        """Not supported: each site is waited for separately."""
         raise AssertionError("a captured pass waits site by site")
 
     def metadata(self) -> InterruptingMetadata:

@@ -24,10 +24,10 @@ class PooledRows:
     values: Tensor
     """float32, flat."""
     lengths: tuple[int, ...]
-    """Of each planned row's vector; 0 = it has none."""
+    """Length of each planned row's vector; 0 = it has none."""
 
     def read(self) -> Iterator[tuple[float, ...]]:
-        """Of each planned row; the copy must have ended."""
+        """The vector of each planned row; the copy must have ended."""
         flat = self.values.tolist()
         begin = 0
         for length in self.lengths:

@@ -21,7 +21,7 @@ class RunnerSettings:
     attention_backend: str = "auto"
     """See `choose_operators`."""
     arena_bytes: int
-    """For KV cache and adapters together, on each rank; 0 = as the next two say (see
+    """Size for KV cache and adapters together, on each rank; 0 = set by the next two fields (see
     `memory.ArenaSize`)."""
     arena_share: float = 0.0
     gpu_memory_utilization: float = 0.0

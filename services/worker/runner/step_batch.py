@@ -1,4 +1,4 @@
-"""From a StepPlan, plain Python, to a ForwardBatch, tensors."""
+"""Turns a StepPlan (plain Python) into a ForwardBatch (tensors)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BatchMaker:
     gpu: GpuPath | None = None
     """The deltas as Triton reads them, where it computes."""
     states: StateLayout | None = None
-    """Of the base's recurrent layers, where it has any."""
+    """Layout of the base's recurrent layers, if it has any."""
 
     def read(self, plan: StepPlan) -> StepInputs:
         """The inputs of one step, in the plan's order."""

@@ -1,4 +1,4 @@
-"""From a step's hidden states to what each of its rows gets.
+"""Turns a step's hidden states into the results of its rows.
 
 Tokens are chosen on the device and stay there for the next step to read; copies of all that the
 host wants are under way when `choose` returns, and `StepResults.read` waits for them.
@@ -45,7 +45,7 @@ class StepResults:
     plan: StepPlan
     choices: Choices
     scores: Sequence[Sequence[LogprobRows]]
-    """Of the prompts of the plan's first rows; empty if no row asks for any."""
+    """Logprobs of the prompts of the plan's first rows; empty if no row asks for any."""
     pooled: PooledRows | None
     end: torch.cuda.Event | None
 
@@ -135,7 +135,7 @@ def take_outputs(input_ids: Tensor, step: StepInputs, outputs: Tensor) -> None:
 
 
 def _score_prompts(rows: Sequence[PlannedRow], logits_of: LogitsOf) -> list[list[LogprobRows]]:
-    """Of rows in the context phase, which are a step's first."""
+    """Logprobs of rows in the context phase, which come first in a step."""
     if all(row.request.sampling.prompt_logprobs is None for row in rows):
         return []
     out: list[list[LogprobRows]] = []

@@ -15,7 +15,7 @@ from loraplex_services.worker.transfers import to_device, to_host
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Of `[N]` tokens, on the host once the step is done."""
+    """Logprobs of `[N]` tokens, on the host once the step is done."""
 
     token_ids: Tensor
     """int64 `[N]`."""
@@ -46,7 +46,7 @@ class ListedTokens:
     """Logprobs of the tokens that some of `[N]` rows ask for."""
 
     ids: Sequence[Sequence[int]]
-    """By row; empty if a row asks for the most likely ones."""
+    """Listed ids by row; empty if a row asks for the most likely ones."""
     values: Tensor
     """float32 `[N, n]`, in the order of `ids` and padded."""
 

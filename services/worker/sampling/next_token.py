@@ -17,7 +17,7 @@ class NextToken(NamedTuple):
 
     request: Request
     position: int
-    """Of the token in the request's output."""
+    """Position of the token in the request's output."""
     follows: int | None = None
     """The index in `outputs` of the token before it; None = that token is known."""
     outputs: Tensor | None = None

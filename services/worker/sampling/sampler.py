@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Turns logits into tokens.
 
     token = argmax over allowed ids of logits / T + noise(seed, sample index, position, id)
 

@@ -16,7 +16,7 @@ from loraplex_services.worker.scheduling.running import RunningBatch
 from loraplex_services.worker.types.step_plan import StepPlan
 
 MIN_PROMPT_TOKENS = 64
-"""Of prompts in a step, where they wait: fewer would hardly be faster."""
+"""Least prompt tokens of a step if prompts wait: fewer would hardly be faster."""
 MAX_STRETCH = 4.0
 """If a step without prompts is long already, prompts may make it this many times as long."""
 NUM_RECENT = 15
@@ -46,7 +46,7 @@ class TokenBudget:
             self._tokens.add(max(0.0, elapsed_s - self._decodes.quantile(0.5)) / num_prompt)
 
     def max_prompt_tokens(self) -> int:
-        """Of prompts, in a step in which requests decode."""
+        """Most prompt tokens in a step in which requests decode."""
         token_s = self._tokens.quantile(0.5)
         if not self._max_step_s or not token_s:
             return self._max_tokens
@@ -55,7 +55,7 @@ class TokenBudget:
         return max(MIN_PROMPT_TOKENS, int(min(spare_s / token_s, self._max_tokens)))
 
     def max_whole_tokens(self, running: RunningBatch) -> int:
-        """Of a step that computes nothing but prompts while `running` waits for it."""
+        """Most tokens of a step that computes only prompts while `running` waits for it."""
         return self.max_prompt_tokens() if running.decoding else self._max_tokens
 
     def share(self, running: RunningBatch, has_waiting: bool) -> tuple[dict[str, int], int]:

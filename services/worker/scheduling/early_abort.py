@@ -40,7 +40,8 @@ class Samples:
             del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
 
     def quantile(self, share: float) -> float:
-        """From 0 = the fastest to 1 = the slowest; 0 seconds before anything was measured."""
+        """A quantile from 0 = the fastest to 1 = the slowest; 0 seconds before anything was
+        measured."""
         if not self._sorted:
             return 0.0
         return self._sorted[min(len(self._sorted) - 1, int(share * len(self._sorted)))]
@@ -51,11 +52,11 @@ class ServiceTimes:
     """How long the ways to a first token took recently."""
 
     prefills: dict[int, Samples] = field(default_factory=dict)
-    """From first step to first token, by bit length of the number of tokens."""
+    """Times from first step to first token, by bit length of the number of tokens."""
     copies: Samples = field(default_factory=Samples)
-    """Of adapters from disk to the device."""
+    """Times of copies of adapters from disk to the device."""
     fetches: Samples = field(default_factory=Samples)
-    """Of adapters from the object store to disk."""
+    """Times of fetches of adapters from the object store to disk."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """A request had its first token `seconds` after its first step."""
@@ -113,7 +114,7 @@ class Alarms:
         heapq.heappush(self._heap, (when_s, self._count, request))
 
     def due(self, now: float, is_live: Callable[[Request], bool]) -> list[Request]:
-        """Those whose moment has come. Requests that ended in the meantime are dropped."""
+        """Requests that are due. Requests that ended in the meantime are dropped."""
         if len(self._heap) > self._sweep_at:
             self._heap = [alarm for alarm in self._heap if is_live(alarm[-1])]
             heapq.heapify(self._heap)

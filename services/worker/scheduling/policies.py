@@ -48,7 +48,7 @@ class Policy:
     key after the tenant's may then fall."""
 
     def key(self, request: Request, view: QueueView) -> SortKey:
-        """Both parts."""
+        """Both parts of a request's key."""
         return (*self.group_key(request, view), *self.own_key(request, view))
 
 

@@ -31,7 +31,7 @@ GroupName = tuple[bool, str, bool]
 policy asks for it."""
 Groups = RisingHeap[RisingHeap["Flow"]]
 AdapterState = tuple[Tier, bool]
-"""Of an adapter: its tier, and whether a running request uses it."""
+"""State of an adapter: its tier, and whether a running request uses it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class Flow:
     """Its group's name; None = it stands nowhere."""
     entries: list[Entry] = field(default_factory=list)
     num_passed: int = 0
-    """Of these, by the latest walk."""
+    """The part of these that the latest walk passed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class Awaited:
     """An adapter of requests that wait."""
 
     where: AdapterState
-    """As the groups of its flows know it."""
+    """State of the adapter by which its flows are grouped."""
     flows: dict[Flow, None] = field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ class WaitingQueue:
         self._entries: dict[str, Entry] = {}
         self._flows: dict[tuple[str, int, AdapterSet], Flow] = {}
         self._awaited: dict[str, Awaited] = {}
-        """By digest."""
+        """Awaited adapters by digest."""
         self._groups: dict[GroupName, RisingHeap[Flow]] = {}
         num_rising = policy.num_tenant_parts if policy.clusters else None
         self._ready: Groups = RisingHeap(num_rising)
@@ -168,7 +168,7 @@ class WaitingQueue:
         assert sizes == Counter(name for name, _ in standing)
 
     def _look(self, digest: str) -> AdapterState:
-        """As much of where an adapter is as decides where its flows stand."""
+        """The part of an adapter's state that decides the group of its flows."""
         tier, in_use = self._where(digest)
         return Tier.DISK if tier == Tier.LOADING else tier, in_use and self._policy.clusters
 
@@ -267,7 +267,7 @@ class Walk:
         return (*self._policy.group_key(request, self._view), *own_key)
 
     def _own_key(self, flow: Flow) -> SortKey:
-        """By the policy, then by who was pushed first."""
+        """Sort key: the policy's, then the order of arrival in the queue."""
         if flow.num_passed >= len(flow.entries):
             return LAST
         _, number, request = flow.entries[flow.num_passed]

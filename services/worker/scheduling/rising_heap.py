@@ -28,7 +28,7 @@ class RisingHeap(Generic[Item]):
         self._num_rising = num_rising
         self._heap: list[tuple[SortKey, int, Item]] = []
         self._places: dict[Item, tuple[SortKey, int, Item]] = {}
-        """Of each item, its one place in the heap that counts; others are dropped on top."""
+        """The valid entry of each item; other entries are dropped when they reach the top."""
         self._num_pushed = 0
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ def measure(request: Request, base_switch_len: int | None) -> None:
 
 
 def outgrown(requests: Iterable[Request], base_switch_len: int | None) -> list[Request]:
-    """Those whose KV was computed when they were short, and that no longer are."""
+    """Requests whose KV was computed when they were short, and that have become long."""
     if base_switch_len is None:
         requests = [request for request in requests if request.rope is not None]
     return [r for r in requests if is_long(r, base_switch_len) and not r.is_long]

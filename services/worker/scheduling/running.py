@@ -52,9 +52,9 @@ class RunningBatch:
         self.prompts: dict[str, Member] = {}
         """More than that, or just begun."""
         self.ending: dict[str, Member] = {}
-        """Nothing: their last token is being chosen."""
+        """Requests without further work: their last token is being sampled."""
         self.max_num_tokens = 0
-        """Of all together, at their full lengths."""
+        """Tokens of all requests together, at their full lengths."""
 
     def __len__(self) -> int:
         return len(self._members)

@@ -18,7 +18,7 @@ class StatePlanner:
         self._reclaimer = reclaimer
 
     def spans(self, rows: Sequence[PlannedRow], now: float) -> tuple[tuple[StateSpan, ...], ...]:
-        """Of each row of the step planned last; none where the base has no recurrent layers.
+        """State spans of each row of the latest plan; none if the base has no recurrent layers.
 
         Mutates the requests' `state_key`: afterwards it says where the state will be.
         """

@@ -40,8 +40,8 @@ class DecodeTurns:
     def sitting_out(
         self, decoding: Sequence[Member], step: int, num_tenants: int
     ) -> Collection[Member]:
-        """Those that do not decode in this step: of the tenant with most requests, those that did
-        so last. Mutates: the turns of the others of this tenant.
+        """Requests that do not decode in this step: of the tenant with most requests, those that
+        decoded last. Mutates: the turns of the others of this tenant.
 
         Args:
             num_tenants: that are present, or expected back soon.

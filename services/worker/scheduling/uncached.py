@@ -57,7 +57,7 @@ class UncachedPrompts:
         self._num_started += 1
 
     def choose(self, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Of all rows that a step could have, those that it has."""
+        """Choose the rows of the step among all possible ones."""
         self.has_others_due = 0 < self._num_started < len(rows)
         return [row for row in rows if row.request.without_cache] if self._num_started else rows
 

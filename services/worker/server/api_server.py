@@ -77,7 +77,7 @@ class ApiServer:
         self._suspects: list[bytes] = []
         """What the engine that died last was computing."""
         self._num_preemptions = 0
-        """As the engine counts."""
+        """Preemptions, as the engine counts them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -214,7 +214,7 @@ class ApiServer:
             session.end(error)
 
     def engine_entered(self, request_ids: list[str]) -> None:
-        """From now on these may be why the engine dies."""
+        """Record the requests that may from now on crash the engine."""
         for request_id in request_ids:
             if (request := self._live.get(request_id)) is not None:
                 request.has_entered = True
@@ -279,8 +279,8 @@ class ApiServer:
     async def _pass_on_checked(
         self, key: str, request: ServerRequest, submit: Submit, grammar: Grammar
     ) -> None:
-        """The same once the grammar is known to be good, unless the request has ended in the
-        meantime."""
+        """Pass the request on once its grammar has been checked, unless the request has ended in
+        the meantime."""
         fault: LoraplexError | None = None
         try:
             info = self._running().info

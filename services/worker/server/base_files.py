@@ -38,7 +38,7 @@ class TokenizerBundle:
     """"" where the base has none."""
     bos_token_id: int | None
     pad_token_id: int | None = None
-    """Of config.json, whose heads pool before it."""
+    """Padding id of config.json; heads pool before it."""
 
 
 async def fetch_model(store: ObjectStore, folder: Path) -> Path:

@@ -137,7 +137,7 @@ class EngineClient:
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
     async def _live_once(self) -> None:
-        """From spawn to death. Raises LoraplexError only when the engine refused."""
+        """Run one engine from start to end. Raises LoraplexError only if the engine refused."""
         self._is_hung = False
         reader = await self._spawn()
         watchdog = asyncio.create_task(self._watch())

@@ -114,7 +114,7 @@ def _cache_folder(config: WorkerConfig) -> Iterator[Path]:
 
 
 async def _run_engine_with(config: WorkerConfig, folder: Path, api_server: ApiServer) -> None:
-    """The same with the folder of its disk cache."""
+    """Run the engine with the folder of its disk cache."""
     model_dir = await _model_dir(config, folder)
     bundle = await asyncio.to_thread(read_tokenizer, model_dir)
     disk = await asyncio.to_thread(DiskCache, folder, config.cache_bytes, api_server.adapter_gone)

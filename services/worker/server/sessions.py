@@ -19,7 +19,7 @@ class ServerRequest:
 
     session: GatewaySession
     request_id: str
-    """As the gateway calls it."""
+    """The gateway's name of the request."""
     digests: tuple[str, ...]
     num_prompt: int
     arrival_s: float

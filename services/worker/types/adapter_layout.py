@@ -10,8 +10,8 @@ from loraplex_services.worker.types.sharding import ONLY, Shard
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 IMAGE_VERSION = 6
-"""Of the images' format and of the arithmetic that fills them: raised with every change of either.
-"""
+"""Version of the image format and of the arithmetic that fills images; raised with every change of
+either."""
 HALF_DTYPES = ("BF16", "F16")
 
 

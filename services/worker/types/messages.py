@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest context in tokens; 0 = that of the base."""
     max_step_tokens: int
     max_step_s: float = 0.0
-    """Of steps in which requests decode; see `SchedulerLimits`."""
+    """Target time of steps in which requests decode; see `SchedulerLimits`."""
     max_running: int
     max_loras: int | None = None
     policy: str = "fair"
@@ -97,7 +97,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     request: WorkerRequest
     """Its id is unique among the live requests of the worker."""
     came_s: float | None = None
-    """By the monotonic clock, which both processes share: a step may be under way when it
+    """Arrival on the monotonic clock, which both processes share: a step may be under way when it
     comes, and the wait for that step's end counts. None = the engine's moment."""
 
 
@@ -114,7 +114,8 @@ class AdapterFetched(msgspec.Struct, frozen=True, tag="fetched"):
     path: str
     max_rank: int
     num_blocks: int = 0
-    """Of its packed image; 0 = the engine has to pack it, because that takes the base's weights."""
+    """Blocks of its packed image; 0 = the engine has to pack it, because that takes the base's
+    weights."""
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag="fetch_failed"):
@@ -191,10 +192,10 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] | None = None
-    """With the first output: one entry per prompt token from the second on."""
+    """Set in the first output: one entry per prompt token from the second on."""
     cached_tokens: int = 0
     timings: Timings | None = None
-    """With the last output."""
+    """Set in the last output."""
     pooled: list[float] = []
 
 
@@ -232,7 +233,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="output"):
     preemptions: int = 0
     """Requests that have been preempted since the engine started."""
     layer_stall_s: float = 0.0
-    """For which steps have waited for adapters on their way to the device, since it started."""
+    """Time that steps have waited for adapters on their way to the device, since the start."""
 
 
 EngineMessage = EngineReady | EngineRefused | Entered | StepOutput

@@ -57,7 +57,7 @@ class MoeConfig:
     dense_layers: tuple[int, ...] = ()
     """Layers with a plain MLP."""
     swiglu: ClampedSwiglu | None = None
-    """Of the experts; None = the model's activation."""
+    """Activation of the experts; None = the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ class RecurrenceConfig:
     """Gated delta nets, which some layers have in place of attention: see `ops/recurrence`."""
 
     layers: tuple[int, ...]
-    """Those without attention, ascending."""
+    """Layers without attention, ascending."""
     num_key_heads: int
     num_value_heads: int
     """A multiple of the key heads."""
     key_dim: int
-    """Of one head."""
+    """Width of one head's keys."""
     value_dim: int
     kernel_size: int
     """Tokens that the convolution sees: the last ones, its own included."""

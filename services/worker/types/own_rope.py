@@ -17,14 +17,14 @@ class BaseRopes:
 
     layers: tuple[RopeConfig, ...]
     is_scaled: tuple[bool, ...]
-    """By layer: whether an adapter's takes its place. Where a base has two, as Gemma 3, only those
+    """By layer: whether an adapter's rope replaces it. Where a base has two, as Gemma 3, only those
     of full attention are scaled, as in its own config."""
     max_position_embeddings: int
     """The base's context in tokens."""
 
 
 def base_ropes(config: ModelConfig) -> BaseRopes:
-    """Of a base."""
+    """The rotary embeddings of a base."""
     is_one = len(set(config.ropes)) == 1
     is_scaled = tuple(is_one or window is None for window in config.windows)
     return BaseRopes(config.ropes, is_scaled, config.max_position_embeddings)

@@ -11,7 +11,7 @@ from loraplex.api.request import BASE_ONLY, AdapterSet, KeptPrefix
 from loraplex.api.sampling import SamplingParams
 
 RELEASED_BLOCK = -1
-"""Stands in a block table for a block behind the group's window: never to be read."""
+"""Marks a released block behind the group's window in a block table; never read."""
 
 
 class OwnRope(NamedTuple):
@@ -70,7 +70,7 @@ class Request:
     deadline_s: float | None = None
     """Absolute, on the engine's clock."""
     first_token_due_s: float | None = None
-    """As `deadline_s`, of the first token; None = whenever that allows."""
+    """Deadline of the first token; None = only `deadline_s` counts."""
     arrival_s: float = 0.0
     output_ids: list[int] = field(default_factory=list)
     pooling: Pooling = Pooling.NONE
@@ -102,7 +102,7 @@ class Request:
     state_blocks: list[int] = field(default_factory=list)
     """Blocks of its recurrent state, where the base has one."""
     state_key: bytes = b""
-    """Of the snapshot in which its state at num_computed is; empty = in its own blocks."""
+    """Key of the snapshot that holds its state at num_computed; empty = in its own blocks."""
     state_marks: tuple[int, ...] = ()
     """Numbers of tokens after which its state is to be kept, ascending."""
     prefix_hashes: list[bytes] = field(default_factory=list)

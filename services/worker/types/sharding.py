@@ -77,7 +77,7 @@ def within(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
 
 
 def num_features(spans: Sequence[Span]) -> int:
-    """Of all spans together."""
+    """Features of all spans together."""
     return sum(last - first for first, last in spans)
 
 

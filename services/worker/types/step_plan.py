@@ -57,7 +57,7 @@ class StepPlan:
     step: int
     rows: tuple[PlannedRow, ...]
     states: tuple[tuple[StateSpan, ...], ...] = ()
-    """Of each row, where the base has recurrent layers."""
+    """State spans of each row, if the base has recurrent layers."""
 
     @cached_property
     def uses_cache(self) -> bool:

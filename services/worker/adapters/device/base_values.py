@@ -21,7 +21,7 @@ from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.sites import EMBEDDING, NORM
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By safetensors name."""
+"""torch dtypes by safetensors name."""
 GAIN_CHUNK_ROWS = 1024
 """Rows of W + s B A that exist at once while a DoRA gain is computed."""
 TABLE_CHUNK_ROWS = 8192
@@ -147,7 +147,7 @@ def dora_gain(weight_rows: RowsOf, a: Tensor, b: Tensor, scale: float, magnitude
 def embedding_gain(
     weight_rows: RowsOf, a: Tensor, b: Tensor, scale: float, magnitude: Tensor
 ) -> Tensor:
-    """The same by column of a table `[tokens, width]`; float32 `[width]`.
+    """Gain of DoRA by column of a table `[tokens, width]`; float32 `[width]`.
 
     Args:
         weight_rows: of the table.
@@ -163,14 +163,14 @@ def embedding_gain(
 
 
 def tensor_of(values: Values) -> Tensor:
-    """The same bits as a tensor; shares memory."""
+    """View an array as a tensor of the same bits; shares memory."""
     if values.dtype == "BF16":
         return torch.from_numpy(values.data.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(values.data)
 
 
 def values_of(tensor: Tensor) -> Values:
-    """The same bits as an array; shares memory with a tensor on the CPU."""
+    """View a tensor as an array of the same bits; shares memory with a tensor on the CPU."""
     tensor = tensor.contiguous()
     if tensor.dtype is torch.bfloat16:
         return Values(tensor.view(torch.int16).numpy().view("uint16"), "BF16")

@@ -87,7 +87,7 @@ class CopyEvents:
 
 
 def last_blocks(index: ImageIndex) -> Mapping[int, int]:
-    """By site id: the last of the image's blocks that holds something of it."""
+    """By site id: the last block of the image that holds a part of the site."""
     return {
         site.site_id: max((tile[4] for role in site.roles for tile in role.tiles), default=-1)
         for site in index.sites

@@ -23,7 +23,7 @@ from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
 from loraplex_services.worker.transfers import to_device
 
 STORED_DTYPES = TORCH_DTYPES | {"I8": torch.int8}
-"""Of tiles, by safetensors name."""
+"""dtypes of tiles, by safetensors name."""
 
 _A, _B = Role.A.value, Role.B.value
 _LORA_BIAS, _GAIN, _BIAS = Role.LORA_BIAS.value, Role.GAIN.value, Role.BIAS.value
@@ -58,7 +58,7 @@ class AdapterTable(Mapping[tuple[int, int], SiteDelta]):
         return delta
 
     def get(self, key: tuple[int, int], default: Any = None) -> Any:
-        """As in every mapping, without an exception where an adapter has nothing at a site."""
+        """`Mapping.get`, without raising if an adapter has nothing at a site."""
         delta = self._find(*key)
         return default if delta is None else delta
 
@@ -83,7 +83,7 @@ class EnteredAdapter:
     starts: Sequence[int]
     """Byte offset of each of its blocks."""
     sites: dict[int, PackedSite] = field(init=False)
-    """By site id."""
+    """Packed sites by site id."""
     _deltas: dict[int, SiteDelta] = field(init=False, default_factory=dict)
     _scales: dict[int, Tensor] | None = field(init=False, default=None)
 

@@ -38,11 +38,11 @@ class DiskAdapter:
     path: Path
     max_rank: int
     sha256: str
-    """Of its tensor file."""
+    """sha256 of its tensor file."""
     num_bytes: int
-    """Of all its files."""
+    """Size of all its files."""
     num_blocks: int = 0
-    """Of its image, which has been verified in this run; 0 = it has not, or there is none yet."""
+    """Blocks of its image, if it was verified in this run; 0 = it was not, or there is none yet."""
 
 
 class DiskCache:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_PROCESSES = 4
 """At most; two cores for each leave the engine its own."""
 TIMEOUT_S = 120.0
-"""For one adapter: the largest on a busy machine."""
+"""Time limit of one adapter: the largest takes less on a busy machine."""
 MAX_LINE_BYTES = 1 << 20
 
 

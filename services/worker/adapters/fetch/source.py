@@ -1,4 +1,4 @@
-"""From a digest to a verified folder on this machine. Runs in the API server process.
+"""Turns a digest into a verified folder on this machine. Runs in the API server process.
 
 Every byte is checked against the digest before it counts: the manifest against the digest itself,
 each file against the manifest. Then the adapter is validated against this worker's base, as the
@@ -37,7 +37,7 @@ class Preparing(Protocol):
     """Makes sure of adapters' images; `pack_pool.PackPool`."""
 
     fingerprint: str
-    """Of the layout that is packed for."""
+    """Fingerprint of the layout that is packed for."""
 
     async def prepare(self, folder: Path, sha256: str) -> int:
         """The blocks of the folder's verified image; 0 = the engine has to make it."""

@@ -26,7 +26,7 @@ _INDEX_BEGIN = len(MAGIC) + _LENGTH_BYTES + _HASH_BYTES
 MAX_INDEX_BYTES = 256 << 20
 ALIGN_BYTES = 64
 MAX_BUFFERS = 1024
-"""Of one system call."""
+"""Most buffers of one system call."""
 
 PackedTile = tuple[int, int, int, int, int, int]
 """Rows [begin, end) and columns [begin, end) of the site's matrix, block, byte offset in it."""
@@ -55,7 +55,7 @@ class PackedSite(msgspec.Struct, frozen=True, array_like=True):
     num_rows: int = 0
     """Tokens of its own table, where they are not as many as the base's."""
     factors: list[float] = []
-    """Of A and B together, by rank row, where they are integers; none elsewhere."""
+    """Factors of A and B together, by rank row, if they are integers; else none."""
 
 
 class PackedRecords(msgspec.Struct, frozen=True, array_like=True):
@@ -74,10 +74,10 @@ class ImageIndex(msgspec.Struct, frozen=True, array_like=True):
     """Where everything is."""
 
     fingerprint: str
-    """Of the layout that it was packed for."""
+    """Fingerprint of the layout that it was packed for."""
     num_blocks: int
     num_bytes: int
-    """Of all blocks; the last one need not be full."""
+    """Size of all blocks; the last one may be partly full."""
     sites: list[PackedSite]
     facts: AdapterFacts = AdapterFacts()
     records: PackedRecords = PackedRecords()
@@ -93,7 +93,7 @@ class Image(Protocol):
 
     @property
     def sha256(self) -> bytes:
-        """As in its head: names the bytes."""
+        """The hash in its head, which identifies the bytes."""
         ...
 
     def read_into(self, buffers: Sequence[memoryview]) -> None:
@@ -180,7 +180,7 @@ class ImageFile:
         os.close(self._file)
 
     def read_into(self, buffers: Sequence[memoryview]) -> None:
-        """As `Image` says: one copy, from the page cache into the buffers, without the GIL."""
+        """See `Image`: one copy, from the page cache into the buffers, without the GIL."""
         position = self._begin
         for first in range(0, len(buffers), MAX_BUFFERS):
             part = buffers[first : first + MAX_BUFFERS]

@@ -29,7 +29,8 @@ INT8 = "I8"
 def with_records(
     index: ImageIndex, table: SiteTable, in_torch: Set[int] = frozenset()
 ) -> ImageIndex:
-    """The same index with records of all sites that kernels serve, none of those `in_torch`."""
+    """A copy of the index with records of all sites that kernels serve, none of those
+    `in_torch`."""
     builder = RecordBuilder([part for parts in site_parts(table) for part in parts])
     others = []
     for site in index.sites:

@@ -75,7 +75,7 @@ def prepare(folder: Path, sha256: str, packer: Packer) -> int:
 
 
 def _num_blocks(folder: Path, fingerprint: str) -> int:
-    """Of a good image; 0 = there is none. A damaged one is renamed."""
+    """Blocks of a good image; 0 = there is none. A damaged one is renamed."""
     path = image_path(folder, fingerprint)
     try:
         with ImageFile(path) as image:

@@ -1,4 +1,4 @@
-"""From a verified adapter folder to its image, without torch: packing processes stay small.
+"""Packs a verified adapter folder into its image, without torch: packing processes stay small.
 
 What needs the base's own weights (DoRA's gains, differences from the base) comes from
 `BaseValues`, which only the engine's process has.
@@ -77,7 +77,7 @@ class Packer:
         self._base = base
         self.fingerprint = layout.fingerprint
         self.fingerprints = tuple(own.fingerprint for own in layout.ranks)
-        """Of the images of all ranks."""
+        """Fingerprints of the images of all ranks."""
 
     def pack(self, folder: Path) -> PackedAdapter:
         """Validate the adapter and lay out its bytes for the layout's rank.
@@ -90,7 +90,7 @@ class Packer:
         return image
 
     def pack_ranks(self, folder: Path) -> list[PackedAdapter]:
-        """The same for each tensor-parallel rank; what the base decides is computed once."""
+        """Pack an image for each tensor-parallel rank; what the base decides is computed once."""
         return self._pack(folder, self._layout.ranks)
 
     def write(self, folder: Path) -> int:

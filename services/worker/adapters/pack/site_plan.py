@@ -56,7 +56,7 @@ class ItemBytes:
     """Bytes of one element as packed."""
 
     lora: Callable[[TensorInfo, str], int]
-    """Of A and B, by what was published and the kind of site."""
+    """Bytes per element of A and B, by the published tensor and the kind of site."""
     rows: int
 
 

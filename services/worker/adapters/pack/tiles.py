@@ -34,7 +34,7 @@ class TilePlace:
     block: int
     """Index into the adapter's list of blocks."""
     offset_bytes: int
-    """From the block's start."""
+    """Offset from the block's start."""
 
 
 @dataclass(frozen=True, slots=True)

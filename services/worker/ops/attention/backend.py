@@ -34,7 +34,7 @@ class AttentionMask(enum.Enum):
     """Which keys a query sees."""
 
     CAUSAL = "causal"
-    """Those up to its own position, and of these the last `window` where the layer has one."""
+    """Keys up to the query's position, and of these the last `window` if the layer has a window."""
     FULL = "full"
     """All keys of its sequence, in the cache and in the batch. Layers with a window, which do not
     keep them all, take it without a cache only."""

@@ -26,7 +26,7 @@ def _not_set(*args: object) -> Tensor:
 
 @dataclass(slots=True)
 class InterruptingMetadata(AttentionMetadata):
-    """Stands for a step whose attention is not part of what is captured."""
+    """Metadata of a step whose attention is not captured."""
 
     interrupt: Interrupt = _not_set
 

@@ -34,7 +34,8 @@ class KvCache(Protocol):
         ...
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Of int8 K and V, each `[num_blocks, Hkv, T]`; None if they have the model's dtype."""
+        """Scales of int8 K and V, each `[num_blocks, Hkv, T]`; None if they have the model's
+        dtype."""
         ...
 
     def group_of(self, layer: int) -> int:
@@ -135,7 +136,7 @@ class AttentionMetadata:
     """`[num_tokens, num_heads * head_dim]`: where results must go; None = to a new tensor. Set only
     for backends with `captures_graphs`."""
     rotations: Sequence[CosSin] = ()
-    """By layer: set by the model before its first layer, for backends that rotate."""
+    """Rotations by layer, set by the model before its first layer for backends that rotate."""
     context_lens: Tensor = field(init=False)
     """`seq_lens` of the contexts."""
     _seq_lens_cuda: Tensor | None = field(init=False, default=None)

@@ -64,9 +64,9 @@ class Tiling:
     num_warps: int
     num_stages: int
     programs_per_processor: int = 1
-    """Of a launch with a fixed grid: as many as fit a multiprocessor's memory."""
+    """Programs of a launch with a fixed grid: as many as fit a multiprocessor's memory."""
     max_registers: int | None = None
-    """Of each thread, so that this many programs fit; None = the compiler's choice."""
+    """Registers of each thread, so that this many programs fit; None = the compiler's choice."""
 
 
 def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling:

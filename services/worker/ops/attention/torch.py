@@ -50,7 +50,7 @@ class VanillaAttentionMetadata(AttentionMetadata):
     """int64 `[num_tokens]`: place of each new token in its block."""
     groups: tuple[GroupTables, ...] = ()
     spans: tuple[tuple[int, int, int], ...] = ()
-    """As `context_spans` says."""
+    """Spans of the context; see `context_spans`."""
 
     def prepare(self) -> None:
         """Compute indices from the predefined fields."""

@@ -69,10 +69,10 @@ class TritonAttentionMetadata(AttentionMetadata):
     max_items: int = 0
     """Items of the generations, at most."""
     spans: tuple[tuple[int, int, int], ...] = ()
-    """As `context_spans` says."""
+    """Spans of the context; see `context_spans`."""
     _context_tiles: dict[int, Tensor] = field(init=False, default_factory=dict)
     _items: dict[int | None, Tensor] = field(init=False, default_factory=dict)
-    """By window."""
+    """Work items by window."""
     _partial: PartialSums | None = field(init=False, default=None)
 
     def prepare(self) -> None:
@@ -278,5 +278,5 @@ class TritonAttention(AttentionBackend):
 
 
 def triton_attention() -> AttentionMaker:
-    """Of one runner, whose steps share a workspace."""
+    """The backend of one runner, whose steps share a workspace."""
     return AttentionMaker(TritonAttention, metadata_fields={"workspace": Workspace()})

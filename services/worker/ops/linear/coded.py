@@ -70,8 +70,8 @@ class CodedWeight:
 
 
 def joined(parts: list[CodedWeight]) -> CodedWeight | None:
-    """The same outputs one after another, each with its own scales; None if they differ in what
-    a kernel reads for all rows at once."""
+    """The weights stacked by outputs, each with its own scales; None if they differ in what a
+    kernel reads once for all rows."""
     first = parts[0]
     for part in parts[1:]:
         alike = part.codes.dtype is first.codes.dtype and part.group_size == first.group_size

@@ -48,7 +48,7 @@ class CodedLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Of codes, scales and zero points."""
+        """Size of codes, scales and zero points."""
         own = self._weight
         zeros_bytes = 0 if own.zeros is None else own.zeros.nbytes
         return own.codes.nbytes + own.scales.nbytes + zeros_bytes

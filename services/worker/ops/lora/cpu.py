@@ -16,7 +16,7 @@ class NativeLora:
         self._native = native
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-        """As `torch.add_lora`; y and x float32 or bfloat16, tiles of any float dtype."""
+        """See `torch.add_lora`; y and x float32 or bfloat16, tiles of any float dtype."""
         if not lora.runs:
             return
         if lora.replaces_rows(site_id):

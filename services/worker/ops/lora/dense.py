@@ -18,7 +18,7 @@ from loraplex_services.worker.ops.lora.torch import apply_vectors
 
 
 def add_dense(y: Tensor, x: Tensor, delta: SiteDelta, run: RowRun) -> None:
-    """As `torch.add_lora` for one run: one product for A and one for each slice of B where their
+    """`torch.add_lora` for one run: one product for A and one for each slice of B where their
     rows lie next to each other in the arena, else one for each stretch of rows. Launches only:
     nothing is copied to or from the host.
 
@@ -80,7 +80,7 @@ def _products_of_b(delta: SiteDelta) -> Iterator[tuple[int, int, float, Tile]]:
 
 
 def _joined(tiles: Sequence[Tile]) -> list[Tile]:
-    """The same matrix in as few tiles: those whose rows follow each other in the matrix and in
+    """The matrix in fewer tiles: those whose rows follow each other in the matrix and in
     memory, as they do in neighbouring blocks of the arena, become one view."""
     joined: list[Tile] = []
     for tile in tiles:

@@ -35,7 +35,7 @@ INDEX_WORDS = 4
 PLACE_WORDS = 3
 GROUP_ROWS = 16
 MAX_PARTS = 4
-"""Of a site, in one launch."""
+"""Most parts of a site in one launch."""
 ABSENT = -(1 << 62)
 A_WORD, B_WORD, SCALES_WORD = 0, 1, 6
 VECTOR_WORDS = (2, 3, 4)
@@ -70,7 +70,7 @@ class Rectangle:
     col_end: int
     block: int
     offset_bytes: int
-    """Of its first element, from the block's start."""
+    """Offset of its first element from the block's start."""
     itemsize: int
     """Bytes of an element."""
 
@@ -96,7 +96,7 @@ class SiteMatrices:
     lora_biases: Sequence[Rectangle] = ()
     biases: Sequence[Rectangle] = ()
     scales: Sequence[float] = ()
-    """Of int8 rank rows, scales of the slices included; empty for other types."""
+    """Scales of int8 rank rows, multiplied by those of the slices; empty for other types."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class DeviceTables:
         self.parts = [part for shape in shapes for part in shape.parts]
         counts = [len(shape.parts) for shape in shapes]
         self.first_part = [0, *accumulate(counts)][: len(counts)]
-        """By site id: which of `parts` is its first."""
+        """By site id: the index of its first part in `parts`."""
         self.index = torch.zeros(
             (max_resident, len(self.parts), INDEX_WORDS), dtype=torch.int32, device=arena.device
         )

@@ -26,7 +26,7 @@ class LaunchPlan:
 
     block_outputs: int
     block_inputs: int = 64
-    """Of a step of the base product."""
+    """Inputs of one step of the base product."""
     stages: int = 1
     block_ranks: int = 32
     block_shrink: int = 256
@@ -58,14 +58,14 @@ FUSED_SHARED_BYTES = 128 << 10
 
 
 def fused_plan(num_outputs: int) -> LaunchPlan:
-    """Of a launch that computes the base product as well."""
+    """Plan of a launch that also computes the base product."""
     if num_outputs > WIDE_OUTPUTS:
         return LaunchPlan(128, 128, 3)
     return LaunchPlan(32, 128, 6)
 
 
 def expand_plan(num_rows: int, num_outputs: int, itemsize: int) -> LaunchPlan:
-    """Of a launch that adds to a base product."""
+    """Plan of a launch that adds to a base product."""
     if itemsize == 4:
         return LaunchPlan(64, block_ranks=16, block_shrink=32, shrink_stages=2)
     if num_rows <= 64 and num_outputs <= WIDE_OUTPUTS:

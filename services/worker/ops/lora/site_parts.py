@@ -8,7 +8,7 @@ from loraplex_services.worker.ops.lora.device_records import MAX_PARTS, OutputRa
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 SERVED_KINDS = (LINEAR, LM_HEAD)
-"""Of sites that kernels serve."""
+"""Kinds of sites that kernels serve."""
 
 
 def module_edges(sites: SiteTable) -> list[list[int]]:
@@ -20,8 +20,8 @@ def module_edges(sites: SiteTable) -> list[list[int]]:
 
 
 def site_parts(sites: SiteTable) -> list[tuple[OutputRange, ...]]:
-    """By site id: its parts, ascending and without gaps. One part is all of a site of more than
-    `MAX_PARTS` modules; sites that kernels do not serve have none."""
+    """By site id: its parts, ascending and without gaps. A site of more than `MAX_PARTS` modules is
+    one part; sites that kernels do not serve have none."""
     parts: list[tuple[OutputRange, ...]] = []
     for site, edges in zip(sites.sites, module_edges(sites), strict=True):
         if len(edges) - 1 > MAX_PARTS:

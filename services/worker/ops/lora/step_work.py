@@ -31,7 +31,7 @@ class WorkSize:
     num_rows: int
     num_runs: int
     num_groups: int
-    """Of the part where the runs have most."""
+    """Groups of the part that has most."""
     num_vectors: int = 1
 
     @property
@@ -144,6 +144,6 @@ def fits_static_work(tables: DeviceTables, runs: Sequence[RowRun]) -> bool:
 
 
 def _num_partial_sums(tables: DeviceTables) -> list[int]:
-    """By site: partial sums of a group in all parts; none where one split is all."""
+    """By site: partial sums of a group in all parts; none if there is one split."""
     counts = [(num_splits(s.num_inputs), len(s.parts)) for s in tables.shapes if s.parts]
     return [splits * parts for splits, parts in counts if splits > 1] or [1]

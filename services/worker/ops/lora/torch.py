@@ -35,7 +35,7 @@ def add_lora(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
 
 
 def add_lora_embedding(y: Tensor, token_ids: Tensor, site_id: int, lora: LoraBatch) -> None:
-    """The same at the embedding, where A x[t] is column token_ids[t] of A.
+    """`add_lora` at the embedding, where A x[t] is column token_ids[t] of A.
 
     Args:
         y: `[T, out]`, the base's embeddings. Mutated.

@@ -81,8 +81,8 @@ class DeviceLora:
         return y
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-        """As `torch.add_lora`; a batch without work of its own (chosen rows) gets it here, unless
-        all its runs are dense."""
+        """See `torch.add_lora`. The work of a batch that has none yet (chosen rows) is made here,
+        unless all its runs are dense."""
         if not self.touches(lora, site_id):
             return
         self._add_dense(y, x, site_id, lora)

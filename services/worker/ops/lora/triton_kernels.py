@@ -352,7 +352,7 @@ def _with_vectors(total, vector_arena, vectors, num_vectors, row, column):
 
 @triton.jit
 def _with_vector(total, vector_arena, vector, row, column):
-    """The same of one adapter, or of one piece of its vectors."""
+    """`_with_vector` of one adapter, or of one part of its vectors."""
     rows, cut = tl.load(vector), tl.load(vector + 1)
     gain, lora_bias, bias = tl.load(vector + 2), tl.load(vector + 3), tl.load(vector + 4)
     coef = tl.load(vector + 5).to(tl.int32).to(tl.float32, bitcast=True)

@@ -103,7 +103,7 @@ class LoraBatch:
         ]
 
     def select(self, token_rows: Sequence[int]) -> LoraBatch:
-        """The same batch for some of its token rows, ascending, renumbered from 0."""
+        """A batch of some token rows, ascending, renumbered from 0."""
         runs = []
         for run in self.runs:
             begin, end = bisect_left(token_rows, run.begin), bisect_left(token_rows, run.end)

@@ -53,7 +53,8 @@ def tilings(dtype: torch.dtype) -> tuple[GroupedTiling, ...]:
 
 
 def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> GroupedTiling:
-    """By the mean number of pairs an expert: how many it really has only the device knows."""
+    """The tiling by the mean number of pairs per expert; only the device knows the actual
+    numbers."""
     choices, mean = tilings(dtype), num_pairs / num_experts
     number = (mean > FEW_PAIRS) + (mean > SOME_PAIRS)
     return choices[min(number, len(choices) - 1)]

@@ -22,7 +22,7 @@ BLOCK_ROWS = 128
 NOISE_MAX = tl.constexpr(philox.GUMBEL_MAX + 0.1)
 """More than any noise."""
 SLACK = tl.constexpr(0.01)
-"""For the rounding of a device's own logarithm."""
+"""Margin for the rounding of a device's logarithm."""
 WORD = tl.constexpr(philox.WORD)
 WORD_UNIT = tl.constexpr(2.0**-32)
 
@@ -41,7 +41,7 @@ REDUCED_ONE = tl.constexpr(1 << fl.REDUCED_BITS)
 REDUCED_SHIFT = tl.constexpr(fl.REDUCED_BITS - fl.FRACTION_BITS)
 LN2_33, LN2_38 = tl.constexpr(33 * fl.LN2), tl.constexpr(fl.FRACTION_BITS * fl.LN2)
 EXPONENT_SHIFT, EXPONENT_BIAS = tl.constexpr(52), tl.constexpr(1023)
-"""Of a float64."""
+"""Bits of a float64."""
 
 
 @triton.jit

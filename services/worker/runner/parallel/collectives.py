@@ -20,8 +20,8 @@ from loraplex_services.worker.runner.parallel.messages import RankLost
 from loraplex_services.worker.types.sharding import Shard
 
 COLLECTIVE_TIMEOUT_S = 300.0
-"""For one collective: the ranks run the same step and wait for the slowest. A rank that ends is
-seen at once."""
+"""Time limit of one collective: the ranks run the same step and wait for the slowest. A rank that
+ends is seen at once."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -31,8 +31,8 @@ class Traffic:
 
     num_calls: int = 0
     sent_bytes: float = 0.0
-    """By this rank, in the ring algorithms: 2 (N - 1) / N of a sum's bytes, (N - 1) / N of those
-    that a gather brings together or a broadcast copies."""
+    """Bytes sent by this rank in ring algorithms: 2 (N - 1) / N of a sum's bytes, (N - 1) / N of
+    those that a gather brings together or a broadcast copies."""
 
 
 @dataclass(slots=True)

@@ -218,7 +218,7 @@ class GroupCopy:
     own: CopiedImage | None = None
     """This rank's."""
     error: BaseException | None = None
-    """Of the first rank that failed."""
+    """The error of the first rank that failed."""
 
 
 def check_equal(own: RankReady, other: RankReady, rank: int) -> None:

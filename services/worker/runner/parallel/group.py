@@ -20,7 +20,7 @@ from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.sharding import Shard, check_divisible
 
 RENDEZVOUS_TIMEOUT_S = 120.0
-"""For all ranks to start and meet, before any of them loads."""
+"""Time within which all ranks must start and connect, before any of them loads."""
 PARALLEL_FAMILIES = (
     "gemma2",
     "gemma3_text",

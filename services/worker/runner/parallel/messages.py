@@ -47,7 +47,7 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready"):
 
     torch_version: str
     release: str
-    """Of this package."""
+    """Release of this package."""
     base: str
     """Names the base's geometry and weights."""
     dtype: str
@@ -72,7 +72,8 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
     start: int
     num_tokens: int
     tables: list[tuple[int, list[int]]]
-    """By KV group: from which entry on the block table has changed, and the entries."""
+    """By KV group: the first entry of the block table that has changed, and the entries from there
+    on."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -86,7 +87,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     token_ids: bytes
     rope_rows: bytes | None
     follows: bytes
-    """As in `StepInputs`, int64."""
+    """See `StepInputs`; int64."""
 
 
 class LogitRows(msgspec.Struct, frozen=True, tag="logits"):
@@ -134,7 +135,7 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
 Order = RankStart | Step | LogitRows | Copy | Drop | Enter | Unload
 """To a rank."""
 Reply = RankReady | RankRefused | CopyDone
-"""From a rank."""
+"""A message from a rank."""
 
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

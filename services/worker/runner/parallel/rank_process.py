@@ -63,7 +63,7 @@ class FollowingRank:
         self._copied: dict[int, CopiedImage] = {}
 
     def run(self) -> None:
-        """Until rank 0 hangs up. Raises RankLost."""
+        """Serve until rank 0 closes the connection. Raises RankLost."""
         while True:
             match self._rank_zero.order():
                 case Step() as step:
