@@ -185,7 +185,7 @@ def test_experts_of_several_ranks_are_padded_to_the_largest(tmp_path: Path) -> N
     )
     files = {CONFIG: source.config, TENSORS: source.tensors}
     adapter = open_adapter(write_folder(tmp_path / "peft", files), geometry)
-    with pytest.raises(InvalidRequest, match="--base: is needed"):
+    with pytest.raises(InvalidRequest, match="--base: is required"):
         to_trtllm(adapter, tmp_path / "none", "F32")
     to_trtllm(adapter, tmp_path / "trt", "F32", geometry)
     weights, config = _rows(tmp_path / "trt")
@@ -246,8 +246,8 @@ def test_a_combined_qkv_row_is_shared_out_to_q_k_and_v(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "size", "problem"),
     [
-        ([18, 0, 2], 32, "no module id"),
-        ([-1, 0, 2], 32, "no module id"),
+        ([18, 0, 2], 32, "is not a served module id"),
+        ([-1, 0, 2], 32, "is not a served module id"),
         ([17, 0, 2], 32, "not a module of the base"),
         ([13, 0, 2], 32, "not a module of the base"),
         ([8, 0, 2], 32, "cross attention"),
