@@ -131,7 +131,7 @@ def _blob(folder: Path, digest: object) -> Path:
 
 
 def _read(path: Path, what: str, digest: str = "") -> dict[str, Any]:
-    """A JSON object of a layout, checked against its digest where it has one."""
+    """A JSON object of a layout, checked against its digest if it has one."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_DOCUMENT_BYTES + 1)

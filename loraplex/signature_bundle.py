@@ -88,7 +88,7 @@ def make_bundle(payload: bytes, signature: bytes, key_sha256: str) -> bytes:
 
 
 def parse_bundle(raw: bytes) -> Bundle:
-    """Take a bundle apart. Raises InvalidRequest where it is not of this format."""
+    """Take a bundle apart. Raises InvalidRequest if it is not of this format."""
     if len(raw) > MAX_BUNDLE_BYTES:
         description = f"is larger than {MAX_BUNDLE_BYTES} bytes"
         raise InvalidRequest.field("bundle", f"{len(raw)} bytes", description)

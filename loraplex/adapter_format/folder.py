@@ -139,7 +139,7 @@ def _look(path: Path, tensor_file: str) -> tuple[tuple[str, ...], LeftOut]:
 
 
 def _why_none(path: Path, inner: list[str]) -> str:
-    """Why a folder is no adapter, and where one is."""
+    """Why a folder is not an adapter, and where there is one."""
     if not inner:
         return (
             f"holds no adapter: {CONFIG_FILE} and {TENSOR_FILE} are missing; save it with PEFT's "

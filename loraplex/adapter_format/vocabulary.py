@@ -87,7 +87,7 @@ def _tied(
 
 
 def _common_size(tables: Sequence[AdapterModule], base_size: int, findings: Findings) -> int:
-    """Rows of embedding and head, if there is one; refused where they differ."""
+    """Rows of embedding and head, if there is one; refused if they differ."""
     sizes = [_size(module, base_size, findings) for module in tables]
     if sizes[0] != sizes[-1]:
         longer = tables[0] if sizes[0] != base_size else tables[1]

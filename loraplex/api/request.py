@@ -84,7 +84,7 @@ class GenerateRequest:
     adapters: tuple[AskedAdapter, ...] = ()
     """Several, to be combined; `model` is then the base."""
     request_id: str = ""
-    """The gateway makes one where it is empty."""
+    """The gateway makes one if it is empty."""
     cache_salt: str = ""
     priority: int = 0
     split_key: str = ""

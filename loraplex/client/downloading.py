@@ -184,7 +184,7 @@ async def download(
 
 
 async def read_file(channel: Channel, ref: str, path: str) -> bytes:
-    """One small file of a version. Raises DataLoss where it is not what was published."""
+    """One small file of a version. Raises DataLoss if it is not what was published."""
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
     content, sha256 = bytearray(), ""
     request = pb.DownloadAdapterRequest(ref=ref, paths=[path], reader_verifies=True)

@@ -28,7 +28,7 @@ DEFAULTS = Sampling()
 class InferenceClient:
     """Talks to one gateway over gRPC. Use as an async context manager, inside one event loop.
 
-    Methods raise the errors of `loraplex.errors`; Unavailable where no gateway answers.
+    Methods raise the errors of `loraplex.errors`; Unavailable if no gateway answers.
     """
 
     def __init__(self, address: str | None = None, credentials: Credentials | None = None) -> None:

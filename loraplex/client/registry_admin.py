@@ -111,7 +111,7 @@ class RegistryAdmin:
         return registry_wire.api_key(answer.key), answer.token
 
     async def create_first_key(self) -> tuple[ApiKey, str]:
-        """The first admin key and its token. Raises AlreadyExists where there ever was one, and
+        """The first admin key and its token. Raises AlreadyExists if there ever was one, and
         PermissionDenied from another machine than the registry's."""
         answer = await self._channel.call(self._stub.CreateFirstKey, pb.CreateFirstKeyRequest())
         return registry_wire.api_key(answer.key), answer.token

@@ -51,7 +51,7 @@ _SENT_UNCHECKED_BYTES = 8 << 20
 class RegistryClient:
     """Talks to one registry. Use as an async context manager, inside one event loop.
 
-    Methods raise the errors of `loraplex.errors`; Unavailable where no registry answers.
+    Methods raise the errors of `loraplex.errors`; Unavailable if no registry answers.
     """
 
     def __init__(self, address: str | None = None, credentials: Credentials | None = None) -> None:

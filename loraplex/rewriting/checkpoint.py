@@ -37,7 +37,7 @@ class TensorLocation:
     info: TensorInfo
 
     def rows(self, begin: int, end: int) -> Array:
-        """Rows [begin, end), fewer where the tensor has fewer."""
+        """Rows [begin, end), fewer if the tensor has fewer."""
         return read_rows(self.path, self.info, begin, min(end, self.num_rows))
 
     @property
@@ -58,7 +58,7 @@ class CheckpointFolder:
     """The weights of a folder in Hugging Face layout."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidRequest or InvalidAdapter where a file is missing or damaged."""
+        """Raises InvalidRequest or InvalidAdapter if a file is missing or damaged."""
         index = folder / INDEX_FILE
         if index.exists():
             weight_map = json.loads(index.read_bytes())["weight_map"]

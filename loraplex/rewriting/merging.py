@@ -240,7 +240,7 @@ def _kept(recipe: Recipe, side: _Side, name: str, tensor: Array) -> Keep:
 
 
 def _targets(adapters: Sequence[Opened], ranks: Mapping[str, int]) -> dict[str, object]:
-    """Fields that select the modules: those of the adapters where they agree, else names."""
+    """Fields that select the modules: those of the adapters if they agree, else names."""
     fields = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
     first = adapters[0].report.config
     if all(

@@ -167,7 +167,7 @@ def check_folder(folder: Path, geometry: Geometry | None = None) -> Report:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `out` at the end, or nothing where that fails.
+    """A folder to write to, which becomes `out` at the end, or nothing if that fails.
 
     Raises:
         AlreadyExists: `out` holds something.

@@ -187,7 +187,7 @@ def _get(url: str, authorization: str, accept: str) -> HTTPResponse:
 def _answer_to(challenge: str, host: str) -> str:
     """The value of `Authorization` that a registry asks for.
 
-    Raises: HTTPError where a token is refused; ValueError if there is nothing to answer with.
+    Raises: HTTPError if a token is refused; ValueError if there is nothing to answer with.
     """
     scheme, _, rest = challenge.partition(" ")
     basic = _stored_login(host)

@@ -85,5 +85,5 @@ def write_bounded(
 
 
 def needing(package: str) -> Unsupported:
-    """What to do where a package is not installed."""
+    """What to do if a package is not installed."""
     return Unsupported(f"this needs the {package!r} package: pip install 'loraplex[sources]'")

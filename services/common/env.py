@@ -14,6 +14,8 @@ from loraplex_services.common.setting import (
     Setting,
     Switch,
     choice_setting,
+    choice_switch,
+    flag_setting,
     listen_setting,
     path_setting,
     text_setting,
@@ -33,29 +35,36 @@ from loraplex_services.common.units import (
 
 # Addresses and credentials of clients
 REGISTRY_ADDRESS = text_setting(
-    "LORAPLEX_REGISTRY_ADDRESS", "tools gateway", "Registry to talk to.", "127.0.0.1:50052"
+    "LORAPLEX_REGISTRY_ADDRESS", "tools gateway", "Address of the registry.", "127.0.0.1:50052"
 )
 GATEWAY_ADDRESS = text_setting(
-    "LORAPLEX_GATEWAY_ADDRESS", "tools", "Gateway (gRPC) to talk to.", "127.0.0.1:50051"
+    "LORAPLEX_GATEWAY_ADDRESS", "tools", "gRPC address of the gateway.", "127.0.0.1:50051"
 )
 API_KEY: Setting[str] = Setting(
-    "LORAPLEX_API_KEY", parse_text, "", "tools", "Key sent with every call.", secret=True
+    "LORAPLEX_API_KEY",
+    parse_text,
+    "",
+    "tools",
+    "API key that is sent with every call.",
+    secret=True,
 )
-CA = path_setting("LORAPLEX_CA", "tools all", "PEM file of the CA that peers are checked against.")
-CERT = path_setting("LORAPLEX_CERT", "tools all", "PEM certificate shown to peers.")
-KEY = path_setting("LORAPLEX_KEY", "tools all", "PEM private key of the certificate.")
+CA = path_setting("LORAPLEX_CA", "tools all", "PEM file of the CA against which peers are checked.")
+CERT = path_setting(
+    "LORAPLEX_CERT", "tools all", "PEM file of the certificate that is shown to peers."
+)
+KEY = path_setting("LORAPLEX_KEY", "tools all", "PEM file of the certificate's private key.")
 
 # Every server
 STATE_DIR = path_setting(
     "LORAPLEX_STATE_DIR",
     "up registry worker",
-    "Where state lives; default ${XDG_STATE_HOME:-~/.local/state}/loraplex. For a worker, where "
-    "its disk cache lives; default a temporary folder, removed when the worker ends.",
+    "Folder for state, by default ${XDG_STATE_HOME:-~/.local/state}/loraplex; for a "
+    "worker, its disk cache, by default in a temporary folder.",
 )
 METRICS_LISTEN = listen_setting(
     "LORAPLEX_METRICS_LISTEN",
     "up all",
-    "Also serve /metrics, /healthz and /readyz here; `loraplex up`: one port for each child.",
+    "Address for /metrics, /healthz and /readyz; with `loraplex up`, one port for each child.",
 )
 LOG_LEVEL: Setting[str] = Setting(
     "LORAPLEX_LOG_LEVEL",
@@ -65,7 +74,11 @@ LOG_LEVEL: Setting[str] = Setting(
     "Least severe level that is logged.",
 )
 DRAIN_S: Setting[float] = Setting(
-    "LORAPLEX_DRAIN_S", parse_seconds, 20.0, "up all", "Longest drain after SIGTERM."
+    "LORAPLEX_DRAIN_S",
+    parse_seconds,
+    20.0,
+    "up all",
+    "Longest time that running requests get to finish after SIGTERM, in seconds.",
 )
 DEBUG: Setting[tuple[str, ...]] = Setting(
     DEBUG_LIST,
@@ -80,37 +93,45 @@ AUTH = choice_setting(
     "LORAPLEX_AUTH",
     "off keys",
     "up registry gateway worker",
-    "keys = callers need an API key.",
+    "`keys` requires an API key of every caller.",
 )
 ADMIN_KEY_FILE = path_setting(
-    "LORAPLEX_ADMIN_KEY_FILE", "registry", "File with the first admin key, lpx_<id>_<secret>."
+    "LORAPLEX_ADMIN_KEY_FILE",
+    "registry",
+    "File that holds the first admin key, `lpx_<id>_<secret>`.",
 )
-INSECURE: Setting[bool] = Setting(
-    "LORAPLEX_INSECURE", parse_bool, False, "up all", "Allow a bind beyond loopback without auth."
+INSECURE = flag_setting(
+    "LORAPLEX_INSECURE",
+    "up all",
+    "Allow listening beyond loopback without API keys.",
 )
 ALLOWED_HOSTS: Setting[tuple[str, ...]] = Setting(
     "LORAPLEX_ALLOWED_HOSTS",
     parse_list,
     (),
     "gateway",
-    "Host headers accepted besides loopback when there is no auth.",
+    "Host headers, besides loopback, that are accepted without API keys.",
 )
 SERVICE_TOKEN_FILE = path_setting(
-    "LORAPLEX_SERVICE_TOKEN_FILE", "all", "Secret that services show to each other."
+    "LORAPLEX_SERVICE_TOKEN_FILE",
+    "all",
+    "File with the secret by which services identify themselves to each other.",
 )
 SERVICE_NAMES: Setting[tuple[str, ...]] = Setting(
     "LORAPLEX_SERVICE_NAMES",
     parse_list,
     (),
     "registry worker",
-    "Names in the certificates of services; unset = any certificate signed by LORAPLEX_CA.",
+    "Names in the certificates of services; by default, LORAPLEX_CA's signature is enough.",
 )
 HTTP_CERT = path_setting(
     "LORAPLEX_HTTP_CERT",
     "up gateway",
-    "PEM certificate chain of the HTTP server; unset = plain HTTP.",
+    "PEM file of the HTTP server's certificate chain; without it, the server speaks plain HTTP.",
 )
-HTTP_KEY = path_setting("LORAPLEX_HTTP_KEY", "up gateway", "PEM private key of that certificate.")
+HTTP_KEY = path_setting(
+    "LORAPLEX_HTTP_KEY", "up gateway", "PEM file of that certificate's private key."
+)
 
 # Registry: where adapters are stored
 REGISTRY_LISTEN = listen_setting(
@@ -119,7 +140,7 @@ REGISTRY_LISTEN = listen_setting(
 REGISTRY_SERVICE_LISTEN = listen_setting(
     "LORAPLEX_REGISTRY_SERVICE_LISTEN",
     "registry",
-    "gRPC address for services, which must show a certificate signed by LORAPLEX_CA.",
+    "Second gRPC address, for services only, which must show a certificate signed by LORAPLEX_CA.",
 )
 OBJECTS: Setting[str] = Setting(
     "LORAPLEX_OBJECTS",
@@ -131,7 +152,7 @@ OBJECTS: Setting[str] = Setting(
 METADATA = text_setting(
     "LORAPLEX_METADATA",
     "registry gateway",
-    "Redis: redis://, rediss://, redis+sentinel://, or embedded for a private server.",
+    "Redis or Valkey: redis://, rediss://, redis+sentinel://, or `embedded` for a private server.",
     "embedded",
 )
 
@@ -147,103 +168,108 @@ WORKERS: Setting[tuple[str, ...]] = Setting(
     parse_list,
     (),
     "up gateway",
-    "Workers: HOST:PORT or unix:/path, comma-separated, or dns:NAME:PORT; `loraplex up`: how many.",
+    "Addresses of workers: HOST:PORT or unix:/path, comma-separated, or dns:NAME:PORT. "
+    "For `loraplex up`, the number of workers.",
 )
 MAX_REQUEST_S: Setting[float] = Setting(
     "LORAPLEX_MAX_REQUEST_S",
     parse_seconds,
     600.0,
     "gateway",
-    "Deadline of requests that name none.",
+    "Deadline of requests that set none, in seconds.",
 )
 TOOL_CALL_PARSER = choice_setting(
     "LORAPLEX_TOOL_CALL_PARSER",
     "auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm harmony none",
     "gateway",
-    "How the bases write tool calls; auto = what the chat template shows.",
+    "Notation of tool calls; `auto` = the one that the chat template shows.",
 )
-REASONING_PARSER: Setting[str] = Setting(
+REASONING_PARSER = choice_setting(
     "LORAPLEX_REASONING_PARSER",
-    choice("auto", "think", "none"),
-    "auto",
+    "auto think none",
     "gateway",
-    "Split `<think>` off into reasoning; auto = where the chat template knows it.",
+    "Whether the text in `<think>` becomes reasoning; `auto` = if the chat template has that mark.",
 )
 LORA_ROOT = path_setting(
     "LORAPLEX_LORA_ROOT",
     "gateway",
-    "Folder that `/v1/load_lora_adapter` may publish from; unset = the call is not served.",
+    "Folder from which `/v1/load_lora_adapter` may publish; without it, the call is not served.",
 )
 
 # Worker: the base and how it is computed
 WORKER_LISTEN = listen_setting(
     "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC server.", "127.0.0.1:50053"
 )
-MODEL = text_setting("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")
-SERVED_MODEL_NAME = text_setting(
-    "LORAPLEX_SERVED_MODEL_NAME", "up worker", "Id of the base; default: hub id or folder name."
+MODEL = text_setting(
+    "LORAPLEX_MODEL", "up worker", "Base model: a folder, a hub id or an s3:// address."
 )
-DEVICE: Setting[str] = Setting(
-    "LORAPLEX_DEVICE", choice("auto", "cpu", "cuda"), "auto", "up worker", "Where to compute."
+SERVED_MODEL_NAME = text_setting(
+    "LORAPLEX_SERVED_MODEL_NAME",
+    "up worker",
+    "Id of the base, by default the hub id or the folder's name.",
+)
+DEVICE = choice_setting(
+    "LORAPLEX_DEVICE",
+    "auto cpu cuda",
+    "up worker",
+    "Device to compute on; `auto` = a GPU if there is one.",
 )
 DTYPE = choice_setting(
     "LORAPLEX_DTYPE",
     "auto float32 bfloat16 float16",
     "up worker",
-    "Arithmetic of the base; auto = bfloat16 on CUDA, and on CPUs with AMX or AVX-512 BF16 for "
-    "larger half-precision bases; else float32.",
+    "Arithmetic of the base; `auto` = bfloat16 on CUDA, and on CPUs with AMX or AVX-512 "
+    "BF16 for larger half-precision bases; otherwise float32.",
 )
 LORA_DTYPE = choice_setting(
     "LORAPLEX_LORA_DTYPE",
     "auto float32 bfloat16 float16 int8",
     "up worker",
-    "Storage of LoRA weights; auto = as published or computed, int8 = half the bytes, rounded.",
+    "Storage of LoRA weights; `auto` = as published or computed, `int8` = rounded, half the size.",
 )
 QUANTIZATION: Setting[str] = Setting(
     "LORAPLEX_QUANTIZATION",
     choice("none", "int8", "int4", not_yet=["fp8"]),
     "none",
     "up worker",
-    "Quantises the linears of a full-precision base when it is loaded; CPUs only.",
+    "Quantise the linears of a full-precision base when it is loaded; CPUs only.",
 )
 KV_CACHE_DTYPE = choice_setting(
     "LORAPLEX_KV_CACHE_DTYPE",
     "auto int8",
     "up worker",
-    "Storage of keys and values; auto = as computed, int8 = about half the bytes; CPUs only.",
+    "Storage of keys and values; `auto` = as computed, `int8` = about half the size, CPUs only.",
 )
 CPU_ISA = choice_setting(
     "LORAPLEX_CPU_ISA",
     "auto amx avx512_bf16 avx512 avx2 generic torch",
     "worker",
-    "Instruction set of the CPU kernels; auto = the best one here, torch = no compiled kernels.",
+    "Instruction set of CPU kernels; `auto` = the best one, `torch` = no compiled kernels.",
 )
 ATTENTION_BACKEND: Setting[str] = Setting(
     "LORAPLEX_ATTENTION_BACKEND",
     choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"], group=ATTENTION_GROUP),
     "auto",
     "up worker",
-    "Kernels of attention and LoRA: triton, cpu (compiled), vanilla (plain torch), or a package's.",
+    "Kernels: `triton`, `cpu` (compiled), `vanilla` (plain torch), or the name of a package's.",
 )
 MODEL_IMPL = choice_setting(
     "LORAPLEX_MODEL_IMPL",
     "auto native transformers",
     "up worker",
-    "native = our model code, transformers = that library's, auto = the latter where we have none.",
+    "Model code: `native`, or `transformers` for that library's; `auto` = native if there is any.",
 )
 TENSOR_PARALLEL: Setting[int] = Setting(
     "LORAPLEX_TENSOR_PARALLEL",
     integer(1),
     1,
     "up worker",
-    "Ranks of one machine that divide a base; must divide its heads.",
+    "Number of processes on one machine among which a base is divided; it must divide the heads.",
 )
-FULLY_SHARDED_LORAS: Setting[bool] = Setting(
+FULLY_SHARDED_LORAS = flag_setting(
     "LORAPLEX_FULLY_SHARDED_LORAS",
-    parse_bool,
-    False,
     "up worker",
-    "Tensor-parallel ranks divide both matrices of an adapter, which saves memory.",
+    "Divide both matrices of an adapter among tensor-parallel ranks, which saves memory.",
 )
 
 # Worker: memory
@@ -252,69 +278,62 @@ KV_MEMORY: Setting[Memory] = Setting(
     parse_memory,
     Memory(),
     "up worker",
-    "Arena (KV cache and adapters): bytes, or percent of what the base leaves free; 0 = chosen.",
+    "Memory of KV cache and adapters: bytes, or percent of what the base leaves free; 0 = auto.",
 )
 GPU_MEMORY_UTILIZATION: Setting[float] = Setting(
     "LORAPLEX_GPU_MEMORY_UTILIZATION",
     parse_share,
     0.0,
     "up worker",
-    "Share of a GPU's memory for weights, steps and arena; unset = 0.9.",
+    "Share of a GPU's memory for weights, activations, KV cache and adapters; 0 = 0.9.",
 )
 MAX_LORA_RANK: Setting[int] = Setting(
-    "LORAPLEX_MAX_LORA_RANK", integer(1, 4096), 256, "up worker", "Largest rank accepted."
+    "LORAPLEX_MAX_LORA_RANK", integer(1, 4096), 256, "up worker", "Largest rank that is accepted."
 )
 CACHE_BYTES: Setting[int] = Setting(
-    "LORAPLEX_CACHE_BYTES",
-    parse_bytes,
-    16 << 30,
-    "worker",
-    "Most bytes that the disk cache of verified adapters takes.",
+    "LORAPLEX_CACHE_BYTES", parse_bytes, 16 << 30, "worker", "Largest size of the disk cache."
 )
 
 # Worker: what a step holds
 MAX_NUM_SEQS: Setting[int] = Setting(
-    "LORAPLEX_MAX_NUM_SEQS", integer(1), 256, "up worker", "Largest number of requests in one step."
+    "LORAPLEX_MAX_NUM_SEQS", integer(1), 256, "up worker", "Most requests in one step."
 )
 MAX_MODEL_LEN: Setting[int] = Setting(
     "LORAPLEX_MAX_MODEL_LEN",
     integer(),
     0,
     "up worker",
-    "Longest context in tokens, prompt and output together; 0 = the base's.",
+    "Longest context in tokens, prompt and output together; 0 = that of the base.",
 )
 MAX_NUM_BATCHED_TOKENS: Setting[int] = Setting(
     "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
     integer(1),
     2048,
     "up worker",
-    "Token budget of one step, shared by prompts and by requests that decode.",
+    "Largest number of tokens in one step, for prompts and decoding requests together.",
 )
 MAX_LORAS: Setting[int] = Setting(
-    "LORAPLEX_MAX_LORAS", integer(), 0, "up worker", "Distinct adapters in one step; 0 = no limit."
+    "LORAPLEX_MAX_LORAS", integer(), 0, "up worker", "Most adapters in one step; 0 = no limit."
 )
 
 # Switches of LORAPLEX_DEBUG
-LOG_FORMAT: Switch[str] = Switch(
+LOG_FORMAT = choice_switch(
     "log-format",
-    choice("auto", "json", "text"),
-    "auto",
+    "auto json text",
     "up all",
-    "auto = text on a terminal, JSON lines elsewhere.",
+    "`auto` = text on a terminal, JSON lines elsewhere.",
 )
-LOAD_FORMAT: Switch[str] = Switch(
+LOAD_FORMAT = choice_switch(
     "load-format",
-    choice("auto", "dummy"),
-    "auto",
+    "auto dummy",
     "worker",
-    "dummy = random weights of the model's config, for benchmarks.",
+    "`dummy` = random weights in the shape of the model's config, for benchmarks.",
 )
-OVERLAP: Switch[str] = Switch(
+OVERLAP = choice_switch(
     "overlap",
-    choice("auto", "on", "off"),
-    "auto",
+    "auto on off",
     "worker",
-    "Plan a step while the previous one runs; auto = on GPUs.",
+    "Plan a step while the previous one runs; `auto` = on GPUs.",
 )
 PREFIX_CACHE: Switch[bool] = Switch(
     "prefix-cache",
@@ -328,22 +347,25 @@ STEP_TIMEOUT_S: Switch[float] = Switch(
     parse_seconds,
     120.0,
     "worker",
-    "An engine process that reports nothing for longer is restarted.",
+    "Time without a report after which an engine is restarted.",
 )
 STEP_TRACE: Switch[Path | None] = Switch(
-    "step-trace", Path, None, "worker", "File that gets one line per step, to fit a simulation."
+    "step-trace",
+    Path,
+    None,
+    "worker",
+    "File to which one line per step is written, to fit a simulation.",
 )
 GC_INTERVAL_S: Switch[float] = Switch(
     "gc-interval-s",
     parse_seconds,
     86_400.0,
     "registry",
-    "How often unreferenced bytes are collected; 0 = only by `registry gc`.",
+    "Interval between garbage collections; 0 = only `registry gc`.",
 )
-POLICY: Switch[str] = Switch(
+POLICY = choice_switch(
     "policy",
-    choice("fair", "fcfs"),
-    "fair",
+    "fair fcfs",
     "worker",
     "Order of waiting requests: fair to tenants and adapters, or first come, first served.",
 )
@@ -352,36 +374,22 @@ CLUSTER_SIZE: Switch[int] = Switch(
     integer(),
     0,
     "worker",
-    "Number of running adapters from which a tenant's requests for these go first, as in S-LoRA; "
-    "0 = never.",
+    "Running adapters from which requests for these go first, as in S-LoRA; 0 = never.",
 )
 FAILPOINT = Switch(
     "failpoint",
     parse_text,
     "",
     "registry",
-    "Step at which the process dies, STEP or STEP:COUNT. For tests.",
+    "Step of a publication at which the process dies, STEP or STEP:COUNT, for tests.",
 )
 REPLACE_BASES: Switch[bool] = Switch(
     "replace-bases",
     parse_bool,
     False,
     "gateway",
-    "A served base replaces a registered one with the same id and another geometry. "
-    "`loraplex up` sets it for a state folder of its own.",
+    "Let a served base replace a registered one of the same id; `loraplex up` sets it.",
 )
-
-SECTIONS = {
-    REGISTRY_ADDRESS.name: "Addresses and credentials of clients",
-    STATE_DIR.name: "Every server",
-    AUTH.name: "Who may call",
-    REGISTRY_LISTEN.name: "Registry: where adapters are stored",
-    GATEWAY_LISTEN.name: "Gateway: which requests are accepted",
-    WORKER_LISTEN.name: "Worker: the base and how it is computed",
-    KV_MEMORY.name: "Worker: memory",
-    MAX_NUM_SEQS.name: "Worker: what a step holds",
-}
-"""Headings of docs/reference/settings.md, by the variable that each begins with."""
 
 _VALUES = tuple(globals().values())
 ALL_SETTINGS = tuple(value for value in _VALUES if isinstance(value, Setting))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.units import choice, parse_list, parse_listen, parse_text
+from loraplex_services.common.units import choice, parse_bool, parse_list, parse_listen, parse_text
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class Switch(Generic[T]):
     doc: str
 
     def read(self, environ: Mapping[str, str]) -> T:
-        """The value, or the default where the list does not have the switch.
+        """The value, or the default if the list does not have the switch.
 
         Raises:
             InvalidRequest: naming the switch.
@@ -98,9 +98,20 @@ def choice_setting(name: str, values: str, readers: str, doc: str) -> Setting[st
     return Setting(name, choice(*words), words[0], readers, doc)
 
 
+def flag_setting(name: str, readers: str, doc: str) -> Setting[bool]:
+    """True or false; false by default."""
+    return Setting(name, parse_bool, False, readers, doc)
+
+
 def path_setting(name: str, readers: str, doc: str) -> Setting[Path | None]:
     return Setting(name, Path, None, readers, doc)
 
 
 def listen_setting(name: str, readers: str, doc: str, default: str = "") -> Setting[str]:
     return Setting(name, parse_listen, default, readers, doc)
+
+
+def choice_switch(name: str, values: str, readers: str, doc: str) -> Switch[str]:
+    """One of several words; the first is the default."""
+    words = values.split()
+    return Switch(name, choice(*words), words[0], readers, doc)

@@ -101,11 +101,24 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return warnings
 
 
+SECTIONS = {
+    env.REGISTRY_ADDRESS.name: "Addresses and credentials of clients",
+    env.STATE_DIR.name: "Every server",
+    env.AUTH.name: "Who may call",
+    env.REGISTRY_LISTEN.name: "Registry: where adapters are stored",
+    env.GATEWAY_LISTEN.name: "Gateway: which requests are accepted",
+    env.WORKER_LISTEN.name: "Worker: the base and how it is computed",
+    env.KV_MEMORY.name: "Worker: memory",
+    env.MAX_NUM_SEQS.name: "Worker: what a step holds",
+}
+"""Headings of docs/reference/settings.md by their first variables."""
+
+
 def settings_markdown() -> str:
     """The tables of docs/reference/settings.md, which a test compares with these."""
     lines = []
     for setting in env.ALL_SETTINGS:
-        if title := env.SECTIONS.get(setting.name):
+        if title := SECTIONS.get(setting.name):
             lines += ["", f"### {title}", "", *_header("variable")]
         name = f"`{setting.name}`" + (" (or `_FILE`)" if setting.secret else "")
         lines.append(_row(name, setting))

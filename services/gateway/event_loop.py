@@ -1,6 +1,6 @@
 """The gateway's event loop and its clock, which a simulation replaces.
 
-uvloop is used where it is installed: with 200 streams it saves a quarter of a millisecond of a
+uvloop is used if it is installed: with 200 streams it saves a quarter of a millisecond of a
 first token, and a third of the slowest ones.
 """
 

@@ -79,7 +79,7 @@ class RunningAdapter:
     """How its vectors and scores are read; `num_labels` is that of its head."""
     rope_scaling: RopeScaling | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end its output where it is alone; empty = the base's."""
+    """Tokens that end its output if it is alone; empty = the base's."""
 
 
 @dataclass(frozen=True, slots=True)

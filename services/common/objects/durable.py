@@ -16,7 +16,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def into_folder(path: Path, move: Callable[[], None]) -> None:
-    """Run `move`, making the folder of `path` first where it is missing."""
+    """Run `move`, making the folder of `path` first if it is missing."""
     for _ in range(8):
         # A collector may remove the folder again while it is empty.
         with contextlib.suppress(FileNotFoundError):

@@ -246,7 +246,7 @@ class S3Store:
             raise
 
     def _upload(self, key: str, file: IO[bytes]) -> None:
-        """Send a spooled file: at once where it is small, else in parts."""
+        """Send a spooled file: at once if it is small, else in parts."""
         file.seek(0)
         first = file.read(PART_BYTES)
         if len(first) < PART_BYTES:

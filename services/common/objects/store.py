@@ -120,7 +120,7 @@ class ObjectStore(Protocol):
         """Write a small blob, replacing equal bytes and renewing its age."""
 
     async def put_if_absent(self, key: str, data: bytes) -> str:
-        """Create a document and return its etag. Raises PreconditionFailed where one exists, and
+        """Create a document and return its etag. Raises PreconditionFailed if one exists, and
         WriteUncertain."""
 
     async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
@@ -131,7 +131,7 @@ class ObjectStore(Protocol):
         """Begin a blob of any size."""
 
     async def compose(self, key: str, segments: Sequence[Segment]) -> None:
-        """Make a blob of `segments` one after another, renewing its age where it exists."""
+        """Make a blob of `segments` in order, renewing its age if it exists."""
 
     def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         """Objects whose key begins with `prefix` and is greater than `start_after`, by key."""
@@ -175,7 +175,7 @@ async def read_chunks(
 ) -> AsyncGenerator[bytes, None]:
     """Yield `length` bytes of an object from `offset` on, in pieces of at most CHUNK_BYTES.
 
-    Raises ObjectStoreError where the object ends early.
+    Raises ObjectStoreError if the object ends early.
     """
     end = offset + length
     while offset < end:

@@ -65,7 +65,7 @@ class Access:
         self.require("publisher")
 
     def require(self, scope: str, tenant: str | None = None) -> None:
-        """Require `reader`, `publisher` or `admin` rights, over `tenant` where one is given.
+        """Require `reader`, `publisher` or `admin` rights, over `tenant` if one is given.
 
         Raises:
             PermissionDenied: the scope is missing, or another tenant would be administered.

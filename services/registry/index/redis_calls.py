@@ -28,7 +28,7 @@ class NoIndex(CatalogDown):
 
 @asynccontextmanager
 async def translated() -> AsyncIterator[None]:
-    """Raises CatalogDown where Redis, or the connection to it, fails."""
+    """Raises CatalogDown if Redis, or the connection to it, fails."""
     try:
         yield
     except (RedisError, OSError) as error:

@@ -1,7 +1,7 @@
 """Garbage collection: removes bytes that nothing refers to, and nothing else.
 
 Age decides, by the clock of the store and never by a lease: an unreferenced blob is deleted only if
-it was not written for an hour, and publishers write a blob again where it is older than half of
+it was not written for an hour, and publishers write a blob again if it is older than half of
 that.
 Between the look and the removal the age is checked once more.
 """

@@ -3,10 +3,9 @@
     session -> parts -> inspect -> blobs -> intent -> version -> visibility, tags
             -> audit, index and event -> acknowledgement
 
-Nothing is visible before the version record, which is created only where none is. A crash after it
-is rolled forward from the intent, by the next try of the client or of any registry; a crash before
-it leaves only bytes that the collector finds unreferenced. Every step may be repeated.
-"""
+Nothing is visible before the version record, which is created only if there is none. A crash after
+it is rolled forward from the intent, by the next try of the client or of any registry; a crash
+before it leaves only bytes that the collector finds unreferenced. Every step may be repeated."""
 
 from __future__ import annotations
 

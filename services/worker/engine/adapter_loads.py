@@ -98,7 +98,7 @@ class AdapterLoads:
         self._copying.append((load, pending))
 
     def await_copies(self, num_rows: int, num_wanted: int, step_s: float) -> bool:
-        """Wait for the copies under way where that gains more than it costs: all rows of the step
+        """Wait for the copies under way if that gains more than it costs: all rows of the step
         that is about to run wait, and requests that would come a step later do not. False when
         there was nothing to wait for, or it would have taken too long, as measured recently.
 

@@ -312,7 +312,7 @@ class Engine:
             self._fail_waiting(digest, error, now)
 
     def _bring(self, num_rows: int, now: float) -> bool:
-        """Begin the loads of the step that is being planned, and wait for them where that is worth
+        """Begin the loads of the step that is being planned, and wait for them if that is worth
         it. True when an adapter may have arrived."""
         num_changes = self.cache.num_changes
         self._carry_out(now)

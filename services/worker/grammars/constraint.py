@@ -104,7 +104,7 @@ class GrammarConstraint:
         return self.mask_s < QUICK_MASK_S
 
     def bitmask(self) -> bytes:
-        """The tokens that may come next, one bit each; none where the grammar has no way on."""
+        """The tokens that may come next, one bit each; none if the grammar has no continuation."""
         return self.mask.result()
 
     def advance(self, token_ids: Sequence[int]) -> None:

@@ -280,7 +280,7 @@ class Native:
     def norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, in_float32: bool
     ) -> Tensor:
-        """Root-mean-square norm of `[T, H]` rows: fresh; x += update first where one is given."""
+        """Root-mean-square norm of `[T, H]` rows: fresh; x += update first if one is given."""
         assert weight.dtype is torch.float32, weight.dtype
         y = torch.empty(x.shape, dtype=x.dtype)
         self._norm(

@@ -244,7 +244,7 @@ def _gpu_path(
 
 
 def _check_context(config: ModelConfig, max_model_len: int) -> None:
-    """Raises InvalidRequest where `max_model_len` is longer than the context of the base."""
+    """Raises InvalidRequest if `max_model_len` is longer than the context of the base."""
     if max_model_len > (own := config.max_position_embeddings):
         why = f"must be at most the context of the base, which is {own} tokens"
         raise InvalidRequest.field("max_model_len", max_model_len, why)

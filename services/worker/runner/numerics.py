@@ -27,7 +27,7 @@ def require_ieee_float32() -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` = CUDA where it works, else the CPU. On CUDA float32 is IEEE from now on."""
+    """`auto` = CUDA if it works, else the CPU. On CUDA float32 is IEEE from now on."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):

@@ -269,7 +269,7 @@ class ApiServer:
             request.grammar_check = self._spawn(work)
 
     def _pass_on(self, key: str, submit: Submit) -> None:
-        """To the engine, with where its adapters are."""
+        """Pass it to the engine, with the state of its adapters."""
         request = self._live.get(key)
         assert request is not None, "passed on after its end"
         self._guard.admit(key, request.crash_key, lambda: self._client.send(submit))

@@ -35,7 +35,7 @@ class TokenizerBundle:
     files: tuple[tuple[str, bytes], ...]
     digest: str
     generation_config_json: str
-    """"" where the base has none."""
+    """"" if the base has none."""
     bos_token_id: int | None
     pad_token_id: int | None = None
     """Padding id of config.json; heads pool before it."""

@@ -77,9 +77,9 @@ class Request:
     kept: Sequence[KeptPrefix] = ()
     """Tokens from the start whose KV may be what other adapters computed, while it is cached."""
     constraint: Constraint | None = None
-    """Set where the request has a grammar, before it is scheduled."""
+    """Set if the request has a grammar, before it is scheduled."""
     rope: OwnRope | None = None
-    """Set where its adapter brings a rotary embedding; None = the base's."""
+    """Set if its adapter brings a rotary embedding; None = the base's."""
     is_long: bool = False
     """Longer than its rotary embedding switches at: its KV is another from token 0 on."""
     own_eos_ids: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class Request:
     block_tables: list[list[int]] = field(default_factory=list)
     """Blocks per KV group, in position order; RELEASED_BLOCK behind the group's window."""
     state_blocks: list[int] = field(default_factory=list)
-    """Blocks of its recurrent state, where the base has one."""
+    """Blocks of its recurrent state, if the base has one."""
     state_key: bytes = b""
     """Key of the snapshot that holds its state at num_computed; empty = in its own blocks."""
     state_marks: tuple[int, ...] = ()

@@ -102,7 +102,7 @@ class _Rows:
     def __init__(
         self, base: WeightRows, begin: int, num_own: int, changed: ChangedRows | None = None
     ) -> None:
-        """The base's rows from `begin` on, `num_own` of them where the base has as many."""
+        """The base's rows from `begin` on, `num_own` of them if the base has as many."""
         self._base = base
         self.begin = begin
         self.num_own = min(num_own, base.out_features - begin)

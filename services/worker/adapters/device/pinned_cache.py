@@ -143,7 +143,7 @@ class PinnedCache:
             target.copy_(rows[first].as_strided((num_bytes,), (1,)), non_blocking=True)
 
     def _measure(self) -> None:
-        """Take the time of the last copy, where it is over."""
+        """Take the time of the last copy if it is over."""
         if self._last is not None and self._last[1].query():
             begin, end, num_bytes = self._last
             self._forecast.measured(num_bytes, begin.elapsed_time(end) / 1e3)

@@ -126,7 +126,7 @@ class AdapterSource:
         return adapter
 
     async def _on_disk(self, digest: str) -> DiskAdapter | None:
-        """What an earlier run left, verified; set aside where it is damaged."""
+        """What an earlier run left, verified; set aside if it is damaged."""
         adapter = self._disk.get(digest)
         if adapter is None:
             return None

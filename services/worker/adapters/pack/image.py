@@ -149,7 +149,7 @@ class PackedAdapter:
 
 
 class ImageFile:
-    """An image on disk; to be closed. Raises DataLoss where it is none, OSError where none is."""
+    """An image on disk; to be closed. Raises DataLoss if it is not one, OSError if none is."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -93,7 +93,7 @@ class TensorFile:
 
 
 def check_finite(values: Values, name: str) -> None:
-    """Raises InvalidAdapter naming the tensor where a value is NaN or infinite."""
+    """Raises InvalidAdapter naming the tensor if a value is NaN or infinite."""
     if not values.all_finite():
         description = "holds a NaN or an infinity, or a number too large for the type served in"
         raise InvalidAdapter.of([Violation.of(TENSOR_FILE, name, description)])

@@ -44,7 +44,7 @@ class ReadWeight(Protocol):
 
 
 def stored(files: StoredTensors, name: str, *shapes: Sequence[int]) -> Tensor:
-    """A tensor of one of several shapes. Raises InvalidRequest where it has another."""
+    """A tensor of one of several shapes. Raises InvalidRequest if it has another."""
     tensor = files.stored(name)
     if list(tensor.shape) not in [list(shape) for shape in shapes]:
         wanted = " or ".join(str(list(shape)) for shape in shapes)

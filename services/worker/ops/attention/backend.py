@@ -176,7 +176,7 @@ class AttentionBackend(ABC):
         return True
 
     def split(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, as views where they come fused."""
+        """Queries, keys and values, as views if they come fused."""
         if k is not None and v is not None:
             return q, k, v
         width, kv_width = (

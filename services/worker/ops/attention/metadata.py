@@ -131,7 +131,7 @@ class AttentionMetadata:
     """The sequences; `request_ids` and `prompt_lens` are read from them when they are asked for.
     Empty in steps that no request is in."""
     device_inputs: DeviceInputs | None = None
-    """Set where the runner keeps block tables on the device."""
+    """Set if the runner keeps block tables on the device."""
     out: Tensor | None = None
     """`[num_tokens, num_heads * head_dim]`: where results must go; None = to a new tensor. Set only
     for backends with `captures_graphs`."""

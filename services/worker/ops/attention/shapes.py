@@ -72,7 +72,7 @@ class Tiling:
 def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling:
     """128 queries, so that each key that is read serves many products, and three buffers of keys
     and values: with two, the copy of a step begins only when the step before has been computed.
-    Fewer where the accumulator of wide heads or the shared memory of a small GPU is too small,
+    Fewer if the accumulator of wide heads or the shared memory of a small GPU is too small,
     and in float32, which has no tensor cores.
 
     Args:

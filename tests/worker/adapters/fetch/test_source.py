@@ -308,5 +308,5 @@ async def test_the_least_recently_used_adapter_leaves_a_full_cache(tmp_path: Pat
 async def test_an_adapter_larger_than_the_cache_is_refused(tmp_path: Path) -> None:
     stage = Stage(tmp_path, max_bytes=100)
     digest = await stage.publish("one")
-    with pytest.raises(ResourceExhausted, match="the disk cache holds 100"):
+    with pytest.raises(ResourceExhausted, match="the disk cache holds at most 100"):
         await stage.source.ensure(digest)
