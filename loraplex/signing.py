@@ -110,7 +110,7 @@ def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         description = (
-            "is no unencrypted EC private key in PEM; make one with 'openssl ecparam -genkey "
+            "is not an unencrypted EC private key in PEM; make one with 'openssl ecparam -genkey "
             "-name prime256v1 -noout'"
         )
         raise InvalidRequest.field("key file", str(path), description)

@@ -62,7 +62,7 @@ def added_tokens(base_tokenizer: bytes, files: Mapping[str, bytes]) -> tuple[Add
                 name,
                 token.content,
                 f"has id {token.token_id}, where the base has another token or another id; "
-                "keep the base's tokens and add new ones behind them",
+                "keep the base's tokens and add new ones after them",
             )
         found.append(token)
     _check_run(name, base, found)

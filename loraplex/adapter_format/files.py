@@ -35,7 +35,7 @@ IGNORED = frozenset({
     ".DS_Store", ".cache", ".git", ".gitattributes", ".gitignore", ".huggingface",
     ".ipynb_checkpoints", "model.sig",
 })  # fmt: skip
-"""What `folder` leaves out without a word; a signature is no part of what it signs."""
+"""Files that `folder` leaves out silently: a signature is not part of what it signs."""
 
 PICKLE_FILE = "adapter_model.bin"
 """What PEFT wrote before safetensors."""

@@ -166,7 +166,7 @@ def _newest(names: list[str]) -> str:
 
 
 def _reason_to_leave(entry: os.DirEntry[str], *, is_whole: bool) -> str | None:
-    """Why something stays behind; None if it is taken or refused."""
+    """Why an entry is not uploaded; None if it is uploaded or refused."""
     if entry.is_symlink():
         is_other = _is_hub_blob(Path(entry.path)) and name_problem(entry.name) is not None
         return file_left_out(entry.name) if is_other else None

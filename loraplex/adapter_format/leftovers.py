@@ -37,7 +37,7 @@ _FILES: tuple[tuple[re.Pattern[str], str], ...] = (
             r"|(LICENSE|NOTICE|USE_POLICY)(\..*)?",
             _FLAGS,
         ),
-        "is no part of what is decoded",
+        "is not needed for decoding",
     ),
 )
 _FOLDERS: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -51,7 +51,7 @@ _FOLDERS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (
         re.compile(r"images|assets|figures|plots|media|samples|eval", re.ASCII),
-        "is no part of what is decoded",
+        "is not needed for decoding",
     ),
     (
         re.compile(r"\d+_(Pooling|Normalize|Transformer)", re.ASCII),
@@ -66,12 +66,12 @@ HARMLESS = frozenset(f"{reason}{_LEFT_OUT}" for _, reason in (*_FILES, *_FOLDERS
 
 
 def file_left_out(name: str) -> str | None:
-    """Why a file of this name stays behind; None if it does not for its name alone."""
+    """Why a file of this name is not uploaded; None if its name is no reason."""
     return _match(_FILES, name)
 
 
 def folder_left_out(name: str) -> str | None:
-    """Why a folder of this name stays behind; None if it does not for its name alone."""
+    """Why a folder of this name is not uploaded; None if its name is no reason."""
     return _match(_FOLDERS, name)
 
 

@@ -165,7 +165,7 @@ class RegistryClient:
         return answer
 
     async def get(self, ref: str, split_key: str = "") -> Resolved:
-        """The version behind a reference. Raises AdapterNotFound."""
+        """The version that a reference names. Raises AdapterNotFound."""
         request = pb.GetAdapterRequest(ref=ref, split_key=split_key)
         answer = await self._channel.call(self._stub.GetAdapter, request)
         tags = tuple(registry_wire.tag(tag) for tag in answer.tags)
@@ -357,7 +357,8 @@ class RegistryClient:
         return registry_wire.adapter_version(answer.version)
 
     async def signatures(self, ref: str) -> Signed:
-        """The version behind a reference, its signatures, and what its tenant demands."""
+        """The version that a reference names, its signatures, and the keys that its tenant
+        requires."""
         request = pb.ListSignaturesRequest(ref=ref)
         answer = await self._channel.call(self._stub.ListSignatures, request)
         bundles = {signature.key_sha256: signature.bundle for signature in answer.signatures}

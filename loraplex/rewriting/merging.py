@@ -253,7 +253,7 @@ def _targets(adapters: Sequence[Opened], ranks: Mapping[str, int]) -> dict[str, 
 
 
 def check_one_serving(folders: Sequence[tuple[Path, float]], adapters: Sequence[Opened]) -> None:
-    """What is no sum of matrices has to be the same in all."""
+    """Fields that are not sums of matrices must be equal in all adapters."""
     for name in (ROPE_FIELD, EOS_FIELD):
         first = adapters[0].config.get(name)
         for (folder, _), adapter in zip(folders, adapters, strict=True):

@@ -165,7 +165,9 @@ def _fetch_layer(
     digest, size = str(layer.get("digest")), layer.get("size")
     match = re.fullmatch(r"sha256:([0-9a-f]{64})", digest)
     if match is None or type(size) is not int or not 0 <= size <= MAX_TENSOR_FILE_BYTES:
-        description = f"is no layer with a sha256 digest and at most {MAX_TENSOR_FILE_BYTES} bytes"
+        description = (
+            f"is not a layer with a sha256 digest and at most {MAX_TENSOR_FILE_BYTES} bytes"
+        )
         raise InvalidRequest.field("manifest:layers", f"{digest}, {size} bytes", description)
     target = folder / "blobs" / "sha256" / match[1]
     name = f"layer {digest[:19]}"

@@ -56,7 +56,7 @@ def _left_out(names: Iterable[str]) -> tuple[Violation, ...]:
     if not left:
         return ()
     more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
-    description = "are no files of an adapter, and are left out"
+    description = "are not files of an adapter and are left out"
     return (Violation.of("files", ", ".join(left[:_MAX_NAMED]) + more, description),)
 
 

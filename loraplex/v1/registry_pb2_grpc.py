@@ -334,7 +334,7 @@ class RegistryServiceServicer(object):
 
     def CreateFirstKey(self, request, context):
         """CreateFirstKey makes the first admin key. It needs no key, only a call from the registry's own
-        machine, and works once: ALREADY_EXISTS where a first admin key was ever made or given.
+        machine, and works once: ALREADY_EXISTS if there ever was a first admin key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -82,21 +82,21 @@ class WorkerServiceServicer(object):
     """
 
     def Session(self, request_iterator, context):
-        """Session carries every request of one gateway and one StepEvents per engine step back.
+        """Session carries all requests of one gateway, and one StepEvents per engine step in return.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generate runs one request: a thin method for debugging.
+        """Generate runs one request. It is meant for debugging.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """WatchStatus sends a snapshot, then deltas under the same epoch.
+        """WatchStatus sends a snapshot, and then changes under the same epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,7 +110,7 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter fetches and loads an adapter; returns when it could be used in the next step.
+        """LoadAdapter fetches and loads an adapter. It returns when the next step could use it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,7 +131,7 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain refuses new requests and reports readiness off; running ones finish.
+        """Drain refuses new requests and reports the worker as not ready. Running requests finish.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

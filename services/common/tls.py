@@ -102,7 +102,7 @@ def _pair(
 def _file(environ: Mapping[str, str], setting: Setting[Path | None]) -> Path | None:
     path = setting.read(environ)
     if path is not None and not path.is_file():
-        raise InvalidRequest.field(setting.name, str(path), "is no file")
+        raise InvalidRequest.field(setting.name, str(path), "is not a file")
     return path
 
 

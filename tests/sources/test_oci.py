@@ -220,9 +220,9 @@ def test_blobs_that_are_not_what_the_manifest_says_are_refused(
 @pytest.mark.parametrize(
     ("layer", "problem"),
     [
-        ({"digest": "sha256:../../x"}, "is no layer with a sha256 digest"),
-        ({"size": 1 << 50}, "is no layer with a sha256 digest"),
-        ({"size": "9"}, "is no layer with a sha256 digest"),
+        ({"digest": "sha256:../../x"}, "is not a layer with a sha256 digest"),
+        ({"size": 1 << 50}, "is not a layer with a sha256 digest"),
+        ({"size": "9"}, "is not a layer with a sha256 digest"),
         ({"annotations": {}}, "so its file has no name"),
         ({"mediaType": "application/vnd.oci.image.layer.v1.tar+gzip"}, "archived or compressed"),
     ],

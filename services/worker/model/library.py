@@ -124,7 +124,7 @@ def _check_config(config: Any, classes: Any) -> None:
         why = "is multimodal, and such bases do not run through the transformers library"
         raise _refused("config.json:model_type", config.model_type, why)
     if config.is_encoder_decoder or type(config) not in classes:
-        why = "is no causal language model of the transformers library"
+        why = "is not a causal language model of the transformers library"
         raise _refused("config.json:model_type", config.model_type, why)
     for name in getattr(config, "layer_types", None) or ():
         if name not in _LAYER_TYPES:

@@ -67,7 +67,7 @@ class CrashGuard:
             send()
 
     def finished(self, key: CrashKey) -> None:
-        """The request came to its end: it is no suspect any more."""
+        """The request has ended and is no longer a suspect."""
         self._deaths.pop(key, None)
 
     def engine_lost(self) -> None:

@@ -62,7 +62,7 @@ class GatewaySession:
         self._is_closing = False
 
     def push(self, news: StepNews) -> None:
-        """Queue news; a reader too far behind ends the session."""
+        """Queue events; a reader that lags too far behind ends the session."""
         if self._news.qsize() >= MAX_UNREAD:
             self.end(ResourceExhausted("too many unread messages", reason="SLOW_READER"))
         elif not self._is_ended:
