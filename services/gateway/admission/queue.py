@@ -26,7 +26,7 @@ from loraplex_services.common.virtual_counters import VirtualCounters, service
 from loraplex_services.gateway.admission.dispatch_window import InFlightTokens, Window
 
 MIN_IN_FLIGHT_TOKENS = 128
-"""A shorter prompt counts as this many tokens, because it takes a slot of the batch too."""
+"""A shorter prompt counts as this many tokens, because it also takes a slot of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class AdmissionRequest:
     tenant: str
     cost: int = 1
     priority: int = 0
-    """Among the requests of its tenant; lower runs first."""
+    """Order among the requests of its tenant; lower numbers run first."""
     deadline_s: float = float("inf")
     """Seconds on the caller's clock."""
     num_prompt_tokens: int = 1
     run_s: float = 0.0
-    """Estimated seconds that it runs once started; 0 = unknown."""
+    """Estimated duration once started, in seconds; 0 = unknown."""
     weight: float = 1.0
     """A tenant with weight 2 gets twice the service of one with weight 1."""
     first_token_due_s: float | None = None
@@ -168,7 +168,7 @@ class AdmissionQueue:
             self._service_s += (held_s - self._service_s) * (0.1 if self._service_s else 1.0)
 
     def withdraw(self, request: AdmissionRequest) -> None:
-        """The client of a waiting request went away."""
+        """The client of a waiting request has disconnected."""
         self._unqueue(request)
         self._served.leave(request.tenant)
 
@@ -299,7 +299,7 @@ class AdmissionQueue:
 
 
 def queue_full(wait_s: float) -> LoraplexError:
-    """The error of a request for which the queue has no space, or no longer has."""
+    """The error of a request that does not fit the queue, or was dropped from it."""
     return ResourceExhausted(
         "the queue is full; retry later",
         reason="QUEUE_FULL",

@@ -64,7 +64,7 @@ def _first_token_due_s(call: GenerateCall, arrival_s: float) -> float | None:
 
 
 class Generation:
-    """Prepares and runs requests; knows neither gRPC nor HTTP."""
+    """Prepares and runs requests, independently of gRPC and HTTP."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Generation:
         self.usage = UsageCounter()
 
     def refuse_new(self) -> None:
-        """Refuse new requests; those already prepared still run."""
+        """Refuse new requests. Requests that are already prepared still run."""
         self._is_draining = True
 
     async def prepare(self, call: GenerateCall) -> PreparedRequest:
@@ -188,7 +188,7 @@ class Generation:
         return prepared
 
     async def run(self, prepared: PreparedRequest) -> TextDeltas:
-        """Yield the text of all choices as it comes; each choice ends with a finish reason.
+        """Yield the text of all choices as it arrives; each choice ends with a finish reason.
 
         Closing the iterator cancels the request. Raises: ResourceExhausted, Unavailable,
         DeadlineExceeded, or a worker's error.
@@ -327,7 +327,7 @@ async def interleaved(sources: list[TextDeltas]) -> TextDeltas:
 
 
 def _prompt_only(text_delta: TextDelta) -> TextDelta:
-    """The answer to `max_tokens` 0: only what concerns the prompt."""
+    """The answer to `max_tokens` 0, which concerns only the prompt."""
     return TextDelta(
         text_delta.index,
         finish_reason=FinishReason.LENGTH,

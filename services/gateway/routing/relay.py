@@ -29,7 +29,8 @@ _MAX_KEPT = 256
 """Switches after which a prefix is computed again."""
 _NO_WORKER = "NO_READY_WORKER"
 _BACK_OFF_S, _MOST_BACK_OFF_S = 0.05, 1.0
-"""Doubled at each failure in a row; used only if every worker has been tried."""
+"""The pause doubles with each consecutive failure; it is used only if every worker has been
+tried."""
 
 
 class WorkerPool(Protocol):
@@ -47,7 +48,7 @@ class RelayLimits:
     """How long the relay retries."""
 
     max_failures: int = 5
-    """Attempts that may fail in a row without a new token."""
+    """Most consecutive failures without a new token."""
     wait_for_worker_s: float = 30.0
     """How long an accepted request waits for a worker to return, and how long a stream that has
     begun is retried, in seconds."""
@@ -212,7 +213,7 @@ class RelayedJob:
         return view
 
     def _choose(self) -> WorkerView | None:
-        """A worker not tried since the last new token, or else any."""
+        """A worker that was not tried since the last new token, or else any."""
         views = self._workers.views(self._job.base_id)
         if self._stays:
             self._stays = False
@@ -251,7 +252,7 @@ class Relay:
 
     @property
     def num_running(self) -> int:
-        """Jobs on adapters that have not ended."""
+        """Running jobs on adapters."""
         return self._replica_counts.total
 
     async def stream(

@@ -54,7 +54,7 @@ class AdapterCache:
         self._changed: dict[str, None] = {}
         self._moved: set[str] = set()
         self.num_changes = 0
-        """Rises with everything that may let a waiting request start."""
+        """Rises with every change that may let a waiting request start."""
         self.failures = Backoff()
 
     @property
@@ -73,11 +73,11 @@ class AdapterCache:
         return self._in_use
 
     def get(self, digest: str) -> CachedAdapter | None:
-        """What is known of one adapter."""
+        """The record of one adapter."""
         return self._adapters.get(digest)
 
     def tier(self, digest: str) -> Tier:
-        """How far an adapter has come; GONE = not even on disk."""
+        """The tier of an adapter; GONE = not on disk either."""
         adapter = self._adapters.get(digest)
         return Tier.NONE if adapter is None else adapter.tier
 
@@ -86,7 +86,7 @@ class AdapterCache:
         return self.tier(digest), digest in self._in_use
 
     def adapters(self) -> Collection[CachedAdapter]:
-        """Everything known, for snapshots."""
+        """All known adapters, for snapshots."""
         return self._adapters.values()
 
     def fetched(self, digest: str, path: Path, num_blocks: int, max_rank: int) -> None:
@@ -126,12 +126,12 @@ class AdapterCache:
         return all(digest in self._adapters for digest in digests)
 
     def new_blocks(self, digests: Iterable[str]) -> int:
-        """Blocks that holding all of `digests` would add to `held_blocks`."""
+        """Blocks that would be added to `held_blocks` if all of `digests` were held."""
         adapters = (self._adapters[digest] for digest in digests)
         return sum(a.num_blocks for a in adapters if a.is_idle or a.tier == Tier.DISK)
 
     def unpinned_blocks(self, digests: Iterable[str]) -> int:
-        """Blocks of those of `digests` that no pin accounts for."""
+        """Blocks of those of `digests` that are not pinned."""
         adapters = (self._adapters[digest] for digest in digests)
         return sum(a.num_blocks for a in adapters if not a.pinned)
 
@@ -207,7 +207,7 @@ class AdapterCache:
         self._prefetches.pop(digest, None)
 
     def facts(self, digests: Iterable[str]) -> list[AdapterFacts]:
-        """What requests must know of adapters that are ready."""
+        """Facts about ready adapters that requests need."""
         return [self._adapters[digest].facts for digest in digests]
 
     def loaded(
@@ -233,7 +233,8 @@ class AdapterCache:
         self._vacate(adapter)
 
     def pin(self, digest: str, now: float) -> None:
-        """Keep a known adapter resident. Raises ResourceExhausted over the share for pins."""
+        """Keep a known adapter resident. Raises ResourceExhausted if pins would exceed their
+        share."""
         adapter = self._adapters[digest]
         if adapter.pinned:
             return
@@ -254,7 +255,7 @@ class AdapterCache:
         self.prefetch(digest)
 
     def unpin(self, digest: str) -> None:
-        """Let a pinned adapter go when room is needed."""
+        """Unpin an adapter, so that it may be evicted."""
         adapter = self._adapters.get(digest)
         if adapter is None or not adapter.pinned:
             return
@@ -265,7 +266,7 @@ class AdapterCache:
         self._note(digest)
 
     def unload(self, digest: str) -> None:
-        """Free an adapter now if it is idle, else when its last request ends."""
+        """Free an adapter now if it is idle, or else when its last request ends."""
         self.unpin(digest)
         self.cancel_prefetch(digest)
         adapter = self._adapters.get(digest)
@@ -281,7 +282,7 @@ class AdapterCache:
         return self._idle_blocks - sum(spared)
 
     def offer(self, protected: Collection[str], now: float) -> Offer | None:
-        """The idle adapter that would go next."""
+        """The idle adapter that would be evicted next."""
         victim = self._order.next_victim(protected)
         if victim is None:
             return None
@@ -348,7 +349,7 @@ class AdapterCache:
         self._vacate(adapter)
 
     def _vacate(self, adapter: CachedAdapter) -> None:
-        """Give back slot and blocks; the adapter is on disk only, or gone."""
+        """Free its slot and blocks; afterwards the adapter is only on disk, or gone."""
         self._arena.free(adapter_owner(adapter.digest), adapter.blocks, adapter.last_step)
         self._free_slots.append(adapter.slot)
         self._resident_blocks -= adapter.num_blocks

@@ -52,14 +52,14 @@ class CachedBlock:
     key: Key
     block: int
     num_users: int
-    """Requests that have it in their tables."""
+    """Number of requests that have it in their tables."""
     idle_since_s: float = 0.0
     last_used: int = -1
     """The last step planned when it became idle."""
 
 
 class PrefixCache:
-    """Decides which computed blocks are kept, shared and given up."""
+    """Decides which computed blocks are kept, shared and evicted."""
 
     def __init__(
         self, arena: Arena, layout: KvLayout, base_key: str = "", *, enabled: bool = True
@@ -204,11 +204,11 @@ class PrefixCache:
         self._arena.free(kv_owner(request), own)
 
     def idle_blocks(self, protected: Collection[str]) -> int:
-        """Blocks that could go; adapters' names protect none of them."""
+        """Number of blocks that could be evicted; adapters' names protect none of them."""
         return self.num_idle
 
     def offer(self, protected: Collection[str], now: float) -> Offer | None:
-        """The next idle block: those behind windows cost nothing."""
+        """The idle block to evict next; those behind windows cost nothing."""
         if self._passed:
             return Offer(1, 0.0, 0.0)
         if not self._idle:
@@ -279,7 +279,7 @@ class PrefixCache:
         del request.prefix_hashes[end // self._layout.tokens_per_block :]
 
     def _joining(self, request: Request, start: int) -> bytes:
-        """What a block from `start` on differs by from the one before it, besides its tokens."""
+        """What, besides its tokens, distinguishes the block at `start` from the one before it."""
         size = self._layout.tokens_per_block
         if 0 < request.adapters_from and start <= request.adapters_from < start + size:
             return repr((request.adapters.key(), request.adapters_from)).encode()

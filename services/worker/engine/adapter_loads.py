@@ -1,6 +1,6 @@
 """Adapters on their way into the arena: fetched, then packed and copied while steps run.
 
-The cache decides what is loaded. This module has it done and reports the results.
+The cache decides what is loaded. This module carries it out and reports the results.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class AdapterLoads:
         self._pins: dict[str, bool] = {}
         """Whether to pin adapters that are wanted as soon as they are packed."""
         self._awaited_since_s: dict[str, float] = {}
-        """Adapters that requests came for while they were not on disk."""
+        """Adapters that requests asked for before they were on disk."""
         self._copies_s: list[float] = []
         self._loaded: list[str] = []
         self.refused: dict[str, LoraplexError] = {}
         """Why adapters that were wanted ahead of requests are not loaded."""
         self.wake: Callable[[], None] = lambda: None
-        """Called from any thread when something has come."""
+        """Called from any thread when a pack or a copy has ended."""
 
     def awaited(self, digest: str, now: float) -> None:
-        """A request has come for an adapter that may not be here yet."""
+        """A request has arrived for an adapter that may not be on disk yet."""
         if not self._cache.known([digest]):
             self._awaited_since_s.setdefault(digest, now)
 
     def fetched(self, command: AdapterFetched, now: float) -> Failures:
-        """An adapter lies on disk; it is packed first if the API server process could not do it."""
+        """An adapter is on disk. It is packed here if the API server process could not do it."""
         if (since_s := self._awaited_since_s.pop(command.digest, None)) is not None:
             self._times.fetches.add(now - since_s)
         adapter = self._cache.get(command.digest)
@@ -120,11 +120,12 @@ class AdapterLoads:
         return True
 
     def collect(self, now: float) -> Failures:
-        """Take in what has come since the last call: packed ones may load, copied ones serve."""
+        """Process what has ended since the last call: packed adapters may load, copied ones may
+        serve."""
         return self._packed(now) + self._copied(now)
 
     def take_loaded(self) -> list[str]:
-        """Digests that have come to the device since the last call."""
+        """Digests that have reached the device since the last call."""
         loaded, self._loaded = self._loaded, []
         return loaded
 

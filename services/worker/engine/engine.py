@@ -75,7 +75,7 @@ COUNTING_POLICIES = ("fair",)
 
 
 class InFlight(NamedTuple):
-    """A step on its way."""
+    """A step in flight."""
 
     plan: StepPlan
     launched: LaunchedStep
@@ -177,7 +177,7 @@ class Engine:
 
     @property
     def may_advance(self) -> bool:
-        """True when another step could do something without a new command."""
+        """True if another step could make progress without a new command."""
         return self._may_advance
 
     @property
@@ -234,7 +234,7 @@ class Engine:
         self.scheduler.on_step_launched(plan)
 
     def _collect_oldest(self) -> list[TokenOutput]:
-        """Wait for the step launched first, and take in what it chose."""
+        """Wait for the oldest step in flight, and process its tokens."""
         plan, launched, begin_s = self._in_flight.popleft()
         rows = launched.result()
         now = self._clock()
@@ -292,7 +292,7 @@ class Engine:
         self._check([request], now)
 
     def _check(self, requests: Sequence[Request], now: float) -> None:
-        """Fail those that may not run with their adapters, once all of these are known."""
+        """Fail requests that may not run with their adapters, once all adapters are known."""
         for request, error in self._loads.refusals(requests, self._base):
             self._outputs.fail(request, error, now)
 
@@ -305,7 +305,7 @@ class Engine:
                 self._outputs.fail(request, error, now)
 
     def _fetch_failed(self, digest: str, error: LoraplexError, now: float) -> None:
-        """A copy on the device keeps serving, whatever became of the files."""
+        """A copy on the device keeps serving without its files."""
         self._loads.fetch_failed(digest)
         if not self.cache.ready([digest]):
             self.cache.cancel_prefetch(digest)
@@ -322,7 +322,7 @@ class Engine:
         return self.cache.num_changes > num_changes
 
     def _carry_out(self, now: float) -> None:
-        """Begin loads, carry out evictions."""
+        """Begin loads and carry out evictions."""
         actions = self.cache.take_actions()
         for action in actions:
             if isinstance(action, Load):
@@ -333,7 +333,7 @@ class Engine:
         self._collect(now)
 
     def _collect(self, now: float) -> None:
-        """Take in adapters that have arrived."""
+        """Enter adapters that have been copied."""
         self._fail_all(self._loads.collect(now), now)
         for digest in self._loads.take_loaded():
             self._check(self.scheduler.waiting_for(digest), now)

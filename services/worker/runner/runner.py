@@ -84,7 +84,7 @@ class TorchRunner:
         self._followers: Followers | None = None
 
     def lead(self, followers: Followers) -> None:
-        """Have other ranks, which are ready, do what this one does from now on."""
+        """From now on, let the other ranks, which are ready, follow this one."""
         self._followers = followers
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class TorchRunner:
         return self._followers.copy(path, blocks, step_s, copied)
 
     def await_copies(self, timeout_s: float) -> None:
-        """Return when no copy is under way, or after `timeout_s`."""
+        """Wait until no copy is under way, for at most `timeout_s`."""
         (self._followers or self._adapters).await_copies(timeout_s)
 
     def enter_adapter(self, slot: int, copied: Copied) -> None:
@@ -159,7 +159,7 @@ class TorchRunner:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which steps have waited for adapters that were being copied."""
+        """Time in seconds that steps have waited for adapters that were being copied."""
         return self._adapters.weights.stall_s
 
     @property

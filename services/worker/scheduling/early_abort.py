@@ -21,7 +21,7 @@ NUM_SAMPLES = 256
 MIN_SWEPT = 256
 """Alarms of ended requests are swept out when there are more than this and than twice the rest."""
 CONTENDED_QUANTILE = 0.99
-"""Among others a request must be nearly sure to make it; alone, it may try its luck."""
+"""With other requests around, a request must be nearly sure to be in time; alone, it may try."""
 
 
 class Samples:
@@ -33,7 +33,7 @@ class Samples:
         self._sorted: list[float] = []
 
     def add(self, seconds: float) -> None:
-        """One measurement more; the oldest goes."""
+        """Add a measurement and drop the oldest."""
         self._in_order.append(seconds)
         insort(self._sorted, seconds)
         if len(self._in_order) > self._num_samples:
@@ -49,7 +49,7 @@ class Samples:
 
 @dataclass(slots=True)
 class ServiceTimes:
-    """How long the ways to a first token took recently."""
+    """Recent durations of the phases before a first token."""
 
     prefills: dict[int, Samples] = field(default_factory=dict)
     """Times from first step to first token, by bit length of the number of tokens."""
@@ -70,10 +70,10 @@ class ServiceTimes:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What stands between a waiting request and its first token."""
+    """The work between a waiting request and its first token."""
 
     num_tokens: int
-    """To compute."""
+    """Prompt tokens to compute."""
     num_copies: int = 0
     """Adapters to copy to the device."""
     fetched_for_s: float | None = None
@@ -92,7 +92,7 @@ def needed_s(outlook: Outlook, times: ServiceTimes, share: float) -> float:
 def latest_start_s(
     deadline_s: float, outlook: Outlook, times: ServiceTimes, is_contended: bool
 ) -> float:
-    """When a request that has not started can no longer make its deadline."""
+    """The time from which a request that has not started will miss its deadline."""
     share = CONTENDED_QUANTILE if is_contended else 0.0
     return deadline_s - needed_s(outlook, times, share)
 
@@ -109,7 +109,7 @@ class Alarms:
         return len(self._heap)
 
     def set(self, when_s: float, request: Request) -> None:
-        """Look at `request` at `when_s`."""
+        """Check `request` again at `when_s`."""
         self._count += 1
         heapq.heappush(self._heap, (when_s, self._count, request))
 

@@ -1,4 +1,4 @@
-"""The waiting requests, so kept that a step costs what changed and not what waits.
+"""The waiting requests. The cost of a step depends on what has changed, not on how many wait.
 
 Requests of one tenant and priority for one adapter set form a flow: whatever makes the first of
 them wait, an adapter that is not here above all, makes all of them wait. So a step looks at the
@@ -42,7 +42,7 @@ class Flow:
     priority: int
     adapters: AdapterSet
     group: GroupName | None = None
-    """Its group's name; None = it stands nowhere."""
+    """Name of its group; None = it is in no group."""
     entries: list[Entry] = field(default_factory=list)
     num_passed: int = 0
     """The part of these that the latest walk passed."""
@@ -50,7 +50,7 @@ class Flow:
 
 @dataclass(slots=True, eq=False)
 class Awaited:
-    """An adapter of requests that wait."""
+    """An adapter that waiting requests use."""
 
     where: AdapterState
     """State of the adapter by which its flows are grouped."""
@@ -89,7 +89,7 @@ class WaitingQueue:
         return (entry[-1] for entry in self._entries.values())
 
     def get(self, request_id: str) -> Request | None:
-        """The request of this id, if it waits."""
+        """The request with this id, if it waits."""
         entry = self._entries.get(request_id)
         return entry and entry[-1]
 
@@ -118,7 +118,7 @@ class WaitingQueue:
             self._enter(flow)
 
     def pop(self, request_id: str) -> Request | None:
-        """Take a request out; None when it does not wait."""
+        """Remove a request; None if it does not wait."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
@@ -183,7 +183,7 @@ class WaitingQueue:
             self._enter(flow)
 
     def _enter(self, flow: Flow) -> None:
-        """Stand in the heaps, by a key that may have fallen."""
+        """Enter a flow into the heaps again, with a key that may have fallen."""
         adapters = [self._awaited[digest].where for digest in flow.adapters.digests]
         tier = min((tier for tier, _ in adapters), default=Tier.DEVICE)
         if tier == Tier.NONE:
@@ -223,9 +223,9 @@ class Walk:
         self._passed = passed
         self._last: tuple[Flow, Entry] | None = None
         self.takes_absent = True
-        """Whether requests still come whose adapters are not on the device."""
+        """Whether the walk still visits requests whose adapters are not on the device."""
         self.takes_ready = True
-        """Whether the others still come."""
+        """Whether the walk still visits requests whose adapters are on the device."""
 
     def skip_flow(self) -> None:
         """Whatever holds up the current request holds up its whole flow."""

@@ -1,6 +1,6 @@
-"""The API server: sessions with gateways on one side, the engine and the adapters on the other.
+"""The API server: connects sessions with gateways to the engine and the adapters.
 
-It knows neither gRPC nor torch. It lives on the event loop, so nothing here blocks.
+It uses neither gRPC nor torch. It runs on the event loop, so nothing here blocks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class ApiServer:
         on_ready: Callable[[bool], None],
         tracer: Tracer,
     ) -> None:
-        """`max_adapters` bounds one request; `on_ready` hears when readiness may have changed."""
+        """`max_adapters` bounds one request; `on_ready` is called when readiness may have
+        changed."""
         self.status = status
         self._max_adapters = max_adapters
         self._on_ready = on_ready
@@ -111,13 +112,13 @@ class ApiServer:
         return session
 
     def close_session(self, session: GatewaySession) -> None:
-        """The stream is over: cancel what it had running."""
+        """A stream has ended: cancel its running requests."""
         self._sessions.discard(session)
         for request_id in list(session.live):
             self.cancel(session, request_id)
 
     def submit(self, session: GatewaySession, asked: WorkerRequest) -> None:
-        """Start a request; a refusal comes as a failure in the session's news."""
+        """Start a request. A refusal is a failure among the session's events."""
         try:
             self._submit(session, asked)
         except LoraplexError as error:
@@ -174,7 +175,7 @@ class ApiServer:
         self._tell_ready()
 
     def engine_output(self, output: StepOutput) -> None:
-        """Hand one step's news to sessions and watchers."""
+        """Pass the results of one step to sessions and watchers."""
         metrics.observe_preemptions(self._num_preemptions, output.preemptions)
         self._num_preemptions = output.preemptions
         self.status.update(output.residency, output.load)
@@ -197,7 +198,7 @@ class ApiServer:
         self._fetcher.residency_changed(output.residency)
 
     def engine_down(self, error: LoraplexError) -> None:
-        """The engine is lost, with all that ran there."""
+        """The engine is lost, with all its requests."""
         self._engine = None
         self._tell_ready()
         self.status.fail_waiters(error)
@@ -220,7 +221,7 @@ class ApiServer:
                 request.has_entered = True
 
     def engine_crashed(self) -> None:
-        """What it was computing comes under suspicion."""
+        """The requests that it was computing become suspects."""
         logger.error("engine crashed", extra={"num_suspects": len(self._suspects)})
         self._guard.crashed(self._suspects)
 
