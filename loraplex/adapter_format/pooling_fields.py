@@ -28,7 +28,7 @@ _MAX_TOKEN_ID = 2**31
 
 @dataclass(frozen=True, slots=True)
 class PoolingFields:
-    """What a config says of vectors and scores; the defaults are those of transformers."""
+    """Fields of a config about vectors and scores; the defaults are those of transformers."""
 
     labels: tuple[str, ...] = ()
     """Names of the head's outputs; empty means LABEL_0, LABEL_1..."""

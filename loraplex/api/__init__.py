@@ -1,7 +1,7 @@
 """The plain types that the SDK, the gateway, the worker and the registry share.
 
-    request     prompts, and what is asked of a gateway and of a worker
-    sampling    what is asked of the sampler, before and after the gateway resolves the defaults
+    request     prompts, and the requests to a gateway and to a worker
+    sampling    sampling parameters, before and after the gateway resolves the defaults
     pooling     which vector of a prompt is computed
     output      finish reasons, logprobs, token counts and times
     residency   where the adapters of a worker are, and how busy it is

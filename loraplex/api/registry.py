@@ -84,7 +84,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """What is said of an adapter, whatever its versions."""
+    """The description and the labels of an adapter, which its versions share."""
 
     name: str
     description: str
@@ -99,7 +99,8 @@ class Signed:
     bundles: Mapping[str, bytes]
     """Sigstore bundles by the sha256 of the signer's key."""
     policy_keys: tuple[str, ...]
-    """Public keys in PEM of which the version's tenant demands one; empty = no demand."""
+    """Public keys in PEM, by one of which the version must be signed; empty = no signature
+    needed."""
 
 
 @dataclass(frozen=True, slots=True)

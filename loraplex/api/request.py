@@ -1,4 +1,4 @@
-"""What a client asks of a gateway, and what a gateway asks of a worker."""
+"""The request of a client to a gateway, and that of a gateway to a worker."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ async def _verify(args: argparse.Namespace) -> None:
     else:
         keys = [parse_public_key(pem.encode(), "policy", pem) for pem in signed.policy_keys]
     if not keys:
-        description = f"tenant {version.tenant!r} demands no signature, so name the key to check by"
+        description = f"tenant {version.tenant!r} requires no signature; pass --public-key"
         raise InvalidRequest.field("--public-key", "", description)
     signer = next((sha256 for key in keys if (sha256 := key_sha256(key)) in signed.bundles), None)
     if signer is None:

@@ -135,7 +135,7 @@ class InferenceClient:
         return vectors.embeddings(await self._channel.call(stub.Embed, request))
 
     async def score(self, model: str, inputs: str | Sequence[Prompt]) -> Scores:
-        """What the classification head of an adapter says of each input: one text, or prompts."""
+        """The scores of an adapter's classification head for each input: one text, or prompts."""
         request = vectors.score_request(model, inputs)
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         return vectors.scores(await self._channel.call(stub.Score, request))

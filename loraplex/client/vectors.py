@@ -28,7 +28,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a classification head says of one input."""
+    """The scores of a classification head for one input."""
 
     logits: tuple[float, ...]
     probabilities: tuple[float, ...]

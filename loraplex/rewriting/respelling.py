@@ -179,7 +179,7 @@ def _pairs(folder: Path) -> dict[str, tuple[Array, Array]]:
         module = _module(name)
         a, b = (by_name.get(f"{PREFIX}{module}{part}") for part in _PARTS)
         if a is None or b is None or not name.startswith(PREFIX):
-            why = "is not a pair of lora_A and lora_B; export the adapter again"
+            why = "is not a lora_A or lora_B with its counterpart; export the adapter again"
             raise InvalidAdapter.of([Violation.of(f"{TENSOR_FILE}:{name}", name, why)])
         wanted = 3 if _STACKED.fullmatch(module) else 2
         rank = a.shape[-2] if len(a.shape) == wanted else -1

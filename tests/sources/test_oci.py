@@ -266,5 +266,5 @@ def test_an_answer_without_a_token_is_a_registry_that_does_not_answer_as_it_shou
 @pytest.mark.hostile
 def test_a_login_of_a_remote_registry_is_never_sent_over_plain_http() -> None:
     challenge = 'Bearer realm="http://127.0.0.1:1/token",service="s"'
-    with pytest.raises(PermissionDenied, match="wants a login"):
+    with pytest.raises(PermissionDenied, match="requires a login"):
         oci._answer_to(challenge, "registry.example")

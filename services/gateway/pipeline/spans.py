@@ -1,4 +1,4 @@
-"""What the span of a request says of it: models, digests, counts and outcome, never its text.
+"""The attributes of a request's span: models, digests, counts and outcome, never its text.
 
 Names that begin with `gen_ai` are those of OpenTelemetry's conventions.
 """

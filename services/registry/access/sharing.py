@@ -31,7 +31,7 @@ class SharingChange:
 
 
 class AdapterSharing:
-    """Changes who may use adapters, and what is said of them."""
+    """Changes who may use adapters, and their descriptions and labels."""
 
     def __init__(
         self, store: ObjectStore, catalog: Catalog, versions: Versions, audit: Audit

@@ -3,9 +3,9 @@
 A signature is of the right form and over exactly the version's files, or it is not kept. Where its
 public key is at hand, sent along or named by the tenant's policy, the registry verifies it too.
 
-A tenant with signature keys demands one of them (as sigstore's policies do, any one is enough) of
-what is published from then on, and of what its tags are pointed at. Tags stay where they are.
-"""
+A tenant with signature keys requires a signature by one of them (as sigstore's policies do, any one
+is enough) of what is published from then on, and of what its tags are pointed at. Tags stay where
+they are."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Signatures:
 
         Raises:
             InvalidRequest: a signature is malformed, or over other files.
-            PermissionDenied: one is wrong, or none is by a key that the tenant demands.
+            PermissionDenied: one is wrong, or none is by a key that the tenant requires.
         """
         if len(offered) > MAX_SIGNATURES:
             description = f"a version has at most {MAX_SIGNATURES} signatures"

@@ -113,7 +113,7 @@ class Tags:
         """Move a tag back to its previous targets, or to `version` if that is not 0.
 
         A rollback undoes a move, so that the next one goes further back. Skips targets with a
-        version that was deleted since, or that lacks a signature which its tenant demands by now.
+        version that was deleted since, or that lacks a signature which its tenant now requires.
         """
         target = await self._resolved(address, TagTarget(version, "")) if version else None
         versions = await self._versions.of(address.tenant, address.name)
@@ -183,7 +183,8 @@ class Tags:
         return tuple([await self._resolved(address, target) for target in targets])
 
     async def _resolved(self, address: TagAddress, target: TagTarget) -> TagTarget:
-        """A target with version and digest, checked to be live and signed as its tenant demands."""
+        """A target with version and digest, checked to be live and signed as its tenant
+        requires."""
         if target.weight < 1:
             raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
         record = await self._versions.read(address.tenant, address.name, target.version)

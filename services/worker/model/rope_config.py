@@ -56,7 +56,7 @@ def read_rope(
 
 
 def rope_parameters(reader: ModelConfigReader, default: Any = None) -> Any:
-    """What the config says of its rotary embedding.
+    """The rotary embedding that a config describes.
 
     New files hold `rope_parameters`, older ones `rope_theta` and `rope_scaling`. People add the
     latter to new files as well, and it goes first, as in transformers.
