@@ -32,8 +32,8 @@ class ChildFailed(LoraplexError):
         """`why` is what the child said; "" = nothing but what it printed."""
         super().__init__(
             why
-            or f"{name} ended with exit code {exit_code} before it was ready: its last lines above "
-            "say why"
+            or f"{name} ended with exit code {exit_code} before it was ready; see its last lines "
+            "above"
         )
         self.exit_code = exit_code if exit_code in _KNOWN_EXITS else 1
         """What `up` ends with."""

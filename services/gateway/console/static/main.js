@@ -69,7 +69,7 @@ function showState(state) {
   showRecent(state.recent);
   byId("charts").hidden = byId("figures").hidden = !state.totals;
   byId("overview-note").hidden = Boolean(state.totals);
-  byId("overview-note").textContent = "Load is shown to keys with the scope admin.";
+  byId("overview-note").textContent = "Use a key with the scope admin to see the load.";
   if (state.totals) showLoad(state, rates.add(state.time_s, state.totals));
 }
 

@@ -18,7 +18,7 @@ function isNew(place, value) {
 export function showWorkers(workers) {
   const list = byId("worker-list");
   if (!isNew("workers", workers)) return;
-  if (!workers) return list.replaceChildren(h("p", { className: "note" }, "Workers are shown to keys with the scope admin."));
+  if (!workers) return list.replaceChildren(h("p", { className: "note" }, "Use a key with the scope admin to see the workers."));
   if (!workers.length) return list.replaceChildren(h("p", { className: "note" }, "No worker is known yet."));
   list.replaceChildren(...workers.map(worker));
 }
