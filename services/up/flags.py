@@ -190,6 +190,51 @@ def _check_bind(config: UpConfig) -> None:
             )
 
 
+_FLAGS = {
+    "base and arithmetic": (
+        ("--model", "DIR|HUB_ID|s3://...", "base model (required)"),
+        ("--served-model-name", "ID", "id that clients use for the base"),
+        ("--device", "NAME", "auto, cpu or cuda (default: auto)"),
+        ("--dtype", "NAME", "arithmetic: auto, float32, bfloat16 or float16 (default: auto)"),
+        ("--lora-dtype", "NAME", "storage of adapters: as --dtype, or int8 (default: auto)"),
+        ("--quantization", "NAME", "quantise on load: none, int8 or int4 (default: none)"),
+        ("--kv-cache-dtype", "NAME", "storage of the KV cache: auto or int8 (default: auto)"),
+        (
+            "--attention-backend",
+            "NAME",
+            "auto, vanilla, cpu, triton or a package's (default: auto)",
+        ),
+        ("--model-impl", "NAME", "model code: auto, native or transformers (default: auto)"),
+        ("--tensor-parallel", "N", "number of processes that divide a base (default: 1)"),
+        ("--fully-sharded-loras", None, "divide both matrices of each adapter among them"),
+    ),
+    "memory and limits": (
+        (
+            "--kv-memory",
+            "BYTES|PERCENT",
+            "KV cache and adapters: 24MiB, or 85%% of the free memory",
+        ),
+        ("--gpu-memory-utilization", "SHARE", "share of a GPU's memory to use (default: 0.9)"),
+        ("--max-model-len", "N", "longest context in tokens (default: that of the base)"),
+        ("--max-num-seqs", "N", "requests in one step (default: 256)"),
+        ("--max-num-batched-tokens", "N", "tokens in one step (default: 2048)"),
+        ("--max-loras", "N", "distinct adapters in one step (default: no limit)"),
+        ("--max-lora-rank", "N", "largest rank that is accepted (default: 256)"),
+    ),
+    "processes and addresses": (
+        ("--host", "HOST", "where gateway and registry listen (default: 127.0.0.1)"),
+        ("--http-port", "PORT", "port of the HTTP API; 0 = any free port (default: 8080)"),
+        ("--grpc-port", "PORT", "gRPC port of the gateway (default: 50051)"),
+        ("--registry-port", "PORT", "gRPC port of the registry (default: 50052)"),
+        ("--workers", "N", "number of worker processes (default: 1)"),
+        ("--state-dir", "DIR", "adapters and caches (default: ~/.local/state/loraplex)"),
+        ("--drain-s", "SECONDS", "longest time for running requests after SIGTERM (default: 20)"),
+        ("--insecure", None, "allow --host beyond loopback without API keys"),
+    ),
+}
+"""Flags by the heading of the help: name, placeholder (None = without a value), help."""
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="loraplex up",
@@ -198,118 +243,11 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_base(parser)
-    _add_addresses(parser)
-    _add_memory(parser)
+    for heading, flags in _FLAGS.items():
+        group = parser.add_argument_group(heading)
+        for name, metavar, text in flags:
+            if metavar is None:
+                group.add_argument(name, action="store_true", help=text)
+            else:
+                group.add_argument(name, metavar=metavar, help=text)
     return parser
-
-
-def _add_addresses(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("processes and addresses")
-    group.add_argument(
-        "--host", help="address on which gateway and registry listen (default: 127.0.0.1)"
-    )
-    group.add_argument(
-        "--http-port",
-        metavar="PORT",
-        help="port of the HTTP API; 0 = any free port (default: 8080)",
-    )
-    group.add_argument(
-        "--grpc-port", metavar="PORT", help="gRPC port of the gateway (default: 50051)"
-    )
-    group.add_argument(
-        "--registry-port", metavar="PORT", help="gRPC port of the registry (default: 50052)"
-    )
-    group.add_argument("--workers", metavar="N", help="number of worker processes (default: 1)")
-    group.add_argument(
-        "--state-dir",
-        metavar="DIR",
-        help="folder of adapters and caches (default: ~/.local/state/loraplex)",
-    )
-    group.add_argument(
-        "--drain-s",
-        metavar="SECONDS",
-        help="longest time that running requests get to finish after SIGTERM (default: 20)",
-    )
-    group.add_argument(
-        "--insecure", action="store_true", help="allow --host beyond loopback without API keys"
-    )
-
-
-def _add_base(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("base and arithmetic")
-    group.add_argument("--model", metavar="DIR|HUB_ID|s3://...", help="base model (required)")
-    group.add_argument("--served-model-name", metavar="ID", help="id that clients use for the base")
-    group.add_argument("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
-    group.add_argument(
-        "--dtype",
-        metavar="NAME",
-        help="arithmetic of the base: auto, float32, bfloat16 or float16 (default: auto)",
-    )
-    group.add_argument(
-        "--lora-dtype",
-        metavar="NAME",
-        help="storage of adapters: auto, float32, bfloat16, float16 or int8 (default: auto)",
-    )
-    group.add_argument(
-        "--quantization",
-        metavar="NAME",
-        help="quantise the base when it is loaded: none, int8 or int4 (default: none)",
-    )
-    group.add_argument(
-        "--kv-cache-dtype",
-        metavar="NAME",
-        help="storage of the KV cache: auto or int8 (default: auto)",
-    )
-    group.add_argument(
-        "--attention-backend",
-        metavar="NAME",
-        help="kernels: auto, vanilla, cpu, triton or the name of a package's backend "
-        "(default: auto)",
-    )
-    group.add_argument(
-        "--model-impl",
-        metavar="NAME",
-        help="model code: auto, native or transformers (default: auto)",
-    )
-    group.add_argument(
-        "--tensor-parallel",
-        metavar="N",
-        help="number of processes among which a base is divided (default: 1)",
-    )
-    group.add_argument(
-        "--fully-sharded-loras",
-        action="store_true",
-        help="divide both matrices of each adapter among these processes",
-    )
-
-
-def _add_memory(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory and limits")
-    group.add_argument(
-        "--kv-memory",
-        metavar="BYTES|PERCENT",
-        help="memory of KV cache and adapters: bytes, such as 24MiB, or a percentage of what is "
-        "free once the base is loaded",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization",
-        metavar="SHARE",
-        help="share of a GPU's memory for weights, activations, KV cache and adapters "
-        "(default: 0.9)",
-    )
-    group.add_argument(
-        "--max-model-len",
-        metavar="N",
-        help="longest context in tokens (default: that of the base)",
-    )
-    group.add_argument("--max-num-seqs", metavar="N", help="requests in one step (default: 256)")
-    group.add_argument(
-        "--max-num-batched-tokens", metavar="N", help="tokens in one step (default: 2048)"
-    )
-    group.add_argument(
-        "--max-loras", metavar="N", help="distinct adapters in one step (default: no limit)"
-    )
-    group.add_argument(
-        "--max-lora-rank", metavar="N", help="largest rank that is accepted (default: 256)"
-    )
