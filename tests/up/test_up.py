@@ -234,7 +234,7 @@ def _assert_refused(
         cwd=REPO,
     )
     assert done.returncode == 2, done.stderr
-    assert "starting it again" not in done.stderr
+    assert "restarting it" not in done.stderr
     [said] = [line for line in done.stderr.splitlines() if line.startswith("loraplex up: ")]
     assert said.removeprefix("loraplex up: ").startswith(sentence), done.stderr
     assert done.stderr.rstrip().endswith(said), "it is the last line"

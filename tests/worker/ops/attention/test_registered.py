@@ -109,7 +109,7 @@ def test_a_name_that_nobody_registers_is_refused_by_the_setting(name: str) -> No
     [
         ("toy = no_such_module:Toy", "no_such_module"),
         ("toy = toy_attention:Missing", "Missing"),
-        ("toy = toy_attention:ToyMetadata", "no AttentionBackend"),
+        ("toy = toy_attention:ToyMetadata", "not an AttentionBackend"),
     ],
 )
 def test_what_is_no_backend_is_refused_by_name(site: Path, entry_point: str, why: str) -> None:
