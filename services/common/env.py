@@ -252,12 +252,12 @@ KV_MEMORY: Knob[Memory] = Knob(
     parse_memory,
     Memory(),
     "up worker",
-    "Arena (KV cache and adapters): bytes, or percent of what the base leaves free; 0 = chosen.",
+    "Arena (KV cache and adapters): bytes, or percent of what the base leaves; unset = chosen.",
 )
-GPU_MEMORY_UTILIZATION: Knob[float] = Knob(
+GPU_MEMORY_UTILIZATION: Knob[float | None] = Knob(
     "LORAPLEX_GPU_MEMORY_UTILIZATION",
     parse_share,
-    0.0,
+    None,
     "up worker",
     "Share of a GPU's memory for weights, steps and arena; unset = 0.9.",
 )
@@ -283,12 +283,12 @@ CACHE_BYTES: Knob[int] = Knob(
 MAX_NUM_SEQS: Knob[int] = Knob(
     "LORAPLEX_MAX_NUM_SEQS", whole(1), 256, "up worker", "Largest number of requests in one step."
 )
-MAX_MODEL_LEN: Knob[int] = Knob(
+MAX_MODEL_LEN: Knob[int | None] = Knob(
     "LORAPLEX_MAX_MODEL_LEN",
-    whole(),
-    0,
+    whole(1),
+    None,
     "up worker",
-    "Longest context in tokens, prompt and output together; 0 = the base's.",
+    "Longest context in tokens, prompt and output together; unset = the base's.",
 )
 MAX_NUM_BATCHED_TOKENS: Knob[int] = Knob(
     "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
@@ -297,8 +297,12 @@ MAX_NUM_BATCHED_TOKENS: Knob[int] = Knob(
     "up worker",
     "Token budget of one step, shared by prompts and by requests that decode.",
 )
-MAX_LORAS: Knob[int] = Knob(
-    "LORAPLEX_MAX_LORAS", whole(), 0, "up worker", "Distinct adapters in one step; 0 = no limit."
+MAX_LORAS: Knob[int | None] = Knob(
+    "LORAPLEX_MAX_LORAS",
+    whole(1),
+    None,
+    "up worker",
+    "Distinct adapters in one step; unset = no limit.",
 )
 MAX_STEP_S: Knob[float] = Knob(
     "LORAPLEX_MAX_STEP_S",

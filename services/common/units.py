@@ -31,13 +31,6 @@ def parse_text(text: str) -> str:
     return text.strip()
 
 
-def arena_bytes(text: str) -> int:
-    """A number of bytes. A share of the memory is refused with a sentence of its own."""
-    if text.strip().endswith("%"):
-        raise ValueError("a percentage is not supported yet; give bytes such as 500MB or 24MiB")
-    return parse_bytes(text)
-
-
 def parse_list(text: str) -> tuple[str, ...]:
     """Comma-separated items without blanks."""
     return tuple(item.strip() for item in text.split(",") if item.strip())
@@ -99,14 +92,16 @@ class Memory:
     share: float = 0.0
 
     def __str__(self) -> str:
-        """As `parse_memory` reads it."""
-        return f"{self.share * 100:g}%" if self.share else str(self.num_bytes)
+        """As `parse_memory` reads it; "" where neither is given."""
+        return f"{self.share * 100:g}%" if self.share else str(self.num_bytes or "")
 
 
 def parse_memory(text: str) -> Memory:
     """`24MiB`, a number of bytes, or `85%`."""
     if not text.strip().endswith("%"):
-        return Memory(parse_bytes(text))
+        if not (num_bytes := parse_bytes(text)):
+            raise ValueError("expected more than 0 bytes, such as 24MiB, or a percentage above 0%")
+        return Memory(num_bytes)
     return Memory(share=_number(text.strip()[:-1], 100.0, "a percentage above 0%") / 100)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.adapter_format.geometry import geometry_from_folder
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.layers.embedding import LoraEmbedding
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.library_modules import (
@@ -99,19 +100,33 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     try:
         config = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _check_config(config, library.MODEL_FOR_CAUSAL_LM_MAPPING)
-        model = library.AutoModelForCausalLM.from_pretrained(
+        geometry_from_folder(folder)  # names the file that is missing or damaged
+        model, loading = library.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=ATTENTION,
             trust_remote_code=False,
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (KeyError, OSError, RuntimeError, ValueError) as error:
+    except LoraplexError:
+        raise
+    except Exception as error:  # whatever its many classes raise
         first_line = str(error).partition("\n")[0]
-        why = f"the transformers library cannot load it: {first_line}"
+        why = f"the transformers library cannot load it: {first_line or type(error).__name__}"
         raise InvalidRequest.field("model", folder.name, why) from error
+    _check_complete(loading)
     return model.eval().requires_grad_(False)
+
+
+def _check_complete(loading: dict[str, Any]) -> None:
+    """Refuse a base with weights that the library would have made up."""
+    for name, got, wanted in sorted(loading["mismatched_keys"]):
+        raise InvalidRequest.field(name, list(got), f"config.json asks for shape {list(wanted)}")
+    for name in sorted(loading["missing_keys"]):
+        raise InvalidRequest.field(name, "missing", "the base's files lack this tensor")
 
 
 def _check_config(config: Any, classes: Any) -> None:

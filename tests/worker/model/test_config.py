@@ -111,6 +111,13 @@ def test_end_tokens_come_from_both_files(tmp_path):
     assert eos_token_ids(tmp_path) == (5, 7, 9)
 
 
+@pytest.mark.parametrize("value", ["</s>", [1, "</s>"], -1, 2.0])
+def test_an_end_that_is_no_token_id_is_refused(tmp_path, value):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(InvalidRequest, match=r"generation_config\.json:eos_token_id"):
+        eos_token_ids(tmp_path)
+
+
 def test_a_null_window_of_mistral_differs_from_an_absent_one(tmp_path):
     _, absent = read_model_config(write(tmp_path, model_type="mistral"))
     _, null = read_model_config(write(tmp_path, model_type="mistral", sliding_window=None))

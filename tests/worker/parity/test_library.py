@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex_services.worker.runner.building import build_runner
@@ -122,6 +124,22 @@ def test_a_multimodal_base_is_refused_by_name(tmp_path):
 def test_a_type_that_the_library_does_not_know_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
     with pytest.raises(InvalidRequest, match="nonesuch"):
+        library_runner(tmp_path, model_impl="auto")
+
+
+def test_weights_that_the_library_would_make_up_are_refused_by_name(tmp_path):
+    file = save("GraniteConfig", tmp_path) / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.0.mlp.up_proj.weight"
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InvalidRequest, match=re.escape(name)):
+        library_runner(tmp_path, model_impl="auto")
+    config = json.loads((tmp_path / "config.json").read_text())
+    save_file({**tensors, name: torch.zeros(7, config["hidden_size"])}, file)
+    with pytest.raises(InvalidRequest, match="asks for shape"):
+        library_runner(tmp_path, model_impl="auto")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InvalidRequest, match=r"model\.safetensors"):
         library_runner(tmp_path, model_impl="auto")
 
 
