@@ -39,6 +39,7 @@ def geometry_to_proto(geometry: Geometry) -> common_pb2.ModelGeometry:
                 in_features=module.in_features,
                 out_features=module.out_features,
                 has_bias=module.has_bias,
+                is_fixed=module.is_fixed,
             )
             for module in geometry.modules
         ],
@@ -71,7 +72,8 @@ def _module_from_proto(message: common_pb2.ModuleGeometry) -> Module:
     if kind is None:
         path = f"geometry.modules.{message.name}.kind"
         raise InvalidRequest.field(path, int(message.kind), "is not a kind this build knows")
-    return Module(message.name, kind, message.in_features, message.out_features, message.has_bias)
+    sizes = message.in_features, message.out_features
+    return Module(message.name, kind, *sizes, message.has_bias, message.is_fixed)
 
 
 def violation_to_proto(violation: Violation) -> common_pb2.FieldViolation:

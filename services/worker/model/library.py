@@ -32,6 +32,7 @@ from loraplex_services.worker.layers.library_modules import (
     SiteHead,
     SiteLinear,
     attend,
+    is_conv1d,
 )
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.operators import Operators
@@ -188,7 +189,8 @@ def _partial_rows_refused(body: nn.Module) -> Iterator[None]:
     def note(name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
         seen.setdefault(name, []).append(inputs[0].shape[:-1])
 
-    linears = [(name, m) for name, m in body.named_modules() if type(m) is nn.Linear]
+    modules = list(body.named_modules())
+    linears = [(name, m) for name, m in modules if type(m) is nn.Linear or is_conv1d(m)]
     hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in linears]
     try:
         yield
@@ -266,7 +268,7 @@ class _Sites:
             if module is self.model.get_output_embeddings():
                 head = self._linear(name, module, LM_HEAD)
                 self.model.set_submodule(name, SiteHead(head, self.of_head))
-            elif type(module) is nn.Linear:
+            elif type(module) is nn.Linear or is_conv1d(module):
                 site = SiteLinear(self._linear(name, module, LINEAR), self.current)
                 self.model.set_submodule(name, site)
         if head is None:
@@ -294,11 +296,12 @@ class _Sites:
         self.model.set_submodule(name, SiteEmbedding(embedding, scale or 1.0, self.current))
         return embedding
 
-    def _linear(self, name: str, module: nn.Linear, kind: str) -> LoraLinear:
-        base = self.operators.linear(module.weight.data)
+    def _linear(self, name: str, module: Any, kind: str) -> LoraLinear:
+        weight = module.weight.data
+        base = self.operators.linear(weight.T.contiguous() if is_conv1d(module) else weight)
         layer = _LAYER.search(name)
         number = int(layer[1]) if layer and kind == LINEAR else -1
-        site_id = self.table.add(number, kind, module.in_features, [(name, module.out_features)])
+        site_id = self.table.add(number, kind, base.in_features, [(name, base.out_features)])
         self.linears[site_id] = base
         if module.bias is not None:
             self.biases[site_id] = module.bias.data

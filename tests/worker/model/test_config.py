@@ -40,7 +40,7 @@ def test_absent_fields_have_the_meaning_of_transformers(tmp_path):
     [
         ("attn_sinks", True),
         ("residual_multiplier", 0.5),
-        ("hidden_act", "relu2"),
+        ("hidden_act", "prelu"),
         ("num_attention_heads", "4"),
         ("vocab_size", 0),
         ("rms_norm_eps", None),
