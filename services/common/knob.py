@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.units import choice, parse_list, parse_listen, parse_text
+from loraplex_services.common.units import choice, parse_list, parse_listen, parse_path, parse_text
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def choice_knob(name: str, values: str, readers: str, doc: str) -> Knob[str]:
 
 
 def path_knob(name: str, readers: str, doc: str) -> Knob[Path | None]:
-    return Knob(name, Path, None, readers, doc)
+    return Knob(name, parse_path, None, readers, doc)
 
 
 def listen_knob(name: str, readers: str, doc: str, default: str = "") -> Knob[str]:

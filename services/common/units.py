@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from loraplex.units import parse_bytes
@@ -29,6 +30,11 @@ def parse_text(text: str) -> str:
     if not text.strip():
         raise ValueError("expected some text")
     return text.strip()
+
+
+def parse_path(text: str) -> Path:
+    """A path that is not blank: `Path("")` would be the current folder."""
+    return Path(parse_text(text))
 
 
 def parse_list(text: str) -> tuple[str, ...]:
@@ -70,14 +76,18 @@ def _registered(group: str) -> Sequence[str]:
     return sorted(metadata.entry_points(group=group).names) if group else ()
 
 
-def whole(at_least: int = 0, at_most: float = math.inf) -> Callable[[str], int]:
+MAX_WHOLE = 2**31 - 1
+
+
+def whole(at_least: int = 0, at_most: int = MAX_WHOLE) -> Callable[[str], int]:
     """A parser of whole numbers within bounds."""
 
     def parse(text: str) -> int:
         digits = text.strip()
         if not digits.isdigit() or not at_least <= int(digits) <= at_most:
-            bound = f" and at most {at_most}" if at_most < math.inf else ""
-            raise ValueError(f"expected a whole number of at least {at_least}{bound}")
+            raise ValueError(
+                f"expected a whole number of at least {at_least} and at most {at_most}"
+            )
         return int(digits)
 
     parse.__name__ = "number"

@@ -83,6 +83,8 @@ def test_other_models_pass_through(model: str) -> None:
         (MODEL, {"LORAPLEX_KV_MEMORY": "0MiB"}, "LORAPLEX_KV_MEMORY"),
         ([*MODEL, "--max-loras", "0"], {}, "--max-loras"),
         ([*MODEL, "--max-loras", "-1"], {}, "--max-loras"),
+        ([*MODEL, "--max-model-len", str(10**20)], {}, "--max-model-len"),
+        ([*MODEL, "--state-dir", ""], {}, "--state-dir"),
         ([*MODEL, "--max-model-len", "0"], {}, "--max-model-len"),
         ([*MODEL, "--gpu-memory-utilization", "-0.5"], {}, "--gpu-memory-utilization"),
         ([*MODEL, "--gpu-memory-utilization", "0"], {}, "--gpu-memory-utilization"),

@@ -100,7 +100,11 @@ class ModelConfigReader:
             if key in self._seen or key in HARMLESS_KEYS or key.startswith("_"):
                 continue
             if value not in (None, False, [], {}, ""):
-                raise self.refuse(key, value, "is not known to this model family in this build")
+                why = (
+                    "is not known to this model family in this build; remove it if it changes "
+                    "nothing, or serve the base with --model-impl transformers"
+                )
+                raise self.refuse(key, value, why)
 
     def refuse(self, key: str, value: object, description: str) -> Unsupported:
         """The error for one key."""
