@@ -147,11 +147,14 @@ class ModuleParts:
                 why = f"must be [labels, {module.in_features}], a row for each label"
                 findings.refuse(f"{TENSOR_FILE}:{info.name}", list(info.shape), why)
             elif info.shape != expected[part]:
-                findings.misfit(
+                wanted = expected[part]
+                sizes = zip(info.shape, wanted, strict=False)
+                fits = len(info.shape) == len(wanted) and all(g == w or w == rank for g, w in sizes)
+                (findings.refuse if fits else findings.misfit)(
                     f"{TENSOR_FILE}:{info.name}",
                     list(info.shape),
-                    f"must be {list(expected[part])} on this base, for rank {rank} (r, or the "
-                    "first matching key of rank_pattern)",
+                    f"must be {list(wanted)} on this base, for rank {rank} (r, or the first "
+                    "matching key of rank_pattern)" + "; correct adapter_config.json" * fits,
                 )
 
     def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
