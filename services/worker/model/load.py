@@ -321,8 +321,12 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         refuse_pickled(folder)
         return [folder / "model.safetensors"]
-    weight_map = read_json_object(index).get("weight_map", {})
-    return [folder / name for name in sorted(set(weight_map.values()))]
+    weight_map = read_json_object(index).get("weight_map")
+    names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+    if not names or any("/" in name or not name.endswith(".safetensors") for name in names):
+        why = "must map tensors to names of shards; copy or download the base again"
+        raise InvalidRequest.field(f"{index.name}:weight_map", weight_map, why)
+    return [folder / name for name in sorted(names)]
 
 
 class DummyWeights:
