@@ -22,6 +22,8 @@ from loraplex.adapter_format.strict_json import read_object
 from loraplex.adapter_format.tasks import CAUSAL_LM, SAVED_HEADS, SEQ_CLS
 from loraplex.errors import Violation
 
+THE_EMBEDDING = "embed_tokens"
+"""The embedding in `trainable_token_indices`, whatever its name: PEFT's short form for it."""
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
 
@@ -171,7 +173,7 @@ def _token_indices(reader: AdapterConfigReader) -> tuple[tuple[str, tuple[int, .
     value = reader.fields.get("trainable_token_indices")
     if value is None or value == [] or value == {}:
         return ()
-    by_module: dict[str, object] = value if isinstance(value, dict) else {"embed_tokens": value}
+    by_module: dict[str, object] = value if isinstance(value, dict) else {THE_EMBEDDING: value}
     result: list[tuple[str, tuple[int, ...]]] = []
     for module, indices in sorted(by_module.items()):
         if not is_index_list(indices) or len(set(indices)) != len(indices):

@@ -29,9 +29,11 @@ SERVING = (
 `conversion_field`."""
 
 INERT = frozenset({
-    "auto_mapping", "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size",
+    "auto_mapping", "fan_in_fan_out", "inference_mode", "lora_dropout", "megatron_core",
+    "qalora_group_size",
 })  # fmt: skip
-"""Fields without effect on a forward pass; PEFT always writes them, whatever their value."""
+"""Fields without effect on a forward pass; PEFT always writes them, whatever their value. It sets
+`fan_in_fan_out` by the layers that it finds."""
 
 REFUSED: dict[str, str] = {
     "arrow_config": "Arrow routes between several adapters; publish them one by one",
@@ -49,7 +51,6 @@ REFUSED: dict[str, str] = {
 TRAINING_ONLY: dict[str, str] = {
     "corda_config": "only matters for initialisation and is ignored",
     "eva_config": "only matters for initialisation and is ignored",
-    "fan_in_fan_out": "is for Conv1D layers; the served bases have none, and PEFT ignores it too",
     "loftq_config": "only matters for initialisation and is ignored",
     "lora_ga_config": "only matters for initialisation and is ignored",
     "runtime_config": "is never read from a file, by PEFT either; it is ignored",

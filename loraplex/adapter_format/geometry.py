@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraplex.adapter_format.quantisation import FIELD, Quantisation, read_quantisation
@@ -37,14 +37,19 @@ MAX_INDEX_BYTES = 64 * 1024 * 1024
 
 _EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in"})
 _LM_HEAD_NAMES = frozenset({"lm_head", "embed_out"})
+_GPT2 = "gpt2"
+_TRANSPOSED = frozenset({"c_attn", "c_fc", "c_proj"})
+"""Modules of GPT-2 whose weights are `[in, out]` (transformers' Conv1D)."""
 
 IDENTITY_KEYS = (
-    "attention_bias", "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",
+    "activation_function", "attention_bias", "attention_multiplier", "attn_logit_softcapping",
+    "embedding_multiplier",
     "final_logit_softcapping", "head_dim", "hidden_act", "hidden_activation", "hidden_size",
     "intermediate_size", "layer_norm_eps", "layer_types", "linear_conv_kernel_dim",
     "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
     "linear_value_head_dim", "logits_scaling", "mlp_bias",
-    "model_type", "moe_intermediate_size", "norm_topk_prob", "num_attention_heads",
+    "model_type", "moe_intermediate_size", "n_embd", "n_head", "n_inner", "n_layer",
+    "norm_topk_prob", "num_attention_heads",
     "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
     "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor",
     "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
@@ -69,6 +74,8 @@ class Module:
     out_features: int
     """Rows of the weight (embedding and norm: width)."""
     has_bias: bool
+    is_fixed: bool = False
+    """Whether the workers that serve the base cannot adapt it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +113,15 @@ def geometry_from_folder(path: Path) -> Geometry:
     except (InvalidAdapter, Unsupported) as error:
         raise InvalidRequest(error.message, violations=error.violations) from error
     tensors = {name: t for name, t in tensors.items() if not name.startswith(FURTHER_TOKENS)}
+    is_gpt2 = config.get("model_type") == _GPT2
+    if is_gpt2:
+        tensors = _of_gpt2(tensors)
     tied = config.get("tie_word_embeddings", _tied_by_default(tensors)) is True
     modules = _modules(tensors, tied, config.get("model_type"))
     return Geometry(
         model_type=_string(config, "model_type"),
         fingerprint=_fingerprint(config, modules, quantisation),
-        num_layers=_size(config, "num_hidden_layers"),
+        num_layers=_size(config, "n_layer" if is_gpt2 else "num_hidden_layers"),
         vocab_size=_vocab_size(modules, config),
         tied_embeddings=tied,
         modules=modules,
@@ -197,6 +207,17 @@ def _read_tensors(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
         raise InvalidRequest.field(path.name, str(path), f"{problem}; a base needs it") from error
     header = parse_header(prefix, file_size, source=path.name, dtypes=DTYPE_BYTES)
     return {info.name: (path, info) for info in header.tensors}
+
+
+def _of_gpt2(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors as other families have them: named as in the model, weights `[out, in]`."""
+    named = {}
+    for name, info in tensors.items():
+        if _last_part(_module_of(name)) in _TRANSPOSED and name.endswith(".weight"):
+            info = replace(info, shape=info.shape[::-1])
+        is_bare = not name.startswith(("transformer.", "lm_head."))  # as in the oldest files
+        named[f"transformer.{name}" if is_bare else name] = info
+    return named
 
 
 def _tied_by_default(tensors: dict[str, TensorInfo]) -> bool:

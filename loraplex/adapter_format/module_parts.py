@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loraplex.adapter_format.config import AdapterConfig
+from loraplex.adapter_format.config import THE_EMBEDDING, AdapterConfig
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.geometry import EMBEDDING, HEAD, LINEAR, LM_HEAD, NORM, Module
+from loraplex.adapter_format.geometry import (
+    EMBEDDING,
+    HEAD,
+    LINEAR,
+    LM_HEAD,
+    NORM,
+    Module,
+    kind_of_matrix,
+)
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 from loraplex.adapter_format.tensor_names import (
     BASE_BIAS,
@@ -51,7 +59,7 @@ class ModuleParts:
     def token_ids(self) -> tuple[int, ...]:
         """The tokens whose rows were trained, in the order of the rows."""
         by_module = dict(self.config.trainable_token_indices)
-        matches = (ids for suffix, ids in by_module.items() if _ends(self.module.name, suffix))
+        matches = (ids for suffix, ids in by_module.items() if _trains(self.module.name, suffix))
         return next(matches, ())
 
     def check(self, findings: Findings) -> bool:
@@ -139,11 +147,14 @@ class ModuleParts:
                 why = f"must be [labels, {module.in_features}], a row for each label"
                 findings.refuse(f"{TENSOR_FILE}:{info.name}", list(info.shape), why)
             elif info.shape != expected[part]:
-                findings.misfit(
+                wanted = expected[part]
+                sizes = zip(info.shape, wanted, strict=False)
+                fits = len(info.shape) == len(wanted) and all(g == w or w == rank for g, w in sizes)
+                (findings.refuse if fits else findings.misfit)(
                     f"{TENSOR_FILE}:{info.name}",
                     list(info.shape),
-                    f"must be {list(expected[part])} on this base, for rank {rank} (r, or the "
-                    "first matching key of rank_pattern)",
+                    f"must be {list(wanted)} on this base, for rank {rank} (r, or the first "
+                    "matching key of rank_pattern)" + "; correct adapter_config.json" * fits,
                 )
 
     def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
@@ -188,11 +199,12 @@ def saves(config: AdapterConfig, name: str) -> bool:
 
 def trains_tokens(config: AdapterConfig, name: str) -> bool:
     """Whether `trainable_token_indices` names a module."""
-    return any(_ends(name, suffix) for suffix, _ in config.trainable_token_indices)
+    return any(_trains(name, suffix) for suffix, _ in config.trainable_token_indices)
 
 
-def _ends(name: str, suffix: str) -> bool:
-    return name == suffix or name.endswith(f".{suffix}")
+def _trains(name: str, suffix: str) -> bool:
+    is_named = name == suffix or name.endswith(f".{suffix}")
+    return is_named or (suffix == THE_EMBEDDING and kind_of_matrix(name) == EMBEDDING)
 
 
 def _with_article(kind: str) -> str:

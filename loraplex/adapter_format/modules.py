@@ -36,6 +36,10 @@ from loraplex.adapter_format.tasks import SAVED_HEADS, SCORE, SEQ_CLS
 from loraplex.adapter_format.tensor_names import BadTensorName, split_tensor_name
 from loraplex.adapter_format.text_model import is_in_tower
 
+CANNOT_ADAPT = (
+    "is on a module of the base that workers cannot adapt; leave it out of target_modules and "
+    "modules_to_save, and train with bias='none'"
+)
 Tensors = dict[str, TensorInfo]
 """The tensors of one module, by part."""
 _OF_TINKER = (
@@ -92,6 +96,8 @@ def build_modules(
                 modules.append(_describe(found, factors, max_rank, findings))
     except BadPattern as error:
         findings.refuse(f"{CONFIG_FILE}:rank_pattern", len(config.rank_pattern), str(error))
+    for name in [m.name for m in modules if base and m.name in base and base[m.name].is_fixed]:
+        findings.refuse(f"{TENSOR_FILE}:{name}", name, CANNOT_ADAPT)
     if not any(module.rank for module in modules) and not findings.refusals:
         findings.refuse(TENSOR_FILE, "0 modules", "adapts no module of the base")
     return tuple(sorted(modules, key=lambda module: module.name))

@@ -110,7 +110,7 @@ def _check_vocabulary(
 def _name_wrong_base(config: AdapterConfig, base_names: Sequence[str], findings: Findings) -> None:
     """Say in one sentence that the adapter was trained on another base. Mutates: findings."""
     named = config.base_model_name_or_path or ""
-    if named in base_names:
+    if {named, named.rstrip("/").rpartition("/")[2]} & set(base_names):
         return
     first = findings.misfits[0]
     trained = f"the adapter was trained on {named}" if named else "the adapter names no base"

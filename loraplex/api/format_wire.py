@@ -39,6 +39,7 @@ def geometry_to_proto(geometry: Geometry) -> common_pb2.ModelGeometry:
                 in_features=module.in_features,
                 out_features=module.out_features,
                 has_bias=module.has_bias,
+                is_fixed=module.is_fixed,
             )
             for module in geometry.modules
         ],
@@ -73,7 +74,8 @@ def _module_from_proto(message: common_pb2.ModuleGeometry) -> Module:
         raise InvalidRequest.field(
             path, int(message.kind), "is of a kind that this build does not know"
         )
-    return Module(message.name, kind, message.in_features, message.out_features, message.has_bias)
+    sizes = message.in_features, message.out_features
+    return Module(message.name, kind, *sizes, message.has_bias, message.is_fixed)
 
 
 def violation_to_proto(violation: Violation) -> common_pb2.FieldViolation:

@@ -143,15 +143,17 @@ class ModelGeometry(_message.Message):
     def __init__(self, model_type: _Optional[str] = ..., fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tied_embeddings: bool = ..., modules: _Optional[_Iterable[_Union[ModuleGeometry, _Mapping]]] = ..., weights_sha256: _Optional[str] = ..., rotary_pairs: _Optional[int] = ...) -> None: ...
 
 class ModuleGeometry(_message.Message):
-    __slots__ = ("name", "kind", "in_features", "out_features", "has_bias")
+    __slots__ = ("name", "kind", "in_features", "out_features", "has_bias", "is_fixed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     IN_FEATURES_FIELD_NUMBER: _ClassVar[int]
     OUT_FEATURES_FIELD_NUMBER: _ClassVar[int]
     HAS_BIAS_FIELD_NUMBER: _ClassVar[int]
+    IS_FIXED_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: ModuleKind
     in_features: int
     out_features: int
     has_bias: bool
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[ModuleKind, str]] = ..., in_features: _Optional[int] = ..., out_features: _Optional[int] = ..., has_bias: bool = ...) -> None: ...
+    is_fixed: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[ModuleKind, str]] = ..., in_features: _Optional[int] = ..., out_features: _Optional[int] = ..., has_bias: bool = ..., is_fixed: bool = ...) -> None: ...

@@ -278,14 +278,14 @@ KV_MEMORY: Setting[Memory] = Setting(
     parse_memory,
     Memory(),
     "up worker",
-    "Memory of KV cache and adapters: bytes, or percent of what the base leaves free; 0 = auto.",
+    "KV cache and adapters: bytes, or percent of what the base leaves free; unset = auto.",
 )
-GPU_MEMORY_UTILIZATION: Setting[float] = Setting(
+GPU_MEMORY_UTILIZATION: Setting[float | None] = Setting(
     "LORAPLEX_GPU_MEMORY_UTILIZATION",
     parse_share,
-    0.0,
+    None,
     "up worker",
-    "Share of a GPU's memory for weights, activations, KV cache and adapters; 0 = 0.9.",
+    "Share of a GPU's memory for weights, activations, KV cache and adapters; unset = 0.9.",
 )
 MAX_LORA_RANK: Setting[int] = Setting(
     "LORAPLEX_MAX_LORA_RANK", integer(1, 4096), 256, "up worker", "Largest rank that is accepted."
@@ -298,12 +298,12 @@ CACHE_BYTES: Setting[int] = Setting(
 MAX_NUM_SEQS: Setting[int] = Setting(
     "LORAPLEX_MAX_NUM_SEQS", integer(1), 256, "up worker", "Most requests in one step."
 )
-MAX_MODEL_LEN: Setting[int] = Setting(
+MAX_MODEL_LEN: Setting[int | None] = Setting(
     "LORAPLEX_MAX_MODEL_LEN",
-    integer(),
-    0,
+    integer(1),
+    None,
     "up worker",
-    "Longest context in tokens, prompt and output together; 0 = that of the base.",
+    "Longest context in tokens, prompt and output together; unset = that of the base.",
 )
 MAX_NUM_BATCHED_TOKENS: Setting[int] = Setting(
     "LORAPLEX_MAX_NUM_BATCHED_TOKENS",
@@ -312,8 +312,12 @@ MAX_NUM_BATCHED_TOKENS: Setting[int] = Setting(
     "up worker",
     "Largest number of tokens in one step, for prompts and decoding requests together.",
 )
-MAX_LORAS: Setting[int] = Setting(
-    "LORAPLEX_MAX_LORAS", integer(), 0, "up worker", "Most adapters in one step; 0 = no limit."
+MAX_LORAS: Setting[int | None] = Setting(
+    "LORAPLEX_MAX_LORAS",
+    integer(1),
+    None,
+    "up worker",
+    "Most adapters in one step; unset = no limit.",
 )
 
 # Switches of LORAPLEX_DEBUG

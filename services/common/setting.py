@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.units import choice, parse_bool, parse_list, parse_listen, parse_text
+from loraplex_services.common.units import (
+    choice,
+    parse_bool,
+    parse_list,
+    parse_listen,
+    parse_path,
+    parse_text,
+)
 
 T = TypeVar("T")
 
@@ -104,7 +111,7 @@ def flag_setting(name: str, readers: str, doc: str) -> Setting[bool]:
 
 
 def path_setting(name: str, readers: str, doc: str) -> Setting[Path | None]:
-    return Setting(name, Path, None, readers, doc)
+    return Setting(name, parse_path, None, readers, doc)
 
 
 def listen_setting(name: str, readers: str, doc: str, default: str = "") -> Setting[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from loraplex.units import parse_bytes
@@ -31,11 +32,9 @@ def parse_text(text: str) -> str:
     return text.strip()
 
 
-def arena_bytes(text: str) -> int:
-    """A number of bytes. A share of the memory is refused with a sentence of its own."""
-    if text.strip().endswith("%"):
-        raise ValueError("a percentage is not supported yet; give bytes such as 500MB or 24MiB")
-    return parse_bytes(text)
+def parse_path(text: str) -> Path:
+    """A path that is not blank: `Path("")` would be the current folder."""
+    return Path(parse_text(text))
 
 
 def parse_list(text: str) -> tuple[str, ...]:
@@ -77,14 +76,16 @@ def _registered(group: str) -> Sequence[str]:
     return sorted(metadata.entry_points(group=group).names) if group else ()
 
 
-def integer(at_least: int = 0, at_most: float = math.inf) -> Callable[[str], int]:
+MAX_INTEGER = 2**31 - 1
+
+
+def integer(at_least: int = 0, at_most: int = MAX_INTEGER) -> Callable[[str], int]:
     """A parser of integers within bounds."""
 
     def parse(text: str) -> int:
         digits = text.strip()
         if not digits.isdigit() or not at_least <= int(digits) <= at_most:
-            bound = f" and at most {at_most}" if at_most < math.inf else ""
-            raise ValueError(f"expected an integer of at least {at_least}{bound}")
+            raise ValueError(f"expected an integer of at least {at_least} and at most {at_most}")
         return int(digits)
 
     parse.__name__ = "number"
@@ -99,14 +100,16 @@ class Memory:
     share: float = 0.0
 
     def __str__(self) -> str:
-        """The form that `parse_memory` reads."""
-        return f"{self.share * 100:g}%" if self.share else str(self.num_bytes)
+        """The form that `parse_memory` reads; "" where neither is given."""
+        return f"{self.share * 100:g}%" if self.share else str(self.num_bytes or "")
 
 
 def parse_memory(text: str) -> Memory:
     """`24MiB`, a number of bytes, or `85%`."""
     if not text.strip().endswith("%"):
-        return Memory(parse_bytes(text))
+        if not (num_bytes := parse_bytes(text)):
+            raise ValueError("expected more than 0 bytes, such as 24MiB, or a percentage above 0%")
+        return Memory(num_bytes)
     return Memory(share=_number(text.strip()[:-1], 100.0, "a percentage above 0%") / 100)
 
 

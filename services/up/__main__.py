@@ -60,7 +60,8 @@ def _supervise(config: flags.UpConfig, state: StateDir) -> int:
     try:
         return asyncio.run(supervise())
     except ChildFailed as error:
-        print(f"loraplex up: {error.message}", file=sys.stderr)
+        message = flags.named_as_given(error.message, sys.argv[1:], os.environ)
+        print(f"loraplex up: {message}", file=sys.stderr)
         return error.exit_code
 
 

@@ -16,6 +16,7 @@ from loraplex_services.common.addresses import is_loopback
 from loraplex_services.common.setting import Setting
 from loraplex_services.common.units import Memory, integer
 
+_VARIABLE = re.compile(r"\bLORAPLEX_([A-Z_]+)\b(?!=)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -55,15 +56,16 @@ class UpConfig:
     attention_backend: str
     model_impl: str
     kv_memory: Memory
-    gpu_memory_utilization: float
-    """0 = chosen by the worker."""
-    max_loras: int
+    gpu_memory_utilization: float | None
+    """None = chosen by the worker."""
+    max_loras: int | None
+    """None = no limit."""
     max_lora_rank: int
     lora_dtype: str
     quantization: str
     kv_cache_dtype: str
-    max_model_len: int
-    """0 = that of the base."""
+    max_model_len: int | None
+    """None = that of the base."""
     max_num_seqs: int
     max_num_batched_tokens: int
     tensor_parallel: int
@@ -122,6 +124,22 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     _check_bind(config)
     variables.check_values(environ, ("registry", "gateway", "worker"))
     return config
+
+
+def named_as_given(message: str, argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """A child's message, which names variables, with the flags that stand for them here.
+
+    A variable keeps its name where it was set and the flag was not given.
+    """
+    given = vars(make_parser().parse_args(argv))
+
+    def name(match: re.Match[str]) -> str:
+        flag = match[1].lower()
+        if flag not in given or (given[flag] is None and environ.get(match[0])):
+            return match[0]
+        return "--" + flag.replace("_", "-")
+
+    return _VARIABLE.sub(name, message)
 
 
 def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:

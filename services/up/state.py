@@ -39,6 +39,10 @@ class StateDir:
             ) from None
         _check_stamp(path / STAMP)
         self.sockets = _socket_folder(path)
+        self.scratch = self.cache / "scratch"
+        """Temporary files of the workers. Empty at first: workers that were killed left theirs."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(mode=0o700, parents=True)
 
     @property
     def objects(self) -> Path:

@@ -104,6 +104,7 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
     listen = f"unix:{state.sockets / f'{name}.sock'}"
     environ = {
         **shared,
+        "TMPDIR": str(state.scratch),
         "LORAPLEX_WORKER_LISTEN": listen,
         "LORAPLEX_STATE_DIR": str(state.cache / name),
         "LORAPLEX_MODEL": config.model,
@@ -113,19 +114,18 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
         "LORAPLEX_ATTENTION_BACKEND": config.attention_backend,
         "LORAPLEX_MODEL_IMPL": config.model_impl,
         "LORAPLEX_KV_MEMORY": str(config.kv_memory),
-        "LORAPLEX_MAX_LORAS": str(config.max_loras),
+        "LORAPLEX_GPU_MEMORY_UTILIZATION": str(config.gpu_memory_utilization or ""),
+        "LORAPLEX_MAX_LORAS": str(config.max_loras or ""),
         "LORAPLEX_MAX_LORA_RANK": str(config.max_lora_rank),
         "LORAPLEX_LORA_DTYPE": config.lora_dtype,
         "LORAPLEX_QUANTIZATION": config.quantization,
         "LORAPLEX_KV_CACHE_DTYPE": config.kv_cache_dtype,
-        "LORAPLEX_MAX_MODEL_LEN": str(config.max_model_len),
+        "LORAPLEX_MAX_MODEL_LEN": str(config.max_model_len or ""),
         "LORAPLEX_MAX_NUM_SEQS": str(config.max_num_seqs),
         "LORAPLEX_MAX_NUM_BATCHED_TOKENS": str(config.max_num_batched_tokens),
         "LORAPLEX_TENSOR_PARALLEL": str(config.tensor_parallel),
         "LORAPLEX_FULLY_SHARDED_LORAS": "true" if config.fully_sharded_loras else "false",
     }
-    if config.gpu_memory_utilization:
-        environ[env.GPU_MEMORY_UTILIZATION.name] = f"{config.gpu_memory_utilization:g}"
     return ChildSpec(name, "loraplex_services.worker", environ, listen)
 
 

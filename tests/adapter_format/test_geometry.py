@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from loraplex.adapter_format import geometry_from_folder
-from loraplex.errors import InvalidRequest
-from tests.adapter_format.builders import Tensor, tensor_file
+from loraplex.errors import InvalidAdapter, InvalidRequest
+from tests.adapter_format.builders import Adapter, Tensor, tensor_file, tiny_geometry
 
 CONFIG = {
     "model_type": "llama",
@@ -54,6 +55,33 @@ def test_a_tied_head_is_a_module_without_a_tensor(tmp_path: Path) -> None:
     tied = geometry_from_folder(write(tmp_path, {**CONFIG, "tie_word_embeddings": True}, tensors))
     assert tied.tied_embeddings
     assert tied.modules[0].name == "lm_head" and tied.modules[0].out_features == 16
+
+
+GPT2 = {
+    "wte.weight": Tensor("F16", (16, 8)),
+    "h.0.attn.c_attn.weight": Tensor("F16", (8, 24)),
+    "h.0.attn.c_attn.bias": Tensor("F16", (24,)),
+    "h.0.mlp.c_proj.weight": Tensor("F16", (32, 8)),
+    "ln_f.weight": Tensor("F16", (8,)),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_gpt2_is_named_as_in_its_model_and_its_linears_are_turned(
+    prefix: str, tmp_path: Path
+) -> None:
+    """Its oldest files name the body's tensors without the body."""
+    config: dict[str, object] = {"model_type": "gpt2", "n_layer": 1, "vocab_size": 16}
+    tensors = {prefix + name: tensor for name, tensor in GPT2.items()}
+    geometry = geometry_from_folder(write(tmp_path, config, tensors))
+    assert [(m.name, m.kind, m.in_features, m.out_features) for m in geometry.modules] == [
+        ("lm_head", "lm_head", 8, 16),
+        ("transformer.h.0.attn.c_attn", "linear", 8, 24),
+        ("transformer.h.0.mlp.c_proj", "linear", 32, 8),
+        ("transformer.ln_f", "norm", 8, 8),
+        ("transformer.wte", "embedding", 16, 8),
+    ]
+    assert (geometry.num_layers, geometry.tied_embeddings) == (1, True)
 
 
 def test_what_only_copies_differ_in_leaves_the_fingerprint_alone(tmp_path: Path) -> None:
@@ -135,3 +163,14 @@ def test_an_index_cannot_point_out_of_the_folder(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InvalidRequest, match="not a shard's name"):
         geometry_from_folder(folder)
+
+
+def test_an_adapter_on_a_module_that_workers_cannot_adapt_is_refused_before_it_is_published() -> (
+    None
+):
+    geometry = tiny_geometry()
+    modules = (replace(m, is_fixed=m.name.startswith("model.layers.1.")) for m in geometry.modules)
+    with pytest.raises(InvalidAdapter, match="workers cannot adapt") as caught:
+        Adapter().validate(replace(geometry, modules=tuple(modules)))
+    named = {violation.value for violation in caught.value.violations}
+    assert named == {"model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"}

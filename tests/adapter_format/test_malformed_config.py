@@ -217,7 +217,6 @@ def test_a_file_that_is_no_strict_json_object_is_refused(raw: bytes, problem: st
         ("lora_ga_config", {"direction": "ArBr"}, "ignored"),
         ("velora_config", {"num_groups": 4}, "ignored"),
         ("runtime_config", {"ephemeral_gpu_offload": True}, "ignored"),
-        ("fan_in_fan_out", True, "ignores"),
         ("use_tomorrow", False, "unknown"),
         ("tomorrow_config", None, "unknown"),
         ("tomorrow_list", [], "unknown"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from loraplex.adapter_format import parse_header, prefix_bytes
+from loraplex.adapter_format import parse_header, prefix_bytes, validate
 from loraplex.adapter_format.safetensors_header import MAX_HEADER_BYTES
 from loraplex.errors import InvalidAdapter
 from tests.adapter_format import builders
@@ -299,6 +300,22 @@ def test_an_absent_rank_must_be_that_of_the_tensors() -> None:
         adapter.validate(tiny_geometry())
     tensors = builders.tensor_file(builders.good_tensors(rank=8))
     assert Adapter(adapter.config, tensors).validate(tiny_geometry()).max_rank == 8
+
+
+@pytest.mark.parametrize(("r", "is_base"), [(9, False), (4, True)])
+def test_a_rank_that_the_tensors_do_not_have_is_not_taken_for_the_wrong_base(
+    r: int, is_base: bool
+) -> None:
+    adapter, tiny = Adapter().with_config(r=r), tiny_geometry()
+    if is_base:  # of another width: here the base is to blame
+        wide = (replace(m, in_features=2 * m.in_features) for m in tiny.modules)
+        tiny = replace(tiny, modules=tuple(wide))
+    size = len(adapter.tensors)
+    for base, is_named in (("acme/other", is_base), ("tiny", False)):  # trained on example/tiny
+        with pytest.raises(InvalidAdapter) as caught:
+            validate(adapter.config, adapter.tensors, size, (), tiny, base_names=(base,))
+        assert ("was trained on" in caught.value.message) == is_named
+        assert is_named or f"for rank {r}" in caught.value.message
 
 
 def test_config_and_header_are_both_reported() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loraplex.adapter_format import File, validate
@@ -44,6 +46,16 @@ def test_added_tokens_trained_as_single_rows_must_leave_no_gap() -> None:
     assert sizes == {"model.embed_tokens": VOCAB + 2, "lm_head": VOCAB + 2}
     with pytest.raises(InvalidAdapter, match="rows are missing"):
         adapter([3, VOCAB + 1]).validate(tiny_geometry())
+
+
+def test_a_list_of_trained_tokens_is_of_the_embedding_whatever_its_name() -> None:
+    """PEFT reads it so: GPT-2's is `wte`."""
+    tiny = tiny_geometry()
+    modules = (replace(m, name=m.name.replace("embed_tokens", "wte")) for m in tiny.modules)
+    rows = {f"{PREFIX}model.wte.{DELTA}": Tensor("F32", (2, HIDDEN))}
+    adapter = Adapter().with_config(trainable_token_indices=[3, 5]).with_tensors(rows)
+    report = adapter.validate(replace(tiny, modules=tuple(modules)))
+    assert [(m.name, m.token_ids) for m in report.modules if m.token_ids] == [("model.wte", (3, 5))]
 
 
 def test_the_copies_that_peft_adds_to_saved_tables_have_their_place() -> None:

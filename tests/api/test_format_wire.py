@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loraplex.adapter_format import File
@@ -12,7 +14,9 @@ from tests.adapter_format.builders import tiny_geometry
 
 
 def test_a_geometry_survives_the_wire() -> None:
-    geometry = tiny_geometry()
+    tiny = tiny_geometry()
+    fixed = replace(tiny.modules[0], is_fixed=True)
+    geometry = replace(tiny, modules=(fixed, *tiny.modules[1:]))
     raw = format_wire.geometry_to_proto(geometry).SerializeToString()
     assert format_wire.geometry_from_proto(common_pb2.ModelGeometry.FromString(raw)) == geometry
 

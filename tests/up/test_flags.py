@@ -8,7 +8,7 @@ import pytest
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.units import Memory
-from loraplex_services.up.flags import Listener, parse
+from loraplex_services.up.flags import Listener, named_as_given, parse
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 MODEL = ["--model", BASE]
@@ -79,6 +79,14 @@ def test_other_models_pass_through(model: str) -> None:
         ([*MODEL, "--kv-memory", "0%"], {}, "--kv-memory"),
         ([*MODEL, "--kv-memory", "101%"], {}, "--kv-memory"),
         ([*MODEL, "--kv-memory", "nan%"], {}, "--kv-memory"),
+        ([*MODEL, "--kv-memory", "0"], {}, "--kv-memory"),
+        (MODEL, {"LORAPLEX_KV_MEMORY": "0MiB"}, "LORAPLEX_KV_MEMORY"),
+        ([*MODEL, "--max-loras", "0"], {}, "--max-loras"),
+        ([*MODEL, "--max-loras", "-1"], {}, "--max-loras"),
+        ([*MODEL, "--max-model-len", str(10**20)], {}, "--max-model-len"),
+        ([*MODEL, "--state-dir", ""], {}, "--state-dir"),
+        ([*MODEL, "--max-model-len", "0"], {}, "--max-model-len"),
+        ([*MODEL, "--gpu-memory-utilization", "-0.5"], {}, "--gpu-memory-utilization"),
         ([*MODEL, "--gpu-memory-utilization", "0"], {}, "--gpu-memory-utilization"),
         ([*MODEL, "--gpu-memory-utilization", "90"], {}, "--gpu-memory-utilization"),
         ([*MODEL, "--max-model-len", "-1"], {}, "--max-model-len"),
@@ -96,6 +104,24 @@ def test_bad_values_name_flag_or_variable(
     with pytest.raises(InvalidRequest) as caught:
         parse(argv, environ)
     assert caught.value.violations[0].field == field
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "said"),
+    [
+        (["--max-model-len", "9"], {}, "--max-model-len: must"),
+        (["--max-model-len", "9"], {"LORAPLEX_MAX_MODEL_LEN": "8"}, "--max-model-len: must"),
+        ([], {"LORAPLEX_MAX_MODEL_LEN": "8"}, "LORAPLEX_MAX_MODEL_LEN: must"),
+        ([], {}, "--max-model-len: must"),
+    ],
+)
+def test_what_a_child_refuses_is_named_as_it_was_given(
+    argv: list[str], environ: dict[str, str], said: str
+) -> None:
+    message = "LORAPLEX_MAX_MODEL_LEN: must"
+    assert named_as_given(message, [*MODEL, *argv], environ) == said
+    others = "LORAPLEX_POLICY: wrong; or set LORAPLEX_INSECURE=true"
+    assert named_as_given(others, MODEL, {}) == others
 
 
 @pytest.mark.parametrize(

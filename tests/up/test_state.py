@@ -38,6 +38,17 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_what_killed_workers_left_is_gone_at_the_next_start(tmp_path: Path) -> None:
+    first = StateDir(tmp_path / "s")
+    (first.scratch / "loraplex-ranks-x").mkdir()
+    (first.cache / "worker-0").mkdir()
+    first.release()
+    second = StateDir(tmp_path / "s")
+    assert list(second.scratch.iterdir()) == []
+    assert (second.cache / "worker-0").is_dir(), "adapters that were fetched are kept"
+    second.release()
+
+
 def test_sockets_are_private_with_short_paths(tmp_path: Path) -> None:
     for folder in (Path("/tmp") / f"s{os.getpid()}", tmp_path / ("deep" * 30)):
         state = StateDir(folder)

@@ -183,10 +183,10 @@ def _check_commands(up: Up) -> None:
         ({"LORAPLEX_DEBUG": "overlap=mmx"}, (), "LORAPLEX_DEBUG: expected one of"),
         ({"LORAPLEX_ADMIN_KEY_FILE": "/no/file"}, (), "LORAPLEX_ADMIN_KEY_FILE: cannot be read"),
         pytest.param(
-            *({}, ("--kv-memory", "1KiB"), "LORAPLEX_KV_MEMORY: must hold at least two blocks"),
+            *({}, ("--kv-memory", "1KiB"), "--kv-memory: must hold at least two blocks"),
             marks=pytest.mark.long,
         ),
-        ({}, ("--max-model-len", "1000000"), "LORAPLEX_MAX_MODEL_LEN: must be at most"),
+        ({}, ("--max-model-len", "1000000"), "--max-model-len: must be at most"),
     ],
     ids=lambda value: str(value),
 )
@@ -200,16 +200,16 @@ def test_a_device_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    _assert_refused(tmp_path, {}, ("--device", "cuda"), "LORAPLEX_DEVICE: this torch finds no CUDA")
+    _assert_refused(tmp_path, {}, ("--device", "cuda"), "--device: this torch finds no CUDA")
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ("no json", "LORAPLEX_MODEL: config.json must hold a JSON object"),
+        ("no json", "--model: config.json cannot be read"),
         ('{"model_type": "llama"}', "config.json:"),
         pytest.param(
-            *('{"model_type": "nonesuch"}', "LORAPLEX_MODEL: the transformers library cannot load"),
+            *('{"model_type": "nonesuch"}', "--model: the transformers library cannot load"),
             marks=pytest.mark.long,
         ),
     ],

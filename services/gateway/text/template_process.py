@@ -13,11 +13,9 @@ import json
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from loraplex_services.common.chat_template import template_environment
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
 from loraplex_services.common.limits import TEMPLATES
 
@@ -28,21 +26,6 @@ class _Refused(jinja2.TemplateError):
     """The template called raise_exception."""
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks assistant messages for training; here it only renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_body")
-        return CallBlock(call, [], [], body).set_lineno(line)
-
-    def _body(self, caller: Any) -> str:
-        return str(caller())
-
-
 def _raise_exception(message: object) -> NoReturn:
     raise _Refused(str(message))
 
@@ -51,28 +34,8 @@ def _strftime_now(layout: str) -> str:
     return datetime.datetime.now().strftime(layout)
 
 
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Like the filter of transformers, which unlike jinja2's does not escape HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
 def _environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    env.filters["tojson"] = _tojson
+    env = template_environment()
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
     return env

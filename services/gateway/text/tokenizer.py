@@ -19,9 +19,9 @@ from tokenizers import Tokenizer, decoders, models
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.chat_template import ChatFormat, chat_format
 from loraplex_services.common.limits import MAX_CHARS_PER_TOKEN
 from loraplex_services.gateway.request import ServedModel, Truncation
-from loraplex_services.gateway.text.chat_format import ChatFormat, chat_format
 from loraplex_services.gateway.text.chat_style import ChatStyle, detected
 from loraplex_services.gateway.text.detokenize import TokenBytes
 from loraplex_services.gateway.text.final_message import cut_at_end_mark, with_end_mark

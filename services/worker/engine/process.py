@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from loraplex.errors import LoraplexError
+from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.env import CPU_ISA, LOG_FORMAT, LOG_LEVEL, STEP_TRACE
 from loraplex_services.common.log import setup_logging
 from loraplex_services.common.process import die_with_parent
@@ -197,6 +197,25 @@ def main() -> int:
         return 1
 
 
+def _may_pass(error: Exception) -> bool:
+    """Whether it is not the base's fault, and the next start may go well."""
+    if isinstance(error, RankLost | MemoryError | ImportError):
+        return True
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def _unexpected(error: Exception) -> InvalidRequest:
+    """What an engine says that ended in a way that nothing foresees."""
+    first_line = str(error).partition("\n")[0]
+    why = (
+        f"cannot be loaded ({type(error).__name__}: {first_line}); copy or download the base "
+        "again, and if it is whole, report this with the log above"
+    )
+    return InvalidRequest.field("model", type(error).__name__, why)
+
+
 def _end_as_rank(rank: int, code: int) -> None:
     """End this process as another rank has ended, so that the API server process can tell a crash
     from a kill. On any thread."""
@@ -206,10 +225,17 @@ def _end_as_rank(rank: int, code: int) -> None:
 
 
 def _serve(server: ServerSocket) -> int:
+    config = server.first()
     try:
-        engine = build_engine(server.first())
+        engine = build_engine(config)
     except LoraplexError as error:
         server.send(EngineRefused(WireError.of(error)))
+        return 3
+    except Exception as error:
+        if _may_pass(error):
+            raise
+        logger.exception("the base cannot be loaded")
+        server.send(EngineRefused(WireError.of(_unexpected(error))))
         return 3
     gc.collect()
     gc.freeze()  # the model stays: collections between steps need not walk it

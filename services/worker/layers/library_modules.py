@@ -58,6 +58,13 @@ class CurrentPass:
     backends: dict[int, AttentionBackend] = field(default_factory=dict)
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is GPT-2's linear, whose weight is `[in, out]`."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
 class SiteLinear(nn.Module):
     """A linear with the adapters of the batch."""
 
@@ -109,11 +116,16 @@ class KnownStates(nn.Module):
         super().__init__()
         self.hidden: Tensor | None = None
 
+    @property
+    def decoder(self) -> KnownStates:
+        """The body, which some classes reach in two steps."""
+        return self
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the body would return, with `hidden`."""
-        from transformers.modeling_outputs import MoeModelOutputWithPast
+        from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+        return MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
 
 
 def attend(

@@ -13,12 +13,28 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.types.model_config import ClampedSwiglu
 
+_gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "swish": F.silu,
     "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_python": F.gelu,
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"), _gelu_tanh),
+    **dict.fromkeys(("gelu_fast", "gelu_new"), _gelu_tanh),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_10": lambda x: F.gelu(x).clamp(-10, 10),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "linear": lambda x: x,
 }
-"""Activations by the names of `hidden_act`."""
+"""By the names of `hidden_act` in the transformers library. Those that it computes by several
+formulas of the same function are one here."""
 
 
 Gate = Callable[[Tensor], Tensor]

@@ -100,7 +100,11 @@ class ModelConfigReader:
             if key in self._seen or key in HARMLESS_KEYS or key.startswith("_"):
                 continue
             if value not in (None, False, [], {}, ""):
-                raise self.refuse(key, value, "is not known to this model family in this build")
+                why = (
+                    "is not known to this model family in this build; remove it if it changes "
+                    "nothing, or serve the base with --model-impl transformers"
+                )
+                raise self.refuse(key, value, why)
 
     def refuse(self, key: str, value: object, description: str) -> Unsupported:
         """The error for one key."""
@@ -116,14 +120,24 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise InvalidRequest.field(path.name, str(path), f"cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     if not isinstance(value, dict):
         raise InvalidRequest.field(path.name, str(path), "must hold a JSON object")
     return value
 
 
+def unreadable(path: Path, error: Exception) -> InvalidRequest:
+    """The error for a file of the base that is missing or damaged."""
+    why = f"cannot be read ({error}); copy or download the base again"
+    return InvalidRequest.field(path.name, str(path), why)
+
+
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of config.json and generation_config.json, sorted."""
+    """End-of-sequence ids of config.json and generation_config.json, sorted.
+
+    Raises:
+        InvalidRequest: a file is damaged, or names something else than token ids.
+    """
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():
@@ -132,5 +146,9 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
             value = config.get("eos_token_id")
             if value is None and isinstance(inner, dict):
                 value = inner.get("eos_token_id")
-            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+            found = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(token_id) is int and token_id >= 0 for token_id in found):
+                why = "must be a token id or a list of them"
+                raise InvalidRequest.field(f"{name}:eos_token_id", value, why)
+            ids.update(found)
     return tuple(sorted(ids))

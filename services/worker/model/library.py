@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.adapter_format.geometry import geometry_from_folder
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.layers.embedding import LoraEmbedding
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.library_modules import (
@@ -31,6 +32,7 @@ from loraplex_services.worker.layers.library_modules import (
     SiteHead,
     SiteLinear,
     attend,
+    is_conv1d,
 )
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.operators import Operators
@@ -99,19 +101,33 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     try:
         config = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _check_config(config, library.MODEL_FOR_CAUSAL_LM_MAPPING)
-        model = library.AutoModelForCausalLM.from_pretrained(
+        geometry_from_folder(folder)  # names the file that is missing or damaged
+        model, loading = library.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=ATTENTION,
             trust_remote_code=False,
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (KeyError, OSError, RuntimeError, ValueError) as error:
+    except LoraplexError:
+        raise
+    except Exception as error:  # whatever its many classes raise
         first_line = str(error).partition("\n")[0]
-        why = f"the transformers library cannot load it: {first_line}"
+        why = f"the transformers library cannot load it: {first_line or type(error).__name__}"
         raise InvalidRequest.field("model", folder.name, why) from error
+    _check_complete(loading)
     return model.eval().requires_grad_(False)
+
+
+def _check_complete(loading: dict[str, Any]) -> None:
+    """Refuse a base with weights that the library would have made up."""
+    for name, got, wanted in sorted(loading["mismatched_keys"]):
+        raise InvalidRequest.field(name, list(got), f"config.json asks for shape {list(wanted)}")
+    for name in sorted(loading["missing_keys"]):
+        raise InvalidRequest.field(name, "missing", "the base's files lack this tensor")
 
 
 def _check_config(config: Any, classes: Any) -> None:
@@ -173,7 +189,8 @@ def _partial_rows_refused(body: nn.Module) -> Iterator[None]:
     def note(name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
         seen.setdefault(name, []).append(inputs[0].shape[:-1])
 
-    linears = [(name, m) for name, m in body.named_modules() if type(m) is nn.Linear]
+    modules = list(body.named_modules())
+    linears = [(name, m) for name, m in modules if type(m) is nn.Linear or is_conv1d(m)]
     hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in linears]
     try:
         yield
@@ -251,7 +268,7 @@ class _Sites:
             if module is self.model.get_output_embeddings():
                 head = self._linear(name, module, LM_HEAD)
                 self.model.set_submodule(name, SiteHead(head, self.of_head))
-            elif type(module) is nn.Linear:
+            elif type(module) is nn.Linear or is_conv1d(module):
                 site = SiteLinear(self._linear(name, module, LINEAR), self.current)
                 self.model.set_submodule(name, site)
         if head is None:
@@ -279,11 +296,12 @@ class _Sites:
         self.model.set_submodule(name, SiteEmbedding(embedding, scale or 1.0, self.current))
         return embedding
 
-    def _linear(self, name: str, module: nn.Linear, kind: str) -> LoraLinear:
-        base = self.operators.linear(module.weight.data)
+    def _linear(self, name: str, module: Any, kind: str) -> LoraLinear:
+        weight = module.weight.data
+        base = self.operators.linear(weight.T.contiguous() if is_conv1d(module) else weight)
         layer = _LAYER.search(name)
         number = int(layer[1]) if layer and kind == LINEAR else -1
-        site_id = self.table.add(number, kind, module.in_features, [(name, module.out_features)])
+        site_id = self.table.add(number, kind, base.in_features, [(name, base.out_features)])
         self.linears[site_id] = base
         if module.bias is not None:
             self.biases[site_id] = module.bias.data

@@ -24,7 +24,7 @@ from loraplex.adapter_format.quantised_tensors import FLOAT_DTYPES
 from loraplex.adapter_format.text_model import FURTHER_TOKENS, is_wrapper, plain_names
 from loraplex.client.progress import Progress, ignore_progress
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.worker.model.config_reader import read_json_object
+from loraplex_services.worker.model.config_reader import read_json_object, unreadable
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 from loraplex_services.worker.types.sharding import Span, within
@@ -147,7 +147,7 @@ class Checkpoint:
         try:
             file: safe_open = self._stack.enter_context(safe_open(str(path), framework="pt"))
         except Exception as error:
-            raise InvalidRequest.field(path.name, str(path), f"cannot be read: {error}") from error
+            raise unreadable(path, error) from error
         return file
 
     def has(self, name: str) -> bool:
@@ -312,7 +312,7 @@ def _header(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, ValueError, OverflowError) as error:
-        raise InvalidRequest.field(path.name, str(path), f"cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
@@ -321,8 +321,12 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         refuse_pickled(folder)
         return [folder / "model.safetensors"]
-    weight_map = read_json_object(index).get("weight_map", {})
-    return [folder / name for name in sorted(set(weight_map.values()))]
+    weight_map = read_json_object(index).get("weight_map")
+    names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+    if not names or any("/" in name or not name.endswith(".safetensors") for name in names):
+        why = "must map tensors to names of shards; copy or download the base again"
+        raise InvalidRequest.field(f"{index.name}:weight_map", weight_map, why)
+    return [folder / name for name in sorted(names)]
 
 
 class DummyWeights:

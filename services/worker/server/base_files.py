@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Unavailable, Unsupported
+from loraplex_services.common.chat_template import chat_format, template_environment
 from loraplex_services.common.objects.store import ObjectStore, read_chunks
 
 TOKENIZER_FILES = (
@@ -83,7 +84,14 @@ def find_model(model: str) -> Path:
 
 
 def read_tokenizer(model_dir: Path) -> TokenizerBundle:
-    """Read the tokenizer's files. Raises InvalidRequest when they are unreasonably large."""
+    """Read and check the tokenizer's files.
+
+    Gateways would try a base that they cannot read again and again, so the worker reads it as they
+    do before it starts.
+
+    Raises:
+        InvalidRequest: they are unreasonably large, or one of them is damaged.
+    """
     names = [name for name in TOKENIZER_FILES if (model_dir / name).is_file()]
     num_bytes = sum((model_dir / name).stat().st_size for name in names)
     if num_bytes > MAX_TOKENIZER_BYTES:
@@ -93,6 +101,7 @@ def read_tokenizer(model_dir: Path) -> TokenizerBundle:
             f"tokenizer files have {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are served",
         )
     files = tuple((name, (model_dir / name).read_bytes()) for name in names)
+    _check_files(dict(files))
     hasher = hashlib.sha256()
     for name, content in files:
         hasher.update(f"{name} {len(content)}\n".encode())
@@ -104,17 +113,37 @@ def read_tokenizer(model_dir: Path) -> TokenizerBundle:
     return TokenizerBundle(files, digest, generation, bos_token_id, pad_token_id)
 
 
+def _check_files(files: dict[str, bytes]) -> None:
+    """Raises InvalidRequest naming the first file that gateways could not read."""
+    from tokenizers import Tokenizer
+
+    name = ""
+    try:
+        for name in files:
+            if name.endswith(".json") and not isinstance(json.loads(files[name].decode()), dict):
+                raise ValueError("it holds no JSON object")
+        if "tokenizer.json" in files:
+            name = "tokenizer.json"
+            Tokenizer.from_str(files[name].decode())
+        name = "chat_template.jinja" if "chat_template.jinja" in files else "the chat template"
+        if (chat := chat_format(files)) is not None:
+            template_environment().compile(chat.template)
+    except Exception as error:  # the libraries have no class of their own
+        why = (
+            f"{name} cannot be read ({str(error) or type(error).__name__}); "
+            "copy or download the base again, or repair the file"
+        )
+        raise InvalidRequest.field("LORAPLEX_MODEL", name, why) from error
+
+
 def _token_id(files: dict[str, bytes], key: str, names: Sequence[str]) -> int | None:
     """The first that one of the files says."""
     for name in names:
-        try:
-            config = json.loads(files.get(name, b"{}"))
-            value = config.get(key)
-            if value is None:  # A multimodal base may say it of its text model.
-                value = (config.get("text_config") or {}).get(key)
-        except (ValueError, AttributeError) as error:
-            why = f"{name} must hold a JSON object"
-            raise InvalidRequest.field("LORAPLEX_MODEL", name, why) from error
+        config = json.loads(files.get(name, b"{}"))
+        value = config.get(key)
+        if value is None:  # A multimodal base may say it of its text model.
+            text_config = config.get("text_config")
+            value = text_config.get(key) if isinstance(text_config, dict) else None
         if type(value) is int and value >= 0:
             return value
     return None

@@ -1,11 +1,14 @@
 """What the engine's process takes from its environment."""
 
 import logging
+import socket
 
 import pytest
 
-from loraplex_services.worker.engine.process import build_engine
+from loraplex_services.worker.engine import process
+from loraplex_services.worker.engine.process import ServerSocket, build_engine
 from loraplex_services.worker.native.isa import TORCH
+from loraplex_services.worker.types.messages import FrameBuffer, decode_message, frame
 from tests.worker.commands import make_config
 from tests.worker.native.isas import ISAS, native
 from tests.worker.tiny import write_base
@@ -25,3 +28,26 @@ def test_the_environment_forces_an_instruction_set_and_the_log_says_so(
     engine = build_engine(make_config(model_dir=str(base), arena_bytes=ARENA_BYTES))
     assert engine.ready.info.kernels == isa
     assert [m for m in caplog.messages if m.startswith("cpu kernels")][-1] == f"cpu kernels: {isa}"
+
+
+def test_an_error_that_nothing_foresees_refuses_the_base_and_one_that_may_pass_does_not(
+    monkeypatch, tmp_path
+):
+    """Another engine would end as the first, so that the stack would start them for minutes."""
+
+    def refusal(error):
+        def fail(config):
+            raise error
+
+        monkeypatch.setattr(process, "build_engine", fail)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(frame(make_config(model_dir=str(tmp_path))))
+            code = process._serve(ServerSocket(theirs))
+            [body] = FrameBuffer().feed(ours.recv(1 << 16))
+        return code, decode_message.decode(body).error.to_error()
+
+    code, refused = refusal(KeyError("rope"))
+    assert code == 3 and "KeyError: 'rope'" in refused.message
+    with pytest.raises(MemoryError):
+        refusal(MemoryError())

@@ -40,7 +40,7 @@ def test_absent_fields_have_the_meaning_of_transformers(tmp_path):
     [
         ("attn_sinks", True),
         ("residual_multiplier", 0.5),
-        ("hidden_act", "relu2"),
+        ("hidden_act", "prelu"),
         ("num_attention_heads", "4"),
         ("vocab_size", 0),
         ("rms_norm_eps", None),
@@ -109,6 +109,13 @@ def test_end_tokens_come_from_both_files(tmp_path):
     write(tmp_path, eos_token_id=5)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5, 7]}))
     assert eos_token_ids(tmp_path) == (5, 7, 9)
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, "</s>"], -1, 2.0])
+def test_an_end_that_is_no_token_id_is_refused(tmp_path, value):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(InvalidRequest, match=r"generation_config\.json:eos_token_id"):
+        eos_token_ids(tmp_path)
 
 
 def test_a_null_window_of_mistral_differs_from_an_absent_one(tmp_path):

@@ -55,6 +55,15 @@ def all_weights(model):
     )
 
 
+@pytest.mark.parametrize("weight_map", [None, [], {}, {"a": 5}, {"a": "../b.safetensors"}])
+def test_an_index_without_names_of_shards_is_refused(weight_map, base, tmp_path):
+    (tmp_path / "config.json").write_bytes((base.folder / "config.json").read_bytes())
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(InvalidRequest, match="weight_map: must map tensors"):
+        build(tmp_path)
+
+
 def test_sharded_files_hold_the_same_model(base, tmp_path):
     sharded = make_base("llama", tmp_path, shard_bytes=100_000)
     assert len(list(sharded.folder.glob("*.safetensors"))) > 2

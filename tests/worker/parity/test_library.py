@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex_services.worker.runner.building import build_runner
-from tests.worker.parity.adapters import make_adapter
-from tests.worker.parity.bases import COMMON, LIBRARY_BASES, make_base
+from tests.worker.parity.adapters import draw, make_adapter
+from tests.worker.parity.bases import COMMON, LIBRARY_BASES, TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.reference import Reference
 from tests.worker.parity.suite import (
     MAX_LOGPROB_ERROR,
     Stage,
@@ -80,6 +85,40 @@ def save(class_name: str, folder: Path, **changes: object) -> Path:
     return folder
 
 
+ODD_CLASSES = {
+    "gpt2": ("GPT2Config", {"n_inner": 96, "activation_function": "relu"}),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+}
+"""Linears whose weights are `[in, out]`; a body that the class reaches in two steps."""
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("opt", marks=pytest.mark.long)])
+def test_classes_that_are_built_in_another_way_equal_peft_token_for_token(
+    name, tmp_path, near_ties
+):
+    torch.manual_seed(0)
+    class_name, changes = ODD_CLASSES[name]
+    folder = save(class_name, tmp_path / "base", **changes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    base = TinyBase(name, folder, model.eval())
+    driver, adapters = Driver(library_runner(folder, model_impl="auto")), {}
+    for slot, use_dora in enumerate((False, True)):
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=4, target_modules="all-linear", use_dora=use_dora
+        )
+        adapted = peft.get_peft_model(copy.deepcopy(model), config)
+        draw(adapted, torch.Generator().manual_seed(slot))
+        adapted.save_pretrained(tmp_path / str(slot))
+        adapters[str(slot)] = tmp_path / str(slot)
+        driver.load(slot, adapters[str(slot)])
+    stage = Stage(base, driver, Reference(base, adapters), {"0": 0, "1": 1})
+    jobs = make_jobs(stage, 1, 16, stagger=True)
+    driver.run([job for _, job in jobs], chunk=19, overlaps=True)
+    for adapter, verdict, logprob_error in judge(stage, jobs):
+        near_ties.add(verdict)
+        assert logprob_error < MAX_LOGPROB_ERROR, adapter
+
+
 GEMMA4 = {
     "num_hidden_layers": 12,
     "num_kv_shared_layers": 6,
@@ -95,7 +134,6 @@ GEMMA4 = {
     [
         ("FalconConfig", {}, "cannot be given another cache"),
         ("MambaConfig", {}, "layers of this type"),
-        ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "cannot be run in this way"),
         ("Gemma4TextConfig", GEMMA4, "differs in heads, width or scale"),
         ("Gemma4TextConfig", {**GEMMA4, "global_head_dim": 16}, "cannot be run in this way"),
         ("Qwen3NextConfig", {"num_experts": 2, "head_dim": 16}, "layers of this type"),
@@ -125,6 +163,22 @@ def test_a_type_that_the_library_does_not_know_is_refused_by_name(tmp_path):
         library_runner(tmp_path, model_impl="auto")
 
 
+def test_weights_that_the_library_would_make_up_are_refused_by_name(tmp_path):
+    file = save("GraniteConfig", tmp_path) / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.0.mlp.up_proj.weight"
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InvalidRequest, match=re.escape(name)):
+        library_runner(tmp_path, model_impl="auto")
+    config = json.loads((tmp_path / "config.json").read_text())
+    save_file({**tensors, name: torch.zeros(7, config["hidden_size"])}, file)
+    with pytest.raises(InvalidRequest, match="asks for shape"):
+        library_runner(tmp_path, model_impl="auto")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InvalidRequest, match=r"model\.safetensors"):
+        library_runner(tmp_path, model_impl="auto")
+
+
 def test_code_from_the_hub_is_not_run(tmp_path):
     config = {"model_type": "nonesuch", "auto_map": {"AutoConfig": "evil.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -149,7 +203,7 @@ def test_adapters_that_train_norms_or_bring_a_rope_are_refused_by_name(tmp_path)
     base = make_base("granite", tmp_path / "base")
     driver = Driver(library_runner(base.folder))
     norms = make_adapter(base, "saved-norms", tmp_path / "norms")
-    with pytest.raises(InvalidAdapter, match="cannot adapt the module"):
+    with pytest.raises(InvalidAdapter, match="workers cannot adapt"):
         driver.load(0, norms)
     rope = make_adapter(base, "rank-1", tmp_path / "rope")
     config = json.loads((rope / "adapter_config.json").read_text())

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex_services.common.objects.file import FileStore
@@ -66,7 +67,7 @@ def test_the_tokenizer_bundle_is_what_gateways_need(tmp_path: Path) -> None:
     assert before.bos_token_id == 1 and before.generation_config_json == ""
     generation = {"temperature": 0.6, "bos_token_id": 2}
     (base / "generation_config.json").write_text(json.dumps(generation))
-    (base / "tokenizer.json").write_text("{}")
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(base / "tokenizer.json"))
     after = read_tokenizer(base)
     assert [name for name, _ in after.files] == [
         "config.json",
@@ -77,9 +78,34 @@ def test_the_tokenizer_bundle_is_what_gateways_need(tmp_path: Path) -> None:
     assert json.loads(after.generation_config_json) == generation
 
 
-def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b'{"hidden_size": 64, '),
+        ("generation_config.json", b"["),
+        ("generation_config.json", '{"top_p": 1}'.encode("utf-16")),
+        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "BPE"}}'),
+        ("tokenizer.json", b""),
+        ("tokenizer_config.json", b""),
+        ("special_tokens_map.json", b"[]"),
+        ("chat_template.jinja", b"{% for message in %}"),
+        ("chat_template.jinja", b"{{ messages | no_such_filter }}"),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_a_file_that_gateways_could_not_read_is_named(
+    name: str, content: bytes, tmp_path: Path
+) -> None:
+    """They would ask for it again and again, and the stack would never become ready."""
     base = tiny.write_base(tmp_path / "base")
-    (base / "generation_config.json").write_text("[")
-    with pytest.raises(InvalidRequest) as caught:
+    (base / name).write_bytes(content)
+    with pytest.raises(InvalidRequest, match=r"copy or download the base again") as caught:
         read_tokenizer(base)
-    assert caught.value.violations[0].value == "generation_config.json"
+    assert caught.value.violations[0].value == name
+
+
+def test_a_template_inside_a_broken_config_is_named(tmp_path: Path) -> None:
+    base = tiny.write_base(tmp_path / "base")
+    (base / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
+    with pytest.raises(InvalidRequest, match="the chat template cannot be read"):
+        read_tokenizer(base)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from loraplex.adapter_format.config import CONFIG_FILE
 from loraplex.adapter_format.geometry import Geometry, Module, geometry_from_folder
+from loraplex.adapter_format.modules import CANNOT_ADAPT
 from loraplex.adapter_format.report import Report
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, read_prefix
 from loraplex.adapter_format.validate import validate
@@ -40,9 +42,8 @@ class ModuleReader:
         )
         unknown = [m.name for m in report.modules if m.name not in self._sites.places]
         if unknown:
-            description = "this worker cannot adapt the module; leave it out of target_modules"
             raise InvalidAdapter.of(
-                [Violation.of(TENSOR_FILE, name, description) for name in unknown]
+                [Violation.of(f"{TENSOR_FILE}:{n}", n, CANNOT_ADAPT) for n in unknown]
             )
         return report
 
@@ -62,7 +63,9 @@ def weights_key(folder: Path, geometry: Geometry, quantization: str = "none") ->
 def base_geometry(folder: Path, config: ModelConfig, sites: SiteTable) -> Geometry:
     """The base's geometry from its files, or from the model when it has none (dummy weights)."""
     if any(folder.glob("*.safetensors")):
-        return geometry_from_folder(folder)
+        geometry = geometry_from_folder(folder)
+        found = (replace(m, is_fixed=m.name not in sites.places) for m in geometry.modules)
+        return replace(geometry, modules=tuple(found))
     modules = tuple(
         Module(name, site.kind, site.in_features, place.out_features, has_bias=False)
         for name, place in sorted(sites.places.items())

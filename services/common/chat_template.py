@@ -1,4 +1,4 @@
-"""The chat template that a model's files name, and the special tokens that it may use."""
+"""The chat template that a model's files name, and the Jinja environment that it is written for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -45,3 +50,44 @@ def _token_text(token: object) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks assistant messages for training; here it only renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_body")
+        return CallBlock(call, [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        return str(caller())
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Like the filter of transformers, which unlike jinja2's does not escape HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox in which templates are compiled, with the filters of transformers."""
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    return env
