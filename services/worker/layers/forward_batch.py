@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -25,3 +25,7 @@ class ForwardBatch:
     """int64 `[T]`: see `layers.ropes.Ropes.row`; None where all turn as the base's short ones."""
     states: StateBatch | None = None
     """Of recurrent layers, where the base has any."""
+    layer_inputs: Tensor | None = None
+    """`[T, layers, width]`: set by the model before its first layer, where layers have such."""
+    shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values of this pass by layer, which layers after it may read. Layers fill it."""

@@ -14,7 +14,7 @@ class RopeConfig:
     """Leading part of the head that rotates."""
     theta: float
     kind: str = "default"
-    """default, linear, dynamic, llama3, yarn or longrope."""
+    """default, linear, dynamic, llama3, yarn, longrope or proportional."""
     params: tuple[tuple[str, Any], ...] = ()
     """Numbers of the scaling method, sorted by name."""
 
@@ -147,6 +147,14 @@ class ModelConfig:
     """By layer, where layers differ; empty = all have `num_kv_heads` of `head_dim`."""
     kv_sources: tuple[int, ...] = ()
     """By layer: the one whose keys and values it reads; empty = each has its own."""
+    keys_are_values: tuple[bool, ...] = ()
+    """By layer: whether what keys are made of is what values are made of."""
+    wide_mlps: tuple[int, ...] = ()
+    """Layers whose MLP has twice as many neurons."""
+    layer_input_size: int = 0
+    """Width of what each layer is told of the tokens next to the residual stream; 0 = nothing."""
+    num_layer_input_rows: int = 0
+    """Tokens of the table of it."""
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
