@@ -8,19 +8,8 @@ from pathlib import Path
 import torch
 import transformers
 
-COMMON = {
-    "vocab_size": 311,
-    "hidden_size": 64,
-    "intermediate_size": 136,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-    "eos_token_id": 310,
-    "bos_token_id": 309,
-    "pad_token_id": 308,
-}
+from tests.worker.parity.base_fields import COMMON, VISION
+from tests.worker.parity.gemma4_bases import GEMMA4_BASES
 
 
 def _rope(**params: object) -> dict[str, object]:
@@ -35,16 +24,6 @@ LLAMA3_ROPE = _rope(
     original_max_position_embeddings=64,
 )
 YARN_ROPE = _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-"""A vision tower, whose weights are in the files of a multimodal base."""
 
 DELTA_NETS = {
     # A query and a key may be nearly orthogonal. What is read is then almost nothing but rounding
@@ -72,43 +51,6 @@ QWEN_EXPERTS = {
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 56,
 }
-GEMMA4 = {
-    "num_hidden_layers": 6,
-    "hidden_size": 48,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "sliding_window": 19,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "hidden_size_per_layer_input": 0,
-    "final_logit_softcapping": 30.0,
-    "tie_word_embeddings": True,
-}
-GEMMA4_SMALL = {
-    **GEMMA4,
-    "num_kv_shared_layers": 3,
-    "use_double_wide_mlp": True,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 311,
-}
-"""As the small sizes: inputs of each layer's own, and layers that read the keys of others."""
-GEMMA4_LARGE = {
-    **GEMMA4,
-    "attention_k_eq_v": True,
-    "num_global_key_value_heads": 1,
-}
-"""As the large sizes: the values of full layers are their keys."""
-GEMMA4_EXPERTS = {
-    "enable_moe_block": True,
-    "num_experts": 5,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 40,
-}
-GEMMA4_VISION = {
-    **VISION,
-    "head_dim": 16,
-    "num_key_value_heads": 2,
-    "position_embedding_size": 16,
-}
 
 BASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
@@ -131,32 +73,7 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
         "Gemma3TextConfig",
         {"head_dim": 24, "sliding_window": 19, "num_hidden_layers": 6, "hidden_size": 48},
     ),
-    "gemma4": ("Gemma4TextConfig", GEMMA4_SMALL),
-    "gemma4-moe": ("Gemma4TextConfig", {**GEMMA4_LARGE, **GEMMA4_EXPERTS}),
-    "gemma4-multimodal": (
-        "Gemma4Config",
-        {
-            "text_config": {**COMMON, **GEMMA4_SMALL},
-            "vision_config": GEMMA4_VISION,
-            "audio_config": None,
-        },
-    ),
-    "gemma4-unified": (
-        "Gemma4UnifiedConfig",
-        {
-            "text_config": {
-                **COMMON,
-                **{k: v for k, v in GEMMA4_LARGE.items() if "per_layer" not in k},
-            },
-            "vision_config": {
-                "patch_size": 4,
-                "mm_embed_dim": 32,
-                "mm_posemb_size": 8,
-                "output_proj_dims": 48,
-            },
-            "audio_config": None,
-        },
-    ),
+    **GEMMA4_BASES,
     "phi3": ("Phi3Config", {}),
     "phi3-partial-rope": ("Phi3Config", _rope(partial_rotary_factor=0.5, rope_type="default")),
     "phi3-longrope": (
@@ -429,6 +346,9 @@ def make_base(name: str, folder: Path, *, shard_bytes: int | None = None) -> Tin
             deviation = _deviation(name, parameter_name)
             parameter.data.normal_(0.0, deviation, generator=generator)
         parameter.requires_grad_(False)
+    for buffer_name, buffer in model.named_buffers():
+        if "layer_scalar" in buffer_name:
+            buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     shards = {"max_shard_size": shard_bytes} if shard_bytes else {}
     model.save_pretrained(folder, **shards)
     return TinyBase(name, folder, model)

@@ -14,7 +14,8 @@ import transformers
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex_services.worker.runner.building import build_runner
 from tests.worker.parity.adapters import make_adapter
-from tests.worker.parity.bases import COMMON, LIBRARY_BASES, make_base
+from tests.worker.parity.base_fields import COMMON
+from tests.worker.parity.bases import LIBRARY_BASES, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.suite import (
     MAX_LOGPROB_ERROR,
