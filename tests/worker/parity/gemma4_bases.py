@@ -15,12 +15,12 @@ GEMMA4 = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
+GEMMA4_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 311}
 GEMMA4_SMALL = {
     **GEMMA4,
     "num_kv_shared_layers": 3,
     "use_double_wide_mlp": True,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 311,
+    **GEMMA4_INPUTS,
 }
 """As the small sizes: inputs of each layer's own, and layers that read the keys of others."""
 GEMMA4_LARGE = {
@@ -44,11 +44,15 @@ GEMMA4_VISION = {
 
 GEMMA4_BASES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma4": ("Gemma4TextConfig", GEMMA4_SMALL),
+    "gemma4-all": (
+        "Gemma4TextConfig",
+        {**GEMMA4_SMALL, **GEMMA4_LARGE, **GEMMA4_EXPERTS, **GEMMA4_INPUTS},
+    ),
     "gemma4-moe": ("Gemma4TextConfig", {**GEMMA4_LARGE, **GEMMA4_EXPERTS}),
     "gemma4-multimodal": (
         "Gemma4Config",
         {
-            "text_config": {**COMMON, **GEMMA4_SMALL},
+            "text_config": {**COMMON, **GEMMA4_SMALL, "pad_token_id": 0},
             "vision_config": GEMMA4_VISION,
             "audio_config": None,
         },

@@ -14,7 +14,7 @@ from tests.worker.parity.base_fields import COMMON
 from tests.worker.parity.bases import BASES
 
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
-WITHOUT_OLD = ("gemma4", "gemma4-moe")
+WITHOUT_OLD = ("gemma4", "gemma4-moe", "gemma4-all")
 """Families that transformers 4 does not know."""
 ADDED_LATER = ("layer_types", "dtype", "rope_parameters")
 """Keys that files of transformers 4 lack: its early versions, or all."""
