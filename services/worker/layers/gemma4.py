@@ -130,7 +130,7 @@ class Gemma4Feed:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputs:
+class PerLayerEmbedding:
     """What each layer is told of the tokens: a table's rows, and a projection of the embedding."""
 
     table: Tensor

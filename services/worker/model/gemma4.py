@@ -17,7 +17,7 @@ from loraplex_services.worker.layers.gemma4 import (
     Gemma4Layer,
     Gemma4Router,
     LayerInput,
-    LayerInputs,
+    PerLayerEmbedding,
     SideExperts,
 )
 from loraplex_services.worker.layers.mlp import ACTIVATIONS
@@ -210,14 +210,14 @@ def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decode
     return builder.build(make_layer=_layer, layer_inputs=_inputs(builder))
 
 
-def _inputs(builder: Builder) -> LayerInputs | None:
+def _inputs(builder: Builder) -> PerLayerEmbedding | None:
     config = builder.config
     if not config.layer_input_size:
         return None
     width = config.num_layers * config.layer_input_size
     rows = config.num_layer_input_rows
     name = "model.per_layer_model_projection"
-    return LayerInputs(
+    return PerLayerEmbedding(
         builder.weights.take("model.embed_tokens_per_layer.weight", (rows, width)),
         builder.linear(-1, config.hidden_size, [(name, width)], has_bias=False),
         builder.norm(-1, "model.per_layer_projection_norm", config.layer_input_size),
