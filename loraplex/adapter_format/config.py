@@ -25,6 +25,8 @@ from loraplex.errors import Violation
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
 
+UNNAMED_TABLE = "embed_tokens"
+"""What a list in `trainable_token_indices` is kept under: the embedding, whatever its name."""
 MAX_ALPHA = 1e6
 """Of `lora_alpha` and of the values of `alpha_pattern`, without their sign. Adapters in use have
 1 to 1,000."""
@@ -171,7 +173,7 @@ def _token_indices(reader: AdapterConfigReader) -> tuple[tuple[str, tuple[int, .
     value = reader.fields.get("trainable_token_indices")
     if value is None or value == [] or value == {}:
         return ()
-    by_module: dict[str, object] = value if isinstance(value, dict) else {"embed_tokens": value}
+    by_module: dict[str, object] = value if isinstance(value, dict) else {UNNAMED_TABLE: value}
     result: list[tuple[str, tuple[int, ...]]] = []
     for module, indices in sorted(by_module.items()):
         if not is_index_list(indices) or len(set(indices)) != len(indices):

@@ -49,7 +49,7 @@ REFUSED: dict[str, str] = {
 TRAINING_ONLY: dict[str, str] = {
     "corda_config": "only matters for initialisation and is ignored",
     "eva_config": "only matters for initialisation and is ignored",
-    "fan_in_fan_out": "is for Conv1D layers; the served bases have none, and PEFT ignores it too",
+    "fan_in_fan_out": "follows from the base: PEFT sets it for GPT-2, and ignores it elsewhere",
     "loftq_config": "only matters for initialisation and is ignored",
     "lora_ga_config": "only matters for initialisation and is ignored",
     "runtime_config": "is never read from a file, by PEFT either; it is ignored",

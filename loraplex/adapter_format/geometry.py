@@ -36,6 +36,8 @@ MAX_CONFIG_BYTES = 1024 * 1024
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 
 _EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in"})
+_TURNED = frozenset({"c_attn", "c_fc", "c_proj"})
+"""Linears of GPT-2, whose weights are `[in, out]`."""
 _LAYER_INPUTS = "model.embed_tokens_per_layer.weight"
 """A table with a row for each token that layers read. Adapters cannot train it."""
 _LAYER_PROJECTION = "model.per_layer_model_projection"
@@ -120,7 +122,7 @@ def geometry_from_folder(path: Path) -> Geometry:
     return Geometry(
         model_type=_string(config, "model_type"),
         fingerprint=_fingerprint(config, modules, quantisation),
-        num_layers=_size(config, "num_hidden_layers"),
+        num_layers=_size(config, "n_layer" if "n_layer" in config else "num_hidden_layers"),
         vocab_size=_vocab_size(modules, config),
         tied_embeddings=tied,
         modules=modules,
@@ -217,7 +219,10 @@ def _modules(tensors: dict[str, TensorInfo], tied: bool, model_type: object) -> 
     modules = {}
     for name, info in tensors.items():
         if name.endswith(".weight") and len(info.shape) in (1, 2) and name != _LAYER_INPUTS:
-            module = _module(_module_of(name), info.shape, _module_of(name) + ".bias" in tensors)
+            own, shape = _module_of(name), info.shape
+            if model_type == "gpt2" and _last_part(own) in _TURNED:
+                shape = shape[::-1]
+            module = _module(own, shape, f"{own}.bias" in tensors)
             modules[module.name] = module
     for module in _stacked_experts(tensors, model_type):
         modules[module.name] = module

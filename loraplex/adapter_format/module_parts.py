@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loraplex.adapter_format.config import AdapterConfig
+from loraplex.adapter_format.config import UNNAMED_TABLE, AdapterConfig
 from loraplex.adapter_format.findings import Findings
-from loraplex.adapter_format.geometry import EMBEDDING, HEAD, LINEAR, LM_HEAD, NORM, Module
+from loraplex.adapter_format.geometry import (
+    EMBEDDING,
+    HEAD,
+    LINEAR,
+    LM_HEAD,
+    NORM,
+    Module,
+    kind_of_matrix,
+)
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 from loraplex.adapter_format.tensor_names import (
     BASE_BIAS,
@@ -50,9 +58,7 @@ class ModuleParts:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens whose rows were trained, in the order of the rows."""
-        by_module = dict(self.config.trainable_token_indices)
-        matches = (ids for suffix, ids in by_module.items() if _ends(self.module.name, suffix))
-        return next(matches, ())
+        return _trained_tokens(self.config, self.module.name)
 
     def check(self, findings: Findings) -> bool:
         """Refuse parts that do not belong; returns whether all is well."""
@@ -188,7 +194,16 @@ def saves(config: AdapterConfig, name: str) -> bool:
 
 def trains_tokens(config: AdapterConfig, name: str) -> bool:
     """Whether `trainable_token_indices` names a module."""
-    return any(_ends(name, suffix) for suffix, _ in config.trainable_token_indices)
+    return bool(_trained_tokens(config, name))
+
+
+def _trained_tokens(config: AdapterConfig, name: str) -> tuple[int, ...]:
+    """A list without a name is that of the embedding, as in PEFT, whatever the base calls it."""
+    is_embedding = kind_of_matrix(name) == EMBEDDING
+    for suffix, ids in config.trainable_token_indices:
+        if _ends(name, suffix) or (is_embedding and suffix == UNNAMED_TABLE):
+            return ids
+    return ()
 
 
 def _ends(name: str, suffix: str) -> bool:

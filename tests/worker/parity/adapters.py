@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.worker.parity.bases import TinyBase
+from tests.worker.parity.module_names import with_names_of
 
 DELTA_NETS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -187,28 +187,11 @@ LIBRARY_FEATURES = (
 RECURRENT_FEATURES = ("delta-nets", "delta-nets-dora", "delta-nets-activated")
 ACTIVATED_FEATURES = ("activated", "delta-nets-activated")
 EXPERT_FAMILIES = (
-    "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_next",
+    "deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe",
+    "qwen3_next",
 )  # fmt: skip
 ROUTERS = {"gpt_oss": "router.weight", "gemma4_text": "router.proj.weight"}
 """Where it is not `gate.weight`."""
-
-FUSED_NAMES = (
-    (re.compile(r"(?<![a-z])[qkv]_proj"), "qkv_proj"),
-    (re.compile(r"(?<![a-z])(gate|up)_proj"), "gate_up_proj"),
-)
-
-
-def _fused(value: object) -> object:
-    """The same feature on a base whose projections are fused in its files."""
-    if isinstance(value, str):
-        for pattern, fused in FUSED_NAMES:
-            value = pattern.sub(fused, value)
-        return value
-    if isinstance(value, list):
-        return sorted({_fused(item) for item in value})
-    if isinstance(value, dict):
-        return {_fused(key): item for key, item in value.items()}
-    return value
 
 
 def features_of(base: TinyBase) -> list[str]:
@@ -282,14 +265,13 @@ def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
         fields = {**fields, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     if base.is_multimodal:
         fields = of_text_model(fields, tower_norms=base.name == "gemma4-multimodal")
-    if base.name.startswith("phi3"):
-        fields = {key: _fused(value) for key, value in fields.items()}
     if (
         has_experts(base)
         and fields["target_modules"] == "all-linear"
         and feature not in EXPERT_FEATURES
     ):
         fields = {**fields, "target_modules": ATTENTION}  # PEFT would take experts, too
+    fields = with_names_of(base.name, fields)
     return peft.LoraConfig(**{"lora_alpha": 16, "task_type": "CAUSAL_LM", **fields})
 
 

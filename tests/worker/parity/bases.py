@@ -259,6 +259,23 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
 """Name -> (transformers config class, what differs from COMMON). With a `text_config`, which then
 holds all of COMMON, it is a multimodal base."""
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Latent attention, whose values are narrower than its keys."""
+
 LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": (
         "GraniteConfig",
@@ -286,6 +303,11 @@ LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
     "apertus": ("ApertusConfig", {}),
     "ernie": ("Ernie4_5Config", {}),
     "helium": ("HeliumConfig", {"head_dim": 16}),
+    "gpt2": ("GPT2Config", {}),
+    "gpt-neox": ("GPTNeoXConfig", {}),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "deepseek-v2": ("DeepseekV2Config", LATENT),
+    "deepseek-v3": ("DeepseekV3Config", LATENT),
 }
 """Families without code here: they run through the transformers library."""
 
