@@ -138,11 +138,12 @@ def _read_heads(
     reader.get("num_global_key_value_heads")
     default = {str(layer): of_full for layer, name in enumerate(types) if name == FULL}
     changes = reader.get("per_layer_config", default)
-    if not isinstance(changes, dict):
-        raise reader.refuse("per_layer_config", changes, "must be an object")
+    if not isinstance(changes, dict) or not all(key.isdecimal() for key in changes):
+        raise reader.refuse("per_layer_config", changes, "must be an object with layers as keys")
+    by_layer = {int(key): own for key, own in changes.items()}  # written as "04" where there are 10
     found = []
     for layer in range(config.num_layers):
-        own = changes.get(str(layer), {})
+        own = by_layer.get(layer, {})
         if not isinstance(own, dict) or not _OF_LAYER >= set(own):
             known = ", ".join(sorted(_OF_LAYER))
             raise reader.refuse(f"per_layer_config.{layer}", own, f"may hold {known} only")

@@ -21,8 +21,10 @@ from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.model.load import DummyWeights
 from loraplex_services.worker.runner.parallel.group import check_group
 from tests.worker.parity.adapters import draw, make_adapter
+from tests.worker.parity.base_fields import COMMON
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.gemma4_bases import GEMMA4_SMALL
 from tests.worker.parity.runners import parity_runner
 from tests.worker.parity.suite import MAX_LOGPROB_ERROR, Stage, judge, make_jobs, stage_of
 
@@ -152,6 +154,17 @@ def test_keys_are_kept_in_int8_where_that_is_asked_for(base: TinyBase) -> None:
     assert exact[0][:1] == rounded[0][:1]
 
 
+def test_the_heads_of_many_layers_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    """Whose numbers are padded with zeros as keys."""
+    fields = {**GEMMA4_SMALL, "num_hidden_layers": 12, "layer_types": None}
+    theirs = transformers.Gemma4TextConfig(**{**COMMON, **fields})
+    theirs.save_pretrained(tmp_path)
+    assert "05" in json.loads((tmp_path / "config.json").read_text())["per_layer_config"]
+    _, ours = read_model_config(tmp_path)
+    heads = [(own.num_key_value_heads, own.head_dim) for own in theirs.per_layer_config]
+    assert [(own.count, own.dim) for own in ours.kv_heads] == heads
+
+
 def test_random_weights_of_its_geometry_can_be_served(base: TinyBase) -> None:
     family, config = read_model_config(base.folder)
     weights = DummyWeights(torch.float32, torch.device("cpu"))
@@ -176,6 +189,7 @@ def changed_config(base: TinyBase, folder: Path, change: dict[str, object]) -> P
         ({"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input"),
         ({"hidden_size_per_layer_input": "8"}, "hidden_size_per_layer_input"),
         ({"per_layer_config": []}, "per_layer_config"),
+        ({"per_layer_config": {"full_attention": {"head_dim": 32}}}, "per_layer_config"),
         ({"per_layer_config": {"2": {"num_attention_heads": 2}}}, "per_layer_config.2"),
         ({"per_layer_config": {"2": {"num_key_value_heads": 3}}}, "num_global_key_value_heads"),
         ({"per_layer_config": {"2": {"head_dim": 7}}}, "global_head_dim"),
