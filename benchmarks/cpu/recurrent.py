@@ -1,11 +1,13 @@
-"""A base with recurrent layers on a CPU: the engine in process, compared with transformers.
+"""A base with unusual layers on a CPU: the engine in process, compared with transformers.
 
-    python -m benchmarks run cpu.recurrent [--requests 8] [--repetitions 3] [--dtype float32]
+    python -m benchmarks run cpu.recurrent [--family gemma4] [--requests 8] [--repetitions 3]
 
-Qwen 3.5 of about half a billion parameters (18 gated delta nets and 6 layers with attention) with
-random weights, stored in bfloat16. All requests come at once; greedy. The sides alternate. Prints
-transformers' time over ours for decode steps and for whole runs, by the wall and by processor time,
-and writes `results/<machine>/cpu_recurrent.json`. Numbers compare within one run only.
+Qwen 3.5 of about half a billion parameters (18 gated delta nets and 6 layers with attention), or
+Gemma 4 (24 layers of two shapes, of which 14 read the keys of others, with inputs of their own),
+with random weights, stored in bfloat16. All requests come at once; greedy. The sides alternate.
+Prints transformers' time over ours for decode steps and for whole runs, by the wall and by
+processor time, and writes `results/<machine>/cpu_recurrent.json` or `cpu_gemma4.json`. Numbers
+compare within one run only.
 """
 
 from __future__ import annotations
@@ -39,13 +41,34 @@ GEOMETRY = {
     "max_position_embeddings": 4096,
 }
 """That of Qwen3.5-0.8B, with a smaller vocabulary."""
+GEMMA4 = {
+    "vocab_size": 32000,
+    "vocab_size_per_layer_input": 32000,
+    "hidden_size": 1024,
+    "hidden_size_per_layer_input": 128,
+    "intermediate_size": 3072,
+    "use_double_wide_mlp": True,
+    "num_hidden_layers": 24,
+    "num_kv_shared_layers": 14,
+    "layer_types": ([*["sliding_attention"] * 5, "full_attention"] * 4),
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 4096,
+}
+"""That of Gemma 4 E2B, with two thirds of its layers and width, and a smaller vocabulary."""
+FAMILIES = {
+    "qwen3.5": ("Qwen3_5TextConfig", GEOMETRY, "cpu_recurrent"),
+    "gemma4": ("Gemma4TextConfig", GEMMA4, "cpu_gemma4"),
+}
+"""Class of the config, its fields, name of the results."""
 RATIOS = ("step_s", "step_cpu_s", "first_token_s", "wall_s", "cpu_s")
 NUM_THREADS = torch.get_num_threads()
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description="Qwen 3.5 compared with transformers")
+    parser = argparse.ArgumentParser(description="unusual layers compared with transformers")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3.5")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=24)
@@ -53,7 +76,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        base = make_base(Path(scratch))
+        base = make_base(Path(scratch), args.family)
         sides: dict[str, Any] = {
             "loraplex": OurEngine(base, args.dtype, "auto", 1 << 30),
             "transformers": PeftMixed(base, args.dtype, NUM_THREADS),
@@ -70,7 +93,9 @@ def main() -> None:
     for key, value in ratios.items():
         print(f"{key}: transformers takes {value:.2f}x as long, median of {args.repetitions} turns")
     found = {name: [asdict(run) for run in own] for name, own in runs.items()}
-    write_results("cpu_recurrent", {"options": vars(args), "ratios": ratios, "runs": found})
+    write_results(
+        FAMILIES[args.family][2], {"options": vars(args), "ratios": ratios, "runs": found}
+    )
 
 
 def ratio(runs: dict[str, list[Run]], key: str) -> float:
@@ -79,12 +104,13 @@ def ratio(runs: dict[str, list[Run]], key: str) -> float:
     return statistics.median(getattr(theirs, key) / getattr(ours, key) for theirs, ours in pairs)
 
 
-def make_base(folder: Path) -> Path:
+def make_base(folder: Path, family: str) -> Path:
     """Random weights, as transformers writes them."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.Qwen3_5TextConfig(**GEOMETRY)
+    class_name, fields, _ = FAMILIES[family]
+    config = getattr(transformers, class_name)(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "base")
     return folder / "base"

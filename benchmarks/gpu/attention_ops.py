@@ -35,6 +35,7 @@ from loraplex_services.worker.ops.attention.shapes import (
 )
 from loraplex_services.worker.ops.attention.triton_backend import TritonAttentionMetadata
 from loraplex_services.worker.ops.launch import INTERPRETING, shared_bytes
+from loraplex_services.worker.types.model_config import KvHeads
 
 HEADS = HeadShape(32, 8, 128, 128**-0.5, None, None)
 TINY_HEADS = HeadShape(4, 2, 16, 0.25, None, None)
@@ -128,7 +129,9 @@ class Bench:
         torch.manual_seed(0)
         self.shape, self.case, self.num_layers = shape, case, num_layers
         dtype = torch.bfloat16
-        groups = plan_kv_groups([None] * num_layers, shape.num_kv_heads, shape.head_dim, 2)
+        groups = plan_kv_groups(
+            [None] * num_layers, [KvHeads(shape.num_kv_heads, shape.head_dim)] * num_layers, 2
+        )
         assert len(groups.groups) == 1, "one block table for all layers"
         counts = [-(-(start + num) // TOKENS_PER_BLOCK) for start, num in case.pieces]
         arena = ArenaBuffer(sum(counts), groups.block_bytes, device)

@@ -110,7 +110,7 @@ def filled(
     write_base(root / "base", base)
     family, config = read_model_config(root / "base")
     sites = family.build(config, NoWeights(), TorchOperators()).site_weights.table
-    groups = plan_kv_groups(config.windows, config.num_kv_heads, config.head_dim, HALF_BYTES)
+    groups = plan_kv_groups(config.windows, config.kv_heads, HALF_BYTES)
     reader = ModuleReader(base_geometry(root / "base", config, sites), sites, max(ranks))
     sizes = []
     for rank in ranks:

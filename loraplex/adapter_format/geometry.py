@@ -36,6 +36,9 @@ MAX_CONFIG_BYTES = 1024 * 1024
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 
 _EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in"})
+_LAYER_INPUTS = "model.embed_tokens_per_layer.weight"
+"""A table with a row for each token that layers read. Adapters cannot train it."""
+_LAYER_PROJECTION = "model.per_layer_model_projection"
 _LM_HEAD_NAMES = frozenset({"lm_head", "embed_out"})
 _GPT2 = "gpt2"
 _TRANSPOSED = frozenset({"c_attn", "c_fc", "c_proj"})
@@ -51,11 +54,12 @@ IDENTITY_KEYS = (
     "model_type", "moe_intermediate_size", "n_embd", "n_head", "n_inner", "n_layer",
     "norm_topk_prob", "num_attention_heads",
     "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+    "num_kv_shared_layers",
     "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor",
     "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
     "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "sliding_window_pattern",
     "swiglu_alpha", "swiglu_limit",
-    "tie_word_embeddings", "use_sliding_window", "vocab_size",
+    "tie_word_embeddings", "top_k_experts", "use_sliding_window", "vocab_size",
 )  # fmt: skip
 """Keys of config.json that change what the weights compute. Names, dtypes, token ids and library
 versions are left out: they differ between copies of one model."""
@@ -92,6 +96,11 @@ class Geometry:
     """Ordered by name."""
     rotary_pairs: int = 0
     """Pairs of a head's components that turn; 0 = not known."""
+
+    @property
+    def has_layer_inputs(self) -> bool:
+        """Whether each token has a row in another table, which adapters do not save."""
+        return any(module.name == _LAYER_PROJECTION for module in self.modules)
 
 
 def geometry_from_folder(path: Path) -> Geometry:
@@ -228,8 +237,9 @@ def _tied_by_default(tensors: dict[str, TensorInfo]) -> bool:
 def _modules(tensors: dict[str, TensorInfo], tied: bool, model_type: object) -> tuple[Module, ...]:
     modules = {}
     for name, info in tensors.items():
-        if name.endswith(".weight") and len(info.shape) in (1, 2):
-            module = _module(_module_of(name), info.shape, _module_of(name) + ".bias" in tensors)
+        if name.endswith(".weight") and len(info.shape) in (1, 2) and name != _LAYER_INPUTS:
+            own = _module_of(name)
+            module = _module(own, info.shape, f"{own}.bias" in tensors)
             modules[module.name] = module
     for module in _stacked_experts(tensors, model_type):
         modules[module.name] = module

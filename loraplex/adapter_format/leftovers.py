@@ -13,7 +13,7 @@ _FILES: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
             r"training_args\.(bin|json)|(optimizer|scheduler|scaler)\.(pt|bin)"
-            r"|rng_state(_\d+)?\.pth|trainer_state\.json|trainer_log\.jsonl"
+            r"|rng_state(_\d+)?\.pth|(trainer|tokens)_state\.json|trainer_log\.jsonl"
             r"|(all|train|eval|predict|test)_results\.json|latest|zero_to_fp32\.py",
             _FLAGS,
         ),

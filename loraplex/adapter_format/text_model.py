@@ -19,6 +19,8 @@ from loraplex.errors import InvalidRequest, Unsupported
 
 WRAPPERS: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "internvl": "qwen2",
     "llava": "llama",
     "llava_next": "llama",
@@ -35,6 +37,15 @@ _SAME_TEXT_MODEL = {"qwen3_vl_text": "qwen3"}
 """Text models that compute what another one does: without images, the three position ids of a token
 are equal."""
 
+_GEMMA4 = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
 _ABSENT: Mapping[str, Mapping[str, object]] = {
     "gemma3_text": {
         "vocab_size": 262208,
@@ -44,6 +55,8 @@ _ABSENT: Mapping[str, Mapping[str, object]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "llama": {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -62,7 +75,7 @@ _ABSENT: Mapping[str, Mapping[str, object]] = {
     "qwen3_vl_text": {"rope_theta": 500000.0},
 }
 """What keys mean that a published `text_config` leaves out: the defaults of transformers' classes.
-The configs of Gemma 3 and LLaVA hold only what differs from them."""
+The configs of Gemma 3 and 4 and LLaVA hold only what differs from them."""
 
 _TOWERS = frozenset(
     """
@@ -100,6 +113,8 @@ FURTHER_TOKENS = "mtp."
 """Begins the names of layers that predict more than the next token, which are not served."""
 
 PLAIN = Spelling("model.")
+_PLAIN_NAMES = ("model.layers.", "model.embed_tokens", "model.norm.", "model.per_layer_")
+"""Begin the names of a text model's tensors."""
 WRAPPED = (
     Spelling("model.language_model."),
     Spelling("language_model.model.", "language_model."),
@@ -177,8 +192,7 @@ def _plain(tensor: str) -> str | None:
     for spelling in WRAPPED:
         if tensor.startswith((spelling.body, f"{spelling.head}lm_head.")):
             return spelling.plain(tensor)
-    is_plain = tensor.startswith(("model.layers.", "model.embed_tokens.", "model.norm."))
-    return tensor if is_plain else None
+    return tensor if tensor.startswith(_PLAIN_NAMES) else None
 
 
 def is_in_tower(module: str) -> bool:

@@ -45,6 +45,12 @@ def complete_tables(
             head, embedding = _tied(head, embedding, config), shared
         tables = [embedding, head]
     size = _common_size(tables, geometry.vocab_size, findings)
+    if size > geometry.vocab_size and geometry.has_layer_inputs:
+        why = (
+            "adds tokens, for which the base's per-layer embeddings have no rows, and libraries do "
+            "not save any with an adapter; train without new tokens"
+        )
+        findings.refuse(f"{TENSOR_FILE}:{names[EMBEDDING]}", size - geometry.vocab_size, why)
     for module in tables:
         if _is_changed(module) or module.name in by_name or size != geometry.vocab_size:
             own = size if size != geometry.vocab_size else 0

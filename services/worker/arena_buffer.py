@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 
 import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, TOKENS_PER_BLOCK, KvGroups
+from loraplex_services.worker.cache.kv_layout import (
+    MAX_BLOCK_BYTES,
+    TOKENS_PER_BLOCK,
+    KvGroup,
+    KvGroups,
+)
 
 
 class ArenaBuffer:
@@ -71,28 +77,30 @@ class KvBuffer:
         self._planes: dict[int, tuple[Tensor, Tensor]] = {}
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}
         self._group_of: dict[int, int] = {}
-        planes = arena.data.view(arena.num_blocks, -1, groups.plane_bytes)
         for group_id, group in enumerate(groups.groups):
+            num_bytes = groups.plane_bytes(group.heads)
+            used = arena.data[:, : 2 * len(group.layers) * num_bytes]
+            planes = used.unflatten(1, (-1, num_bytes))
             for place, layer in enumerate(group.layers):
                 both = planes[:, 2 * place], planes[:, 2 * place + 1]
-                self._planes[layer] = self._items(both[0]), self._items(both[1])
+                self._planes[layer] = self._items(both[0], group), self._items(both[1], group)
                 if groups.scale_bytes:
-                    self._scales[layer] = self._own_scales(both[0]), self._own_scales(both[1])
+                    scales = (self._own_scales(plane, group) for plane in both)
+                    self._scales[layer] = next(scales), next(scales)
                 self._group_of[layer] = group_id
 
-    def _items(self, plane: Tensor) -> Tensor:
+    def _items(self, plane: Tensor, group: KvGroup) -> Tensor:
         """Keys or values of uint8 `[num_blocks, plane_bytes]`."""
-        groups = self.groups
-        items = plane[:, : groups.plane_items * groups.itemsize]
-        dtype = torch.int8 if groups.scale_bytes else self.dtype
-        shape = groups.num_kv_heads, TOKENS_PER_BLOCK, groups.head_dim
-        return items.view(dtype).view(len(plane), *shape)
+        dtype = torch.int8 if self.groups.scale_bytes else self.dtype
+        shape = group.heads.count, TOKENS_PER_BLOCK, group.heads.dim
+        items = plane[:, : math.prod(shape) * dtype.itemsize].view(dtype)
+        return items.view(len(plane), *shape)
 
-    def _own_scales(self, plane: Tensor) -> Tensor:
+    def _own_scales(self, plane: Tensor, group: KvGroup) -> Tensor:
         """Their scales."""
-        groups = self.groups
-        scales = plane[:, groups.plane_items * groups.itemsize :].view(SCALE_DTYPE)
-        return scales.view(len(plane), groups.num_kv_heads, TOKENS_PER_BLOCK)
+        shape = group.heads.count, TOKENS_PER_BLOCK
+        scales = plane[:, -math.prod(shape) * SCALE_DTYPE.itemsize :]
+        return scales.view(SCALE_DTYPE).view(len(plane), *shape)
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer in every block, `[num_blocks, Hkv, T, D]`; int8 if it has scales."""

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,17 +100,17 @@ class Load:
     stack: Stack
     expected: list[Answer]
     judge: Judge = the_same
+    asked: list[dict[str, Any]] = field(default_factory=bodies)
     stop: threading.Event = field(default_factory=threading.Event)
     failures: list[str] = field(default_factory=list)
     num_done: int = 0
 
     def client(self, offset: int) -> None:
-        asked = bodies()
         number = offset
         while not self.stop.is_set():
-            place = number % len(asked)
+            place = number % len(self.asked)
             try:
-                got = stream(self.stack, asked[place])
+                got = stream(self.stack, self.asked[place])
                 if fault := self.judge(got, self.expected[place]):
                     self.failures.append(f"request {place} {fault}")
             except Exception as error:
@@ -170,11 +170,11 @@ def kill_under_load(load: Load, num_kills: int) -> None:
     assert metric(stack, CONTINUATIONS) > 0
 
 
-def undisturbed(stack: Stack) -> list[Answer]:
+def undisturbed(stack: Stack, asked: Sequence[dict[str, Any]] | None = None) -> list[Answer]:
     """The answers of both workers while nothing happens."""
     eventually(lambda: both_ready(stack))
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        return list(pool.map(lambda body: stream(stack, body), bodies()))
+        return list(pool.map(lambda body: stream(stack, body), asked or bodies()))
 
 
 @pytest.mark.timeout(300)

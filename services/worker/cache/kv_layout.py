@@ -1,16 +1,17 @@
 """How KV and adapters share equal blocks: which layers a block holds. No tensors.
 
-Layers are split into KV groups of one attention kind (full, or one window) and of equal size, the
-largest for which a block of 16 tokens stays within 2 MiB. A block holds 16 tokens of all layers of
-its group: layer-major, K then V, each `[Hkv, T, D]`. With an int8 cache, `[Hkv, T]` scales follow
-each of the two.
+Layers are split into KV groups of one attention kind (full, or one window) and of one shape. A
+block holds 16 tokens of all layers of its group: layer-major, K then V, each `[Hkv, T, D]`. With an
+int8 cache, `[Hkv, T]` scales follow each of the two. Groups are as large as a block of 2 MiB allows
+and as leaves the least of all blocks empty: nothing, where the layers have one shape.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from loraplex_services.worker.types.model_config import KvHeads
 
 TOKENS_PER_BLOCK = 16
 MAX_BLOCK_BYTES = 2 * 1024 * 1024
@@ -22,6 +23,7 @@ class KvGroup:
 
     layers: tuple[int, ...]
     window: int | None
+    heads: KvHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,56 +31,62 @@ class KvGroups:
     """All groups of a model and the block they agree on."""
 
     groups: tuple[KvGroup, ...]
-    num_kv_heads: int
-    head_dim: int
+    block_bytes: int
+    """Of every block of the arena; a group may leave its end empty."""
     itemsize: int
     scale_bytes: int = 0
     """Bytes of the scale of each token and head, behind a layer's K and behind its V; 0 = none."""
-
-    @property
-    def plane_items(self) -> int:
-        """Elements of K (or of V) of one layer in a block."""
-        return self.num_kv_heads * TOKENS_PER_BLOCK * self.head_dim
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of every block of the arena."""
-        return 2 * len(self.groups[0].layers) * self.plane_bytes
-
-    @property
-    def plane_bytes(self) -> int:
-        """Bytes of K (or of V) of one layer in a block, with their scales."""
-        num_scales = self.num_kv_heads * TOKENS_PER_BLOCK
-        return self.plane_items * self.itemsize + num_scales * self.scale_bytes
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Window of each group."""
         return tuple(group.window for group in self.groups)
 
+    def plane_bytes(self, heads: KvHeads) -> int:
+        """Bytes of K (or of V) of one layer in a block, with their scales."""
+        return _plane_bytes(heads, self.itemsize, self.scale_bytes)
+
 
 def plan_kv_groups(
     windows: Sequence[int | None],
-    num_kv_heads: int,
-    head_dim: int,
+    heads: Sequence[KvHeads],
     itemsize: int,
     without_kv: Collection[int] = (),
     scale_bytes: int = 0,
 ) -> KvGroups:
-    """Split layers, whose windows are given, into groups; some layers may have no KV."""
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
+    """Split layers, whose windows and heads are given, into groups; some layers may have no KV."""
+    kinds: dict[tuple[int | None, KvHeads], list[int]] = {}
+    for layer, kind in enumerate(zip(windows, heads, strict=True)):
         if layer not in without_kv:
-            kinds.setdefault(window, []).append(layer)
-    layer_bytes = 2 * num_kv_heads * TOKENS_PER_BLOCK * (head_dim * itemsize + scale_bytes)
-    common = math.gcd(*(len(layers) for layers in kinds.values()))
-    size = max(
-        (n for n in range(1, common + 1) if common % n == 0 and n * layer_bytes <= MAX_BLOCK_BYTES),
-        default=1,
-    )
+            kinds.setdefault(kind, []).append(layer)
+    sizes = [2 * _plane_bytes(own, itemsize, scale_bytes) for _, own in kinds]
+    counts = [len(layers) for layers in kinds.values()]
+    block_bytes = _block_bytes(sizes, counts)
     groups = tuple(
-        KvGroup(tuple(layers[begin : begin + size]), window)
-        for window, layers in kinds.items()
-        for begin in range(0, len(layers), size)
+        KvGroup(tuple(layers[begin : begin + block_bytes // size]), window, own)
+        for ((window, own), layers), size in zip(kinds.items(), sizes, strict=True)
+        for begin in range(0, len(layers), block_bytes // size)
     )
-    return KvGroups(groups, num_kv_heads, head_dim, itemsize, scale_bytes)
+    return KvGroups(groups, block_bytes, itemsize, scale_bytes)
+
+
+def _plane_bytes(heads: KvHeads, itemsize: int, scale_bytes: int) -> int:
+    return heads.count * TOKENS_PER_BLOCK * (heads.dim * itemsize + scale_bytes)
+
+
+def _block_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
+    """Of the blocks that hold `counts` layers of `sizes` bytes in the fewest bytes, the largest."""
+    least = max(sizes)  # a block holds a whole layer
+    most = max(least, MAX_BLOCK_BYTES)
+    candidates = {
+        num * size
+        for size, count in zip(sizes, counts, strict=True)
+        for num in range(1, count + 1)
+        if least <= num * size <= most
+    }
+
+    def total_bytes(block_bytes: int) -> int:
+        pairs = zip(sizes, counts, strict=True)
+        return block_bytes * sum(-(-count // (block_bytes // size)) for size, count in pairs)
+
+    return min(candidates, key=lambda block_bytes: (total_bytes(block_bytes), -block_bytes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -25,3 +25,8 @@ class ForwardBatch:
     """int64 `[T]`: see `layers.ropes.Ropes.row`; None if all turn as the base's short ones."""
     states: StateBatch | None = None
     """States of recurrent layers, if the base has any."""
+    layer_inputs: Tensor | None = None
+    """`[T, layers, width]`: set by the model before its first layer, if layers have inputs of their
+    own."""
+    shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values of this pass by layer, for layers that share them. Layers fill it."""

@@ -7,9 +7,11 @@ therefore set on one object that all of these modules share, for the length of t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loraplex.errors import Unsupported
@@ -35,6 +37,8 @@ class AttentionCall:
     """How one layer calls attention."""
 
     layer: int
+    source: int
+    """The layer whose keys and values it reads: its own, or an earlier one's."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -54,6 +58,8 @@ class CurrentPass:
     num_logits: int = 0
     """Width of the logits; 0 = the base's."""
     calls: dict[int, AttentionCall] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    """Of the layers' calls, as long as they are noted."""
     sinks: dict[int, Tensor] = field(default_factory=dict)
     backends: dict[int, AttentionBackend] = field(default_factory=dict)
 
@@ -123,9 +129,19 @@ class KnownStates(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the body would return, with `hidden`."""
-        from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
+        return _output_class()(last_hidden_state=self.hidden)
 
-        return MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
+
+@cache
+def _output_class() -> Any:
+    """What a body returns; whatever else a head passes on of it is None."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    def absent(_self: Any, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    return type("KnownOutput", (BaseModelOutput,), {"__getattr__": absent})
 
 
 def attend(
@@ -140,14 +156,20 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of the library: heads `[1, heads, T, D]` -> `[1, T, heads, D]`."""
+    """An attention function of the library: heads `[1, heads, T, D]` -> `[1, T, heads, D]`.
+
+    Values may be narrower than keys, as those of latent attention are: they are padded with zeros.
+    """
     current: CurrentPass = module.loraplex_pass
+    width = value.shape[-1]
     if current.batch is None:
         _note(current, module, query, key, value, scaling, sliding_window, softcap, s_aux, others)
-        return torch.zeros_like(query).transpose(1, 2), None
+        return query.new_zeros(query.shape).transpose(1, 2)[..., :width], None
+    if width < key.shape[-1]:
+        value = F.pad(value, (0, key.shape[-1] - width))
     q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
     y = current.backends[module.layer_idx].forward(q, k, v, current.batch.attention)
-    return y.view(1, len(y), query.shape[1], -1), None
+    return y.view(1, len(y), query.shape[1], -1)[..., :width], None
 
 
 def _note(
@@ -175,10 +197,14 @@ def _note(
         )
     if layer in current.calls or not getattr(module, "is_causal", True):
         raise Unsupported.field(name, "", "is not plain causal self-attention, once in each layer")
-    if value.shape != key.shape or key.shape[-1] != query.shape[-1]:
-        raise Unsupported.field(name, "", "has values and keys of different widths")
+    is_even = value.shape[:-1] == key.shape[:-1] and key.shape[-1] == query.shape[-1]
+    if not is_even or value.shape[-1] > key.shape[-1]:
+        raise Unsupported.field(name, "", "has values that are wider than its keys")
+    source = next((other for other, known in current.keys.items() if known is key), layer)
+    current.keys[layer] = key
     current.calls[layer] = AttentionCall(
         layer,
+        source,
         query.shape[1],
         key.shape[1],
         query.shape[-1],

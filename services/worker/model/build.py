@@ -20,7 +20,15 @@ from loraplex_services.worker.layers.operators import AddLora, Operators
 from loraplex_services.worker.layers.ranks import GatheredLinear
 from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.layers.sharded_lora import ShardedLora
-from loraplex_services.worker.model.decoder import Decoder, DecoderLayer, Mixer, Mlp, SiteWeights
+from loraplex_services.worker.model.decoder import (
+    Decoder,
+    DecoderLayer,
+    Layer,
+    LayerInputs,
+    Mixer,
+    Mlp,
+    SiteWeights,
+)
 from loraplex_services.worker.model.load import TensorWindow, Weights, take_rows, take_window
 from loraplex_services.worker.ops.linear.coded import CodedWeight, joined
 from loraplex_services.worker.ops.linear.stacked import StackedLinear
@@ -84,11 +92,15 @@ class Builder:
         self,
         make_mlp: Callable[[Builder, int], Mlp] | None = None,
         make_mixer: Callable[[Builder, int], Mixer] | None = None,
+        *,
+        make_layer: Callable[[Builder, int], Layer] | None = None,
+        layer_inputs: LayerInputs | None = None,
     ) -> Decoder:
         """The whole model. Every tensor of the files must be used.
 
         Args:
             make_mixer: of a layer; None = all have attention.
+            make_layer: of a family whose layers are not made of a mixer, an MLP and norms.
         """
         config, weights = self.config, self.weights
         table = self._vocabulary_rows("model.embed_tokens.weight")
@@ -96,7 +108,10 @@ class Builder:
         embedding = LoraEmbedding(site_id, table, config.vocab_size, self.operators.ranks)
         self._query_scales = query_scales(config, table.device)
         makers = make_mixer or Builder.attention, make_mlp or dense_mlp
-        layers = [self._layer(i, *makers) for i in range(config.num_layers)]
+        layers: list[Layer] = [
+            make_layer(self, i) if make_layer else self._layer(i, *makers)
+            for i in range(config.num_layers)
+        ]
         norm = self.norm(-1, "model.norm", config.hidden_size)
         head = self._head(table)
         score = ScoreHead(self.sites.add(-1, HEAD, config.hidden_size, [("score", 0)]))
@@ -112,7 +127,7 @@ class Builder:
             self.shard,
             self.published,
         )
-        return Decoder(config, embedding, layers, norm, head, score, sites)
+        return Decoder(config, embedding, layers, norm, head, score, sites, layer_inputs)
 
     @property
     def shard(self) -> Shard:

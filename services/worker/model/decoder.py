@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -38,6 +38,25 @@ class Mixer(Protocol):
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
+        ...
+
+
+class Layer(Protocol):
+    """One step of the residual stream."""
+
+    def forward(
+        self, x: Tensor, update: Tensor | None, cos_sin: CosSin, batch: ForwardBatch
+    ) -> Tensor | None:
+        """What is still to be added to the residual stream `x`, `[T, H]`, which is mutated; None =
+        nothing. `update`: the same of the layer before."""
+        ...
+
+
+class LayerInputs(Protocol):
+    """What layers read next to the residual stream."""
+
+    def forward(self, token_ids: Tensor, embedded: Tensor, lora: LoraBatch) -> Tensor:
+        """int64 `[T]` and `[T, H]` -> `[T, layers, width]`."""
         ...
 
 
@@ -107,11 +126,12 @@ class Decoder:
         self,
         config: ModelConfig,
         embedding: LoraEmbedding,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Layer],
         norm: Norm | None,
         head: LoraLinear,
         score: ScoreHead,
         site_weights: SiteWeights,
+        layer_inputs: LayerInputs | None = None,
     ) -> None:
         self.config = config
         self.site_weights = site_weights
@@ -120,6 +140,7 @@ class Decoder:
         self._norm = norm
         self._head = head
         self._score = score
+        self._layer_inputs = layer_inputs
         self.ropes = Ropes(config.ropes, embedding.weight.device)
 
     @property
@@ -138,6 +159,9 @@ class Decoder:
         x = self._embedding.forward(batch.input_ids, batch.lora)
         if self.config.embed_scale != 1.0:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
+        if self._layer_inputs is not None:
+            inputs = self._layer_inputs.forward(batch.input_ids, x, batch.lora)
+            batch = replace(batch, layer_inputs=inputs)
         turns = self.ropes.by_layer(batch.positions, x.dtype, batch.rope_rows)
         batch.attention.rotations = turns
         update = None

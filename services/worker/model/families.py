@@ -13,6 +13,7 @@ from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model import (
     gemma2,
     gemma3,
+    gemma4,
     gpt_oss,
     llama,
     ministral3,
@@ -45,6 +46,8 @@ class Family:
 FAMILIES = {
     "gemma2": Family(gemma2.read_config, gemma2.build),
     "gemma3_text": Family(gemma3.read_config, gemma3.build),
+    "gemma4_text": Family(gemma4.read_config, gemma4.build),
+    "gemma4_unified_text": Family(gemma4.read_unified_config, gemma4.build),
     "gpt_oss": Family(gpt_oss.read_config, gpt_oss.build),
     "llama": Family(llama.read_config, llama.build),
     "ministral3": Family(ministral3.read_config, ministral3.build),

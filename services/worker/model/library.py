@@ -39,9 +39,11 @@ from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.model.config_reader import eos_token_ids, read_json_object
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.metadata import KvCacheParams
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
-from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import KvHeads, ModelConfig
 from loraplex_services.worker.types.sites import (
     EMBEDDING,
     HEAD,
@@ -54,6 +56,16 @@ _LAYER = re.compile(r"\.(\d+)\.", re.ASCII)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 _CHANGING_ROPES = {"dynamic", "longrope", "su"}
 """Their tables depend on the longest sequence of a batch."""
+_NOT_EXPECTED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a class may raise when it is called in a way that it does not know."""
 
 
 def build_library_model(
@@ -72,13 +84,34 @@ def build_library_model(
     calls = _attention_calls(model, current)
     config = _model_config(model.config, folder, calls)
     maker = operators.attention_maker
-    for layer in range(config.num_layers):
-        sinks = current.sinks.get(layer)
-        current.backends[layer] = maker.layer(config, layer, sinks, rotated=True)
+    for call in calls:
+        sinks = current.sinks.get(call.layer)
+        current.backends[call.layer] = maker.layer(config, call.source, sinks, rotated=True)
     decoder = _Sites(model, config, operators, current).decoder()
     with torch.inference_mode(), _odd_class_refused(model):
-        decoder.logits(torch.zeros(1, config.hidden_size, dtype=dtype), LoraBatch((), {}))
+        _try(decoder, maker)
     return config, decoder
+
+
+def _try(decoder: LibraryDecoder, maker: AttentionMaker) -> None:
+    """Run two tokens without a cache, and the head: a class may ask more of the modules that were
+    replaced than they have."""
+    ids = torch.zeros(2, dtype=torch.int64)
+    positions, lora = torch.arange(2), LoraBatch((), {})
+    metadata = maker.metadata(
+        num_contexts=1,
+        num_generations=0,
+        num_tokens=2,
+        num_ctx_tokens=2,
+        seq_lens=torch.tensor([2]),
+        kv_cache_params=KvCacheParams(use_cache=False),
+        position_ids=positions,
+        max_num_requests=1,
+        max_num_tokens=2,
+    )
+    metadata.prepare()
+    hidden = decoder.forward(ForwardBatch(ids, positions, metadata, lora))
+    decoder.logits(hidden, lora)
 
 
 def _refused(field_name: str, value: object, why: str) -> Unsupported:
@@ -172,10 +205,13 @@ def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
     if sorted(current.calls) != list(range(num_layers)):
         why = f"calls attention in {len(current.calls)} of {num_layers} layers only"
         raise _refused("config.json:model_type", model.config.model_type, why)
+    current.keys.clear()
     calls = [current.calls[layer] for layer in range(num_layers)]
-    shapes = {(c.num_heads, c.num_kv_heads, c.head_dim, c.scale, c.softcap) for c in calls}
-    if len(shapes) != 1:
-        why = "has layers whose attention differs in heads, width or scale"
+    if len({(call.num_heads, call.scale, call.softcap) for call in calls}) != 1:
+        why = "has layers whose attention differs in query heads or scale"
+        raise _refused("config.json:model_type", model.config.model_type, why)
+    if any(call.window != calls[call.source].window for call in calls):
+        why = "has layers that read the keys of layers with another window"
         raise _refused("config.json:model_type", model.config.model_type, why)
     _check_windows(model.config, calls)
     return calls
@@ -198,7 +234,7 @@ def _partial_rows_refused(body: nn.Module) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
     for name, shapes in seen.items():
-        if shapes not in ([torch.Size((1, 2))], [torch.Size((2,))]):
+        if [shape.numel() for shape in shapes] != [2]:
             raise _refused(name, "linear", "does not see every token once, and is not served")
 
 
@@ -207,7 +243,7 @@ def _odd_class_refused(model: Any) -> Iterator[None]:
     """Turn what a class does not expect of its caller into a refusal."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except _NOT_EXPECTED as error:
         why = f"{type(model).__name__} cannot be run in this way: {error}"
         raise _refused("config.json:model_type", model.config.model_type, why) from error
 
@@ -241,6 +277,8 @@ def _model_config(config: Any, folder: Path, calls: list[AttentionCall]) -> Mode
         eos_token_ids=eos_token_ids(folder),
         windows=tuple(call.window for call in calls),
         ropes=(),
+        own_kv_heads=tuple(KvHeads(call.num_kv_heads, call.head_dim) for call in calls),
+        kv_sources=tuple(call.source for call in calls),
         attention_scale=first.scale,
         attention_softcap=first.softcap,
     )

@@ -21,11 +21,13 @@ _REQUIRED = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     # Its factor only says what happens beyond max_position_embeddings, which is never served.
     "dynamic": ("factor",),
+    "proportional": (),
 }
 _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("attention_factor", "factor"),
     "dynamic": ("original_max_position_embeddings",),
+    "proportional": ("factor",),
 }
 _OLD_NAMES = {"su": "longrope"}
 _ORIGINAL = "original_max_position_embeddings"
@@ -112,6 +114,8 @@ def rope_from_params(
     theta = _positive(reader, "rope_theta", params.get("rope_theta", theta))
     part = _positive(reader, "partial_rotary_factor", params.get("partial_rotary_factor", partial))
     dim = int(head_dim * part)
+    if kind == "proportional":  # turns the first pairs of a whole head
+        dim, kept["num_pairs"] = head_dim, int(part * head_dim // 2)
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
             kept[key] = _factors(reader, key, kept[key], dim // 2)

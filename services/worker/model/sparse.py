@@ -42,7 +42,7 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
     assert moe is not None, config.model_type
     prefix, hidden = f"model.layers.{layer}.{names.block}", config.hidden_size
     router = builder.linear(layer, hidden, [(f"{prefix}.gate", moe.num_experts)], has_bias=False)
-    experts = _experts(builder, layer, f"{prefix}.experts", names)
+    experts = stacked_experts(builder, layer, f"{prefix}.experts", names)
     shared = None
     if moe.shared_intermediate_size:
         gate = [(f"{prefix}.shared_expert_gate", 1)]
@@ -55,7 +55,7 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
     return SparseMlp(router, experts, moe.num_active, moe.renormalise, shared, sum_ranks)
 
 
-def _experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> ExpertMlps:
+def stacked_experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> ExpertMlps:
     """All experts of a layer; their weights lie in one tensor for each projection."""
     moe, hidden = builder.config.moe, builder.config.hidden_size
     assert moe is not None, builder.config.model_type

@@ -76,10 +76,9 @@ def kv_buffer(
     is_int8: bool = False,
 ) -> KvBuffer:
     """The arena, and the KV cache in it, in a model's dtype or in int8."""
-    heads = config.num_kv_heads, config.head_dim
-    sizes = (1, SCALE_DTYPE.itemsize) if is_int8 else (dtype.itemsize, 0)
+    itemsize, scale_bytes = (1, SCALE_DTYPE.itemsize) if is_int8 else (dtype.itemsize, 0)
     groups = plan_kv_groups(
-        config.windows, *heads, sizes[0], config.recurrent_layers, scale_bytes=sizes[1]
+        config.windows, config.kv_heads, itemsize, config.layers_without_kv, scale_bytes
     )
     if groups.block_bytes % TILE_ALIGNMENT:
         why = f"needs heads of an even width; the base's have {config.head_dim}"

@@ -14,7 +14,7 @@ class RopeConfig:
     """Leading part of the head that rotates."""
     theta: float
     kind: str = "default"
-    """default, linear, dynamic, llama3, yarn or longrope."""
+    """default, linear, dynamic, llama3, yarn, longrope or proportional."""
     params: tuple[tuple[str, Any], ...] = ()
     """Numbers of the scaling method, sorted by name."""
 
@@ -92,6 +92,15 @@ class RecurrenceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KvHeads:
+    """The key heads of a layer, and as many value heads."""
+
+    count: int
+    dim: int
+    """Of each of them, and of each query head of the layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Geometry and arithmetic of a decoder, every default resolved."""
 
@@ -134,6 +143,18 @@ class ModelConfig:
     """Each query head has a gate, whose sigmoid multiplies what the head attends to."""
     recurrence: RecurrenceConfig | None = None
     """None = every layer has attention."""
+    own_kv_heads: tuple[KvHeads, ...] = ()
+    """By layer, where layers differ; empty = all have `num_kv_heads` of `head_dim`."""
+    kv_sources: tuple[int, ...] = ()
+    """By layer: the one whose keys and values it reads; empty = each has its own."""
+    keys_are_values: tuple[bool, ...] = ()
+    """By layer: whether what keys are made of is what values are made of."""
+    wide_mlps: tuple[int, ...] = ()
+    """Layers whose MLP has twice as many neurons."""
+    layer_input_size: int = 0
+    """Width of what each layer is told of the tokens next to the residual stream; 0 = nothing."""
+    num_layer_input_rows: int = 0
+    """Tokens of the table of it."""
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -149,6 +170,17 @@ class ModelConfig:
     def rope_switch_len(self) -> int | None:
         """See `RopeConfig.switch_len`; families with such a method have one for all layers."""
         return self.ropes[0].switch_len if self.ropes else None
+
+    @property
+    def kv_heads(self) -> tuple[KvHeads, ...]:
+        """Of each layer."""
+        return self.own_kv_heads or (KvHeads(self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
+    def layers_without_kv(self) -> tuple[int, ...]:
+        """Layers that keep no keys and values: they have a state, or read another layer's."""
+        readers = (layer for layer, source in enumerate(self.kv_sources) if layer != source)
+        return (*self.recurrent_layers, *readers)
 
     @property
     def q_size(self) -> int:

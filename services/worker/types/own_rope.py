@@ -39,6 +39,9 @@ def own_ropes(base: BaseRopes, scaling: RopeScaling) -> tuple[RopeConfig, ...]:
     if not base.layers:
         description = "is not served on a base that runs through the transformers library"
         raise InvalidAdapter.of([Violation.of(FIELD, scaling.kind, description)])
+    if any(rope.kind == "proportional" for rope in base.layers):
+        description = "is not served on a base with proportional rotary embeddings"
+        raise InvalidAdapter.of([Violation.of(FIELD, scaling.kind, description)])
     layers = zip(base.layers, base.is_scaled, strict=True)
     tokens = base.max_position_embeddings
     if not all(base.is_scaled):  # transformers does not see it there: see `gemma3`

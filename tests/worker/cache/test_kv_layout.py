@@ -1,23 +1,24 @@
 """KV groups: equal, of one kind, within the block limit."""
 
 from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, plan_kv_groups
+from loraplex_services.worker.types.model_config import KvHeads
 
 
 def test_llama_3_8b_needs_one_group():
-    groups = plan_kv_groups([None] * 32, num_kv_heads=8, head_dim=128, itemsize=2)
+    groups = plan_kv_groups([None] * 32, [KvHeads(8, 128)] * 32, itemsize=2)
     assert len(groups.groups) == 1
     assert groups.block_bytes == 2 * 1024 * 1024
 
 
 def test_llama_2_7b_needs_four_groups():
-    groups = plan_kv_groups([None] * 32, num_kv_heads=32, head_dim=128, itemsize=2)
+    groups = plan_kv_groups([None] * 32, [KvHeads(32, 128)] * 32, itemsize=2)
     assert [len(group.layers) for group in groups.groups] == [8] * 4
     assert groups.block_bytes <= MAX_BLOCK_BYTES
 
 
 def test_windows_never_share_a_group_with_full_attention():
     windows = [4096, None] * 13
-    groups = plan_kv_groups(windows, num_kv_heads=4, head_dim=256, itemsize=2)
+    groups = plan_kv_groups(windows, [KvHeads(4, 256)] * 26, itemsize=2)
     assert {len(group.layers) for group in groups.groups} == {13}
     for group in groups.groups:
         assert {windows[layer] for layer in group.layers} == {group.window}
@@ -26,7 +27,36 @@ def test_windows_never_share_a_group_with_full_attention():
 
 def test_uneven_kinds_get_groups_of_a_common_size():
     windows = [None if layer % 6 == 5 else 512 for layer in range(26)]
-    groups = plan_kv_groups(windows, num_kv_heads=1, head_dim=256, itemsize=2)
+    groups = plan_kv_groups(windows, [KvHeads(1, 256)] * 26, itemsize=2)
     assert {len(group.layers) for group in groups.groups} == {2}
     assert groups.windows.count(None) == 2
     assert groups.windows.count(512) == 11
+
+
+NARROW, WIDE = KvHeads(1, 256), KvHeads(1, 512)
+
+
+def test_layers_of_two_shapes_share_blocks_that_both_fill():
+    windows = ([512] * 4 + [None]) * 3
+    heads = [WIDE if window is None else NARROW for window in windows]
+    groups = plan_kv_groups(windows, heads, itemsize=2)
+    assert [(len(g.layers), g.window, g.heads) for g in groups.groups] == [
+        (6, 512, NARROW),
+        (6, 512, NARROW),
+        (3, None, WIDE),
+    ]
+    assert groups.block_bytes == 6 * 2 * groups.plane_bytes(NARROW)
+
+
+def test_shapes_that_do_not_divide_leave_the_least_empty():
+    windows = ([1024] * 5 + [None]) * 5
+    heads = [KvHeads(2, 512) if window is None else KvHeads(8, 256) for window in windows]
+    groups = plan_kv_groups(windows, heads, itemsize=2)
+    used = sum(2 * groups.plane_bytes(own) for own in heads)
+    assert sorted(layer for group in groups.groups for layer in group.layers) == list(range(30))
+    assert 1 <= len(groups.groups) * groups.block_bytes / used < 1.02
+
+
+def test_layers_that_read_another_ones_keys_have_no_place():
+    groups = plan_kv_groups([None] * 4, [NARROW] * 4, itemsize=2, without_kv=(2, 3))
+    assert [group.layers for group in groups.groups] == [(0, 1)]

@@ -12,7 +12,7 @@ from loraplex.adapter_format import geometry_from_folder
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.model.mxfp4 import dequantised
-from tests.worker.parity.bases import COMMON
+from tests.worker.parity.base_fields import COMMON
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.runners import parity_runner
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.worker.parity.bases import TinyBase
+from tests.worker.parity.module_names import with_names_of
 
 DELTA_NETS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -187,26 +187,11 @@ LIBRARY_FEATURES = (
 RECURRENT_FEATURES = ("delta-nets", "delta-nets-dora", "delta-nets-activated")
 ACTIVATED_FEATURES = ("activated", "delta-nets-activated")
 EXPERT_FAMILIES = (
-    "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_next",
+    "deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe",
+    "qwen3_next",
 )  # fmt: skip
-
-FUSED_NAMES = (
-    (re.compile(r"(?<![a-z])[qkv]_proj"), "qkv_proj"),
-    (re.compile(r"(?<![a-z])(gate|up)_proj"), "gate_up_proj"),
-)
-
-
-def _fused(value: object) -> object:
-    """The same feature on a base whose projections are fused in its files."""
-    if isinstance(value, str):
-        for pattern, fused in FUSED_NAMES:
-            value = pattern.sub(fused, value)
-        return value
-    if isinstance(value, list):
-        return sorted({_fused(item) for item in value})
-    if isinstance(value, dict):
-        return {_fused(key): item for key, item in value.items()}
-    return value
+ROUTERS = {"gpt_oss": "router.weight", "gemma4_text": "router.proj.weight"}
+"""Where it is not `gate.weight`."""
 
 
 def features_of(base: TinyBase) -> list[str]:
@@ -221,7 +206,10 @@ def features_of(base: TinyBase) -> list[str]:
         names -= {*RECURRENT_FEATURES}
     if layer_types[1] == "linear_attention":
         names -= {"one-layer"}
-    if base.model.config.model_type not in EXPERT_FAMILIES:
+    if getattr(base.config, "hidden_size_per_layer_input", 0):
+        # PEFT does not save the rows that added tokens have in the table of the layers' inputs.
+        names -= {name for name, size in RESIZED.items() if size > base.config.vocab_size}
+    if not has_experts(base):
         return [name for name in FEATURES if name in names - {*EXPERT_FEATURES}]
     words = ("gate_", "up_", "down_")  # PEFT renames these where experts are fused
     names -= {n for n, f in FEATURES.items() if any(w in str(f["target_modules"]) for w in words)}
@@ -232,15 +220,30 @@ def features_of(base: TinyBase) -> list[str]:
     return [name for name in FEATURES if name in names]
 
 
-def of_text_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """The same feature for the text model of a multimodal base alone."""
+def of_text_model(fields: dict[str, Any], *, tower_norms: bool) -> dict[str, Any]:
+    """The same feature for the text model of a multimodal base alone.
+
+    Args:
+        tower_norms: the vision tower has norms of the same names.
+    """
     excluded = fields.get("exclude_modules", "")
-    towers = r".*(vision_tower|visual|multi_modal_projector).*"
+    towers = r".*(vision_tower|visual|multi_modal_projector|embed_vision|vision_embedder).*"
     fields = {**fields, "exclude_modules": f"({excluded})|({towers})" if excluded else towers}
     if "modules_to_save" in fields:
         renamed = {"model.norm": "language_model.norm"}
-        fields["modules_to_save"] = [renamed.get(m, m) for m in fields["modules_to_save"]]
+        if tower_norms:
+            renamed["input_layernorm"] = "language_model.layers.0.input_layernorm"
+        own = [renamed.get(m, m) for m in fields["modules_to_save"]]
+        fields["modules_to_save"] = [
+            f"language_model.{m}" if m.startswith("layers.") else m for m in own
+        ]
     return fields
+
+
+def has_experts(base: TinyBase) -> bool:
+    """Whether its layers have a mixture of experts."""
+    is_family = base.model.config.model_type in EXPERT_FAMILIES
+    return is_family or getattr(base.config, "enable_moe_block", False) is True
 
 
 def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
@@ -250,23 +253,25 @@ def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
         fields = {**fields, "trainable_token_indices": [312, 7, 311]}
     if feature == "expert-linears" and base.model.config.model_type != "mixtral":
         fields = {**fields, "target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}
-    if feature == "experts-down" and base.config.model_type == "gpt_oss":
+    router = ROUTERS.get(base.config.model_type)
+    if feature == "experts-down" and router is not None:
         fields = {
             **fields,
-            "target_parameters": ["experts.down_proj", "router.weight"],
-            "rank_pattern": {"router.weight": 2},
-            "alpha_pattern": {"router.weight": 3},
+            "target_parameters": ["experts.down_proj", router],
+            "rank_pattern": {router: 2},
+            "alpha_pattern": {router: 3},
         }
+    if feature == "experts" and base.config.model_type == "gemma4_text":
+        fields = {**fields, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     if base.is_multimodal:
-        fields = of_text_model(fields)
-    if base.name.startswith("phi3"):
-        fields = {key: _fused(value) for key, value in fields.items()}
+        fields = of_text_model(fields, tower_norms=base.name == "gemma4-multimodal")
     if (
-        base.model.config.model_type in EXPERT_FAMILIES
+        has_experts(base)
         and fields["target_modules"] == "all-linear"
         and feature not in EXPERT_FEATURES
     ):
         fields = {**fields, "target_modules": ATTENTION}  # PEFT would take experts, too
+    fields = with_names_of(base.name, fields)
     return peft.LoraConfig(**{"lora_alpha": 16, "task_type": "CAUSAL_LM", **fields})
 
 

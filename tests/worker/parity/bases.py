@@ -8,19 +8,8 @@ from pathlib import Path
 import torch
 import transformers
 
-COMMON = {
-    "vocab_size": 311,
-    "hidden_size": 64,
-    "intermediate_size": 136,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-    "eos_token_id": 310,
-    "bos_token_id": 309,
-    "pad_token_id": 308,
-}
+from tests.worker.parity.base_fields import COMMON, VISION
+from tests.worker.parity.gemma4_bases import GEMMA4_BASES
 
 
 def _rope(**params: object) -> dict[str, object]:
@@ -35,16 +24,6 @@ LLAMA3_ROPE = _rope(
     original_max_position_embeddings=64,
 )
 YARN_ROPE = _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-"""A vision tower, whose weights are in the files of a multimodal base."""
 
 DELTA_NETS = {
     # A query and a key may be nearly orthogonal. What is read is then almost nothing but rounding
@@ -94,6 +73,7 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
         "Gemma3TextConfig",
         {"head_dim": 24, "sliding_window": 19, "num_hidden_layers": 6, "hidden_size": 48},
     ),
+    **GEMMA4_BASES,
     "phi3": ("Phi3Config", {}),
     "phi3-partial-rope": ("Phi3Config", _rope(partial_rotary_factor=0.5, rope_type="default")),
     "phi3-longrope": (
@@ -279,6 +259,23 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
 """Name -> (transformers config class, what differs from COMMON). With a `text_config`, which then
 holds all of COMMON, it is a multimodal base."""
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Latent attention, whose values are narrower than its keys."""
+
 LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": (
         "GraniteConfig",
@@ -306,6 +303,11 @@ LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
     "apertus": ("ApertusConfig", {}),
     "ernie": ("Ernie4_5Config", {}),
     "helium": ("HeliumConfig", {"head_dim": 16}),
+    "gpt2": ("GPT2Config", {}),
+    "gpt-neox": ("GPTNeoXConfig", {}),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "deepseek-v2": ("DeepseekV2Config", LATENT),
+    "deepseek-v3": ("DeepseekV3Config", LATENT),
 }
 """Families without code here: they run through the transformers library."""
 
@@ -366,6 +368,9 @@ def make_base(name: str, folder: Path, *, shard_bytes: int | None = None) -> Tin
             deviation = _deviation(name, parameter_name)
             parameter.data.normal_(0.0, deviation, generator=generator)
         parameter.requires_grad_(False)
+    for buffer_name, buffer in model.named_buffers():
+        if "layer_scalar" in buffer_name:
+            buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     shards = {"max_shard_size": shard_bytes} if shard_bytes else {}
     model.save_pretrained(folder, **shards)
     return TinyBase(name, folder, model)

@@ -20,7 +20,7 @@ FEATURES = ["rank-8-all-linear", "rslora", "dora"]
 DAILY = "llama"
 BASES = [
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "phi3-longrope", "mixtral",
-    "qwen2-moe", "qwen3-moe", "llama-yarn-biases",
+    "qwen2-moe", "qwen3-moe", "llama-yarn-biases", "gemma4", "gemma4-moe",
 ]  # fmt: skip
 
 

@@ -30,8 +30,8 @@ NUM_NEW_TOKENS = 64
 NUM_BATCHES = 3
 CHUNK_TOKENS = 19
 NATIVE = [name for name, (_, changes) in BASES.items() if "text_config" in changes]
-NATIVE += ["gpt-oss", "qwen3.5", "qwen3-next"]
-THROUGH_LIBRARY = [*LIBRARY_BASES, "qwen3", "gpt-oss"]
+NATIVE += ["gemma4", "gemma4-moe", "gemma4-all", "gpt-oss", "qwen3.5", "qwen3-next"]
+THROUGH_LIBRARY = [*LIBRARY_BASES, "qwen3", "gpt-oss", "gemma4-all"]
 INTRODUCTION = """# Parity of multimodal bases, gpt-oss and families of the transformers library
 
 Tiny random bases, written by the classes of transformers in the layout in which they are published,

@@ -10,6 +10,7 @@ import torch
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.cache.kv_layout import plan_kv_groups
 from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.types.model_config import KvHeads
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.runners import parity_runner
@@ -22,8 +23,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("head_dim", "ratio"), [(64, 1.93), (128, 1.96), (256, 1.98)])
 def test_nearly_twice_as_many_tokens_fit_as_in_bfloat16(head_dim, ratio):
-    halves = plan_kv_groups([None] * 24, 8, head_dim, itemsize=2)
-    codes = plan_kv_groups([None] * 24, 8, head_dim, itemsize=1, scale_bytes=2)
+    halves = plan_kv_groups([None] * 24, [KvHeads(8, head_dim)] * 24, itemsize=2)
+    codes = plan_kv_groups([None] * 24, [KvHeads(8, head_dim)] * 24, itemsize=1, scale_bytes=2)
     layer_bytes = [groups.block_bytes / len(groups.groups[0].layers) for groups in (halves, codes)]
     assert layer_bytes[0] / layer_bytes[1] >= ratio
 

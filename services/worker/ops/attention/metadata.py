@@ -206,8 +206,8 @@ class AttentionMetadata:
 
 
 class PassPlanes:
-    """Keys and values of a pass without a KV cache, in blocks of their own. All layers share the
-    memory, since they run one after another."""
+    """Keys and values of a pass without a KV cache, in blocks of their own. Layers of one shape
+    share the memory, since they run one after another."""
 
     def __init__(self, lens: Sequence[int]) -> None:
         """`lens`: tokens of each sequence."""
@@ -218,12 +218,13 @@ class PassPlanes:
             count = -(-num // PASS_BLOCK_TOKENS)
             self.tables.append(list(range(self.num_blocks, self.num_blocks + count)))
             self.num_blocks += count
-        self._planes: Tensor | None = None
+        self._planes: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def planes(self, k: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor]:
         """K and V, each `[num_blocks, Hkv, T, D]`, with the dtype and on the device of `k`."""
         size = (2, self.num_blocks, shape.num_kv_heads, PASS_BLOCK_TOKENS, shape.head_dim)
-        if self._planes is None or self._planes.shape != size or self._planes.dtype != k.dtype:
-            self._planes = torch.empty(size, dtype=k.dtype, device=k.device)
-        keys, values = self._planes
+        kind = size, k.dtype
+        if kind not in self._planes:
+            self._planes[kind] = torch.empty(size, dtype=k.dtype, device=k.device)
+        keys, values = self._planes[kind]
         return keys, values

@@ -29,10 +29,11 @@ class HeadShape:
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> HeadShape:
         """The heads of one layer of a model."""
+        heads = config.kv_heads[layer]
         return cls(
             config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
+            heads.count,
+            heads.dim,
             config.attention_scale,
             config.attention_softcap,
             config.windows[layer],

@@ -303,8 +303,10 @@ def _sequences(plane: Tensor, blocks: Tensor) -> Tensor:
     num_blocks, num_heads, num_slots, width = plane.shape
     items = num_slots * width
     # Each head's part of a block as one row to copy: an index of elements costs five times as much.
-    heads_apart = plane.stride(0) // items
-    assert plane.stride(0) % items == 0 and plane[0].is_contiguous(), plane.stride()
+    heads_apart, rest = divmod(plane.stride(0), items)
+    assert plane[0].is_contiguous(), plane.stride()
+    if rest:  # layers of another width decide how large a block is
+        return plane[blocks].transpose(1, 2).flatten(2, 3)
     num_rows = (num_blocks - 1) * heads_apart + num_heads
     rows = plane.as_strided((num_rows, items), (items, 1))
     heads = torch.arange(num_heads, device=blocks.device)[:, None]

@@ -90,6 +90,9 @@ def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
         return _yarn(config, plain, params), _yarn_factor(params)
     if config.kind == "longrope":
         return _longrope(config, "short_factor"), _longrope_factor(params)
+    if config.kind == "proportional":  # pairs that do not turn have the frequency 0
+        turns = torch.arange(len(plain)) < params["num_pairs"]
+        return (plain / params.get("factor", 1.0)).where(turns, torch.zeros(())), 1.0
     assert config.kind in ("default", "dynamic"), config.kind
     return plain, 1.0
 

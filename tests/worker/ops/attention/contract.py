@@ -26,6 +26,7 @@ from loraplex_services.worker.ops.attention.backend import (
 from loraplex_services.worker.ops.attention.metadata import AttentionMetadata, KvCacheParams
 from loraplex_services.worker.ops.attention.reference import attention
 from loraplex_services.worker.ops.attention.shapes import HeadShape
+from loraplex_services.worker.types.model_config import KvHeads
 from tests.worker.ops.attention.paged import row_of
 
 LENGTHS = (1, 16, 17, 37)
@@ -96,14 +97,15 @@ class Bench:
         self.maker, self.dtype, self.device = maker, dtype, torch.device(device)
         self.shape = HeadShape(*heads, head_dim, head_dim**-0.5, None, window)
         sizes = {"auto": (dtype.itemsize, 0), "int8": (1, 2)}[maker.kv_cache_dtype]
-        groups = plan_kv_groups([window], heads[1], head_dim, sizes[0], scale_bytes=sizes[1])
+        groups = plan_kv_groups(
+            [window], [KvHeads(heads[1], head_dim)], sizes[0], scale_bytes=sizes[1]
+        )
         self.arena = ArenaBuffer(16, groups.block_bytes, self.device)
         self.arena.data.fill_(0xFF)
         self.kv = KvBuffer(self.arena, groups, dtype)
         self.config = SimpleNamespace(
             num_heads=heads[0],
-            num_kv_heads=heads[1],
-            head_dim=head_dim,
+            kv_heads=(KvHeads(heads[1], head_dim),),
             attention_scale=head_dim**-0.5,
             attention_softcap=None,
             windows=(window,),

@@ -10,6 +10,7 @@ from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_g
 from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
+from loraplex_services.worker.types.model_config import KvHeads
 from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.native.isas import ISAS, native
 from tests.worker.ops.attention.paged import paged_metadata
@@ -27,7 +28,7 @@ class Side:
     """One backend with a cache of its own, poisoned wherever nothing was written."""
 
     def __init__(self, backend, metadata_class, heads, head_dim, window, dtype, **fields):
-        groups = plan_kv_groups([window], heads[1], head_dim, dtype.itemsize)
+        groups = plan_kv_groups([window], [KvHeads(heads[1], head_dim)], dtype.itemsize)
         arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
         arena.data.fill_(0xFF)
         self.kv = KvBuffer(arena, groups, dtype)

@@ -12,6 +12,7 @@ from loraplex_services.worker.ops.attention.metadata import KvCacheParams
 from loraplex_services.worker.ops.attention.reference import attention
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
+from loraplex_services.worker.types.model_config import KvHeads
 from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.ops.attention.paged import paged_metadata
 
@@ -84,7 +85,7 @@ def test_sinks_take_their_share_of_the_weights(window, heads):
 def check_pages(window, heads, softcap, sinks=None):
     rng = random.Random(f"{window}{heads}")
     torch.manual_seed(0)
-    groups = plan_kv_groups([window], heads[1], HEAD_DIM, itemsize=4)
+    groups = plan_kv_groups([window], [KvHeads(heads[1], HEAD_DIM)], itemsize=4)
     arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
     arena.data.fill_(0xFF)  # NaN wherever nothing was written
     kv = KvBuffer(arena, groups, torch.float32)
@@ -109,7 +110,7 @@ def check_pages(window, heads, softcap, sinks=None):
 
 def test_long_contexts_run_in_pieces_of_queries(monkeypatch):
     torch.manual_seed(0)
-    groups = plan_kv_groups([None], 2, HEAD_DIM, itemsize=4)
+    groups = plan_kv_groups([None], [KvHeads(2, HEAD_DIM)], itemsize=4)
     arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
     kv = KvBuffer(arena, groups, torch.float32)
     shape = heads_of(4, 2)

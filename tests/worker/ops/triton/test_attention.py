@@ -18,6 +18,7 @@ from loraplex_services.worker.ops.attention.triton_backend import (
     Workspace,
     triton_attention,
 )
+from loraplex_services.worker.types.model_config import KvHeads
 from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.ops.attention.paged import paged_metadata
 from tests.worker.ops.triton.conftest import INTERPRETING
@@ -61,7 +62,9 @@ def make_step(shape, dtype, device, pieces, seed=0):
     nothing was written."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    groups = plan_kv_groups([shape.window], shape.num_kv_heads, shape.head_dim, dtype.itemsize)
+    groups = plan_kv_groups(
+        [shape.window], [KvHeads(shape.num_kv_heads, shape.head_dim)], dtype.itemsize
+    )
     lens = [start + num for start, num in pieces]
     counts = [-(-num // TOKENS_PER_BLOCK) for num in lens]
     arena = ArenaBuffer(sum(counts) + 2, groups.block_bytes, device)
@@ -253,7 +256,7 @@ def test_nothing_is_compiled_after_the_warm_up_variants(device):
     from triton import knobs
 
     shape = HeadShape(8, 2, 64, 0.125, None, None)
-    groups = plan_kv_groups([None], 2, 64, 2)
+    groups = plan_kv_groups([None], [KvHeads(2, 64)], 2)
     kv = KvBuffer(ArenaBuffer(8, groups.block_bytes, device), groups, torch.bfloat16)
     maker, attention = triton_attention(), TritonAttention.for_heads(0, shape)
     for num_tokens in maker.backend.warm_up_sizes:

@@ -1,0 +1,206 @@
+"""The layers of Gemma 4, which differ from those of other families in every part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.mlp import GatedMlp
+from loraplex_services.worker.layers.moe import ExpertMlps
+from loraplex_services.worker.ops.attention.backend import AttentionBackend
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.norm.torch import Norm
+from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
+
+
+class Gemma4Attention:
+    """Attention whose keys and values may be another layer's, and whose values may be its keys.
+
+    A layer that reads another's hands the same keys and values to a backend of that layer, which
+    writes them to the same places again. So every backend serves it, and the cache has one copy.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        source: int,
+        qkv: LoraLinear,
+        o: LoraLinear,
+        backend: AttentionBackend,
+        sizes: tuple[int, int, int],
+        norms: tuple[Norm, Norm | None, Norm],
+        rotate: Rotate,
+    ) -> None:
+        """See `forward`.
+
+        Args:
+            source: whose keys and values are read; the layer itself, if it has its own.
+            qkv: queries; where they are its own also keys, and values unless they are the keys.
+            backend: of `source`; queries and keys come rotated.
+            sizes: widths of all query heads, of all key heads, and of one head.
+            norms: of each query, key and value head; no key norm where another's are read.
+        """
+        self._layer = layer
+        self._source = source
+        self._qkv = qkv
+        self._o = o
+        self._backend = backend
+        self._q_size, self._kv_size, self._head_dim = sizes
+        self._q_norm, self._k_norm, self._v_norm = norms
+        self._rotate = rotate
+
+    def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
+        y = self._qkv.forward(x, batch.lora)
+        q, others = y[:, : self._q_size], y[:, self._q_size :]
+        q = self._normed(q, self._q_norm, batch)
+        if self._k_norm is None:
+            k, v = batch.shared_kv[self._source]
+            q = self._rotate(q, cos_sin, self._head_dim)
+        else:
+            k, v = others[:, : self._kv_size], others[:, -self._kv_size :]
+            v = self._normed(v, self._v_norm, batch)
+            qk = torch.cat((q, self._normed(k, self._k_norm, batch)), dim=-1)
+            qk = self._rotate(qk, cos_sin, self._head_dim)
+            q, k = qk[:, : self._q_size], qk[:, self._q_size :]
+            batch.shared_kv[self._layer] = k, v
+        return self._o.forward(self._backend.forward(q, k, v, batch.attention), batch.lora)
+
+    def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
+        """Each head by itself; `[T, heads * D]`."""
+        heads = x.reshape(len(x), -1, self._head_dim)
+        return norm.forward(heads, batch.lora).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Router:
+    """Chooses experts for the residual stream."""
+
+    norm: Norm
+    scale: Tensor
+    """`[H]`."""
+    projection: LoraLinear
+    expert_scale: Tensor
+    """`[experts]`."""
+    num_active: int
+
+    def forward(self, x: Tensor, lora: LoraBatch) -> tuple[Tensor, Tensor]:
+        """`[T, H]` -> chosen experts, int64 `[T, k]`, and their weights, float32 `[T, k]`."""
+        scaled = self.norm.forward(x, lora) * self.scale * x.shape[-1] ** -0.5
+        probs = self.projection.forward(scaled, lora).softmax(dim=-1, dtype=torch.float32)
+        weights, chosen = probs.topk(self.num_active, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return chosen, (weights * self.expert_scale[chosen]).float()
+
+
+@dataclass(frozen=True, slots=True)
+class SideExperts:
+    """Experts that compute next to the MLP, from the residual stream."""
+
+    router: Gemma4Router
+    experts: ExpertMlps
+    mlp_norm: Norm
+    """Of what the MLP says, before what the experts say is added."""
+    norms: tuple[Norm, Norm]
+    """Before and after the experts."""
+
+    def add(self, y: Tensor, x: Tensor, lora: LoraBatch) -> Tensor:
+        """Both outputs together; `y`: the MLP's, `x`: the residual stream, `[T, H]` each."""
+        chosen, weights = self.router.forward(x, lora)
+        own = self.experts.forward(self.norms[0].forward(x, lora), chosen, weights, lora)
+        return self.mlp_norm.forward(y, lora) + self.norms[1].forward(own, lora)
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Feed:
+    """The MLP, with or without experts."""
+
+    mlp: GatedMlp
+    experts: SideExperts | None
+
+    def forward(self, normed: Tensor, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """What is added to the residual stream `x`, `[T, H]`, after another norm."""
+        y = self.mlp.forward(normed, batch)
+        return y if self.experts is None else self.experts.add(y, x, batch.lora)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerEmbedding:
+    """What each layer is told of the tokens: a table's rows, and a projection of the embedding."""
+
+    table: Tensor
+    """`[vocabulary, layers * width]`."""
+    projection: LoraLinear
+    norm: Norm
+    """Of one layer's part."""
+    width: int
+    """Of one layer's part."""
+
+    def forward(self, token_ids: Tensor, embedded: Tensor, lora: LoraBatch) -> Tensor:
+        """int64 `[T]` and `[T, H]` -> `[T, layers, width]`."""
+        projected = self.projection.forward(embedded, lora) * embedded.shape[-1] ** -0.5
+        parts = self.norm.forward(projected.view(len(embedded), -1, self.width), lora)
+        rows = self.table[token_ids]
+        own = rows * torch.tensor(self.width**0.5, dtype=rows.dtype)
+        both: Tensor = (parts + own.view(parts.shape)) * 2.0**-0.5
+        return both
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """Adds a layer's own input to the residual stream."""
+
+    gate: LoraLinear
+    projection: LoraLinear
+    norm: Norm
+    activate: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor, own: Tensor, lora: LoraBatch) -> Tensor:
+        """What is added to `x`, `[T, H]`; `own`: `[T, width]`."""
+        gated = self.activate(self.gate.forward(x, lora)) * own
+        return self.norm.forward(self.projection.forward(gated, lora), lora)
+
+
+class Gemma4Layer:
+    """Implements `model.decoder.Layer`."""
+
+    def __init__(
+        self,
+        layer: int,
+        attention: Gemma4Attention,
+        feed: Gemma4Feed,
+        attention_norms: tuple[Norm, Norm],
+        feed_norms: tuple[Norm, Norm],
+        own_input: LayerInput | None,
+        scalar: Tensor,
+    ) -> None:
+        """Norms are before and after; at the end `scalar`, `[1]`, multiplies the stream."""
+        self._layer = layer
+        self._attention = attention
+        self._feed = feed
+        self._attention_norms = attention_norms
+        self._feed_norms = feed_norms
+        self._own_input = own_input
+        self._scalar = scalar
+
+    def forward(
+        self, x: Tensor, update: Tensor | None, cos_sin: CosSin, batch: ForwardBatch
+    ) -> None:
+        """See `Layer`; nothing is left to add."""
+        assert update is None, "no layer before this one leaves anything to add"
+        lora = batch.lora
+        attended = self._attention.forward(
+            self._attention_norms[0].forward(x, lora), cos_sin, batch
+        )
+        attended = self._attention_norms[1].forward(attended, lora)
+        normed = self._feed_norms[0].forward(x, lora, attended)
+        x += self._feed_norms[1].forward(self._feed.forward(normed, x, batch), lora)
+        if self._own_input is not None:
+            assert batch.layer_inputs is not None, "set before the first layer"
+            x += self._own_input.forward(x, batch.layer_inputs[:, self._layer], lora)
+        x *= self._scalar

@@ -1,0 +1,27 @@
+"""What tiny bases have in common."""
+
+from __future__ import annotations
+
+COMMON = {
+    "vocab_size": 311,
+    "hidden_size": 64,
+    "intermediate_size": 136,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "eos_token_id": 310,
+    "bos_token_id": 309,
+    "pad_token_id": 308,
+}
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+"""A vision tower, whose weights are in the files of a multimodal base."""
