@@ -120,6 +120,8 @@ class Certificate:
     """Share of tokens at which both have the same most likely token."""
     created_unix_s: float = 0.0
     creator: str = ""
+    quantization: str = ""
+    """Of the served base, at load; "" = served as it is published."""
 
 
 @dataclass(frozen=True, slots=True)

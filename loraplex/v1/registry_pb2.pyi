@@ -811,7 +811,7 @@ class ListSignaturesResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ..., policy_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Certificate(_message.Message):
-    __slots__ = ("base_id", "reference", "probe_sha256", "num_tokens", "mean_kl", "max_kl", "top1_agreement", "created_unix_s", "creator")
+    __slots__ = ("base_id", "reference", "probe_sha256", "num_tokens", "mean_kl", "max_kl", "top1_agreement", "created_unix_s", "creator", "quantization")
     BASE_ID_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     PROBE_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -821,6 +821,7 @@ class Certificate(_message.Message):
     TOP1_AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     CREATOR_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     base_id: str
     reference: str
     probe_sha256: str
@@ -830,7 +831,8 @@ class Certificate(_message.Message):
     top1_agreement: float
     created_unix_s: float
     creator: str
-    def __init__(self, base_id: _Optional[str] = ..., reference: _Optional[str] = ..., probe_sha256: _Optional[str] = ..., num_tokens: _Optional[int] = ..., mean_kl: _Optional[float] = ..., max_kl: _Optional[float] = ..., top1_agreement: _Optional[float] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ...) -> None: ...
+    quantization: str
+    def __init__(self, base_id: _Optional[str] = ..., reference: _Optional[str] = ..., probe_sha256: _Optional[str] = ..., num_tokens: _Optional[int] = ..., mean_kl: _Optional[float] = ..., max_kl: _Optional[float] = ..., top1_agreement: _Optional[float] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class SetCertificateRequest(_message.Message):
     __slots__ = ("ref", "certificate")

@@ -291,6 +291,7 @@ def certificate_from_proto(message: pb.Certificate, actor: str) -> CertificateRe
         top1_agreement=message.top1_agreement,
         actor=actor,
         created_s=now_s(),
+        quantization=message.quantization,
     )
 
 
@@ -306,6 +307,7 @@ def certificate_to_proto(record: CertificateRecord) -> pb.Certificate:
         top1_agreement=record.top1_agreement,
         created_unix_s=record.created_s,
         creator=record.actor,
+        quantization=record.quantization,
     )
 
 

@@ -60,8 +60,11 @@ class Certificates:
         )
 
 
-def _subject(record: CertificateRecord) -> tuple[str, str, str]:
-    return record.base_id, record.reference, record.probe_sha256
+def _subject(record: CertificateRecord) -> tuple[str, ...]:
+    """What it is about. An empty scheme is left out, as in certificates from before there was one:
+    objects are named after this."""
+    subject = record.base_id, record.reference, record.probe_sha256
+    return (*subject, record.quantization) if record.quantization else subject
 
 
 def _check(record: CertificateRecord) -> None:
@@ -71,6 +74,10 @@ def _check(record: CertificateRecord) -> None:
         if not 0 < len(text) <= MAX_NAME_CHARS or not text.isprintable():
             why = f"must have 1 to {MAX_NAME_CHARS} characters, on one line"
             raise InvalidRequest.field(f"certificate.{name}", text[:MAX_NAME_CHARS], why)
+    if not re.fullmatch(r"[a-z0-9-]{0,32}", record.quantization):
+        why = 'must be a name such as "int8", or empty for a base that is served as published'
+        value = record.quantization[:MAX_NAME_CHARS]
+        raise InvalidRequest.field("certificate.quantization", value, why)
     if not re.fullmatch(r"[0-9a-f]{64}", record.probe_sha256):
         why = "must be 64 hexadecimal digits"
         raise InvalidRequest.field("certificate.probe_sha256", record.probe_sha256[:100], why)

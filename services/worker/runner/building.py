@@ -313,6 +313,7 @@ def _model_info(
         dtype=dtype_name(dtype),
         device=device.type,
         kernels=operators.name.removeprefix("native-"),
+        quantization="" if settings.quantization == NONE else settings.quantization,
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,
