@@ -160,12 +160,17 @@ def _num_workers(given: str | None, environ: Mapping[str, str]) -> int:
 def _model(model: str) -> str:
     if not model:
         raise InvalidRequest.field(
-            "--model", model, "is needed: a folder with config.json, a hub id or s3://..."
+            "--model",
+            model,
+            "is needed: a folder with config.json, a GGUF file, a hub id or s3://...",
         )
     folder = Path(model).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise InvalidRequest.field("--model", model, "the folder has no config.json")
+        if not (folder / "config.json").is_file() and len([*folder.glob("*.gguf")]) != 1:
+            why = "the folder has no config.json; to serve a GGUF file, name one"
+            raise InvalidRequest.field("--model", model, why)
+        return str(folder.resolve())
+    if folder.suffix == ".gguf" and folder.is_file():
         return str(folder.resolve())
     if model.startswith("s3://") or (_HUB_ID.fullmatch(model) and not folder.parent.is_dir()):
         return model
@@ -200,7 +205,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="DIR|HUB_ID|s3://...", help="the base model")
+    parser.add_argument("--model", metavar="DIR|FILE.gguf|HUB_ID|s3://...", help="the base model")
     parser.add_argument("--served-model-name", metavar="ID", help="id that clients use for it")
     parser.add_argument(
         "--state-dir", metavar="DIR", help="adapters and caches live here (~/.local/state/loraplex)"
