@@ -122,6 +122,8 @@ class Certificate:
     creator: str = ""
     quantization: str = ""
     """Of the served base, at load; "" = served as it is published."""
+    by_operator: bool = False
+    """A service or the first admin key stored it: only these count for a tenant's `max_kl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,8 @@ class TenantLimits:
     fairness_weight: float = 1.0
     signature_keys: tuple[str, ...] = ()
     """EC public keys in PEM; where there are any, versions need a signature by one of them."""
+    max_kl: float = 0.0
+    """Nats per token; tags may point only at versions that an operator certified to be nearer."""
 
 
 @dataclass(frozen=True, slots=True)

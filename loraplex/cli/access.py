@@ -74,6 +74,12 @@ def _add_tenants(commands: Any) -> None:
     parser.add_argument("--tokens-per-s", type=float, metavar="N")
     parser.add_argument("--max-concurrent", type=count, metavar="N", help="requests at once")
     parser.add_argument("--fairness-weight", type=float, metavar="N", help="share in overload (1)")
+    parser.add_argument(
+        "--max-kl",
+        type=float,
+        metavar="NATS",
+        help="tags may point only at versions that you certified to diverge by no more",
+    )
     policy = parser.add_mutually_exclusive_group()
     policy.add_argument(
         "--require-signature-by",
@@ -204,7 +210,8 @@ async def _tenants_list(args: argparse.Namespace) -> None:
             str(t.used_versions),
             str(t.max_versions or "-"),
             "required" if t.signature_keys else "-",
+            f"{t.max_kl:g}" if t.max_kl else "-",
         )
         for t in tenants
     ]
-    print_table(("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT", "SIGNATURE"), rows)
+    print_table(("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT", "SIGNATURE", "MAX KL"), rows)

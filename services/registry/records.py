@@ -233,6 +233,7 @@ class CertificateRecord:
     created_s: float
     quantization: str = ""
     """Of the served base, at load; "" = served as it is published."""
+    by_operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)

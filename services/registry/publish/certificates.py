@@ -1,7 +1,8 @@
 """Certificates of versions, kept as separate documents: the versions themselves never change.
 
-A certificate says what somebody who may publish the adapter measured. The registry has no weights
-to measure with, and keeps it as a statement of that key.
+A certificate says what somebody measured who may publish the adapter, or the operator. The registry
+has no weights to measure with, and keeps it as a statement of that key. Only those of the operator
+count for the bound of a tenant (`tag_rules`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from loraplex.errors import InvalidRequest, ResourceExhausted
+from loraplex.errors import InvalidRequest, PermissionDenied, ResourceExhausted
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.audit import Audit
@@ -41,6 +42,7 @@ class Certificates:
 
         Raises:
             InvalidRequest: a value cannot be what was measured.
+            PermissionDenied: it would take the place of one by the operator.
             ResourceExhausted: the version has 32.
         """
         _check(record)
@@ -49,7 +51,16 @@ class Certificates:
             raise ResourceExhausted(f"a version has at most {MAX_CERTIFICATES} certificates")
         sha256 = hashlib.sha256("\n".join(_subject(record)).encode()).hexdigest()
         key = layout.certificate(version.tenant, version.name, version.version, sha256)
-        await documents.change(self._store, key, CertificateRecord, lambda _: record)
+
+        def step(current: CertificateRecord | None) -> CertificateRecord:
+            if current is not None and current.by_operator and not record.by_operator:
+                raise PermissionDenied(
+                    "the operator has certified the version for this base, reference and probe; "
+                    "certify with other texts or another reference"
+                )
+            return record
+
+        await documents.change(self._store, key, CertificateRecord, step)
         await self._audit.write(
             record.actor,
             version.tenant,
