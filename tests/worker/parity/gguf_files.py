@@ -11,7 +11,7 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from tests.worker.parity.bases import TinyBase
+from tests.worker.parity.bases import COMMON, TinyBase
 
 WIDTH, INNER, HEADS, KV_HEADS = 256, 512, 4, 2
 HEAD_DIMS = {"llama": 64, "qwen2": 64, "qwen3": 128}
@@ -114,7 +114,7 @@ def gguf_model(kind: str) -> transformers.PreTrainedModel:
     """Random weights of a family, with a tied head in `qwen3`."""
     config = transformers.AutoConfig.for_model(
         kind,
-        vocab_size=320,
+        vocab_size=COMMON["vocab_size"],
         hidden_size=WIDTH,
         intermediate_size=INNER,
         num_hidden_layers=2,
@@ -132,7 +132,7 @@ def gguf_model(kind: str) -> transformers.PreTrainedModel:
         if parameter.dim() == 1:
             parameter.data += 0.1 * parameter.data.new_empty(parameter.shape).normal_()
         else:
-            parameter.data.normal_(0.0, 0.06)
+            parameter.data.normal_(0.0, 0.03)
     return model.eval().requires_grad_(False)
 
 

@@ -144,7 +144,7 @@ def with_tokenizer(writer):
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=318, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=309, initial_alphabet=alphabet)
     trained.train_from_iterator(["Hello, two worlds and spaces! Hello again, worlds."] * 4, trainer)
     vocabulary = sorted(trained.get_vocab(), key=trained.token_to_id)
     merges = json.loads(trained.to_str())["model"]["merges"]
