@@ -179,7 +179,9 @@ LORA_ROOT = path_knob(
 WORKER_LISTEN = listen_knob(
     "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC server.", "127.0.0.1:50053"
 )
-MODEL = text_knob("LORAPLEX_MODEL", "up worker", "Base model: folder, hub id or s3:// address.")
+MODEL = text_knob(
+    "LORAPLEX_MODEL", "up worker", "Base model: folder, GGUF file, hub id or s3:// address."
+)
 SERVED_MODEL_NAME = text_knob(
     "LORAPLEX_SERVED_MODEL_NAME", "up worker", "Id of the base; default: hub id or folder name."
 )

@@ -53,6 +53,12 @@ def bases(root: Path) -> Iterator[tuple[str, str, TinyBase, dict[str, str]]]:
         for scheme in ("int8", "int4"):
             meant = quantised_on_load(plain, scheme)
             yield name, f"--quantization {scheme}", meant, {"quantization": scheme}
+    for name in ("mixtral", "qwen3-moe"):
+        plain = make_base(name, root / name)
+        for layout in ("ct-int4", "gptq", "bnb-int8"):
+            yield name, layout, quantised_base(plain, layout, root / f"{name}-{layout}"), {}
+        meant = quantised_on_load(plain, "int8")
+        yield name, "--quantization int8", meant, {"quantization": "int8"}
     yield "gpt-oss", "MXFP4", mxfp4_base(root / "gpt-oss"), {}
     for name in ("llama", "qwen2", "qwen3"):
         for mixture in GGUF:
