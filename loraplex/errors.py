@@ -148,6 +148,18 @@ class Blocked(LoraplexError):
     reason = "BLOCKED"
 
 
+class NotCertified(LoraplexError):
+    """A version lacks a certificate that its tenant needs, or diverges too much."""
+
+    reason = "NOT_CERTIFIED"
+
+    @classmethod
+    def of(cls, value: str, description: str) -> NotCertified:
+        """A violation of `max_kl`: what was measured, and the bound and the way out."""
+        violations = [Violation.of("max_kl", value, description)]
+        return cls(f"max_kl: {description}", violations=violations)
+
+
 class ResourceExhausted(LoraplexError):
     """A limit or quota is reached; carries `retry_after_s` where waiting helps."""
 
@@ -201,6 +213,7 @@ TABLE: dict[type[LoraplexError], Codes] = {
     AlreadyExists: Codes(6, 409, "invalid_request_error", 4),
     PermissionDenied: Codes(7, 403, "permission_error", 5),
     ResourceExhausted: Codes(8, 429, "rate_limit_error", 6),
+    NotCertified: Codes(9, 409, "invalid_request_error", 3),
     Blocked: Codes(9, 409, "invalid_request_error", 4),
     Conflict: Codes(10, 409, "invalid_request_error", 4),
     Unsupported: Codes(12, 400, "invalid_request_error", 2),
@@ -221,7 +234,8 @@ def codes_of(error: LoraplexError) -> Codes:
 
 _CLASSES: tuple[type[LoraplexError], ...] = (AdapterNotFound, *TABLE)
 _BY_REASON = {cls.reason: cls for cls in _CLASSES}
-_BY_GRPC = {codes.grpc: cls for cls, codes in TABLE.items() if cls is not InvalidAdapter}
+_BY_REASON_ONLY = (InvalidAdapter, NotCertified)
+_BY_GRPC = {codes.grpc: cls for cls, codes in TABLE.items() if cls not in _BY_REASON_ONLY}
 
 
 def from_wire(

@@ -98,6 +98,7 @@ NUMBERS = {
     "QUOTA": "`max_bytes`, `max_versions` and `max_concurrent` of a tenant; 0 = no limit",
     "RATE_PER_S": "`requests_per_s` and `tokens_per_s` of a tenant; 0 = no limit",
     "FAIRNESS_WEIGHT": "`fairness_weight` of a tenant; 0 = 1",
+    "DIVERGENCE": "`max_kl` of a tenant, in nats per token; 0 = no bound",
 }
 
 

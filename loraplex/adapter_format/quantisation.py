@@ -28,6 +28,15 @@ GPTQ, AWQ, PACKED, PLAIN, BLOCKS, BNB4, BNB8 = (
 """Layouts of files. GPTQ and AWQ: `qweight`, `qzeros`, `scales`. Of compressed-tensors: PACKED =
 `weight_packed`, PLAIN = one code for each byte of `weight`. BLOCKS = the same with a scale for each
 block of rows and columns, `weight_scale_inv`. BNB4 and BNB8 = those of bitsandbytes."""
+GGUF_BLOCKS = {
+    "gguf-Q4_0": (4, 32, 18),
+    "gguf-Q4_K": (4, 256, 144),
+    "gguf-Q5_K": (5, 256, 176),
+    "gguf-Q6_K": (6, 256, 210),
+    "gguf-Q8_0": (8, 32, 34),
+}
+"""Layouts of GGUF files: bits of a code, inputs of a block, and bytes of a block, scales included.
+A `weight` `[out, bytes]` of uint8 holds the blocks of each row as they are in the GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,11 +299,23 @@ def _compressed_scheme(weights: _Keys, stored: str) -> Scheme:
     return Scheme(layout, bits, kind == "float", group_size, symmetric, block)
 
 
+def _gguf(keys: _Keys) -> Schemes:
+    """Of a folder that a worker made of a GGUF file: the modules of each tensor type."""
+    found = []
+    for kind, modules in keys.get("tensor_types", {}).items():
+        layout = f"gguf-{kind}"
+        if layout not in GGUF_BLOCKS:
+            raise keys.refuse("tensor_types", kind, "is not served")
+        found.append((tuple(modules), Scheme(layout, GGUF_BLOCKS[layout][0])))
+    return tuple(found)
+
+
 _METHODS: Mapping[str, Callable[[_Keys], Schemes]] = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
+    "gguf": _gguf,
     "gptq": _gptq,
 }
 """Readers by `quant_method`. MXFP4 is a part of its model family."""

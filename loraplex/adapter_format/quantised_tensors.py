@@ -17,6 +17,7 @@ from loraplex.adapter_format.quantisation import (
     BLOCKS,
     BNB4,
     BNB8,
+    GGUF_BLOCKS,
     GPTQ,
     PACKED,
     PLAIN,
@@ -107,6 +108,12 @@ def _coded_shape(
     """Shape of the codes behind a `weight` that is not floating-point."""
     scheme = quantisation.scheme_of(module) if quantisation else None
     layout = scheme.layout if scheme else ""
+    if layout in GGUF_BLOCKS:
+        _, num_inputs, num_bytes = GGUF_BLOCKS[layout]
+        rows, row_bytes = tensors[name].shape
+        if tensors[name].dtype != "U8" or row_bytes % num_bytes:
+            raise _unlike(name, quantisation)
+        return rows, row_bytes // num_bytes * num_inputs
     if layout == BNB4:
         for suffix in QUANT_STATES:
             if (state := tensors.get(module + suffix)) is not None:

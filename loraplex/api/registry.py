@@ -121,6 +121,10 @@ class Certificate:
     """Share of tokens at which both have the same most likely token."""
     created_unix_s: float = 0.0
     creator: str = ""
+    quantization: str = ""
+    """Of the served base, at load; "" = served as it is published."""
+    by_operator: bool = False
+    """A service or the first admin key stored it: only these count for a tenant's `max_kl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +261,9 @@ class TenantLimits:
     fairness_weight: float = 1.0
     signature_keys: tuple[str, ...] = ()
     """EC public keys in PEM; if there are any, versions need a signature by one of them."""
+    max_kl: float = 0.0
+    """Largest divergence in nats per token: tags may point only at versions that an operator
+    certified to be within it. 0 = no bound."""
 
 
 @dataclass(frozen=True, slots=True)

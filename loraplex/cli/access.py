@@ -97,6 +97,12 @@ def _add_tenants(commands: Any) -> None:
         metavar="N",
         help="share of the capacity under overload, relative to other tenants (default: 1)",
     )
+    parser.add_argument(
+        "--max-kl",
+        type=float,
+        metavar="NATS",
+        help="tags may point only at versions that an operator certified to diverge by no more",
+    )
     policy = parser.add_mutually_exclusive_group()
     policy.add_argument(
         "--require-signature-by",
@@ -227,7 +233,8 @@ async def _tenants_list(args: argparse.Namespace) -> None:
             str(t.used_versions),
             str(t.max_versions or "-"),
             "required" if t.signature_keys else "-",
+            f"{t.max_kl:g}" if t.max_kl else "-",
         )
         for t in tenants
     ]
-    print_table(("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT", "SIGNATURE"), rows)
+    print_table(("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT", "SIGNATURE", "MAX KL"), rows)

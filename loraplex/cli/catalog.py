@@ -205,11 +205,13 @@ async def _show(args: argparse.Namespace) -> None:
 
 def certified(certificate: Certificate) -> str:
     """One line of what a certificate says."""
+    by = ", by the operator" if certificate.by_operator else ""
+    scheme = f" in {certificate.quantization}" if certificate.quantization else ""
     return (
-        f"{certificate.base_id} against {certificate.reference}: "
+        f"{certificate.base_id}{scheme} against {certificate.reference}: "
         f"KL {certificate.mean_kl:.2g} nats per token, at most {certificate.max_kl:.2g}; "
         f"top-1 {certificate.top1_agreement:.1%} of {certificate.num_tokens} tokens "
-        f"({moment(certificate.created_unix_s)})"
+        f"({moment(certificate.created_unix_s)}{by})"
     )
 
 

@@ -93,7 +93,7 @@ async def _measured(
     args: argparse.Namespace, ref: str, base_id: str, texts: tuple[str, ...]
 ) -> Certificate:
     from loraplex.api.registry import Certificate
-    from loraplex.client.certifying import measure, probe_sha256
+    from loraplex.client.certifying import measure, probe_sha256, served_quantization
     from loraplex.client.inference_client import InferenceClient
 
     credentials = credentials_of(args)
@@ -102,6 +102,7 @@ async def _measured(
         InferenceClient(args.gateway, credentials) as served,
         InferenceClient(args.reference, credentials) as reference,
     ):
+        quantization = await served_quantization(served, base_id)
         found = await measure(served, reference, ref, theirs, texts)
     return Certificate(
         base_id=base_id,
@@ -111,4 +112,5 @@ async def _measured(
         mean_kl=found.mean_kl,
         max_kl=found.max_kl,
         top1_agreement=found.top1_agreement,
+        quantization=quantization,
     )

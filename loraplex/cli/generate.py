@@ -281,7 +281,7 @@ def print_status(status: Status, *, as_json: bool) -> None:
             str(worker.num_adapters_on_device),
             str(worker.load.max_distinct_adapters),
             f"{worker.load.step_s * 1000:.1f} ms",
-            " ".join((worker.dtype, worker.kernels)).strip(),
+            " ".join((worker.dtype, worker.kernels, worker.quantization)).strip(),
         )
         for worker in status.workers
     ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from loraplex.api.output import Candidate, TokenLogprob
 from loraplex.api.sampling import Sampling
 from loraplex.client.inference_client import InferenceClient
-from loraplex.errors import InvalidRequest
+from loraplex.errors import Blocked, InvalidRequest
 
 NUM_CANDIDATES = 20
 """Most likely tokens that are compared at each position: the most that a gateway names."""
@@ -141,6 +141,24 @@ async def _score(client: InferenceClient, model: str, text: str) -> Sequence[Tok
     async for piece in client.generate(model, text, sampling, priority=LOWEST_PRIORITY):
         scored = scored or piece.prompt_logprobs
     return scored
+
+
+async def served_quantization(served: InferenceClient, base_id: str) -> str:
+    """How the gateway's workers quantised a base when they loaded it; "" = as published.
+
+    Raises:
+        Blocked: some differ, and any of them may answer.
+    """
+    workers = (await served.status()).workers
+    ready = [worker for worker in workers if worker.ready and worker.base_id == base_id]
+    found = {worker.quantization for worker in ready}
+    if len(found) > 1:
+        names = ", ".join(sorted(name or "none" for name in found))
+        raise Blocked(
+            f"workers of base {base_id!r} serve it with different --quantization ({names}): "
+            "certify through a gateway whose workers are alike"
+        )
+    return found.pop() if found else ""
 
 
 def probe_of(text: str) -> tuple[str, ...]:

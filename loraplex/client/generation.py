@@ -117,6 +117,8 @@ class WorkerStatus:
     """The dtype of its arithmetic; "" while it has never answered."""
     kernels: str = ""
     """"triton", "torch", or an instruction set such as "avx512_bf16"."""
+    quantization: str = ""
+    """At load; "" = the base is served as it is published."""
 
 
 @dataclass(frozen=True, slots=True)

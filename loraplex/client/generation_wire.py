@@ -110,4 +110,5 @@ def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
         ),
         dtype=message.dtype,
         kernels=message.kernels,
+        quantization=message.quantization,
     )

@@ -144,6 +144,7 @@ class RegistryAdmin:
             max_concurrent=tenant.max_concurrent,
             fairness_weight=tenant.fairness_weight,
             signature_keys=tenant.signature_keys,
+            max_kl=tenant.max_kl,
         )
         request = pb.SetTenantRequest(tenant=message, fields=fields)
         answer = await self._channel.call(self._stub.SetTenant, request)

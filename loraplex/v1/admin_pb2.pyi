@@ -79,7 +79,7 @@ class ModelLoad(_message.Message):
     def __init__(self, model: _Optional[str] = ..., requests: _Optional[int] = ..., errors: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "address", "base_id", "connected", "ready", "draining", "load", "adapters", "num_adapters_on_device", "dtype", "kernels")
+    __slots__ = ("worker_id", "address", "base_id", "connected", "ready", "draining", "load", "adapters", "num_adapters_on_device", "dtype", "kernels", "quantization")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class WorkerState(_message.Message):
     NUM_ADAPTERS_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     base_id: str
@@ -102,7 +103,8 @@ class WorkerState(_message.Message):
     num_adapters_on_device: int
     dtype: str
     kernels: str
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., base_id: _Optional[str] = ..., connected: bool = ..., ready: bool = ..., draining: bool = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., num_adapters_on_device: _Optional[int] = ..., dtype: _Optional[str] = ..., kernels: _Optional[str] = ...) -> None: ...
+    quantization: str
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., base_id: _Optional[str] = ..., connected: bool = ..., ready: bool = ..., draining: bool = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., num_adapters_on_device: _Optional[int] = ..., dtype: _Optional[str] = ..., kernels: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class ResidentAdapter(_message.Message):
     __slots__ = ("ref", "residency")

@@ -659,7 +659,7 @@ class RevokeKeyResponse(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ...) -> None: ...
 
 class Tenant(_message.Message):
-    __slots__ = ("tenant", "max_bytes", "max_versions", "used_bytes", "used_versions", "requests_per_s", "tokens_per_s", "max_concurrent", "fairness_weight", "signature_keys")
+    __slots__ = ("tenant", "max_bytes", "max_versions", "used_bytes", "used_versions", "requests_per_s", "tokens_per_s", "max_concurrent", "fairness_weight", "signature_keys", "max_kl")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -670,6 +670,7 @@ class Tenant(_message.Message):
     MAX_CONCURRENT_FIELD_NUMBER: _ClassVar[int]
     FAIRNESS_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_KEYS_FIELD_NUMBER: _ClassVar[int]
+    MAX_KL_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     max_bytes: int
     max_versions: int
@@ -680,7 +681,8 @@ class Tenant(_message.Message):
     max_concurrent: int
     fairness_weight: float
     signature_keys: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tenant: _Optional[str] = ..., max_bytes: _Optional[int] = ..., max_versions: _Optional[int] = ..., used_bytes: _Optional[int] = ..., used_versions: _Optional[int] = ..., requests_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., max_concurrent: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., signature_keys: _Optional[_Iterable[str]] = ...) -> None: ...
+    max_kl: float
+    def __init__(self, tenant: _Optional[str] = ..., max_bytes: _Optional[int] = ..., max_versions: _Optional[int] = ..., used_bytes: _Optional[int] = ..., used_versions: _Optional[int] = ..., requests_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., max_concurrent: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., signature_keys: _Optional[_Iterable[str]] = ..., max_kl: _Optional[float] = ...) -> None: ...
 
 class SetTenantRequest(_message.Message):
     __slots__ = ("tenant", "fields")
@@ -811,7 +813,7 @@ class ListSignaturesResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., signatures: _Optional[_Iterable[_Union[Signature, _Mapping]]] = ..., policy_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Certificate(_message.Message):
-    __slots__ = ("base_id", "reference", "probe_sha256", "num_tokens", "mean_kl", "max_kl", "top1_agreement", "created_unix_s", "creator")
+    __slots__ = ("base_id", "reference", "probe_sha256", "num_tokens", "mean_kl", "max_kl", "top1_agreement", "created_unix_s", "creator", "quantization", "by_operator")
     BASE_ID_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     PROBE_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -821,6 +823,8 @@ class Certificate(_message.Message):
     TOP1_AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     CREATOR_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    BY_OPERATOR_FIELD_NUMBER: _ClassVar[int]
     base_id: str
     reference: str
     probe_sha256: str
@@ -830,7 +834,9 @@ class Certificate(_message.Message):
     top1_agreement: float
     created_unix_s: float
     creator: str
-    def __init__(self, base_id: _Optional[str] = ..., reference: _Optional[str] = ..., probe_sha256: _Optional[str] = ..., num_tokens: _Optional[int] = ..., mean_kl: _Optional[float] = ..., max_kl: _Optional[float] = ..., top1_agreement: _Optional[float] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ...) -> None: ...
+    quantization: str
+    by_operator: bool
+    def __init__(self, base_id: _Optional[str] = ..., reference: _Optional[str] = ..., probe_sha256: _Optional[str] = ..., num_tokens: _Optional[int] = ..., mean_kl: _Optional[float] = ..., max_kl: _Optional[float] = ..., top1_agreement: _Optional[float] = ..., created_unix_s: _Optional[float] = ..., creator: _Optional[str] = ..., quantization: _Optional[str] = ..., by_operator: bool = ...) -> None: ...
 
 class SetCertificateRequest(_message.Message):
     __slots__ = ("ref", "certificate")

@@ -317,7 +317,7 @@ class TokenizerFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("base_id", "geometry", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "max_lora_rank", "dtype", "device", "numerics_fingerprint", "tokenizer_digest", "tokenizer_files", "generation_config_json", "worker_id", "pad_token_id", "base_aliases", "kernels", "caps_context")
+    __slots__ = ("base_id", "geometry", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "max_lora_rank", "dtype", "device", "numerics_fingerprint", "tokenizer_digest", "tokenizer_files", "generation_config_json", "worker_id", "pad_token_id", "base_aliases", "kernels", "caps_context", "quantization")
     BASE_ID_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +336,7 @@ class GetModelResponse(_message.Message):
     BASE_ALIASES_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     CAPS_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     base_id: str
     geometry: _common_pb2.ModelGeometry
     max_model_len: int
@@ -354,7 +355,8 @@ class GetModelResponse(_message.Message):
     base_aliases: _containers.RepeatedScalarFieldContainer[str]
     kernels: str
     caps_context: bool
-    def __init__(self, base_id: _Optional[str] = ..., geometry: _Optional[_Union[_common_pb2.ModelGeometry, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_files: _Optional[_Iterable[_Union[TokenizerFile, _Mapping]]] = ..., generation_config_json: _Optional[str] = ..., worker_id: _Optional[str] = ..., pad_token_id: _Optional[int] = ..., base_aliases: _Optional[_Iterable[str]] = ..., kernels: _Optional[str] = ..., caps_context: bool = ...) -> None: ...
+    quantization: str
+    def __init__(self, base_id: _Optional[str] = ..., geometry: _Optional[_Union[_common_pb2.ModelGeometry, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_files: _Optional[_Iterable[_Union[TokenizerFile, _Mapping]]] = ..., generation_config_json: _Optional[str] = ..., worker_id: _Optional[str] = ..., pad_token_id: _Optional[int] = ..., base_aliases: _Optional[_Iterable[str]] = ..., kernels: _Optional[str] = ..., caps_context: bool = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("digest", "pin")

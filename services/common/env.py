@@ -201,7 +201,9 @@ WORKER_LISTEN = listen_setting(
     "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC server.", "127.0.0.1:50053"
 )
 MODEL = text_setting(
-    "LORAPLEX_MODEL", "up worker", "Base model: a folder, a hub id or an s3:// address."
+    "LORAPLEX_MODEL",
+    "up worker",
+    "Base model: a folder, a GGUF file, a hub id or an s3:// address.",
 )
 SERVED_MODEL_NAME = text_setting(
     "LORAPLEX_SERVED_MODEL_NAME",

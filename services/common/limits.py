@@ -174,6 +174,8 @@ QUOTA = NumberLimits(0, float(1 << 62))
 RATE_PER_S = NumberLimits(0, 1e12)
 """Tokens and requests per second of a tenant; 0 = no limit."""
 FAIRNESS_WEIGHT = NumberLimits(0, 1000)
+DIVERGENCE = NumberLimits(0, 1000)
+"""Nats per token that a tenant's versions may diverge; 0 = no limit."""
 
 MAX_DESCRIPTION_CHARS = 256
 """Characters in the description of a key."""

@@ -25,6 +25,7 @@ from loraplex_services.registry.publish.publisher import Publisher
 from loraplex_services.registry.publish.retention import Retention
 from loraplex_services.registry.publish.scanning import Scans
 from loraplex_services.registry.publish.staging import Staging
+from loraplex_services.registry.publish.tag_rules import TagRules
 from loraplex_services.registry.publish.tags import Tags
 from loraplex_services.registry.publish.uploads import Uploads
 from loraplex_services.registry.publish.validation import Validations
@@ -49,6 +50,7 @@ class Registry:
     sharing: AdapterSharing
     signatures: Signatures
     certificates: Certificates
+    rules: TagRules
     staging: Staging
     lookup: Lookup
     indexer: Indexer
@@ -66,7 +68,9 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
     tenants = Tenants(store, catalog)
     versions = Versions(store, catalog)
     signatures = Signatures(store, audit, tenants)
-    tags = Tags(store, catalog, versions, audit, signatures)
+    certificates = Certificates(store, audit)
+    rules = TagRules(tenants, signatures, certificates)
+    tags = Tags(store, catalog, versions, audit, rules)
     scans, validations = Scans(), Validations()
     uploads = Uploads(store, scans)
     blobs = Blobs(store, uploads)
@@ -85,7 +89,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         scans,
         validations,
     )
-    deletion = Deletion(store, catalog, tags, versions, audit, signatures)
+    deletion = Deletion(store, catalog, tags, versions, audit, rules)
     snapshots = Snapshots(store)
     indexer = Indexer(store, catalog, uploads, publisher, snapshots)
     catalog.make_index = indexer.ensure
@@ -103,7 +107,8 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         deletion=deletion,
         retention=Retention(catalog, deletion),
         signatures=signatures,
-        certificates=Certificates(store, audit),
+        certificates=certificates,
+        rules=rules,
         staging=staging,
         sharing=AdapterSharing(store, catalog, versions, audit),
         lookup=Lookup(store, catalog),

@@ -231,6 +231,9 @@ class CertificateRecord:
     top1_agreement: float
     actor: str
     created_s: float
+    quantization: str = ""
+    """Of the served base, at load; "" = served as it is published."""
+    by_operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,12 +176,17 @@ def _num_workers(given: str | None, environ: Mapping[str, str]) -> int:
 def _model(model: str) -> str:
     if not model:
         raise InvalidRequest.field(
-            "--model", model, "is required: a folder with config.json, a hub id or s3://..."
+            "--model",
+            model,
+            "is required: a folder with config.json, a GGUF file, a hub id or s3://...",
         )
     folder = Path(model).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise InvalidRequest.field("--model", model, "the folder has no config.json")
+        if not (folder / "config.json").is_file() and len([*folder.glob("*.gguf")]) != 1:
+            why = "the folder has no config.json; to serve a GGUF file, name one"
+            raise InvalidRequest.field("--model", model, why)
+        return str(folder.resolve())
+    if folder.suffix == ".gguf" and folder.is_file():
         return str(folder.resolve())
     if model.startswith("s3://") or (_HUB_ID.fullmatch(model) and not folder.parent.is_dir()):
         return model
@@ -210,7 +215,7 @@ def _check_bind(config: UpConfig) -> None:
 
 _FLAGS = {
     "base and arithmetic": (
-        ("--model", "DIR|HUB_ID|s3://...", "base model (required)"),
+        ("--model", "DIR|FILE.gguf|HUB_ID|s3://...", "base model (required)"),
         ("--served-model-name", "ID", "id that clients use for the base"),
         ("--device", "NAME", "auto, cpu or cuda (default: auto)"),
         ("--dtype", "NAME", "arithmetic: auto, float32, bfloat16 or float16 (default: auto)"),

@@ -195,7 +195,7 @@ def _service_token(environ: Mapping[str, str]) -> str:
 
 
 def base_id_of(model: str) -> str:
-    """Id of a base by default: the hub id as it is, else the folder's last name."""
+    """Id of a base by default: the hub id as it is, else the last name of the folder or file."""
     if Path(model).exists() or model.startswith(("/", ".", "s3://")):
-        return Path(model.removeprefix("s3://")).resolve().name
+        return Path(model.removeprefix("s3://")).resolve().name.removesuffix(".gguf")
     return model

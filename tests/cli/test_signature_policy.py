@@ -1,4 +1,5 @@
-"""A tenant that demands signatures: of uploads, of what tags point at; and how to satisfy it."""
+"""A tenant that demands signatures, or certificates: of uploads, of what tags point at; and how to
+satisfy it."""
 
 from __future__ import annotations
 
@@ -122,3 +123,17 @@ def test_a_demand_leaves_other_limits_alone_and_bad_keys_are_named(
     bad.write_text("-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n")
     code, error = registry.error("tenants", "set", "limited", "--require-signature-by", str(bad))
     assert (code, error["violations"][0]["value"]) == (2, str(bad))
+
+
+def test_a_bound_refuses_uploads_and_tags_with_status_3_until_a_version_is_certified(
+    registry: Any, adapter: Path
+) -> None:
+    assert registry.json("tenants", "set", "bounded", "--max-kl", "0.05")["max_kl"] == 0.05
+    upload = ("upload", str(adapter), "--name", "bounded/a")
+    code, error = registry.error(*upload)
+    assert (code, error["code"], error["reason"]) == (3, "FAILED_PRECONDITION", "NOT_CERTIFIED")
+    registry.json(*upload, "--no-latest")
+    code, error = registry.error("tag", "bounded/a:v1", "prod")
+    assert (code, error["reason"]) == (3, "NOT_CERTIFIED")
+    [violation] = error["violations"]
+    assert (violation["field"], violation["value"]) == ("max_kl", "not measured")

@@ -75,6 +75,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.files = tokenizer_files() if files is None else files
         self.max_model_len = max_model_len
         self.generation_config_json = ""
+        self.quantization = ""
         self.ready = True
         self.draining = False
         self.prefill_tokens_per_s = 0.0
@@ -124,6 +125,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             max_lora_rank=256,
             dtype="float32",
             kernels="torch",
+            quantization=self.quantization,
             numerics_fingerprint="scripted",
             tokenizer_digest=hashlib.sha256(b"".join(self.files.values())).hexdigest(),
             tokenizer_files=files,

@@ -57,6 +57,15 @@ def test_model_folder_becomes_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse(["--model", "base"], {}).model == BASE
 
 
+def test_a_gguf_file_and_a_folder_with_one_are_models(tmp_path: Path) -> None:
+    (tmp_path / "base.gguf").touch()
+    for model in (tmp_path / "base.gguf", tmp_path):
+        assert parse(["--model", str(model)], {}).model == str(model)
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(InvalidRequest, match="name one"):
+        parse(["--model", str(tmp_path)], {})
+
+
 @pytest.mark.parametrize("model", ["acme/tiny-llama", "s3://bucket/model"])
 def test_other_models_pass_through(model: str) -> None:
     assert parse(["--model", model], {}).model == model

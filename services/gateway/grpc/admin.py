@@ -126,6 +126,7 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
         num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
         dtype=view.dtype,
         kernels=view.kernels,
+        quantization=view.quantization,
     )
     if labels is not None:
         held = [r for r in view.adapters.values() if labels.shows(r.digest)]

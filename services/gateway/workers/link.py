@@ -247,6 +247,7 @@ def _with_arithmetic(view: WorkerView, model: worker_pb2.GetModelResponse) -> Wo
         numerics=model.numerics_fingerprint,
         dtype=model.dtype,
         kernels=model.kernels,
+        quantization=model.quantization,
     )
 
 

@@ -27,6 +27,8 @@ class WorkerView:
     numerics: str = ""
     dtype: str = ""
     kernels: str = ""
+    quantization: str = ""
+    """At load; "" = the base is served as it is published."""
     in_flight: int = 0
     """Requests of this gateway that have not ended."""
     in_flight_tokens: int = 0

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from loraplex.errors import InvalidRequest, ResourceExhausted
-from loraplex_services.common.limits import FAIRNESS_WEIGHT, QUOTA, RATE_PER_S
+from loraplex_services.common.limits import DIVERGENCE, FAIRNESS_WEIGHT, QUOTA, RATE_PER_S
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.index.catalog import Catalog
@@ -26,6 +26,7 @@ _NUMBERS = {
     "tokens_per_s": RATE_PER_S,
     "max_concurrent": QUOTA,
     "fairness_weight": FAIRNESS_WEIGHT,
+    "max_kl": DIVERGENCE,
 }
 
 

@@ -114,8 +114,9 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
     ) -> pb.SetCertificateResponse:
         access = caller_access()
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
-        access.require("publisher", found.version.tenant)
-        record = convert.certificate_from_proto(request.certificate, access.actor)
+        if not access.sees_all:
+            access.require("publisher", found.version.tenant)
+        record = convert.certificate_from_proto(request.certificate, access)
         await self._registry.certificates.keep(found.version, record)
         return pb.SetCertificateResponse(
             version=convert.resolved_to_proto(found),
@@ -194,6 +195,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             "max_bytes": str(record.max_bytes),
             "max_versions": str(record.max_versions),
             "signature_keys": str(len(record.signature_keys)),
+            "max_kl": f"{record.max_kl:g}",
         }
         await self._registry.audit.write(
             access.actor, record.tenant, "tenant.set", record.tenant, details=details

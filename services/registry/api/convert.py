@@ -281,7 +281,7 @@ def signature_to_proto(record: SignatureRecord) -> pb.Signature:
     )
 
 
-def certificate_from_proto(message: pb.Certificate, actor: str) -> CertificateRecord:
+def certificate_from_proto(message: pb.Certificate, access: Access) -> CertificateRecord:
     """A certificate as it was sent, now. Its numbers are checked where it is stored."""
     return CertificateRecord(
         base_id=message.base_id,
@@ -291,8 +291,10 @@ def certificate_from_proto(message: pb.Certificate, actor: str) -> CertificateRe
         mean_kl=message.mean_kl,
         max_kl=message.max_kl,
         top1_agreement=message.top1_agreement,
-        actor=actor,
+        actor=access.actor,
         created_s=now_s(),
+        quantization=message.quantization,
+        by_operator=access.sees_all,
     )
 
 
@@ -308,6 +310,8 @@ def certificate_to_proto(record: CertificateRecord) -> pb.Certificate:
         top1_agreement=record.top1_agreement,
         created_unix_s=record.created_s,
         creator=record.actor,
+        quantization=record.quantization,
+        by_operator=record.by_operator,
     )
 
 

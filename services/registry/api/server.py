@@ -57,6 +57,7 @@ class RegistryService(AdminService):
         if options.parent:
             await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
         offered = convert.offered_from_proto(request.options.signatures)
+        await registry.rules.check_upload(options.tenant, moves_tags=bool(options.tags))
         signed = await registry.signatures.accepted(options.tenant, files, offered, access.actor)
         options = dataclasses.replace(options, signatures=signed)
         num_bytes = sum(file.size for file in files)
@@ -97,7 +98,9 @@ class RegistryService(AdminService):
     ) -> pb.FinishUploadResponse:
         session = await self._session(request.upload_id)
         options, signatures = session.options, self._registry.signatures
+        rules = self._registry.rules
         with refusals_counted():
+            await rules.check_upload(options.tenant, moves_tags=bool(options.tags))
             await signatures.check_upload(options.tenant, options.signatures)
             done = await self._registry.publisher.finish(session)
         await signatures.keep(done.version, options.signatures)
@@ -123,6 +126,8 @@ class RegistryService(AdminService):
             tenant, _ = parse_name(request.options.name, access.tenant, field="options.name")
             offered = convert.offered_from_proto(request.options.signatures)
             await self._registry.signatures.accepted(tenant, files, offered, access.actor)
+            moves_tags = bool(request.options.tags) or not request.options.no_latest
+            await self._registry.rules.check_upload(tenant, moves_tags=moves_tags)
         labels = request.options.labels
         convert.check_labels(labels, "options.labels")
         wanted = Wanted(

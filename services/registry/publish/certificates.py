@@ -1,7 +1,8 @@
 """Certificates of versions, kept as separate documents: the versions themselves never change.
 
-A certificate records what a publisher of the adapter measured. The registry has no weights
-to measure with, and keeps it as a statement of that key.
+A certificate records what somebody measured who may publish the adapter, or the operator. The
+registry has no weights to measure with, and keeps it as a statement of that key. Only certificates
+of the operator count for a tenant's bound (`tag_rules`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from loraplex.errors import InvalidRequest, ResourceExhausted
+from loraplex.errors import InvalidRequest, PermissionDenied, ResourceExhausted
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.audit import Audit
@@ -41,6 +42,7 @@ class Certificates:
 
         Raises:
             InvalidRequest: a value cannot be what was measured.
+            PermissionDenied: it would take the place of one by the operator.
             ResourceExhausted: the version has 32.
         """
         _check(record)
@@ -49,7 +51,16 @@ class Certificates:
             raise ResourceExhausted(f"a version has at most {MAX_CERTIFICATES} certificates")
         sha256 = hashlib.sha256("\n".join(_subject(record)).encode()).hexdigest()
         key = layout.certificate(version.tenant, version.name, version.version, sha256)
-        await documents.change(self._store, key, CertificateRecord, lambda _: record)
+
+        def step(current: CertificateRecord | None) -> CertificateRecord:
+            if current is not None and current.by_operator and not record.by_operator:
+                raise PermissionDenied(
+                    "the operator has certified the version for this base, reference and probe; "
+                    "certify with other texts or another reference"
+                )
+            return record
+
+        await documents.change(self._store, key, CertificateRecord, step)
         await self._audit.write(
             record.actor,
             version.tenant,
@@ -60,8 +71,11 @@ class Certificates:
         )
 
 
-def _subject(record: CertificateRecord) -> tuple[str, str, str]:
-    return record.base_id, record.reference, record.probe_sha256
+def _subject(record: CertificateRecord) -> tuple[str, ...]:
+    """What it is about. An empty scheme is left out, as in certificates from before there was one:
+    objects are named after this."""
+    subject = record.base_id, record.reference, record.probe_sha256
+    return (*subject, record.quantization) if record.quantization else subject
 
 
 def _check(record: CertificateRecord) -> None:
@@ -71,6 +85,10 @@ def _check(record: CertificateRecord) -> None:
         if not 0 < len(text) <= MAX_NAME_CHARS or not text.isprintable():
             why = f"must have 1 to {MAX_NAME_CHARS} characters, on one line"
             raise InvalidRequest.field(f"certificate.{name}", text[:MAX_NAME_CHARS], why)
+    if not re.fullmatch(r"[a-z0-9-]{0,32}", record.quantization):
+        why = 'must be a name such as "int8", or empty for a base that is served as published'
+        value = record.quantization[:MAX_NAME_CHARS]
+        raise InvalidRequest.field("certificate.quantization", value, why)
     if not re.fullmatch(r"[0-9a-f]{64}", record.probe_sha256):
         why = "must be 64 hexadecimal digits"
         raise InvalidRequest.field("certificate.probe_sha256", record.probe_sha256[:100], why)

@@ -12,11 +12,11 @@ from loraplex.refs import LATEST
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.audit import Audit
-from loraplex_services.registry.access.signatures import Signatures
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import Item, scope_of, version_item
 from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.publish.failpoint import failpoint
+from loraplex_services.registry.publish.tag_rules import TagRules
 from loraplex_services.registry.publish.tags import TagAddress, Tags
 from loraplex_services.registry.records import AdapterRecord, TagRecord, VersionRecord, now_s
 
@@ -31,14 +31,14 @@ class Deletion:
         tags: Tags,
         versions: Versions,
         audit: Audit,
-        signatures: Signatures,
+        rules: TagRules,
     ) -> None:
         self._store = store
         self._catalog = catalog
         self._tags = tags
         self._versions = versions
         self._audit = audit
-        self._signatures = signatures
+        self._rules = rules
 
     async def version(
         self, tenant: str, name: str, number: int, mover: str, *, force: bool, purge: bool
@@ -121,9 +121,9 @@ class Deletion:
             return None
         live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
         fallback: list[TagTarget] = []
-        unsigned = await self._signatures.unsigned(tag.tenant, list(live.values()))
-        if tag.tag == LATEST and live.keys() - unsigned:
-            newest = live[max(live.keys() - unsigned)]
+        barred = await self._rules.barred(tag.tenant, list(live.values()))
+        if tag.tag == LATEST and live.keys() - barred:
+            newest = live[max(live.keys() - barred)]
             fallback = [TagTarget(newest.version, newest.digest)]
 
         def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from loraplex.api.registry import TagTarget
-from loraplex.errors import AdapterNotFound, Conflict
+from loraplex.errors import AdapterNotFound, Conflict, NotCertified
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents
 from loraplex_services.registry.access.audit import Audit
@@ -127,7 +127,7 @@ class Staging:
         seen = await self._tags.read(address)
         try:
             await self._tags.resolved(address, seen.pending if seen is not None else ())
-        except AdapterNotFound as error:
+        except (AdapterNotFound, NotCertified) as error:
             return error.message
         return ""
 

@@ -11,10 +11,10 @@ from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.audit import Audit
-from loraplex_services.registry.access.signatures import Signatures
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import scope_of
 from loraplex_services.registry.index.versions import Versions
+from loraplex_services.registry.publish.tag_rules import TagRules
 from loraplex_services.registry.records import MAX_TAG_MOVES, Move, TagRecord, now_s
 
 MAX_SIDES = 16
@@ -52,13 +52,13 @@ class Tags:
         catalog: Catalog,
         versions: Versions,
         audit: Audit,
-        signatures: Signatures,
+        rules: TagRules,
     ) -> None:
         self._store = store
         self._catalog = catalog
         self._versions = versions
         self._audit = audit
-        self._signatures = signatures
+        self._rules = rules
 
     async def read(self, address: TagAddress) -> TagRecord | None:
         """A tag from the objects; deleted ones too."""
@@ -113,12 +113,12 @@ class Tags:
         """Move a tag back to its previous targets, or to `version` if that is not 0.
 
         A rollback undoes a move, so that the next one goes further back. Skips targets with a
-        version that was deleted since, or that lacks a signature which its tenant now requires.
+        version that was deleted since, or that by now breaks a rule of its tenant.
         """
         target = await self._resolved(address, TagTarget(version, "")) if version else None
         versions = await self._versions.of(address.tenant, address.name)
-        unsigned = await self._signatures.unsigned(address.tenant, versions)
-        live = {r.version for r in versions if not r.deleted} - unsigned
+        barred = await self._rules.barred(address.tenant, versions)
+        live = {r.version for r in versions if not r.deleted} - barred
 
         def choose(current: TagRecord | None) -> Sequence[TagTarget]:
             check_expected(address, current, expect)
@@ -183,14 +183,14 @@ class Tags:
         return tuple([await self._resolved(address, target) for target in targets])
 
     async def _resolved(self, address: TagAddress, target: TagTarget) -> TagTarget:
-        """A target with version and digest, checked to be live and signed as its tenant
-        requires."""
+        """A target with version and digest, checked to be live and to follow the rules of its
+        tenant."""
         if target.weight < 1:
             raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
         record = await self._versions.read(address.tenant, address.name, target.version)
         if record is None or record.deleted:
             raise AdapterNotFound(f"{address.scope}:v{target.version}")
-        await self._signatures.check(record)
+        await self._rules.check(record)
         return TagTarget(record.version, record.digest, target.weight)
 
 

@@ -186,7 +186,7 @@ class Builder:
             cut: how ranks divide it.
             is_addend: where inputs are divided, leave the sum over the ranks to the caller.
         """
-        base = self._base(modules, num_inputs, cut)
+        base = self.base(modules, num_inputs, cut)
         site_id = self.sites.add(layer, LINEAR, num_inputs, modules, cut)
         self.linears[site_id] = self._rows_of(base, modules, num_inputs)
         bias = None
@@ -200,7 +200,13 @@ class Builder:
         sum_ranks = self.operators.ranks.all_reduce if is_summed else None
         return LoraLinear(site_id, base, bias, self._add_lora(cut), sum_ranks)
 
-    def _base(self, modules: Modules, num_inputs: int, cut: Cut) -> BaseLinear:
+    def keeps_codes(self, modules: Modules, num_inputs: int) -> bool:
+        """Whether products read the codes that the files have of these weights."""
+        name, rows = modules[0]
+        codes = self.weights.take_codes(f"{name}.weight", (rows, num_inputs))
+        return codes is not None and self.operators.reads_codes(codes)
+
+    def base(self, modules: Modules, num_inputs: int, cut: Cut) -> BaseLinear:
         """Stacked weights that keep the codes, and the scales, that the files have of each."""
         names = [(f"{name}.weight", rows) for name, rows in modules]
         found = [self.weights.take_codes(name, (rows, num_inputs)) for name, rows in names]
@@ -243,13 +249,12 @@ class Builder:
         layer: int,
         num_inputs: int,
         modules: Modules,
-        weight: Tensor,
+        base: BaseLinear,
         cut: Cut,
         bias: Tensor | None = None,
     ) -> LoraLinear:
-        """A site of one expert. Plain torch on every device: its rows come and go."""
+        """A site of one expert. Its adapters are plain torch on every device: rows come and go."""
         site_id = self.sites.add(layer, EXPERT, num_inputs, modules, cut)
-        base = DenseLinear(weight)
         self.linears[site_id] = self._rows_of(base, modules, num_inputs)
         if bias is not None:
             self.biases[site_id] = bias

@@ -33,6 +33,7 @@ from loraplex_services.worker.model.plain import (
     windows_of,
 )
 from loraplex_services.worker.model.rope_config import rope_parameters
+from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
 from loraplex_services.worker.types.sharding import WHOLE
 
@@ -122,9 +123,11 @@ def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> Exper
         experts.append(
             Expert(
                 builder.expert_linear(
-                    layer, hidden, gate_up, weights.gate_up[i], WHOLE, gate_up_bias[i]
+                    layer, hidden, gate_up, DenseLinear(weights.gate_up[i]), WHOLE, gate_up_bias[i]
                 ),
-                builder.expert_linear(layer, width, down, weights.down[i], WHOLE, down_bias[i]),
+                builder.expert_linear(
+                    layer, width, down, DenseLinear(weights.down[i]), WHOLE, down_bias[i]
+                ),
             )
         )
     assert moe.swiglu is not None, "read_config sets it"

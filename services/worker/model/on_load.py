@@ -1,7 +1,8 @@
 """Quantise a full-precision base when it is loaded: `--quantization`.
 
 Linears become int8 with a scale for each row, or int4 with a scale for each group of inputs. The
-head becomes int8 in both: it is as sensitive as it is large. Embeddings, norms and biases stay.
+head becomes int8 in both: it is as sensitive as it is large. Embeddings, norms, biases and the
+routers of mixtures of experts stay.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.model.load import TensorWindow, Weights
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
-from loraplex_services.worker.types.model_config import ModelConfig
 
 NONE, INT8, INT4 = "none", "int8", "int4"
 GROUP_SIZE = 64
 """Inputs that share a scale in int4."""
 _HEADS = ("lm_head.weight", "model.embed_tokens.weight")
+_ROUTERS = (".gate.weight", ".shared_expert_gate.weight")
+"""Small, and what they choose changes with little."""
 CHUNK_ROWS = 4096
 """Rows that exist in float32 at once."""
 
@@ -46,11 +48,19 @@ class QuantisedOnLoad:
         window: TensorWindow | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """See `load.Weights`; as the files have it."""
+        """See `load.Weights`; as the files have it.
+
+        Raises Unsupported for the experts of files that store those of a layer as one tensor.
+        """
+        if ".experts." in name and len(shape) > 2:
+            why = f"is not served for files that hold all experts of a layer in one tensor ({name})"
+            raise Unsupported.field("quantization", self._scheme, why)
         return self._files.take(name, shape, window, dtype)
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """See `load.Weights`."""
+        """See `load.Weights`; None for routers."""
+        if name.endswith(_ROUTERS):
+            return None
         weight = self._files.take(name, shape)
         if name in _HEADS:
             rows, columns = shape
@@ -106,9 +116,7 @@ def check_library(scheme: str) -> None:
         raise Unsupported.field("quantization", scheme, why)
 
 
-def check_on_load(
-    scheme: str, config: ModelConfig, device: torch.device, num_ranks: int, method: str | None
-) -> None:
+def check_on_load(scheme: str, device: torch.device, num_ranks: int, method: str | None) -> None:
     """Refuse what cannot be quantised on load.
 
     Args:
@@ -130,7 +138,4 @@ def check_on_load(
         raise Unsupported.field(field, scheme, why)
     if num_ranks > 1:
         why = "is served by one rank only; leave out --tensor-parallel"
-        raise Unsupported.field(field, scheme, why)
-    if config.moe is not None:
-        why = "is not served for mixtures of experts, whose experts would stay as they are"
         raise Unsupported.field(field, scheme, why)

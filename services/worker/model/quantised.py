@@ -13,13 +13,15 @@ from loraplex.adapter_format.quantisation import (
     BLOCKS,
     BNB4,
     BNB8,
+    GGUF_BLOCKS,
     GPTQ,
     PACKED,
     PLAIN,
     Quantisation,
+    Scheme,
 )
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.worker.model.formats import awq, bitsandbytes, compressed_tensors, gptq
+from loraplex_services.worker.model.formats import awq, bitsandbytes, compressed_tensors, gguf, gptq
 from loraplex_services.worker.model.formats.words import ReadWeight
 from loraplex_services.worker.model.load import Checkpoint, TensorWindow
 from loraplex_services.worker.ops.linear.coded import CodedWeight
@@ -32,6 +34,8 @@ READERS: Mapping[str, ReadWeight] = {
     BLOCKS: compressed_tensors.read_plain,
     BNB4: bitsandbytes.read_four_bits,
     BNB8: bitsandbytes.read_eight_bits,
+    "gguf-Q4_0": gguf.read_q4_0,
+    "gguf-Q8_0": gguf.read_q8_0,
     GPTQ: gptq.read,
     PACKED: compressed_tensors.read_packed,
     PLAIN: compressed_tensors.read_plain,
@@ -64,14 +68,21 @@ class QuantisedCheckpoint:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """See `load.Weights`; codes are dequantised."""
-        coded = self.take_codes(name, shape)
-        if coded is None:
+        module = self._module_in_codes(name)
+        if module is None:
             return self._files.take(name, shape, window, dtype)
         assert window is None, "ranks refuse quantised bases"
-        return coded.dequantised().to(dtype or self.dtype)
+        coded = self.take_codes(name, shape)
+        if coded is None:
+            layout = self._scheme_of(module).layout
+            values = gguf.dequantised(self._files, module, (shape[0], shape[1]), layout)
+        else:
+            values = coded.dequantised()
+        return values.to(dtype or self.dtype)
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """A weight as it is stored; None if it is not in codes.
+        """A weight as it is stored; None if it is not in codes, or in codes that this build can
+        only dequantise.
 
         Raises:
             InvalidRequest: it does not fit the config.
@@ -79,12 +90,17 @@ class QuantisedCheckpoint:
         module = self._module_in_codes(name)
         if module is None:
             return None
-        scheme = self._quantisation.scheme_of(module)
-        if scheme is None:
-            why = "holds codes, but no group of quantization_config names it"
-            raise InvalidRequest.field(module, "quantised", why)
+        scheme = self._scheme_of(module)
+        if scheme.layout in GGUF_BLOCKS and scheme.layout not in READERS:
+            return None
         num_outputs, num_inputs = shape
         return READERS[scheme.layout](self._files, module, (num_outputs, num_inputs), scheme)
+
+    def _scheme_of(self, module: str) -> Scheme:
+        if (scheme := self._quantisation.scheme_of(module)) is None:
+            why = "holds codes, but no group of quantization_config names it"
+            raise InvalidRequest.field(module, "quantised", why)
+        return scheme
 
     def _module_in_codes(self, name: str) -> str | None:
         module, _, last = name.rpartition(".")

@@ -23,6 +23,7 @@ from loraplex_services.worker.model.build import (
     inner_inputs,
     inner_outputs,
 )
+from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.types.sharding import Cut
 
 
@@ -56,7 +57,8 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
 
 
 def stacked_experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> ExpertMlps:
-    """All experts of a layer; their weights lie in one tensor for each projection."""
+    """All experts of a layer. Their weights lie in one tensor for each projection, or in codes of
+    their own if a kernel reads these."""
     moe, hidden = builder.config.moe, builder.config.hidden_size
     assert moe is not None, builder.config.model_type
     width = moe.intermediate_size
@@ -79,8 +81,10 @@ def stacked_experts(builder: Builder, layer: int, prefix: str, names: ExpertName
             builder.sites.alias(f"{own}.down_proj", expert.down.site_id)
         experts.append(expert)
     activation, operators = builder.config.activation, builder.operators
-    weights = ExpertWeights(gate_up.weights, down.weights)
     looped = LoopedExperts(experts, plain_gate(activation))
+    if gate_up.is_coded or down.is_coded:
+        return looped
+    weights = ExpertWeights(gate_up.weights, down.weights)
     return operators.experts(weights, moe.num_active, operators.gate(activation), looped)
 
 
@@ -94,6 +98,8 @@ class ExpertStack:
         self._num_experts = num_experts
         self._num_filled = 0
         self._is_read = False
+        self.is_coded = False
+        """Each expert has a weight of its own, in codes or not."""
         self._weights: Tensor | None = None
 
     @property
@@ -109,13 +115,19 @@ class ExpertStack:
         self._weights, self._is_read = self._builder.weights.take(name, shape), True
 
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
-        """The next expert's site, whose weight is a view of the stack."""
+        """The next expert's site, whose weight is a view of the stack or in codes."""
+        if not self._is_read and self._num_filled == 0:
+            self.is_coded = self._builder.keeps_codes(modules, num_inputs)
+        if self.is_coded:
+            self._num_filled += 1
+            base = self._builder.base(modules, num_inputs, self._cut)
+            return self._builder.expert_linear(layer, num_inputs, modules, base, self._cut)
         if not self._is_read:
             weight = self._builder.weight(modules, num_inputs, self._cut)
             if self._weights is None:
                 self._weights = weight.new_empty(self._num_experts, *weight.shape)
             self._weights[self._num_filled].copy_(weight)
-        view = self._of(self._num_filled)
+        view = DenseLinear(self._of(self._num_filled))
         self._num_filled += 1
         return self._builder.expert_linear(layer, num_inputs, modules, view, self._cut)
 

@@ -265,7 +265,7 @@ def _read_model(
     family, config = read_model_config(folder)
     quantisation = quantisation_of(read_json_object(folder / "config.json"))
     method = None if quantisation is None else quantisation.method
-    check_on_load(on_load, config, device, operators.ranks.shard.size, method)
+    check_on_load(on_load, device, operators.ranks.shard.size, method)
     with ProgressBar(folder.name) as bar:
         weights = _weights(settings.load_format, folder, dtype, device, bar)
         if quantisation is not None and isinstance(weights, Checkpoint):
@@ -312,6 +312,7 @@ def _model_info(
         dtype=dtype_name(dtype),
         device=device.type,
         kernels=operators.name.removeprefix("native-"),
+        quantization="" if settings.quantization == NONE else settings.quantization,
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,

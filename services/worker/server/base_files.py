@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +31,8 @@ TOKENIZER_FILES = (
     "vocab.json",
 )
 MAX_TOKENIZER_BYTES = 48 << 20
+GGUF_MODULE = "loraplex_services.worker.model.formats.gguf_folder"
+"""Translates a GGUF file, in a process of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +72,52 @@ async def fetch_model(store: ObjectStore, folder: Path) -> Path:
     return folder
 
 
-def find_model(model: str) -> Path:
-    """The folder of a model, downloading a hub id through the hub's own client and cache.
+def find_model(model: str, cache_folder: Path) -> Path:
+    """The folder of a model, downloading a hub id through the hub's own client and cache, and
+    translating a GGUF file into `cache_folder`.
 
     Raises:
-        InvalidRequest: neither a folder nor a hub id that can be had.
+        InvalidRequest: neither a folder, a GGUF file, nor a hub id that can be had.
         Unavailable: the hub cannot be reached.
     """
     path = Path(model)
+    if path.is_file() and path.suffix == ".gguf":
+        return _translated(path.resolve(), cache_folder)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InvalidRequest.field("LORAPLEX_MODEL", model, "the folder has no config.json")
-        return path.resolve()
+        if (path / "config.json").is_file():
+            return path.resolve()
+        if len(files := [*path.glob("*.gguf")]) == 1:
+            return _translated(files[0].resolve(), cache_folder)
+        why = "the folder has no config.json; to serve a GGUF file, name one"
+        raise InvalidRequest.field("LORAPLEX_MODEL", model, why)
     if model.startswith(("/", ".")) or model.count("/") != 1:
         raise InvalidRequest.field("LORAPLEX_MODEL", model, "neither a folder nor a hub id")
     return _download(model)
+
+
+def _translated(path: Path, cache_folder: Path) -> Path:
+    """The folder that a GGUF file means, written once for each state of the file and of the
+    tokenizer beside it. Raises InvalidRequest with the reason of a refusal."""
+    facts = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        for file in (path, *(path.parent / name for name in TOKENIZER_FILES))
+        if file.is_file()
+    ]
+    folder = cache_folder / "models" / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix="gguf-", dir=folder.parent, ignore_cleanup_errors=True
+    ) as partial:
+        command = [sys.executable, "-m", GGUF_MODULE, str(path), partial]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["the translation ended"])[-1]
+            raise InvalidRequest.field("LORAPLEX_MODEL", path.name, why)
+        with suppress(OSError):  # another worker was first
+            Path(partial).rename(folder)
+    return folder
 
 
 def read_tokenizer(model_dir: Path) -> TokenizerBundle:

@@ -93,5 +93,6 @@ def model_to_wire(
         pad_token_id=bundle.pad_token_id,
         base_aliases=config.base_aliases,
         kernels=info.kernels,
+        quantization=info.quantization,
         caps_context=info.caps_context,
     )

@@ -134,7 +134,7 @@ async def _run_engine_with(config: WorkerConfig, folder: Path, api_server: ApiSe
 
 async def _model_dir(config: WorkerConfig, cache_folder: Path) -> Path:
     if not config.model.startswith("s3://"):
-        return await asyncio.to_thread(find_model, config.model)
+        return await asyncio.to_thread(find_model, config.model, cache_folder)
     store = open_store(config.model)
     try:
         name = hashlib.sha256(config.model.encode()).hexdigest()[:16]

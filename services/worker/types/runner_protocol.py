@@ -34,6 +34,8 @@ class ModelInfo:
     """Equal fingerprints give equal tokens in float32."""
     geometry: Geometry
     """What adapters are validated against."""
+    quantization: str = ""
+    """At load; "" = the base is served as it is published."""
     caps_context: bool = False
     """Whether `max_model_len` was set: adapters with a context of their own keep to it as well."""
     rope_switch_len: int | None = None

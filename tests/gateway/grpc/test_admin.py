@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.client.certifying import served_quantization
 from loraplex.client.inference_client import InferenceClient
-from loraplex.errors import AdapterNotFound, InvalidRequest, Unavailable
+from loraplex.errors import AdapterNotFound, Blocked, InvalidRequest, Unavailable
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_worker import ScriptedWorker
 
@@ -43,3 +44,21 @@ async def test_what_cannot_be_fetched_says_why(stack: Stack) -> None:
             await stack.stop_server(worker.worker_id)
         with pytest.raises(Unavailable):
             await client.fetch("sql")
+
+
+async def test_a_certificate_says_how_all_workers_of_its_base_quantised_it(stack: Stack) -> None:
+    for worker in stack.workers:
+        worker.quantization = "int8"
+    stack.workers[2].base_id, stack.workers[2].quantization = "other", "int4"
+    await stack.start()
+    async with InferenceClient(stack.grpc_address) as client:
+        assert await served_quantization(client, "base") == "int8"
+        assert await served_quantization(client, "other") == "int4"
+
+
+async def test_workers_that_quantised_a_base_differently_are_not_certified(stack: Stack) -> None:
+    stack.workers[1].quantization = "int4"
+    await stack.start()
+    async with InferenceClient(stack.grpc_address) as client:
+        with pytest.raises(Blocked, match=r"different --quantization \(int4, none\)"):
+            await served_quantization(client, "base")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import pytest
 
 from loraplex.api.registry import Certificate
 from loraplex.errors import InvalidRequest, NotFound, ResourceExhausted
+from loraplex_services.registry import documents, layout
+from loraplex_services.registry.records import CertificateRecord
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import publish
 
@@ -30,6 +33,25 @@ async def test_the_latest_certificate_of_each_subject_is_kept(served: ServedRegi
     assert actions.count("version.certify") == 3
 
 
+async def test_each_scheme_has_its_own_and_those_without_one_keep_their_objects(
+    served: ServedRegistry,
+) -> None:
+    await publish(served.registry, "acme/a", 1)
+    for scheme, mean_kl in (("int8", 0.02), ("", 0.01), ("int4", 0.04), ("int4", 0.05)):
+        measured = replace(MEASURED, quantization=scheme, mean_kl=mean_kl)
+        await served.client.admin.set_certificate("acme/a", measured)
+    found = await served.client.admin.certificates("acme/a")
+    assert [(one.quantization, one.mean_kl) for one in found] == [
+        ("", 0.01),
+        ("int4", 0.05),
+        ("int8", 0.02),
+    ]
+    subject = "\n".join((MEASURED.base_id, MEASURED.reference, MEASURED.probe_sha256))
+    sha256 = hashlib.sha256(subject.encode()).hexdigest()
+    key = layout.certificate("acme", "a", 1, sha256)
+    assert await documents.read(served.registry.store, key, CertificateRecord)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -43,6 +65,7 @@ async def test_the_latest_certificate_of_each_subject_is_kept(served: ServedRegi
         ("mean_kl", -0.1),
         ("max_kl", float("inf")),
         ("top1_agreement", 1.1),
+        ("quantization", "int8\nint4"),
     ],
 )
 async def test_what_nobody_can_have_measured_is_refused_by_name(

@@ -6,6 +6,7 @@ that transformers computes with owe nothing to the readers that are judged.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -249,3 +250,22 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
+
+
+@torch.inference_mode()
+def quantised_on_load(base: TinyBase, scheme: str) -> TinyBase:
+    """A base with the model that has the weights which `--quantization` leaves."""
+    model = copy.deepcopy(base.model)
+    for name, parameter in model.named_parameters():
+        in_codes = name.endswith(("_proj.weight", "_proj", ".w1", ".w2", ".w3"))
+        if name == "lm_head.weight" or (scheme == "int8" and in_codes):
+            parameter.copy_(_nearest(parameter, parameter.abs().amax(-1, keepdim=True) / 127))
+        elif in_codes:
+            for group in parameter.split(64, dim=-1):
+                largest = group.gather(-1, group.abs().argmax(-1, keepdim=True))
+                group.copy_(_nearest(group, (largest / -8).bfloat16().float(), -8, 7))
+    return TinyBase(base.name, base.folder, model)
+
+
+def _nearest(values: Tensor, scales: Tensor, low: int = -127, high: int = 127) -> Tensor:
+    return (values / scales).round().clamp(low, high) * scales

@@ -1,18 +1,16 @@
 """Adapters on quantised bases == transformers + peft over the weights that the codes mean."""
 
-import copy
 import json
 
 import pytest
-import torch
 
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex.rewriting.into_base import merge_into_base
 from loraplex_services.worker.runner.building import build_runner
 from tests.worker.loading import adapter_blocks
 from tests.worker.parity.adapters import features_of, make_adapter
-from tests.worker.parity.bases import TinyBase, make_base
-from tests.worker.parity.quantised import LAYOUTS, quantised_base
+from tests.worker.parity.bases import make_base
+from tests.worker.parity.quantised import LAYOUTS, quantised_base, quantised_on_load
 from tests.worker.parity.suite import MAX_LOGPROB_ERROR, judge, make_jobs, stage_of
 
 FEATURES = (
@@ -79,29 +77,23 @@ def test_a_plain_file_with_codes_is_refused_by_the_tensor(base, tmp_path):
         build_runner(tmp_path, device="cpu", arena_bytes=8 << 20)
 
 
-@torch.inference_mode()
-def dequantised(base, scheme):
-    """The model with the weights that quantising on load leaves."""
-    model = copy.deepcopy(base.model)
-    for name, parameter in model.named_parameters():
-        if name == "lm_head.weight" or (scheme == "int8" and name.endswith("_proj.weight")):
-            parameter.copy_(nearest(parameter, parameter.abs().amax(1, keepdim=True) / 127))
-        elif name.endswith("_proj.weight"):
-            for group in parameter.split(64, dim=1):
-                largest = group.gather(1, group.abs().argmax(1, keepdim=True))
-                group.copy_(nearest(group, (largest / -8).bfloat16().float(), -8, 7))
-    return model
-
-
-def nearest(values, scales, low=-127, high=127):
-    return (values / scales).round().clamp(low, high) * scales
-
-
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_a_base_quantised_on_load_equals_peft_over_what_its_codes_mean(scheme, near_ties, tmp_path):
-    plain = make_base("llama", tmp_path / "base")
-    meant = TinyBase(plain.name, plain.folder, dequantised(plain, scheme))
-    stage = stage_of(meant, ("rank-8-all-linear", "dora", "lm-head"), tmp_path, quantization=scheme)
+@pytest.mark.parametrize(
+    ("base_name", "scheme"),
+    [
+        ("llama", "int8"),
+        pytest.param("llama", "int4", marks=pytest.mark.long),
+        pytest.param("mixtral", "int8", marks=pytest.mark.long),
+        pytest.param("qwen2-moe", "int4", marks=pytest.mark.long),
+        ("qwen3-moe", "int4"),
+    ],
+)
+def test_a_base_quantised_on_load_equals_peft_over_what_its_codes_mean(
+    base_name, scheme, near_ties, tmp_path
+):
+    meant = quantised_on_load(make_base(base_name, tmp_path / "base"), scheme)
+    features = ("rank-8-all-linear", "dora", "lm-head", "experts")
+    features = [name for name in features if name in features_of(meant)]
+    stage = stage_of(meant, features, tmp_path, quantization=scheme)
     jobs = make_jobs(stage, 2, 16, stagger=True)
     stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
     for name, verdict, logprob_error in judge(stage, jobs):
@@ -126,7 +118,7 @@ def test_what_a_base_becomes_on_load_is_part_of_the_arithmetic_and_not_of_the_ba
     [
         ("llama", {"quantization": "fp8"}),
         ("llama", {"quantization": "int8", "model_impl": "transformers"}),
-        ("mixtral", {"quantization": "int4"}),
+        ("gpt-oss", {"quantization": "int4"}),
         ("quantised", {"quantization": "int8"}),
     ],
 )
@@ -144,6 +136,18 @@ def test_weights_stay_in_codes_where_a_kernel_reads_them(base, caplog):
     said = [record.getMessage() for record in caplog.records]
     assert "quantised weights: 12 linears of plain-int8 are kept in codes" in said
     assert any("12 linears of plain-int8 are dequantised" in line for line in said)
+
+
+def test_experts_stay_in_codes_too(tmp_path, caplog):
+    plain = make_base("mixtral", tmp_path / "plain")
+    published = quantised_base(plain, "gptq", tmp_path / "base")
+    with caplog.at_level("INFO"):
+        build_runner(published.folder, device="cpu", arena_bytes=8 << 20)
+        build_runner(plain.folder, device="cpu", arena_bytes=8 << 20, quantization="int4")
+    said = [record.getMessage() for record in caplog.records]
+    # 4 experts of 3 linears in each of 2 layers, and 7 of the 8 linears of attention.
+    assert "quantised weights: 31 linears of gptq-int4-g32-asym are kept in codes" in said
+    assert "quantised weights: 32 linears of int4-g64 are kept in codes" in said
 
 
 def test_a_copy_of_the_published_head_under_lora_matrices_takes_no_memory(tmp_path):

@@ -51,22 +51,26 @@ def measure(name: str, through_library: bool) -> dict[str, object]:
     """All adapters of a base in several batches."""
     with tempfile.TemporaryDirectory() as folder:
         make = suite.set_library_stage if through_library else suite.set_stage
-        stage = make(name, Path(folder))
-        total, worst = Verdict(), 0.0
-        for seed in range(NUM_BATCHES):
-            jobs = suite.make_jobs(stage, seed, NUM_NEW_TOKENS, stagger=True)
-            stage.driver.run([job for _, job in jobs], chunk=CHUNK_TOKENS)
-            for feature, verdict, error in suite.judge(stage, jobs):
-                assert error < suite.MAX_LOGPROB_ERROR, (name, feature, error)
-                total.add(verdict)
-                worst = max(worst, error)
-        return {
-            "adapters": len(stage.slots),
-            "positions": total.num_positions,
-            "ties": total.num_ties,
-            "sensitive": total.num_sensitive,
-            "error": f"{worst:.0e}",
-        }
+        return measured(make(name, Path(folder)), NUM_BATCHES)
+
+
+def measured(stage: suite.Stage, num_batches: int) -> dict[str, object]:
+    """All adapters of a stage in several batches."""
+    total, worst = Verdict(), 0.0
+    for seed in range(num_batches):
+        jobs = suite.make_jobs(stage, seed, NUM_NEW_TOKENS, stagger=True)
+        stage.driver.run([job for _, job in jobs], chunk=CHUNK_TOKENS)
+        for feature, verdict, error in suite.judge(stage, jobs):
+            assert error < suite.MAX_LOGPROB_ERROR, (stage.base.name, feature, error)
+            total.add(verdict)
+            worst = max(worst, error)
+    return {
+        "adapters": len(stage.slots),
+        "positions": total.num_positions,
+        "ties": total.num_ties,
+        "sensitive": total.num_sensitive,
+        "error": f"{worst:.0e}",
+    }
 
 
 def rows(known: dict[str, dict[str, object]]) -> Iterator[str]:

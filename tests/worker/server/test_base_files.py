@@ -17,13 +17,13 @@ from tests.worker import tiny
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "a/b/c", "plain"])
 def test_what_is_neither_folder_nor_hub_id_is_refused(model: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        find_model(model)
+        find_model(model, Path("unused"))
     assert caught.value.violations[0].field == "LORAPLEX_MODEL"
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"config\.json"):
-        find_model(str(tmp_path))
+        find_model(str(tmp_path), tmp_path)
 
 
 def test_a_hub_id_that_is_cached_needs_no_hub(
@@ -37,9 +37,9 @@ def test_a_hub_id_that_is_cached_needs_no_hub(
     (snapshot / "config.json").write_text("{}")
     (tmp_path / "models--acme--tiny" / "refs").mkdir()
     (tmp_path / "models--acme--tiny" / "refs" / "main").write_text("abc")
-    assert find_model("acme/tiny") == snapshot
+    assert find_model("acme/tiny", tmp_path) == snapshot
     with pytest.raises(Unavailable, match="not cached"):
-        find_model("acme/other")
+        find_model("acme/other", tmp_path)
 
 
 async def test_a_model_in_a_store_is_copied_and_an_interrupted_copy_goes_on(

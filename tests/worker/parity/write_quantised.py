@@ -1,0 +1,96 @@
+"""Writes docs/parity-quantised.md: every format of quantised bases, with all kinds of adapters.
+
+Usage: python -m tests.worker.parity.write_quantised
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import peft
+import torch
+import transformers
+
+from benchmarks.machine import cpu_facts
+from tests.worker.parity.adapters import features_of
+from tests.worker.parity.bases import TinyBase, make_base
+from tests.worker.parity.gguf_files import gguf_base
+from tests.worker.parity.mxfp4_files import mxfp4_base
+from tests.worker.parity.quantised import LAYOUTS, quantised_base, quantised_on_load
+from tests.worker.parity.suite import stage_of
+from tests.worker.parity.write_families import CHUNK_TOKENS, NUM_NEW_TOKENS, measured
+
+OUT = Path(__file__).parents[3] / "docs" / "parity-quantised.md"
+GGUF = ("Q4_0", "Q8_0", "Q4_K_M", "Q5_K_M")
+INTRODUCTION = """# Parity of quantised bases
+
+Tiny random bases in each layout, and all kinds of random adapters that PEFT has for them, as PEFT
+writes them, in one continuous batch: staggered arrivals, prompts in chunks of {chunk_tokens}
+tokens, float32, {num_new_tokens} greedy tokens each. Every token is compared with transformers +
+PEFT over the dequantised weights in float32, run one request at a time; the rules for near ties
+and sensitive positions are those of [the other families](parity-families.md). The weights that
+codes mean are computed by the tests' own writers, for MXFP4 and GGUF by transformers. A format
+that [bases](reference/bases.md#quantised-bases) does not list for a family is refused by name;
+gpt-oss is served in MXFP4 only. Written on {today} by
+`python -m tests.worker.parity.write_quantised`, with torch {torch}, transformers {transformers} and
+peft {peft} on {chip}.
+
+| base | format | adapters | positions | near ties | sensitive | largest logprob error |
+|---|---|---|---|---|---|---|
+"""
+
+
+def bases(root: Path) -> Iterator[tuple[str, str, TinyBase, dict[str, str]]]:
+    """(family, format, base, settings of the worker)."""
+    for name in ("llama", "qwen3"):
+        plain = make_base(name, root / name)
+        for layout in LAYOUTS:
+            yield name, layout, quantised_base(plain, layout, root / f"{name}-{layout}"), {}
+        for scheme in ("int8", "int4"):
+            meant = quantised_on_load(plain, scheme)
+            yield name, f"--quantization {scheme}", meant, {"quantization": scheme}
+    for name in ("mixtral", "qwen3-moe"):
+        plain = make_base(name, root / name)
+        for layout in ("ct-int4", "gptq", "bnb-int8"):
+            yield name, layout, quantised_base(plain, layout, root / f"{name}-{layout}"), {}
+        meant = quantised_on_load(plain, "int8")
+        yield name, "--quantization int8", meant, {"quantization": "int8"}
+    yield "gpt-oss", "MXFP4", mxfp4_base(root / "gpt-oss"), {}
+    for name in ("llama", "qwen2", "qwen3"):
+        for mixture in GGUF:
+            folder = root / f"{name}-{mixture}"
+            base = gguf_base(name, mixture, folder, folder.with_suffix(".base"))
+            yield name, f"GGUF {mixture}", base, {}
+
+
+def main() -> None:
+    """Measure and write the document."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for number, (name, layout, base, settings) in enumerate(bases(root)):
+            stage = stage_of(base, features_of(base), root / f"adapters-{number}", **settings)
+            found = measured(stage, 1)
+            lines.append(f"| {name} | {layout} | {' | '.join(map(str, found.values()))} |\n")
+            print(lines[-1], end="", flush=True)
+    text = INTRODUCTION.format(
+        chunk_tokens=CHUNK_TOKENS,
+        num_new_tokens=NUM_NEW_TOKENS,
+        today=date.today(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        peft=peft.__version__,
+        chip=cpu_facts()["cpu"],
+    )
+    OUT.write_text(text + "".join(lines))
+
+
+if __name__ == "__main__":
+    main()
