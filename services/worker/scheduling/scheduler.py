@@ -8,6 +8,7 @@ prefixes, and as the last resort those of the request that arrived last, which i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import islice
 
 from loraplex.errors import LoraplexError
@@ -26,7 +27,6 @@ from loraplex_services.worker.scheduling.policies import (
     Policy,
     QueueView,
     ServiceCounters,
-    running_order,
 )
 from loraplex_services.worker.scheduling.queue import WaitingQueue
 from loraplex_services.worker.scheduling.room import Room
@@ -178,7 +178,8 @@ class Scheduler:
         if not self._allocator.grow_all(wanted, now):
             if self._num_in_flight:
                 return self._number(())
-            has_preempted = self._grow_some(wanted, now)
+            preempt = partial(self._preempt, now=now)
+            has_preempted = self._allocator.grow_some(wanted, preempt, now)
         self._uncached.begin_step()
         decodes = self._running.decode_rows(self._sitting_out(now))
         started: list[PlannedRow] = []
@@ -251,20 +252,6 @@ class Scheduler:
         tables = [table for r in self._running for table in r.block_tables]
         self._prefixes.check_integrity(tables)
         self._prefixes.states.check_integrity(r.state_key for r in self._running if r.state_key)
-
-    def _grow_some(self, wanted: dict[Member, int], now: float) -> bool:
-        """Preempt the last to arrive until the rest has its blocks. True when one went."""
-        members = {member.request.request_id: member for member in self._running.members()}
-        queue = [members[request.request_id] for request in running_order(self._running)]
-        num_before = len(queue)
-        index = 0
-        while index < len(queue):
-            member = queue[index]
-            if member not in wanted or self._allocator.grow(member, wanted[member], now):
-                index += 1
-            else:
-                self._preempt(queue.pop().request, now)
-        return len(queue) < num_before
 
     def _preempt(self, request: Request, now: float) -> None:
         """Back to the queue; everything but its output is computed again later."""
