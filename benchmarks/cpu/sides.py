@@ -39,6 +39,7 @@ class Run:
     step_s: float
     """Median of the steps that decode the whole batch and nothing else."""
     step_cpu_s: float
+    num_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -73,7 +74,10 @@ class OurEngine:
         max_running: int = 64,
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
+        *,
+        drafts: bool = False,
     ) -> None:
+        """Without drafts, so that a step is a token of each request, unless asked for."""
         config = EngineConfig(
             model_dir=str(base),
             device="cpu",
@@ -83,6 +87,7 @@ class OurEngine:
             max_resident=64,
             max_step_tokens=2048,
             max_running=max_running,
+            drafts=drafts,
         )
         runner = build_runner(
             base,
@@ -148,6 +153,7 @@ class OurEngine:
             first_token_s=statistics.mean(first_s.values()),
             step_s=median_or_nan([step[1] for step in decodes]),
             step_cpu_s=median_or_nan([step[2] for step in decodes]),
+            num_steps=len(self._timed.steps),
         )
 
     def _submit(

@@ -345,6 +345,8 @@ PREFIX_CACHE: Switch[bool] = Switch(
     "worker",
     "Keep the KV cache of finished requests for prompts with the same beginning.",
 )
+_MEANS = "Compute likely tokens ahead and verify them; on CPUs, where it pays. No output changes."
+SPECULATION: Switch[bool] = Switch("speculation", parse_bool, True, "worker", _MEANS)
 STEP_TIMEOUT_S: Switch[float] = Switch(
     "step-timeout-s",
     parse_seconds,

@@ -57,6 +57,7 @@ class Stage:
     files: Path
     max_step_tokens: int = 64
     prefix_cache: bool = True
+    drafts: bool = True
     now: float = 0.0
     outputs: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, TokenOutput] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Stage:
             max_step_tokens=self.max_step_tokens,
             max_running=min(16, self.max_step_tokens),
             prefix_cache=self.prefix_cache,
+            drafts=self.drafts,
         )
         self.engine = Engine(self.runner, config, lambda: self.now)
 

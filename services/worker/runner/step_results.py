@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat, takewhile
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +20,18 @@ from loraplex_services.worker.runner.pooling import PooledRows, pool
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.sampling.logprobs import LogprobRows
-from loraplex_services.worker.sampling.next_token import next_token
+from loraplex_services.worker.sampling.next_token import next_tokens
 from loraplex_services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
 from loraplex_services.worker.transfers import to_device
-from loraplex_services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
+from loraplex_services.worker.types.step_plan import (
+    PlannedRow,
+    Sampled,
+    SampledRow,
+    StepPlan,
+)
+
+NOTHING = Sampled(None, None)
+"""Of a row that chooses no token."""
 
 
 class Heads(Protocol):
@@ -64,9 +72,18 @@ class StepResults:
         pooled = repeat(()) if self.pooled is None else self.pooled.read()
         out = []
         for row, scored, vector in zip(self.plan.rows, scores, pooled, strict=False):
-            token_id, logprobs = next(sampled) if row.chooses else (None, None)
-            request_id = row.request.request_id
-            out.append(SampledRow(request_id, token_id, logprobs, tuple(scored), vector))
+            chosen = list(islice(sampled, 1 + len(row.drafts))) if row.chooses else [NOTHING]
+            token_id, logprobs = chosen[0]
+            out.append(
+                SampledRow(
+                    row.request.request_id,
+                    token_id,
+                    logprobs,
+                    tuple(scored),
+                    vector,
+                    tuple(chosen[1 : 1 + _num_right(row.drafts, chosen)]),
+                )
+            )
         return out
 
 
@@ -100,10 +117,17 @@ def choose(
 
     rows = step.plan.rows
     choosing = [row for row in rows if row.chooses]
-    tokens = [next_token(row, before) for row in choosing]
+    tokens = [token for row in choosing for token in next_tokens(row, before)]
     last_rows = np.cumsum(step.num_tokens) - 1
     if len(choosing) < len(rows):
         last_rows = last_rows[[row.chooses for row in rows]]
+    if len(tokens) > len(choosing):
+        last_rows = np.concatenate(
+            [
+                np.arange(last - len(row.drafts), last + 1)
+                for row, last in zip(choosing, last_rows, strict=True)
+            ]
+        )
     scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
     choices = sample(torch.from_numpy(last_rows), tokens, logits_of, eos_ids, draws)
     pooled = pool(rows, hidden, lora, heads.scores) if step.plan.num_contexts else None
@@ -112,6 +136,12 @@ def choose(
         end = torch.cuda.Event()
         end.record()
     return StepResults(step.plan, choices, scores, pooled, end)
+
+
+def _num_right(drafts: Sequence[int], chosen: Sequence[Sampled]) -> int:
+    """How many of the first drafts are the token chosen at their place."""
+    pairs = zip(drafts, chosen, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].token_id, pairs))
 
 
 def select_rows(hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> tuple[Tensor, LoraBatch]:

@@ -20,6 +20,7 @@ from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.scheduling.block_allocator import BlockAllocator
 from loraplex_services.worker.scheduling.budget import TokenBudget
 from loraplex_services.worker.scheduling.deadlines import Deadlines
+from loraplex_services.worker.scheduling.drafts import Drafts
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.lookahead import Lookahead
 from loraplex_services.worker.scheduling.policies import (
@@ -89,6 +90,7 @@ class Scheduler:
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self._uncached = UncachedPrompts(layout, prefixes, self.budget, self._running)
         self.turns = DecodeTurns()
+        self.drafts = Drafts(limits.max_step_tokens, layout.tokens_per_block)
         self._out: Collection[Member] = ()
         """Running requests that do not decode in this step."""
         self.num_preemptions = 0
@@ -191,7 +193,10 @@ class Scheduler:
             self._allocator.grow_further(shares, budget - num_cached_tokens(started), now)
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
-        return self._number(self._uncached.choose(in_batch_order(decodes, others + started)), now)
+        rows = self._uncached.choose(in_batch_order(decodes, others + started))
+        if self._limits.drafts:
+            rows = in_batch_order([], self.drafts.added(rows))
+        return self._number(rows, now)
 
     def _sitting_out(self, now: float) -> Collection[Member]:
         if self._counters is None:  # first come, first served: nobody is told apart
@@ -213,7 +218,7 @@ class Scheduler:
         num_outputs = 0
         for row in plan.rows:
             request = row.request
-            request.num_computed += row.num_tokens
+            request.num_computed += row.num_tokens - len(row.drafts)
             if row.follows is None and not request.without_cache:
                 self._prefixes.keep(request, row.start)
             if row.chooses:
@@ -232,6 +237,13 @@ class Scheduler:
     def runs(self, request: Request) -> bool:
         """False once a request has ended, which may be while a step computes it."""
         return self._running.get(request.request_id) is request
+
+    def on_draft(self, request: Request) -> None:
+        """The draft after a request's last token was that token, so its position is computed and
+        the token after it is about to come."""
+        request.num_computed += 1
+        request.num_in_flight_tokens += 1
+        self._prefixes.keep(request, request.num_computed - 1)
 
     def on_token(self, request: Request) -> None:
         """A running request has received its next token."""

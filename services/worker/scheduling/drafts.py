@@ -1,0 +1,166 @@
+"""Drafts: tokens that a request may generate next, which one step verifies together.
+
+A step that computes several tokens of a request takes little longer than a step of one while the
+weights must be read anyway. A draft is what came after the request's last tokens where they were
+before, in its prompt or its output. The sampler chooses at each of these positions as it ever does,
+and a draft counts if it is what was chosen: the output is the very same, with or without drafts.
+
+They are off where they would not pay. In a step of n rows, a row more takes `1 / (n + FIXED_ROWS)`
+of its time, and a token more is `1 / n` of its tokens. So the draft at place i pays while its
+chance, `rate ** i`, is above `n / (n + FIXED_ROWS)`.
+
+Source: Saxena, Prompt Lookup Decoding, 2023; Yang et al., Inference with Reference, 2023.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from loraplex.api.request import AdapterSet
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.step_plan import PlannedRow
+
+FIXED_ROWS = 16
+"""A step takes as long as this many rows would, and its rows: `benchmarks/cpu/speculation.py`."""
+NUM_MATCHED = 3
+"""Tokens that must be the same for what follows them to be a draft."""
+MAX_DRAFTS = 7
+"""Of one request in one step."""
+MAX_STRETCH = 1.5
+"""How much longer drafts may make a step that several tenants share."""
+MAX_SEARCHED = 1 << 14
+"""Tokens of a request, the last ones, that are searched."""
+FIRST_RATE = 0.5
+"""Share of drafts that are expected to count, before any was verified."""
+NEWEST_SHARE = 0.2
+"""Weight of the newest draft in a request's share; in its adapter's, it is a fourth of that."""
+MAX_ADAPTERS = 4096
+"""Adapters, alone or together, whose share is known: that of a request begins with it."""
+PROBE_STEPS = 32
+"""After so many steps without a draft that would pay, one is tried."""
+
+
+class Drafts:
+    """Finds drafts for running requests, and learns how many count."""
+
+    def __init__(self, max_step_tokens: int, tokens_per_block: int) -> None:
+        self._max_step_tokens = max_step_tokens
+        self._tokens_per_block = tokens_per_block
+        self._histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
+        self._rates: OrderedDict[AdapterSet, float] = OrderedDict()
+        self._num_drafted = 0
+        self._num_accepted = 0
+
+    def added(self, rows: Sequence[PlannedRow]) -> list[PlannedRow]:
+        """The rows of a step, some with drafts. These fill the blocks that requests have, and
+        take no memory of their own."""
+        num_rows = sum(row.num_tokens for row in rows)
+        left = self._max_step_tokens - num_rows
+        least = num_rows / (num_rows + FIXED_ROWS)
+        each = MAX_DRAFTS
+        if len({row.request.tenant for row in rows}) > 1:
+            each = min(each, int((MAX_STRETCH - 1) * (num_rows + FIXED_ROWS) / len(rows)))
+        out = []
+        for row in rows:
+            most = min(each, left, self._most(row))
+            if most > 0 and (ids := self._history(row.request).drafts(most, least)):
+                left -= len(ids)
+                row = row._replace(num_tokens=row.num_tokens + len(ids), drafts=ids)
+            out.append(row)
+        return out
+
+    def verified(self, row: PlannedRow, num_accepted: int) -> None:
+        """Of the drafts of a row, the first `num_accepted` were what the sampler chose."""
+        if not row.drafts:
+            return
+        self._num_drafted += len(row.drafts)
+        self._num_accepted += num_accepted
+        history, adapters = self._history(row.request), row.request.adapters
+        of_adapters = self._rates.pop(adapters, FIRST_RATE)
+        for place in range(min(num_accepted + 1, len(row.drafts))):
+            is_right = place < num_accepted
+            history.rate += NEWEST_SHARE * (is_right - history.rate)
+            of_adapters += NEWEST_SHARE / 4 * (is_right - of_adapters)
+        self._rates[adapters] = of_adapters
+        if len(self._rates) > MAX_ADAPTERS:
+            self._rates.popitem(last=False)
+
+    def take_counts(self) -> tuple[int, int]:
+        """Drafts verified, and those that counted, since the last call."""
+        counts = self._num_drafted, self._num_accepted
+        self._num_drafted = self._num_accepted = 0
+        return counts
+
+    def _most(self, row: PlannedRow) -> int:
+        """Drafts that a row may have."""
+        request = row.request
+        if row.is_context or not row.chooses or not _may_draft(request):
+            return 0
+        num_placed = len(request.block_tables[0]) * self._tokens_per_block
+        num_wanted = request.sampling.max_tokens - len(request.output_ids) - 1
+        return min(num_wanted, num_placed - row.start - 1)
+
+    def _history(self, request: Request) -> History:
+        history = self._histories.get(request)
+        if history is None:
+            rate = self._rates.get(request.adapters, FIRST_RATE)
+            history = self._histories[request] = History(request, rate)
+        return history
+
+
+def _may_draft(request: Request) -> bool:
+    """Whether what the sampler reads of a request follows from its parameters alone."""
+    params = request.sampling
+    is_neutral = params.repetition_penalty == 1.0 and not params.bad_sequences
+    has_penalty = params.presence_penalty or params.frequency_penalty
+    return is_neutral and not has_penalty and request.constraint is None and request.rope is None
+
+
+class History:
+    """The tokens of a request as bytes, in which their last ones are searched."""
+
+    def __init__(self, request: Request, rate: float) -> None:
+        self._output_ids = request.output_ids
+        self._num_outputs = len(request.output_ids)
+        self._ids = array("I", request.tokens(0, request.num_tokens)[-MAX_SEARCHED:])
+        self._bytes = bytearray(self._ids.tobytes())
+        self.rate = rate
+        """Share of recent drafts that counted."""
+        self._num_steps_without = 0
+
+    def drafts(self, most: int, least: float) -> tuple[int, ...]:
+        """Up to `most` drafts whose chance is above `least`."""
+        new_ids = array("I", self._output_ids[self._num_outputs :])
+        self._ids.extend(new_ids)
+        self._bytes += new_ids.tobytes()
+        self._num_outputs += len(new_ids)
+        num, chance = 0, self.rate
+        while num < most and chance > least:
+            num, chance = num + 1, chance * self.rate
+        if num == 0:
+            self._num_steps_without += 1
+            if self._num_steps_without < PROBE_STEPS:
+                return ()
+            num = 1
+        if found := self._continued(num):
+            self._num_steps_without = 0
+        return found
+
+    def _continued(self, num: int) -> tuple[int, ...]:
+        """`num` tokens after the last place where the last tokens were before; what follows the
+        end repeats what is before it. Empty if there is no such place."""
+        width = self._ids.itemsize
+        end = len(self._bytes) - width
+        begin = max(0, end - MAX_SEARCHED * width)
+        pattern = self._bytes[-NUM_MATCHED * width :]
+        place = self._bytes.rfind(pattern, begin, end)
+        while place % width and place >= 0:
+            place = self._bytes.rfind(pattern, begin, place + len(pattern) - 1)
+        if place < 0:
+            return ()
+        first = place // width + NUM_MATCHED
+        period = len(self._ids) - first
+        return tuple(self._ids[first + i % period] for i in range(num))

@@ -1,0 +1,87 @@
+"""Drafts change how many steps an output takes, and nothing of the output."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from loraplex_services.worker.scheduling import drafts as drafting
+from loraplex_services.worker.types.messages import Cancel, Command, Submit, TokenOutput
+from tests.worker.engine_stage import A, B, Stage, make_runner, submit, write_files
+
+NUM_REQUESTS = 30
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_files(tmp_path_factory.mktemp("tiny"))
+
+
+def random_request(rng: random.Random, name: str) -> Submit:
+    """Of few tokens, so that outputs repeat themselves."""
+    fields: dict[str, object] = {
+        "max_tokens": rng.randrange(1, 60),
+        "num_prompt": rng.randrange(1, 40),
+        "allowed_token_ids": (1, 2, 3, 7, 9),
+    }
+    if rng.random() < 0.5:
+        fields |= {"temperature": 0.8, "top_p": 0.9}
+    if rng.random() < 0.3:
+        fields |= {"ignore_eos": False, "stop_token_ids": (9,), "min_tokens": 9}
+    if rng.random() < 0.2:
+        fields |= {"frequency_penalty": 0.7}
+    if rng.random() < 0.2:
+        fields |= {"bad_sequences": ((1, 2), (2, 2, 1))}
+    if rng.random() < 0.5:
+        fields |= {"logprobs": 2, "prompt_logprobs": 1}
+    adapters = rng.choice([(), (A,), (B,), (A, B)])
+    return submit(name, *adapters, seed=rng.randrange(1000), **fields)
+
+
+def run(
+    stage: Stage, requests: Sequence[Submit], cancelled: Sequence[str] = ()
+) -> dict[str, list[TokenOutput]]:
+    said: dict[str, list[TokenOutput]] = {}
+    left, step, num_drafted, num_accepted = list(requests), 0, 0, 0
+    while left or stage.engine.has_requests:
+        commands: list[Command] = [*left[:1], *stage.fetched(A, B)]
+        left = left[1:]
+        if step % 5 == 3 and step // 5 < len(cancelled):
+            commands.append(Cancel(cancelled[step // 5]))
+        output = stage.step(*commands)
+        num_drafted, num_accepted = num_drafted + output.drafted, num_accepted + output.accepted
+        for token in output.tokens:
+            said.setdefault(token.request_id, []).append(token)
+        step += 1
+        assert step < 3000, "the engine does not finish"
+    stage.close()
+    assert (50 < num_accepted < num_drafted) if stage.drafts else num_drafted == 0
+    return said
+
+
+def flat(outputs: Sequence[TokenOutput]) -> tuple[object, ...]:
+    """All that a request was told, whatever steps it came in."""
+    ids = [token_id for output in outputs for token_id in output.token_ids]
+    logprobs = [entry for output in outputs for entry in output.logprobs]
+    last = outputs[-1]
+    return ids, logprobs, outputs[0].prompt_logprobs, last.finish_reason, last.stop_token_id
+
+
+@pytest.mark.parametrize("arena_bytes", [1 << 20, 96 * 1024], ids=["roomy", "tight"])
+def test_outputs_and_logprobs_are_bit_for_bit_those_without_drafts(
+    files: Path, arena_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "FIXED_ROWS", 1000)  # large steps have drafts, too
+    rng = random.Random(7)
+    requests = [random_request(rng, str(i)) for i in range(NUM_REQUESTS)]
+    cancelled = ("4", "11")
+    said = []
+    for drafts in (False, True):
+        stage = Stage(make_runner(files, arena_bytes=arena_bytes), files, drafts=drafts)
+        said.append(run(stage, requests, cancelled))
+    plain, drafted = said
+    for name in plain.keys() - set(cancelled):
+        assert flat(drafted[name]) == flat(plain[name])
