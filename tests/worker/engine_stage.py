@@ -35,12 +35,16 @@ def write_files(root: Path) -> Path:
 
 
 def make_runner(
-    files: Path, arena_bytes: int = 1 << 20, max_num_tokens: int = 64, overlap: str = "off"
+    files: Path,
+    arena_bytes: int = 1 << 20,
+    max_num_tokens: int = 64,
+    overlap: str = "off",
+    dtype: str = "float32",
 ) -> TorchRunner:
     return build_runner(
         files / "base",
         device="cpu",
-        dtype="float32",
+        dtype=dtype,
         arena_bytes=arena_bytes,
         max_resident=8,
         max_num_tokens=max_num_tokens,

@@ -165,9 +165,11 @@ def _build(
 
 
 def _are_rows_alike(model: Decoder, operators: Operators, ranks: Ranks) -> bool:
-    """Whether the bits of a token's logits do not depend on what is computed beside it."""
+    """Whether the bits of a token's logits do not depend on what is computed beside it. In a
+    mixture of experts they do: what is computed with one expert has a varying number of rows."""
     is_ours = isinstance(operators, NativeOperators) and not operators.attention_maker.name
-    return is_ours and not isinstance(model, LibraryDecoder) and ranks.shard.size == 1
+    is_dense = model.config.moe is None and not isinstance(model, LibraryDecoder)
+    return is_ours and is_dense and ranks.shard.size == 1
 
 
 def _adapter_layout(

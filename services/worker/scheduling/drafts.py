@@ -49,7 +49,7 @@ class Drafts:
     def __init__(self, max_step_tokens: int, tokens_per_block: int) -> None:
         self._max_step_tokens = max_step_tokens
         self._tokens_per_block = tokens_per_block
-        self._histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
+        self._histories: WeakKeyDictionary[Request, KnownTokens] = WeakKeyDictionary()
         self._rates: OrderedDict[AdapterSet, float] = OrderedDict()
         self._num_drafted = 0
         self._num_accepted = 0
@@ -103,11 +103,11 @@ class Drafts:
         num_wanted = request.sampling.max_tokens - len(request.output_ids) - 1
         return min(num_wanted, num_placed - row.start - 1)
 
-    def _history(self, request: Request) -> History:
+    def _history(self, request: Request) -> KnownTokens:
         history = self._histories.get(request)
         if history is None:
             rate = self._rates.get(request.adapters, FIRST_RATE)
-            history = self._histories[request] = History(request, rate)
+            history = self._histories[request] = KnownTokens(request, rate)
         return history
 
 
@@ -119,7 +119,7 @@ def _may_draft(request: Request) -> bool:
     return is_neutral and not has_penalty and request.constraint is None and request.rope is None
 
 
-class History:
+class KnownTokens:
     """The tokens of a request as bytes, in which their last ones are searched."""
 
     def __init__(self, request: Request, rate: float) -> None:
