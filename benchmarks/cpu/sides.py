@@ -130,7 +130,8 @@ class OurEngine:
         otherwise."""
         torch.set_num_threads(self._threads)
         self._timed.steps.clear()
-        params = SamplingParams(max_tokens=num_tokens, seed=0, ignore_eos=True, **sampling)
+        sampling = {"seed": 0, **sampling}
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **sampling)
         commands = [self._submit(i, p, num_adapters, params) for i, p in enumerate(prompts)]
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         first_s: dict[str, float] = {}

@@ -2,8 +2,9 @@
 
 A step that computes several tokens of a request takes little longer than a step of one while the
 weights must be read anyway. A draft is what came after the request's last tokens where they were
-before, in its prompt or its output. The sampler chooses at each of these positions as it ever does,
-and a draft counts if it is what was chosen: the output is the very same, with or without drafts.
+before: in its prompt or its output, else in outputs of its adapter. The sampler chooses at each of
+these positions as it ever does, and a draft counts if it is what was chosen: the output is the very
+same, with or without drafts.
 
 They are off where they would not pay. In a step of n rows, a row more takes `1 / (n + FIXED_ROWS)`
 of its time, and a token more is `1 / n` of its tokens. So the draft at place i pays while its
@@ -17,9 +18,12 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from loraplex.api.request import AdapterSet
+from loraplex_services.worker.scheduling.limits import SchedulerLimits
+from loraplex_services.worker.scheduling.running import in_batch_order
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow
 
@@ -37,8 +41,12 @@ FIRST_RATE = 0.5
 """Share of drafts that are expected to count, before any was verified."""
 NEWEST_SHARE = 0.2
 """Weight of the newest draft in a request's share; in its adapter's, it is a fourth of that."""
-MAX_ADAPTERS = 4096
-"""Adapters, alone or together, whose share is known: that of a request begins with it."""
+MAX_KEPT_TOKENS = 1 << 12
+"""Of the outputs of one adapter, the newest."""
+MAX_KEPT_OUTPUTS = 1 << 10
+"""Adapters, alone or together, by cache salt, whose outputs and share are kept."""
+WIDTH = array("I").itemsize
+"""Bytes of a token."""
 PROBE_STEPS = 32
 """After so many steps without a draft that would pay, one is tried."""
 
@@ -46,19 +54,21 @@ PROBE_STEPS = 32
 class Drafts:
     """Finds drafts for running requests, and learns how many count."""
 
-    def __init__(self, max_step_tokens: int, tokens_per_block: int) -> None:
-        self._max_step_tokens = max_step_tokens
+    def __init__(self, limits: SchedulerLimits, tokens_per_block: int) -> None:
+        self._limits = limits
         self._tokens_per_block = tokens_per_block
         self._histories: WeakKeyDictionary[Request, KnownTokens] = WeakKeyDictionary()
-        self._rates: OrderedDict[AdapterSet, float] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, AdapterSet], KeptOutputs] = OrderedDict()
         self._num_drafted = 0
         self._num_accepted = 0
 
-    def added(self, rows: Sequence[PlannedRow]) -> list[PlannedRow]:
-        """The rows of a step, some with drafts. These fill the blocks that requests have, and
-        take no memory of their own."""
+    def added(self, rows: list[PlannedRow]) -> list[PlannedRow]:
+        """The rows of a step, some with drafts, in batch order. Drafts fill the blocks that
+        requests have, and take no memory of their own."""
+        if not self._limits.drafts:
+            return rows
         num_rows = sum(row.num_tokens for row in rows)
-        left = self._max_step_tokens - num_rows
+        left = self._limits.max_step_tokens - num_rows
         least = num_rows / (num_rows + FIXED_ROWS)
         each = MAX_DRAFTS
         if len({row.request.tenant for row in rows}) > 1:
@@ -70,7 +80,7 @@ class Drafts:
                 left -= len(ids)
                 row = row._replace(num_tokens=row.num_tokens + len(ids), drafts=ids)
             out.append(row)
-        return out
+        return in_batch_order([], out) if any(row.drafts for row in out) else rows
 
     def verified(self, row: PlannedRow, num_accepted: int) -> None:
         """Of the drafts of a row, the first `num_accepted` were what the sampler chose."""
@@ -78,15 +88,18 @@ class Drafts:
             return
         self._num_drafted += len(row.drafts)
         self._num_accepted += num_accepted
-        history, adapters = self._history(row.request), row.request.adapters
-        of_adapters = self._rates.pop(adapters, FIRST_RATE)
+        history = self._history(row.request)
         for place in range(min(num_accepted + 1, len(row.drafts))):
             is_right = place < num_accepted
             history.rate += NEWEST_SHARE * (is_right - history.rate)
-            of_adapters += NEWEST_SHARE / 4 * (is_right - of_adapters)
-        self._rates[adapters] = of_adapters
-        if len(self._rates) > MAX_ADAPTERS:
-            self._rates.popitem(last=False)
+            history.kept.rate += NEWEST_SHARE / 4 * (is_right - history.kept.rate)
+
+    def ended(self, request: Request) -> None:
+        """Keep the output for others of the same adapters and cache salt."""
+        if self._limits.drafts and request.output_ids:
+            outputs = self._kept_outputs(request).tokens
+            outputs.add(request.prompt_ids[-NUM_MATCHED:] + request.output_ids)
+            outputs.keep_last(MAX_KEPT_TOKENS)
 
     def take_counts(self) -> tuple[int, int]:
         """Drafts verified, and those that counted, since the last call."""
@@ -106,9 +119,17 @@ class Drafts:
     def _history(self, request: Request) -> KnownTokens:
         history = self._histories.get(request)
         if history is None:
-            rate = self._rates.get(request.adapters, FIRST_RATE)
-            history = self._histories[request] = KnownTokens(request, rate)
+            history = KnownTokens(request, self._kept_outputs(request))
+            self._histories[request] = history
         return history
+
+    def _kept_outputs(self, request: Request) -> KeptOutputs:
+        key = request.cache_salt, request.adapters
+        kept = self._kept.setdefault(key, KeptOutputs())
+        self._kept.move_to_end(key)
+        if len(self._kept) > MAX_KEPT_OUTPUTS:
+            self._kept.popitem(last=False)
+        return kept
 
 
 def _may_draft(request: Request) -> bool:
@@ -119,24 +140,64 @@ def _may_draft(request: Request) -> bool:
     return is_neutral and not has_penalty and request.constraint is None and request.rope is None
 
 
-class KnownTokens:
-    """The tokens of a request as bytes, in which their last ones are searched."""
+class TokenBytes:
+    """Tokens in order, as bytes that can be searched."""
 
-    def __init__(self, request: Request, rate: float) -> None:
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self._bytes = bytearray()
+        self.add(ids)
+
+    def add(self, ids: Sequence[int]) -> None:
+        """At the end."""
+        self._bytes += array("I", ids).tobytes()
+
+    def keep_last(self, num_tokens: int) -> None:
+        """Forget those before."""
+        del self._bytes[: -num_tokens * WIDTH]
+
+    def last(self, num_tokens: int) -> bytes:
+        """The last ones."""
+        return bytes(self._bytes[-num_tokens * WIDTH :])
+
+    def after(self, pattern: bytes, most: int) -> array[int]:
+        """Up to `most` tokens after the last place where `pattern` is and others follow."""
+        end = len(self._bytes) - WIDTH
+        begin = max(0, end - MAX_SEARCHED * WIDTH)
+        place = self._bytes.rfind(pattern, begin, end)
+        while place > 0 and place % WIDTH:
+            place = self._bytes.rfind(pattern, begin, place + len(pattern) - 1)
+        if place < 0:
+            return array("I")
+        first = place + len(pattern)
+        return array("I", bytes(self._bytes[first : first + most * WIDTH]))
+
+
+@dataclass(slots=True)
+class KeptOutputs:
+    """What is known of an adapter, or several together."""
+
+    tokens: TokenBytes = field(default_factory=TokenBytes)
+    """Of ended outputs, each after the end of its prompt."""
+    rate: float = FIRST_RATE
+    """Share of recent drafts that counted."""
+
+
+class KnownTokens:
+    """The tokens of a request, in which its drafts are searched."""
+
+    def __init__(self, request: Request, kept: KeptOutputs) -> None:
+        self.kept = kept
+        self.rate = kept.rate
+        """Share of recent drafts that counted."""
         self._output_ids = request.output_ids
         self._num_outputs = len(request.output_ids)
-        self._ids = array("I", request.tokens(0, request.num_tokens)[-MAX_SEARCHED:])
-        self._bytes = bytearray(self._ids.tobytes())
-        self.rate = rate
-        """Share of recent drafts that counted."""
+        self._tokens = TokenBytes(request.tokens(0, request.num_tokens)[-MAX_SEARCHED:])
         self._num_steps_without = 0
 
     def drafts(self, most: int, least: float) -> tuple[int, ...]:
         """Up to `most` drafts whose chance is above `least`."""
-        new_ids = array("I", self._output_ids[self._num_outputs :])
-        self._ids.extend(new_ids)
-        self._bytes += new_ids.tobytes()
-        self._num_outputs += len(new_ids)
+        self._tokens.add(self._output_ids[self._num_outputs :])
+        self._num_outputs = len(self._output_ids)
         num, chance = 0, self.rate
         while num < most and chance > least:
             num, chance = num + 1, chance * self.rate
@@ -145,22 +206,13 @@ class KnownTokens:
             if self._num_steps_without < PROBE_STEPS:
                 return ()
             num = 1
-        if found := self._continued(num):
+        if found := self._found(num):
             self._num_steps_without = 0
         return found
 
-    def _continued(self, num: int) -> tuple[int, ...]:
-        """`num` tokens after the last place where the last tokens were before; what follows the
-        end repeats what is before it. Empty if there is no such place."""
-        width = self._ids.itemsize
-        end = len(self._bytes) - width
-        begin = max(0, end - MAX_SEARCHED * width)
-        pattern = self._bytes[-NUM_MATCHED * width :]
-        place = self._bytes.rfind(pattern, begin, end)
-        while place % width and place >= 0:
-            place = self._bytes.rfind(pattern, begin, place + len(pattern) - 1)
-        if place < 0:
-            return ()
-        first = place // width + NUM_MATCHED
-        period = len(self._ids) - first
-        return tuple(self._ids[first + i % period] for i in range(num))
+    def _found(self, num: int) -> tuple[int, ...]:
+        """Up to `num` tokens; those after the request's last one repeat what is before it."""
+        pattern = self._tokens.last(NUM_MATCHED)
+        if own := self._tokens.after(pattern, num):
+            return tuple(own[i % len(own)] for i in range(num))
+        return tuple(self.kept.tokens.after(pattern, num))

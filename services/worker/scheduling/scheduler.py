@@ -90,7 +90,7 @@ class Scheduler:
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self._uncached = UncachedPrompts(layout, prefixes, self.budget, self._running)
         self.turns = DecodeTurns()
-        self.drafts = Drafts(limits.max_step_tokens, layout.tokens_per_block)
+        self.drafts = Drafts(limits, layout.tokens_per_block)
         self._out: Collection[Member] = ()
         """Running requests that do not decode in this step."""
         self.num_preemptions = 0
@@ -143,6 +143,7 @@ class Scheduler:
             self._vacate(request, now)
         if request is not None:
             self._num_changes += 1
+            self.drafts.ended(request)
             if self._counters is not None:
                 self._counters.leave(request, now)
         return request
@@ -194,9 +195,7 @@ class Scheduler:
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
         rows = self._uncached.choose(in_batch_order(decodes, others + started))
-        if self._limits.drafts:
-            rows = in_batch_order([], self.drafts.added(rows))
-        return self._number(rows, now)
+        return self._number(self.drafts.added(rows), now)
 
     def _sitting_out(self, now: float) -> Collection[Member]:
         if self._counters is None:  # first come, first served: nobody is told apart

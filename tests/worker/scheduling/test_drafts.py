@@ -9,12 +9,14 @@ import pytest
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import BASE_ONLY, AdapterSet
 from loraplex.api.sampling import SamplingParams
+from loraplex_services.worker.scheduling import drafts as drafting
 from loraplex_services.worker.scheduling.drafts import (
     FIXED_ROWS,
     MAX_DRAFTS,
     PROBE_STEPS,
     Drafts,
 )
+from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.types.request import OwnRope, Request
 from loraplex_services.worker.types.step_plan import PlannedRow
 
@@ -32,12 +34,16 @@ def decoding(prompt_ids, *, num_blocks=4, max_tokens=64, adapters=BASE_ONLY, **p
     return request
 
 
+def make_drafts(max_step_tokens=64):
+    return Drafts(SchedulerLimits(max_step_tokens, 1, drafts=True), BLOCK)
+
+
 def row_of(request, num_tokens=1):
     return PlannedRow(request, request.num_computed, num_tokens, True, ())
 
 
 def drafted(request, drafts=None, max_step_tokens=64):
-    drafts = drafts or Drafts(max_step_tokens, BLOCK)
+    drafts = drafts or make_drafts(max_step_tokens)
     (row,) = drafts.added([row_of(request)])
     assert row.num_tokens == 1 + len(row.drafts)
     return row.drafts
@@ -112,12 +118,12 @@ def test_grammars_poolings_prompts_and_ropes_of_adapters_get_no_drafts():
         assert drafted(request) == (), field
     prompt = Request("p", WORDS * 3, SamplingParams(max_tokens=9, seed=0))
     prompt.block_tables = [[0] * 4]
-    (row,) = Drafts(64, BLOCK).added([row_of(prompt, 15)])
+    (row,) = make_drafts().added([row_of(prompt, 15)])
     assert row.drafts == ()
 
 
 def test_drafts_that_prove_wrong_stop_and_are_tried_again_now_and_then():
-    drafts, request = Drafts(64, BLOCK), decoding(WORDS * 3)
+    drafts, request = make_drafts(), decoding(WORDS * 3)
     lengths = []
     for _ in range(4 * PROBE_STEPS):
         (row,) = drafts.added([row_of(request)])
@@ -131,7 +137,7 @@ def test_drafts_that_prove_wrong_stop_and_are_tried_again_now_and_then():
 
 
 def test_requests_for_an_adapter_begin_with_what_is_known_of_it():
-    drafts = Drafts(64, BLOCK)
+    drafts = make_drafts()
     poor, other = AdapterSet((("poor", 1.0),)), AdapterSet((("other", 1.0),))
     for _ in range(8):
         (row,) = drafts.added([row_of(decoding(WORDS * 3, adapters=poor))])
@@ -140,8 +146,38 @@ def test_requests_for_an_adapter_begin_with_what_is_known_of_it():
     assert len(drafted(decoding(WORDS * 3, adapters=other), drafts)) > 3
 
 
+def test_outputs_of_an_adapter_are_drafts_for_its_other_requests():
+    adapter, other = AdapterSet((("a", 1.0),)), AdapterSet((("b", 1.0),))
+    drafts = make_drafts()
+    ended = decoding([9, 1, 2, 3], adapters=adapter)
+    ended.output_ids += [4, 5, 6]
+    drafts.ended(ended)
+    asked = [8, 1, 2, 3]
+    assert drafted(decoding(asked, adapters=adapter), drafts)[:3] == (4, 5, 6)
+    assert drafted(decoding(asked, adapters=other), drafts) == ()
+    salted = decoding(asked, adapters=adapter)
+    salted.cache_salt = "another tenant"
+    assert drafted(salted, drafts) == ()
+    own = decoding([1, 2, 3, 7, *asked], adapters=adapter)
+    assert drafted(own, drafts)[0] == 7
+
+
+def test_outputs_are_kept_within_bounds(monkeypatch):
+    monkeypatch.setattr(drafting, "MAX_KEPT_TOKENS", 8)
+    monkeypatch.setattr(drafting, "MAX_KEPT_OUTPUTS", 2)
+    drafts = make_drafts()
+    sets = [AdapterSet(((name, 1.0),)) for name in "abc"]
+    for adapters in sets:
+        drafts.ended(decoding([1, 2, 3, 4, 5], adapters=adapters))
+        for _ in range(4):
+            drafts.ended(decoding([6, 7, 8, 9, 6], adapters=adapters))
+    assert drafted(decoding([6, 7, 8, 9], adapters=sets[2]), drafts)
+    assert drafted(decoding([1, 2, 3, 4], adapters=sets[2]), drafts) == ()
+    assert drafted(decoding([6, 7, 8, 9], adapters=sets[0]), drafts) == ()
+
+
 def test_drafts_that_prove_right_grow():
-    drafts, request = Drafts(64, BLOCK), decoding(WORDS * 3)
+    drafts, request = make_drafts(), decoding(WORDS * 3)
     for _ in range(12):
         (row,) = drafts.added([row_of(request)])
         drafts.verified(row, len(row.drafts))
@@ -149,7 +185,7 @@ def test_drafts_that_prove_right_grow():
 
 
 def test_a_large_step_has_no_drafts_until_they_are_nearly_sure():
-    drafts = Drafts(256, BLOCK)
+    drafts = make_drafts(256)
     rows = [row_of(decoding(WORDS * 3)) for _ in range(40)]
     assert not any(row.drafts for row in drafts.added(rows))
     sure = rows[0]
@@ -160,7 +196,7 @@ def test_a_large_step_has_no_drafts_until_they_are_nearly_sure():
 
 def test_drafts_stretch_a_step_of_several_tenants_by_half_at_most():
     for num_rows in (2, 4, 8):
-        drafts = Drafts(256, BLOCK)
+        drafts = make_drafts(256)
         rows = [row_of(decoding(WORDS * 3)) for _ in range(num_rows)]
         for row in rows * 20:
             drafts.verified(row._replace(drafts=(5,)), 1)
@@ -173,7 +209,7 @@ def test_drafts_stretch_a_step_of_several_tenants_by_half_at_most():
 
 
 def test_the_history_grows_with_the_output():
-    drafts, request = Drafts(64, BLOCK), decoding([1, 2, 3, 4])
+    drafts, request = make_drafts(), decoding([1, 2, 3, 4])
     assert drafted(request, drafts) == ()
     request.output_ids += [1, 2, 3]
     request.num_computed += 3
