@@ -140,7 +140,7 @@ def _may_draft(request: Request) -> bool:
     return is_neutral and not has_penalty and request.constraint is None and request.rope is None
 
 
-class TokenBytes:
+class TokenRun:
     """Tokens in order, as bytes that can be searched."""
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
@@ -176,7 +176,7 @@ class TokenBytes:
 class KeptOutputs:
     """What is known of an adapter, or several together."""
 
-    tokens: TokenBytes = field(default_factory=TokenBytes)
+    tokens: TokenRun = field(default_factory=TokenRun)
     """Of ended outputs, each after the end of its prompt."""
     rate: float = FIRST_RATE
     """Share of recent drafts that counted."""
@@ -191,7 +191,7 @@ class KnownTokens:
         """Share of recent drafts that counted."""
         self._output_ids = request.output_ids
         self._num_outputs = len(request.output_ids)
-        self._tokens = TokenBytes(request.tokens(0, request.num_tokens)[-MAX_SEARCHED:])
+        self._tokens = TokenRun(request.tokens(0, request.num_tokens)[-MAX_SEARCHED:])
         self._num_steps_without = 0
 
     def drafts(self, most: int, least: float) -> tuple[int, ...]:
