@@ -90,12 +90,12 @@ async def test_bad_words_reach_the_worker_as_tokens(stack: Stack) -> None:
     assert sequences == {"é", " é", " ?"}
 
 
-@pytest.mark.parametrize("words", [[""], [" "], ["a" * 129], ["a"] * 513, [7]], ids=repr)
-async def test_bad_words_that_cannot_be_are_refused(stack: Stack, words: object) -> None:
+async def test_bad_words_that_cannot_be_are_refused(stack: Stack) -> None:
     await stack.start()
-    with pytest.raises(openai.BadRequestError) as caught:
-        await _chat(stack, bad_words=words)
-    assert caught.value.param == "bad_words"
+    for words in ([""], [" "], ["a" * 129], ["a"] * 513, [7]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await _chat(stack, bad_words=words)
+        assert caught.value.param == "bad_words"
 
 
 @pytest.mark.parametrize("num_tokens", [0, -2, 513])
