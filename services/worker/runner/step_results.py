@@ -6,7 +6,7 @@ host wants are under way when `choose` returns, and `StepResults.read` waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat, takewhile
 from typing import Protocol
@@ -29,9 +29,6 @@ from loraplex_services.worker.types.step_plan import (
     SampledRow,
     StepPlan,
 )
-
-NOTHING = Sampled(None, None)
-"""Of a row that chooses no token."""
 
 
 class Heads(Protocol):
@@ -72,18 +69,10 @@ class StepResults:
         pooled = repeat(()) if self.pooled is None else self.pooled.read()
         out = []
         for row, scored, vector in zip(self.plan.rows, scores, pooled, strict=False):
-            chosen = list(islice(sampled, 1 + len(row.drafts))) if row.chooses else [NOTHING]
-            token_id, logprobs = chosen[0]
-            out.append(
-                SampledRow(
-                    row.request.request_id,
-                    token_id,
-                    logprobs,
-                    tuple(scored),
-                    vector,
-                    tuple(chosen[1 : 1 + _num_right(row.drafts, chosen)]),
-                )
-            )
+            token_id, logprobs = next(sampled) if row.chooses else (None, None)
+            further = _further(row.drafts, token_id, sampled) if row.drafts else ()
+            request_id = row.request.request_id
+            out.append(SampledRow(request_id, token_id, logprobs, tuple(scored), vector, further))
         return out
 
 
@@ -138,10 +127,15 @@ def choose(
     return StepResults(step.plan, choices, scores, pooled, end)
 
 
-def _num_right(drafts: Sequence[int], chosen: Sequence[Sampled]) -> int:
-    """How many of the first drafts are the token chosen at their place."""
-    pairs = zip(drafts, chosen, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].token_id, pairs))
+def _further(
+    drafts: Sequence[int], token_id: int | None, sampled: Iterator[Sampled]
+) -> tuple[Sampled, ...]:
+    """What was chosen after each draft, as long as drafts are what was chosen before them."""
+    chosen = list(islice(sampled, len(drafts)))
+    before = (token_id, *(each.token_id for each in chosen))
+    pairs = zip(drafts, before, strict=False)
+    num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return tuple(chosen[:num_right])
 
 
 def select_rows(hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> tuple[Tensor, LoraBatch]:

@@ -38,6 +38,8 @@ def next_tokens(row: PlannedRow, outputs: Tensor | None = None) -> list[NextToke
     """The tokens after each draft of `row`, and before them the one after its last known token;
     `outputs` are those of the step before."""
     end = row.start + row.num_tokens - len(row.request.prompt_ids)
+    if not row.drafts:
+        return [NextToken(row.request, end, row.follows, outputs)]
     return [
         NextToken(row.request, position, row.follows, outputs)
         for position in range(end - len(row.drafts), end + 1)
