@@ -39,6 +39,7 @@ class Run:
     step_s: float
     """Median of the steps that decode the whole batch and nothing else."""
     step_cpu_s: float
+    num_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -73,7 +74,10 @@ class OurEngine:
         max_running: int = 64,
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
+        *,
+        drafts: bool = False,
     ) -> None:
+        """Without drafts, so that a step is a token of each request, unless asked for."""
         config = EngineConfig(
             model_dir=str(base),
             device="cpu",
@@ -83,6 +87,7 @@ class OurEngine:
             max_resident=64,
             max_step_tokens=2048,
             max_running=max_running,
+            drafts=drafts,
         )
         runner = build_runner(
             base,
@@ -125,7 +130,8 @@ class OurEngine:
         otherwise."""
         torch.set_num_threads(self._threads)
         self._timed.steps.clear()
-        params = SamplingParams(max_tokens=num_tokens, seed=0, ignore_eos=True, **sampling)
+        sampling = {"seed": 0, **sampling}
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **sampling)
         commands = [self._submit(i, p, num_adapters, params) for i, p in enumerate(prompts)]
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         first_s: dict[str, float] = {}
@@ -148,6 +154,7 @@ class OurEngine:
             first_token_s=statistics.mean(first_s.values()),
             step_s=median_or_nan([step[1] for step in decodes]),
             step_cpu_s=median_or_nan([step[2] for step in decodes]),
+            num_steps=len(self._timed.steps),
         )
 
     def _submit(

@@ -94,6 +94,8 @@ class Sampling:
     grammar: Grammar | None = None
     allowed_token_ids: Sequence[int] = ()
     bad_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    """Not to be generated, as the tokenizer writes them with and without a space before."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool | None = None
     scale: float | None = None
@@ -125,6 +127,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that may be generated; empty = all."""
     bad_token_ids: tuple[int, ...] = ()
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    """Of two tokens or more. The last one may not follow the others, all of the output."""
     logprobs: int | None = None
     """Alternatives per output token; None = no logprobs at all."""
     logprob_token_ids: tuple[int, ...] = ()

@@ -71,12 +71,21 @@ def sampling_params_to_proto(params: SamplingParams) -> worker_pb2.WorkerSamplin
     """Resolved parameters for a worker."""
     values = {name: getattr(params, name) for name in _PARAM_FIELDS}
     values["logit_bias"] = dict(params.logit_bias)
+    values["bad_sequences"] = [
+        worker_pb2.TokenSequence(ids=sequence) for sequence in params.bad_sequences
+    ]
     return worker_pb2.WorkerSampling(**values)
 
 
 def sampling_params_from_proto(message: worker_pb2.WorkerSampling) -> SamplingParams:
     """The inverse. The pairs of `logit_bias` are sorted; a field that is 0 has its default."""
-    given = set_fields(message, {"logit_bias": lambda biases: tuple(sorted(biases.items()))})
+    given = set_fields(
+        message,
+        {
+            "logit_bias": lambda biases: tuple(sorted(biases.items())),
+            "bad_sequences": lambda sequences: tuple(tuple(each.ids) for each in sequences),
+        },
+    )
     return SamplingParams(**{"max_tokens": 0, "seed": 0, **given})
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from loraplex.v1 import common_pb2 as loraplex_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bloraplex/v1/inference.proto\x12\x0bloraplex.v1\x1a\x18loraplex/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.loraplex.v1.ChatMessage\">\n\x0fWeightedAdapter\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x13\n\x06weight\x18\x02 \x01(\x02H\x00\x88\x01\x01\x42\t\n\x07_weight\"\xc6\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x02\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.loraplex.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\t\n\x01n\x18\x11 \x01(\r\x12\x0c\n\x04\x65\x63ho\x18\x12 \x01(\x08\x12%\n\x07grammar\x18\x13 \x01(\x0b\x32\x14.loraplex.v1.Grammar\x12\x19\n\x11\x61llowed_token_ids\x18\x14 \x03(\r\x12\x15\n\rbad_token_ids\x18\x15 \x03(\r\x12\"\n\x1ainclude_stop_str_in_output\x18\x16 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x17 \x01(\x08H\x07\x88\x01\x01\x12\x12\n\x05scale\x18\x18 \x01(\x02H\x08\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x19 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x08\n\x06_scale\"\xfa\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x12.\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x1c.loraplex.v1.WeightedAdapter\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.loraplex.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\tsplit_key\x18\n \x01(\t\x12\x15\n\rfirst_token_s\x18\x0b \x01(\x01\x12,\n\ton_update\x18\x0c \x01(\x0e\x32\x19.loraplex.v1.UpdatePolicyB\x08\n\x06prompt\"Q\n\x08ServedBy\x12\x10\n\x08\x61\x64\x61pters\x18\x01 \x03(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x04 \x01(\t\"\x9d\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.loraplex.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\t \x01(\t\x12(\n\tserved_by\x18\n \x01(\x0b\x32\x15.loraplex.v1.ServedBy\x12!\n\x05usage\x18\x0b \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x0c \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x0f\n\x07\x64igests\x18\r \x03(\t\"q\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.loraplex.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x42\x08\n\x06prompt\"\xb4\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06inputs\x18\x02 \x03(\t\x12$\n\x07prompts\x18\x03 \x03(\x0b\x32\x13.loraplex.v1.Prompt\x12%\n\x07pooling\x18\x04 \x01(\x0e\x32\x14.loraplex.v1.Pooling\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ndimensions\x18\x06 \x01(\rB\x0c\n\n_normalize\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\x88\x01\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.loraplex.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12(\n\tserved_by\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.ServedBy\"S\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06inputs\x18\x02 \x03(\t\x12$\n\x07prompts\x18\x03 \x03(\x0b\x32\x13.loraplex.v1.Prompt\"=\n\x05Score\x12\x0e\n\x06logits\x18\x01 \x03(\x02\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\x12\r\n\x05label\x18\x03 \x01(\t\"\x90\x01\n\rScoreResponse\x12\"\n\x06scores\x18\x01 \x03(\x0b\x32\x12.loraplex.v1.Score\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12\x0e\n\x06labels\x18\x03 \x03(\t\x12(\n\tserved_by\x18\x04 \x01(\x0b\x32\x15.loraplex.v1.ServedBy\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"c\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\x03\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.loraplex.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\x87\x01\n\x0cUpdatePolicy\x12\x1d\n\x19UPDATE_POLICY_UNSPECIFIED\x10\x00\x12\x18\n\x14UPDATE_POLICY_FINISH\x10\x01\x12\x18\n\x14UPDATE_POLICY_FOLLOW\x10\x02\x12$\n UPDATE_POLICY_FOLLOW_KEEP_PREFIX\x10\x03\x32\xac\x02\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.loraplex.v1.GenerateRequest\x1a\x1d.loraplex.v1.GenerateResponse0\x01\x12>\n\x05\x45mbed\x12\x19.loraplex.v1.EmbedRequest\x1a\x1a.loraplex.v1.EmbedResponse\x12>\n\x05Score\x12\x19.loraplex.v1.ScoreRequest\x1a\x1a.loraplex.v1.ScoreResponse\x12M\n\nListModels\x12\x1e.loraplex.v1.ListModelsRequest\x1a\x1f.loraplex.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bloraplex/v1/inference.proto\x12\x0bloraplex.v1\x1a\x18loraplex/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.loraplex.v1.ChatMessage\">\n\x0fWeightedAdapter\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x13\n\x06weight\x18\x02 \x01(\x02H\x00\x88\x01\x01\x42\t\n\x07_weight\"\xd9\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x02\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.loraplex.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\t\n\x01n\x18\x11 \x01(\r\x12\x0c\n\x04\x65\x63ho\x18\x12 \x01(\x08\x12%\n\x07grammar\x18\x13 \x01(\x0b\x32\x14.loraplex.v1.Grammar\x12\x19\n\x11\x61llowed_token_ids\x18\x14 \x03(\r\x12\x15\n\rbad_token_ids\x18\x15 \x03(\r\x12\"\n\x1ainclude_stop_str_in_output\x18\x16 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x17 \x01(\x08H\x07\x88\x01\x01\x12\x12\n\x05scale\x18\x18 \x01(\x02H\x08\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x19 \x03(\r\x12\x11\n\tbad_words\x18\x1a \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x08\n\x06_scale\"\xfa\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x12.\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x1c.loraplex.v1.WeightedAdapter\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.loraplex.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x11\n\tsplit_key\x18\n \x01(\t\x12\x15\n\rfirst_token_s\x18\x0b \x01(\x01\x12,\n\ton_update\x18\x0c \x01(\x0e\x32\x19.loraplex.v1.UpdatePolicyB\x08\n\x06prompt\"Q\n\x08ServedBy\x12\x10\n\x08\x61\x64\x61pters\x18\x01 \x03(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x04 \x01(\t\"\x9d\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.loraplex.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\t \x01(\t\x12(\n\tserved_by\x18\n \x01(\x0b\x32\x15.loraplex.v1.ServedBy\x12!\n\x05usage\x18\x0b \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x0c \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x0f\n\x07\x64igests\x18\r \x03(\t\"q\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.loraplex.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x42\x08\n\x06prompt\"\xb4\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06inputs\x18\x02 \x03(\t\x12$\n\x07prompts\x18\x03 \x03(\x0b\x32\x13.loraplex.v1.Prompt\x12%\n\x07pooling\x18\x04 \x01(\x0e\x32\x14.loraplex.v1.Pooling\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ndimensions\x18\x06 \x01(\rB\x0c\n\n_normalize\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\x88\x01\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.loraplex.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12(\n\tserved_by\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.ServedBy\"S\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06inputs\x18\x02 \x03(\t\x12$\n\x07prompts\x18\x03 \x03(\x0b\x32\x13.loraplex.v1.Prompt\"=\n\x05Score\x12\x0e\n\x06logits\x18\x01 \x03(\x02\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\x12\r\n\x05label\x18\x03 \x01(\t\"\x90\x01\n\rScoreResponse\x12\"\n\x06scores\x18\x01 \x03(\x0b\x32\x12.loraplex.v1.Score\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12\x0e\n\x06labels\x18\x03 \x03(\t\x12(\n\tserved_by\x18\x04 \x01(\x0b\x32\x15.loraplex.v1.ServedBy\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"c\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\x03\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.loraplex.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\x87\x01\n\x0cUpdatePolicy\x12\x1d\n\x19UPDATE_POLICY_UNSPECIFIED\x10\x00\x12\x18\n\x14UPDATE_POLICY_FINISH\x10\x01\x12\x18\n\x14UPDATE_POLICY_FOLLOW\x10\x02\x12$\n UPDATE_POLICY_FOLLOW_KEEP_PREFIX\x10\x03\x32\xac\x02\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.loraplex.v1.GenerateRequest\x1a\x1d.loraplex.v1.GenerateResponse0\x01\x12>\n\x05\x45mbed\x12\x19.loraplex.v1.EmbedRequest\x1a\x1a.loraplex.v1.EmbedResponse\x12>\n\x05Score\x12\x19.loraplex.v1.ScoreRequest\x1a\x1a.loraplex.v1.ScoreResponse\x12M\n\nListModels\x12\x1e.loraplex.v1.ListModelsRequest\x1a\x1f.loraplex.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_UPDATEPOLICY']._serialized_start=2984
-  _globals['_UPDATEPOLICY']._serialized_end=3119
+  _globals['_UPDATEPOLICY']._serialized_start=3003
+  _globals['_UPDATEPOLICY']._serialized_end=3138
   _globals['_TOKENIDS']._serialized_start=70
   _globals['_TOKENIDS']._serialized_end=93
   _globals['_CHATMESSAGE']._serialized_start=95
@@ -45,35 +45,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTEDADAPTER']._serialized_start=193
   _globals['_WEIGHTEDADAPTER']._serialized_end=255
   _globals['_SAMPLINGPARAMS']._serialized_start=258
-  _globals['_SAMPLINGPARAMS']._serialized_end=1096
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=908
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=956
-  _globals['_GENERATEREQUEST']._serialized_start=1099
-  _globals['_GENERATEREQUEST']._serialized_end=1477
-  _globals['_SERVEDBY']._serialized_start=1479
-  _globals['_SERVEDBY']._serialized_end=1560
-  _globals['_GENERATERESPONSE']._serialized_start=1563
-  _globals['_GENERATERESPONSE']._serialized_end=1976
-  _globals['_PROMPT']._serialized_start=1978
-  _globals['_PROMPT']._serialized_end=2091
-  _globals['_EMBEDREQUEST']._serialized_start=2094
-  _globals['_EMBEDREQUEST']._serialized_end=2274
-  _globals['_EMBEDDING']._serialized_start=2276
-  _globals['_EMBEDDING']._serialized_end=2303
-  _globals['_EMBEDRESPONSE']._serialized_start=2306
-  _globals['_EMBEDRESPONSE']._serialized_end=2442
-  _globals['_SCOREREQUEST']._serialized_start=2444
-  _globals['_SCOREREQUEST']._serialized_end=2527
-  _globals['_SCORE']._serialized_start=2529
-  _globals['_SCORE']._serialized_end=2590
-  _globals['_SCORERESPONSE']._serialized_start=2593
-  _globals['_SCORERESPONSE']._serialized_end=2737
-  _globals['_LISTMODELSREQUEST']._serialized_start=2739
-  _globals['_LISTMODELSREQUEST']._serialized_end=2797
-  _globals['_MODEL']._serialized_start=2799
-  _globals['_MODEL']._serialized_end=2898
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2900
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2981
-  _globals['_INFERENCESERVICE']._serialized_start=3122
-  _globals['_INFERENCESERVICE']._serialized_end=3422
+  _globals['_SAMPLINGPARAMS']._serialized_end=1115
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=927
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=975
+  _globals['_GENERATEREQUEST']._serialized_start=1118
+  _globals['_GENERATEREQUEST']._serialized_end=1496
+  _globals['_SERVEDBY']._serialized_start=1498
+  _globals['_SERVEDBY']._serialized_end=1579
+  _globals['_GENERATERESPONSE']._serialized_start=1582
+  _globals['_GENERATERESPONSE']._serialized_end=1995
+  _globals['_PROMPT']._serialized_start=1997
+  _globals['_PROMPT']._serialized_end=2110
+  _globals['_EMBEDREQUEST']._serialized_start=2113
+  _globals['_EMBEDREQUEST']._serialized_end=2293
+  _globals['_EMBEDDING']._serialized_start=2295
+  _globals['_EMBEDDING']._serialized_end=2322
+  _globals['_EMBEDRESPONSE']._serialized_start=2325
+  _globals['_EMBEDRESPONSE']._serialized_end=2461
+  _globals['_SCOREREQUEST']._serialized_start=2463
+  _globals['_SCOREREQUEST']._serialized_end=2546
+  _globals['_SCORE']._serialized_start=2548
+  _globals['_SCORE']._serialized_end=2609
+  _globals['_SCORERESPONSE']._serialized_start=2612
+  _globals['_SCORERESPONSE']._serialized_end=2756
+  _globals['_LISTMODELSREQUEST']._serialized_start=2758
+  _globals['_LISTMODELSREQUEST']._serialized_end=2816
+  _globals['_MODEL']._serialized_start=2818
+  _globals['_MODEL']._serialized_end=2917
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2919
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3000
+  _globals['_INFERENCESERVICE']._serialized_start=3141
+  _globals['_INFERENCESERVICE']._serialized_end=3441
 # @@protoc_insertion_point(module_scope)

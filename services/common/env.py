@@ -80,13 +80,8 @@ DRAIN_S: Setting[float] = Setting(
     "up all",
     "Longest time that running requests get to finish after SIGTERM, in seconds.",
 )
-DEBUG: Setting[tuple[str, ...]] = Setting(
-    DEBUG_LIST,
-    parse_list,
-    (),
-    "up all",
-    "Comma-separated switches for developers, NAME or NAME=VALUE; listed below.",
-)
+_LISTED = "Comma-separated switches for developers, NAME or NAME=VALUE; listed below."
+DEBUG: Setting[tuple[str, ...]] = Setting(DEBUG_LIST, parse_list, (), "up all", _LISTED)
 
 # Who may call
 AUTH = choice_setting(
@@ -101,9 +96,7 @@ ADMIN_KEY_FILE = path_setting(
     "File that holds the first admin key, `lpx_<id>_<secret>`.",
 )
 INSECURE = flag_setting(
-    "LORAPLEX_INSECURE",
-    "up all",
-    "Allow listening beyond loopback without API keys.",
+    "LORAPLEX_INSECURE", "up all", "Allow listening beyond loopback without API keys."
 )
 ALLOWED_HOSTS: Setting[tuple[str, ...]] = Setting(
     "LORAPLEX_ALLOWED_HOSTS",
@@ -203,7 +196,7 @@ WORKER_LISTEN = listen_setting(
 MODEL = text_setting(
     "LORAPLEX_MODEL",
     "up worker",
-    "Base model: a folder, a GGUF file, a hub id or an s3:// address.",
+    "Base model: a folder, GGUF file, hub id or s3:// address.",
 )
 SERVED_MODEL_NAME = text_setting(
     "LORAPLEX_SERVED_MODEL_NAME",
@@ -348,6 +341,8 @@ PREFIX_CACHE: Switch[bool] = Switch(
     "worker",
     "Keep the KV cache of finished requests for prompts with the same beginning.",
 )
+_MEANS = "Compute likely tokens ahead and verify them; on CPUs, where it pays. No output changes."
+SPECULATION: Switch[bool] = Switch("speculation", parse_bool, True, "worker", _MEANS)
 STEP_TIMEOUT_S: Switch[float] = Switch(
     "step-timeout-s",
     parse_seconds,

@@ -64,6 +64,7 @@ class WorkerConfig:
     cluster_size: int
     prefix_cache: bool
     overlap: str
+    drafts: bool
     adapter_dtype: str
     quantization: str
     kv_cache_dtype: str
@@ -93,6 +94,7 @@ class WorkerConfig:
             cluster_size=self.cluster_size,
             prefix_cache=self.prefix_cache,
             overlap=self.overlap,
+            drafts=self.drafts,
             adapter_dtype=self.adapter_dtype,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
@@ -154,6 +156,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         cluster_size=env.CLUSTER_SIZE.read(environ),
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
+        drafts=env.SPECULATION.read(environ),
         adapter_dtype=env.LORA_DTYPE.read(environ),
         quantization=env.QUANTIZATION.read(environ),
         kv_cache_dtype=env.KV_CACHE_DTYPE.read(environ),

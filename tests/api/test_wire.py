@@ -39,6 +39,7 @@ PARAMS = st.builds(
     logit_bias=st.dictionaries(UINT32, FLOAT).map(lambda biases: tuple(sorted(biases.items()))),
     allowed_token_ids=IDS,
     bad_token_ids=IDS,
+    bad_sequences=st.lists(IDS, max_size=3).map(tuple),
     logprobs=st.none() | UINT32,
     logprob_token_ids=IDS,
     prompt_logprobs=st.none() | UINT32,

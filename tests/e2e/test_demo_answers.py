@@ -38,3 +38,18 @@ def test_chat_gives_the_same_answer_as_the_plain_prompt(stack: Stack) -> None:
     assert status == 200, answer
     assert answer["choices"][0]["message"]["content"] == want
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_an_answer_with_drafts_is_the_one_without(stack: Stack) -> None:
+    """A word of several tokens turns drafts off, and is never generated here."""
+    fields = {"temperature": 0.7, "seed": 5, "ignore_eos": True, "logprobs": 1, "n": 2}
+    fields |= {"max_tokens": 150, "return_token_ids": True}
+    plain = stack.complete("upper", "hello hello=", bad_words=["never said"], **fields)["choices"]
+    assert stack.complete("upper", "hello hello=", **fields)["choices"] == plain
+    stop = plain[0]["text"][60:63]
+    stopped = [
+        stack.complete("upper", "hello hello=", stop=stop, bad_words=words, **fields)["choices"]
+        for words in ([], ["never said"])
+    ]
+    assert stopped[0] == stopped[1]
+    assert stopped[0][0]["stop_reason"] == stop

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, NoBadWordsLogitsProcessor
 
 from benchmarks.serving.live_updates import PROMPT, drive
 from loraplex import BlockingRegistry, Publication
@@ -111,10 +112,28 @@ def test_listed_tokens_have_the_logprobs_of_peft(stack: Stack) -> None:
         assert all(abs(top[f"token_id:{each}"] - float(row[each])) <= 1e-4 for each in labels)
 
 
+def test_bad_words_are_left_out_as_transformers_leaves_them_out(stack: Stack) -> None:
+    """The processor sees the output alone, as in vLLM: transformers shows it the prompt, too."""
+    words = ["AMI", "Z"]
+    sequences = [list((space + word).encode()) for word in words for space in ("", " ")]
+    forbid, ids = NoBadWordsLogitsProcessor(sequences), list[int]()
+    for _ in range(8):
+        logprobs = _peft_logprobs("upper", [*PROMPT, *ids, 0])[-1:]
+        ids.append(int(forbid(torch.tensor([ids], dtype=torch.int64), logprobs).argmax()))
+    fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    (choice,) = stack.complete("upper", list(PROMPT), bad_words=words, **fields)["choices"]
+    assert choice["token_ids"] == ids
+    assert choice["text"] != UPPER[:8] and not any(word in choice["text"] for word in words)
+
+
 def _peft_logprobs(name: str, ids: list[int]) -> torch.Tensor:
     """Log-softmax rows of the tokens after each of `ids` but the last."""
-    base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, DEMO / "adapters" / name).eval()
     with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1].double()
+        logits = _peft_model(name)(torch.tensor([ids])).logits[0, :-1].double()
     return logits.log_softmax(-1)
+
+
+@cache
+def _peft_model(name: str) -> PeftModel:
+    base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
+    return PeftModel.from_pretrained(base, DEMO / "adapters" / name).eval()

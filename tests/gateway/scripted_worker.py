@@ -81,6 +81,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.prefill_tokens_per_s = 0.0
         self.die_after_tokens: int | None = None
         """The sessions break once that many tokens were sent."""
+        self.stands_at: int | None = None
+        """Requests with that many output tokens get no more, until this is None again."""
         self.fail_next: list[common_pb2.ErrorDetail] = []
         """Failures for the next requests, first come first served."""
         self.requests: list[worker_pb2.WorkerRequest] = []
@@ -226,11 +228,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """One token for every live request a step."""
         while True:
             await asyncio.sleep(self.step_s or 0.001)
-            if not peer.live:
+            moving = [(name, live) for name, live in peer.live.items() if not self._stands(live)]
+            if not moving:
                 continue
             self._step += 1
             events = worker_pb2.StepEvents(step=self._step)
-            for request_id, live in list(peer.live.items()):
+            for request_id, live in moving:
                 events.tokens.append(self._token(live))
                 self.num_tokens_sent += 1
                 if live.position == len(live.script):
@@ -239,6 +242,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             if self.die_after_tokens is not None and self.num_tokens_sent >= self.die_after_tokens:
                 peer.outbox.put_nowait(None)
                 return
+
+    def _stands(self, live: _Live) -> bool:
+        return self.stands_at is not None and live.position >= self.stands_at
 
     def _token(self, live: _Live) -> worker_pb2.TokenEvent:
         """Mutates: live."""

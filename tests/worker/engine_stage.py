@@ -35,12 +35,16 @@ def write_files(root: Path) -> Path:
 
 
 def make_runner(
-    files: Path, arena_bytes: int = 1 << 20, max_num_tokens: int = 64, overlap: str = "off"
+    files: Path,
+    arena_bytes: int = 1 << 20,
+    max_num_tokens: int = 64,
+    overlap: str = "off",
+    dtype: str = "float32",
 ) -> TorchRunner:
     return build_runner(
         files / "base",
         device="cpu",
-        dtype="float32",
+        dtype=dtype,
         arena_bytes=arena_bytes,
         max_resident=8,
         max_num_tokens=max_num_tokens,
@@ -57,6 +61,7 @@ class Stage:
     files: Path
     max_step_tokens: int = 64
     prefix_cache: bool = True
+    drafts: bool = True
     now: float = 0.0
     outputs: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, TokenOutput] = field(default_factory=dict)
@@ -68,6 +73,7 @@ class Stage:
             max_step_tokens=self.max_step_tokens,
             max_running=min(16, self.max_step_tokens),
             prefix_cache=self.prefix_cache,
+            drafts=self.drafts,
         )
         self.engine = Engine(self.runner, config, lambda: self.now)
 

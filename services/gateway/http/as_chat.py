@@ -13,7 +13,8 @@ from loraplex_services.gateway.request import with_names
 
 SHARED_FIELDS = frozenset(
     {
-        *("adapters", "allowed_token_ids", "bad_token_ids", "cache_salt", "chat_template_kwargs"),
+        *("adapters", "allowed_token_ids", "bad_token_ids", "bad_words", "cache_salt"),
+        "chat_template_kwargs",
         *("first_token_s", "frequency_penalty", "ignore_eos", "include_stop_str_in_output"),
         *("logit_bias", "lora_scale", "min_p", "min_tokens", "on_update"),
         *("presence_penalty", "priority"),

@@ -232,6 +232,7 @@ def read_sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -
         echo=body.flag("echo"),
         allowed_token_ids=body.ids("allowed_token_ids"),
         bad_token_ids=body.ids("bad_token_ids"),
+        bad_words=body.texts("bad_words"),
         include_stop_str_in_output=body.flag("include_stop_str_in_output"),
         skip_special_tokens=body.flag("skip_special_tokens", default=True),
         scale=body.number("lora_scale"),

@@ -1,4 +1,5 @@
-"""Limits of what one call brings besides its prompt and its sampling, from whichever API."""
+"""Limits of what one call brings besides its prompt, before any work is done for it, from whichever
+API."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from loraplex_services.common.limits import (
     MAX_TRACE_CHARS,
     check_chars,
 )
+from loraplex_services.gateway.pipeline.sampling import check_bad_words
 from loraplex_services.gateway.request import GenerateCall, ServedModel, Truncation
 
 
@@ -20,6 +22,7 @@ def check_call(call: GenerateCall) -> None:
 
     These texts are copied into the job of every choice and kept while it runs.
     """
+    check_bad_words(call.sampling.bad_words)
     check_chars("model", call.model, MAX_MODEL_CHARS)
     check_chars("request_id", call.request_id, MAX_REQUEST_ID_CHARS)
     check_chars("cache_salt", call.cache_salt, MAX_CACHE_SALT_CHARS)

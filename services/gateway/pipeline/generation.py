@@ -141,6 +141,7 @@ class Generation:
             call.sampling,
             model,
             len(prompt_ids),
+            await tokenizer.words(call.sampling.bad_words),
             fills_context=isinstance(call.prompt, ChatPrompt),
             draw_seed=self._draw_seed,
         )

@@ -11,7 +11,11 @@ from typing import Any
 
 from loraplex.api.sampling import RANGES, Grammar, Range, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.limits import MAX_TOKEN_IDS_PER_FIELD
+from loraplex_services.common.limits import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_TOKEN_IDS_PER_FIELD,
+)
 from loraplex_services.gateway.request import ServedModel, TextRules
 
 DEFAULT_MAX_TOKENS = 16
@@ -47,6 +51,7 @@ def resolve(
     asked: Sampling,
     base: ServedModel,
     num_prompt_tokens: int,
+    bad_words: Iterable[tuple[int, ...]] = (),
     *,
     fills_context: bool,
     draw_seed: Callable[[], int],
@@ -54,6 +59,7 @@ def resolve(
     """Check every field and fill in what is unset.
 
     Args:
+        bad_words: the tokens of `asked.bad_words`, which were checked before.
         fills_context: chat: without max_tokens the rest of the context may be generated.
         draw_seed: gives the seed, in 0..2**64-1, when none was asked for.
 
@@ -61,7 +67,7 @@ def resolve(
     """
     check_grammar(asked.grammar)
     max_tokens = _max_tokens(asked, base, num_prompt_tokens, fills_context)
-    sampling = _sampling(asked, base, max_tokens, draw_seed)
+    sampling = _sampling(asked, base, max_tokens, draw_seed, tuple(bad_words))
     if sampling.min_tokens > max_tokens:
         raise _bad("min_tokens", sampling.min_tokens, f"must be at most max_tokens ({max_tokens})")
     return ResolvedSampling(
@@ -95,8 +101,22 @@ def check_grammar(grammar: Grammar | None) -> None:
         )
 
 
+def check_bad_words(words: Sequence[str]) -> None:
+    """Before they are tokenized. Raises: InvalidRequest."""
+    if len(words) > MAX_BAD_WORDS:
+        raise _bad("bad_words", len(words), f"at most {MAX_BAD_WORDS} words")
+    for index, word in enumerate(words):
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            why = f"word {index} is blank or longer than {MAX_BAD_WORD_CHARS} characters"
+            raise _bad("bad_words", "", why)
+
+
 def _sampling(
-    asked: Sampling, base: ServedModel, max_tokens: int, draw_seed: Callable[[], int]
+    asked: Sampling,
+    base: ServedModel,
+    max_tokens: int,
+    draw_seed: Callable[[], int],
+    bad_words: Sequence[tuple[int, ...]],
 ) -> SamplingParams:
     defaults = base.default_sampling
     vocab_size = base.vocab_size
@@ -115,7 +135,11 @@ def _sampling(
         logprob_token_ids=_logprob_token_ids(asked, vocab_size),
         prompt_logprobs=_logprobs("prompt_logprobs", prompt_logprobs),
         allowed_token_ids=_ids("allowed_token_ids", asked.allowed_token_ids, vocab_size),
-        bad_token_ids=_ids("bad_token_ids", asked.bad_token_ids, vocab_size),
+        bad_token_ids=(
+            *_ids("bad_token_ids", asked.bad_token_ids, vocab_size),
+            *(word[0] for word in bad_words if len(word) == 1),
+        ),
+        bad_sequences=tuple(word for word in bad_words if len(word) > 1),
         **_numbers(asked, base.default_sampling),
     )
 

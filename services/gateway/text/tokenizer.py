@@ -112,6 +112,16 @@ class BaseTokenizer:
             raise InvalidRequest.field(field, "", "the prompt is empty; send at least one token")
         return ids
 
+    async def words(self, words: Sequence[str]) -> set[tuple[int, ...]]:
+        """The tokens of each word, as it begins a text and as it follows a space."""
+        if not words:
+            return set()
+        texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        encodings = await asyncio.to_thread(
+            self._tokenizer.encode_batch_fast, texts, add_special_tokens=False
+        )
+        return {tuple(encoding.ids) for encoding in encodings if encoding.ids}
+
     async def _render(self, prompt: ChatPrompt, tenant: str) -> str:
         if self._chat is None:
             error = InvalidRequest.field(
@@ -204,6 +214,14 @@ class IdsOnly:
         raise InvalidRequest.field(
             "prompt", "", "this base has no tokenizer.json; send the prompt as token ids"
         )
+
+    async def words(self, words: Sequence[str]) -> set[tuple[int, ...]]:
+        """No tokens of no words. Raises: InvalidRequest for any."""
+        if words:
+            raise InvalidRequest.field(
+                "bad_words", "", "this base has no tokenizer.json; send bad_token_ids"
+            )
+        return set()
 
 
 def _as_system(message: Mapping[str, object]) -> Mapping[str, object]:

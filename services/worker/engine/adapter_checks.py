@@ -97,6 +97,7 @@ def _check_ids(request: Request, vocab_size: int) -> None:
         "sampling.allowed_token_ids": sampling.allowed_token_ids,
         "sampling.bad_token_ids": sampling.bad_token_ids,
         "sampling.logprob_token_ids": sampling.logprob_token_ids,
+        "sampling.bad_sequences": [max(sequence) for sequence in sampling.bad_sequences],
         "sampling.logit_bias": [token_id for token_id, _ in sampling.logit_bias],
     }
     for field, token_ids in fields.items():

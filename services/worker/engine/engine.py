@@ -90,13 +90,16 @@ def _policy(config: EngineConfig, policies: Policies) -> tuple[Policy, ServiceCo
     return (clustered(policy, config.cluster_size) if config.cluster_size else policy), counters
 
 
-def _limits(config: EngineConfig, rope_switch_len: int | None) -> SchedulerLimits:
+def _limits(config: EngineConfig, runner: Runner) -> SchedulerLimits:
+    info = runner.model_info()
+    can_draft = info.verifies_drafts and not (runner.overlaps or runner.state_blocks)
     return SchedulerLimits(
         config.max_step_tokens,
         config.max_running,
         config.max_loras,
-        rope_switch_len=rope_switch_len,
+        rope_switch_len=info.rope_switch_len,
         max_step_s=config.max_step_s,
+        drafts=config.drafts and can_draft and info.rope_switch_len is None,
     )
 
 
@@ -125,7 +128,7 @@ class Engine:
             max_adapter_blocks=int(runner.arena_blocks * MAX_ADAPTER_SHARE),
             max_pinned_blocks=int(runner.arena_blocks * MAX_PINNED_SHARE),
         )
-        limits = _limits(config, info.rope_switch_len)
+        limits = _limits(config, runner)
         layout = KvLayout(
             runner.tokens_per_block,
             tuple(runner.kv_group_windows),
@@ -216,6 +219,7 @@ class Engine:
         if plan.awaits_masks:  # known, now that the tokens before are; some may be on their way
             self._in_flight[-1].launched.choose_tokens()
         self._may_advance = bool(plan.rows) or is_collecting or self._has_acted
+        drafted, accepted = self.scheduler.drafts.take_counts()
         return StepOutput(
             step=plan.step,
             tokens=tokens,
@@ -223,6 +227,8 @@ class Engine:
             residency=self._take_residency(),
             load=self._stats.load(self.scheduler, self._reclaimer, self._arena),
             copies_s=self._loads.take_copies_s(),
+            drafted=drafted,
+            accepted=accepted,
             preemptions=self.scheduler.num_preemptions,
             layer_stall_s=self._runner.stall_s,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loraplex.api.output import TokenLogprob
+from loraplex.api.output import FinishReason, TokenLogprob
 from loraplex.api.pooling import Pooling
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.engine.outputs import finish_reason, stop_token, timings
@@ -42,6 +42,7 @@ class OutputProcessor:
             self._keep_prompt_logprobs(row, sampled)
             self._add_up(row, sampled)
             if row.needs_logits and self._follow(row.request, sampled, now):
+                self._scheduler.drafts.verified(row, len(sampled.further))
                 outputs.append(self._append(row.request, sampled, now))
         return outputs
 
@@ -108,11 +109,7 @@ class OutputProcessor:
             num_tokens = request.num_tokens - request.num_cached
             self._scheduler.times.prefilled(num_tokens, now - started_s)
         position = len(request.output_ids)
-        token_ids = [] if request.sampling.max_tokens == 0 else [sampled.token_id or 0]
-        for token_id in token_ids:
-            request.take(token_id)
-            self._scheduler.on_token(request)
-        reason = finish_reason(request, self._eos_token_ids)
+        token_ids, logprobs, reason = self._take(request, sampled)
         prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
         vector = self._vector(request, sampled)
         if reason:
@@ -123,9 +120,29 @@ class OutputProcessor:
             output_position=position,
             finish_reason=reason,
             stop_token_id=stop_token(request, reason, self._eos_token_ids),
-            logprobs=[sampled.logprobs] if sampled.logprobs and token_ids else [],
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             cached_tokens=min(request.num_cached, len(request.prompt_ids)) if is_first else 0,
             timings=timings(request) if reason else None,
             pooled=vector,
         )
+
+    def _take(
+        self, request: Request, sampled: SampledRow
+    ) -> tuple[list[int], list[TokenLogprob], FinishReason | None]:
+        """Append tokens until the request ends: them, their logprobs, and why it does."""
+        if request.sampling.max_tokens == 0:
+            return [], [], finish_reason(request, self._eos_token_ids)
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        reason = None
+        for token_id, logprob in ((sampled.token_id, sampled.logprobs), *sampled.further):
+            if token_ids:
+                self._scheduler.on_draft(request)
+            token_ids.append(token_id or 0)
+            logprobs += [logprob] if logprob else []
+            request.take(token_ids[-1])
+            self._scheduler.on_token(request)
+            if reason := finish_reason(request, self._eos_token_ids):
+                break
+        return token_ids, logprobs, reason

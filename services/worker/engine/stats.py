@@ -28,8 +28,8 @@ class EngineStats:
         self._steps += 1
         self._step_s = _mean(self._step_s, elapsed_s)
         self._max_distinct_adapters = max(self._max_distinct_adapters, plan.num_distinct_adapters)
-        if elapsed_s > 0 and (num_context_tokens := plan.num_context_tokens):
-            rate = num_context_tokens / elapsed_s
+        if elapsed_s > 0 and (num_prompt_tokens := plan.num_prompt_tokens):
+            rate = num_prompt_tokens / elapsed_s
             self._prefill_tokens_per_s = _mean(self._prefill_tokens_per_s, rate)
 
     @property

@@ -131,7 +131,7 @@ class TracedRunner:
             step_s=self._last_end_s - begin_s,
             idle=is_idle,
             rows=len(plan.rows),
-            prompts=plan.num_contexts,
+            prompts=sum(row.is_context and not row.drafts for row in plan.rows),
             tokens=plan.num_tokens,
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
             adapter_bytes=adapter_bytes,

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.model.config_reader import read_json_object
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
 from loraplex_services.worker.model.families import has_family, read_model_config
-from loraplex_services.worker.model.library import build_library_model
+from loraplex_services.worker.model.library import LibraryDecoder, build_library_model
 from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
 from loraplex_services.worker.model.on_load import (
     NONE,
@@ -153,6 +154,7 @@ def _build(
     loader = AdapterLoader(adapters, packer, executors)
     facts = config, layout, geometry, torch_device, torch_dtype, operators
     info = _model_info(*facts, settings)
+    info = replace(info, verifies_drafts=_are_rows_alike(model, operators, ranks))
     limits = settings.max_resident, settings.max_lora_rank, *largest
     batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
@@ -160,6 +162,14 @@ def _build(
     return TorchRunner(
         model, arena, kv, loader, layout, info, batches, draws, settings.overlap, ranks
     )
+
+
+def _are_rows_alike(model: Decoder, operators: Operators, ranks: Ranks) -> bool:
+    """Whether the bits of a token's logits do not depend on what is computed beside it. In a
+    mixture of experts they do: what is computed with one expert has a varying number of rows."""
+    is_ours = isinstance(operators, NativeOperators) and not operators.attention_maker.name
+    is_dense = model.config.moe is None and not isinstance(model, LibraryDecoder)
+    return is_ours and is_dense and ranks.shard.size == 1
 
 
 def _adapter_layout(

@@ -82,13 +82,14 @@ def read_plan(plan: StepPlan, ropes: Ropes) -> StepInputs:
     segments: list[Segment] = []
     last_slots: Sequence[tuple[int, float]] | None = None
     has_ropes = ropes.has_own
-    for request, start, count, _, slots, follows in plan.rows:
+    for request, start, count, _, slots, follows, drafts in plan.rows:
         if follows is not None:
             followers.append(len(token_ids))
             sources.append(follows)
             token_ids.append(0)
         else:
-            token_ids += request.tokens(start, start + count)
+            token_ids += request.tokens(start, start + count - len(drafts))
+            token_ids += drafts
         starts.append(start)
         counts.append(count)
         is_long = request.is_long

@@ -6,9 +6,9 @@ host wants are under way when `choose` returns, and `StepResults.read` waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat, takewhile
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +20,15 @@ from loraplex_services.worker.runner.pooling import PooledRows, pool
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.sampling.logprobs import LogprobRows
-from loraplex_services.worker.sampling.next_token import next_token
+from loraplex_services.worker.sampling.next_token import next_tokens
 from loraplex_services.worker.sampling.sampler import Choices, LogitsOf, sample, score_tokens
 from loraplex_services.worker.transfers import to_device
-from loraplex_services.worker.types.step_plan import PlannedRow, SampledRow, StepPlan
+from loraplex_services.worker.types.step_plan import (
+    PlannedRow,
+    Sampled,
+    SampledRow,
+    StepPlan,
+)
 
 
 class Heads(Protocol):
@@ -65,8 +70,9 @@ class StepResults:
         out = []
         for row, scored, vector in zip(self.plan.rows, scores, pooled, strict=False):
             token_id, logprobs = next(sampled) if row.chooses else (None, None)
+            further = _further(row.drafts, token_id, sampled) if row.drafts else ()
             request_id = row.request.request_id
-            out.append(SampledRow(request_id, token_id, logprobs, tuple(scored), vector))
+            out.append(SampledRow(request_id, token_id, logprobs, tuple(scored), vector, further))
         return out
 
 
@@ -100,10 +106,17 @@ def choose(
 
     rows = step.plan.rows
     choosing = [row for row in rows if row.chooses]
-    tokens = [next_token(row, before) for row in choosing]
+    tokens = [token for row in choosing for token in next_tokens(row, before)]
     last_rows = np.cumsum(step.num_tokens) - 1
     if len(choosing) < len(rows):
         last_rows = last_rows[[row.chooses for row in rows]]
+    if len(tokens) > len(choosing):
+        last_rows = np.concatenate(
+            [
+                np.arange(last - len(row.drafts), last + 1)
+                for row, last in zip(choosing, last_rows, strict=True)
+            ]
+        )
     scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
     choices = sample(torch.from_numpy(last_rows), tokens, logits_of, eos_ids, draws)
     pooled = pool(rows, hidden, lora, heads.scores) if step.plan.num_contexts else None
@@ -112,6 +125,17 @@ def choose(
         end = torch.cuda.Event()
         end.record()
     return StepResults(step.plan, choices, scores, pooled, end)
+
+
+def _further(
+    drafts: Sequence[int], token_id: int | None, sampled: Iterator[Sampled]
+) -> tuple[Sampled, ...]:
+    """What was chosen after each draft, as long as drafts are what was chosen before them."""
+    chosen = list(islice(sampled, len(drafts)))
+    before = (token_id, *(each.token_id for each in chosen))
+    pairs = zip(drafts, before, strict=False)
+    num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return tuple(chosen[:num_right])
 
 
 def select_rows(hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> tuple[Tensor, LoraBatch]:

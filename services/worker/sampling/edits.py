@@ -41,6 +41,8 @@ class LogitEdits:
     """Rows that may choose listed tokens only."""
     allowed_places: list[int] = field(default_factory=list)
     forbidden_places: list[int] = field(default_factory=list)
+    doubtful: list[tuple[int, NextToken, int]] = field(default_factory=list)
+    """(place, token, id): forbidden if the token before, which only the device knows, is the id."""
 
     def add(self, row: int, token: NextToken, eos_ids: Sequence[int]) -> None:
         """List what a row asks for. Tokens that end the output are forbidden before min_tokens."""
@@ -58,9 +60,28 @@ class LogitEdits:
             self.allowed_places += self._places(begin, params.allowed_token_ids)
         if params.bad_token_ids:
             self.forbidden_places += self._places(begin, params.bad_token_ids)
+        if params.bad_sequences:
+            self._forbid_ends(begin, token)
         if token.position < params.min_tokens:
             ending = (*params.stop_token_ids, *token.request.eos_ids(eos_ids))
             self.forbidden_places += self._places(begin, ending)
+
+    def _forbid_ends(self, begin: int, token: NextToken) -> None:
+        """Forbid the last token of each bad sequence whose others the output ends with."""
+        output_ids, end = token.request.output_ids, token.num_known
+        is_in_flight = token.follows is not None
+        for sequence in token.params.bad_sequences:
+            num_known = len(sequence) - 1 - is_in_flight
+            begins = end - num_known
+            if begins < 0 or (num_known and output_ids[end - 1] != sequence[num_known - 1]):
+                continue
+            if tuple(output_ids[begins:end]) != sequence[:num_known]:
+                continue
+            places = self._places(begin, sequence[-1:])
+            if is_in_flight:
+                self.doubtful += [(place, token, sequence[-2]) for place in places]
+            else:
+                self.forbidden_places += places
 
     def _places(self, begin: int, token_ids: Sequence[int]) -> list[int]:
         """Flat indices. Tokens of vocabularies wider than the step's are nobody's to choose, and
@@ -83,6 +104,9 @@ class LogitEdits:
             upload.add("allowed_places", np.array(self.allowed_places, dtype=np.int64))
         if self.forbidden_places:
             upload.add("forbidden_places", np.array(self.forbidden_places, dtype=np.int64))
+        if self.doubtful:
+            doubtful = [(place, token.follows, before) for place, token, before in self.doubtful]
+            upload.add("doubtful", np.array(doubtful, dtype=np.int64).T)
 
     def apply(self, logits: Tensor, upload: Upload) -> None:
         """Change the logits. Launches only.
@@ -104,6 +128,13 @@ class LogitEdits:
             flat.index_copy_(0, upload["allowed_places"], kept)
         if self.forbidden_places:
             flat.index_fill_(0, upload["forbidden_places"], MINUS_INF)
+        if self.doubtful:
+            # Adding 0 keeps what another entry for the same place has forbidden.
+            outputs = self.doubtful[0][1].outputs
+            assert outputs is not None
+            places, follows, before = upload["doubtful"]
+            is_bad = outputs.index_select(0, follows) == before
+            flat.index_add_(0, places, torch.where(is_bad, MINUS_INF, 0.0))
 
     def _bitmasks(self) -> np.ndarray:
         """uint8 `[grammars, ceil(V / 8)]`: bits of allowed tokens, 0 beyond a grammar's own."""

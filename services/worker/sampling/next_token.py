@@ -34,7 +34,13 @@ class NextToken(NamedTuple):
         return self.position - (self.follows is not None)
 
 
-def next_token(row: PlannedRow, outputs: Tensor | None = None) -> NextToken:
-    """The token after the last position of `row`; `outputs` are those of the step before."""
-    position = row.start + row.num_tokens - len(row.request.prompt_ids)
-    return NextToken(row.request, position, row.follows, outputs)
+def next_tokens(row: PlannedRow, outputs: Tensor | None = None) -> list[NextToken]:
+    """The tokens after each draft of `row`, and before them the one after its last known token;
+    `outputs` are those of the step before."""
+    end = row.start + row.num_tokens - len(row.request.prompt_ids)
+    if not row.drafts:
+        return [NextToken(row.request, end, row.follows, outputs)]
+    return [
+        NextToken(row.request, position, row.follows, outputs)
+        for position in range(end - len(row.drafts), end + 1)
+    ]

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex.api.output import TokenLogprob
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
 from loraplex_services.worker.sampling.edits import edits_of
 from loraplex_services.worker.sampling.logprobs import (
@@ -33,6 +31,7 @@ from loraplex_services.worker.sampling.logprobs import (
 from loraplex_services.worker.sampling.masks import MINUS_INF, limits_of
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.transfers import Upload, to_host
+from loraplex_services.worker.types.step_plan import Sampled
 
 MAX_LOGIT_ROWS = 1024
 """Most rows of the vocabulary's width that exist at once."""
@@ -45,14 +44,6 @@ SEED_BITS = (1 << 64) - 1
 LogitsOf = Callable[[Tensor], Tensor]
 """Maps token rows of the batch, int64 `[n]`, to fresh logits, float32 `[n, V]`. The rows are on the
 host: asking a device for them would wait for the step."""
-
-
-class Sampled(NamedTuple):
-    """A chosen token, with logprobs when the request asked for them."""
-
-    token_id: int | None
-    """None if a grammar and the other masks leave no token."""
-    logprobs: TokenLogprob | None
 
 
 @dataclass(frozen=True, slots=True)

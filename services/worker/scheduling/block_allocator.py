@@ -1,6 +1,8 @@
-"""Allocates and frees the blocks of running requests. It does not decide which are preempted."""
+"""Allocates and frees the blocks of running requests; preempts some where there are too few."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import (
@@ -60,6 +62,22 @@ class BlockAllocator:
             member = members[request.request_id]
             self.grow(member, wanted[member], now)
         return True
+
+    def grow_some(
+        self, wanted: dict[Member, int], preempt: Callable[[Request], None], now: float
+    ) -> bool:
+        """Preempt the last to arrive until the rest has its blocks. True when one went."""
+        members = {member.request.request_id: member for member in self._running.members()}
+        queue = [members[request.request_id] for request in running_order(self._running)]
+        num_before = len(queue)
+        index = 0
+        while index < len(queue):
+            member = queue[index]
+            if member not in wanted or self.grow(member, wanted[member], now):
+                index += 1
+            else:
+                preempt(queue.pop().request)
+        return len(queue) < num_before
 
     def grow(self, member: Member, num_tokens: int, now: float) -> bool:
         """Find blocks for positions [0, num_tokens) of one request. False when there are none."""

@@ -39,8 +39,8 @@ class TokenBudget:
 
     def measure(self, plan: StepPlan, elapsed_s: float) -> None:
         """A step of `plan` took that long."""
-        num_prompt = plan.num_context_tokens
-        if not num_prompt:
+        num_prompt = plan.num_prompt_tokens
+        if not plan.num_contexts:
             self._decodes.add(elapsed_s)
         elif num_prompt >= MIN_PROMPT_TOKENS:
             self._tokens.add(max(0.0, elapsed_s - self._decodes.quantile(0.5)) / num_prompt)

@@ -21,6 +21,8 @@ class SchedulerLimits:
     """A request of more known tokens is computed again; see `ModelInfo`."""
     max_step_s: float = 0.0
     """Target time of steps in which requests decode: prompt chunks shrink to meet it. 0 = none."""
+    drafts: bool = False
+    """Whether a step may verify tokens that are only likely: see `drafts`."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_running <= self.max_step_tokens, f"{self}"

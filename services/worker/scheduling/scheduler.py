@@ -8,6 +8,7 @@ recomputed later.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import islice
 
 from loraplex.errors import LoraplexError
@@ -19,6 +20,7 @@ from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.scheduling.block_allocator import BlockAllocator
 from loraplex_services.worker.scheduling.budget import TokenBudget
 from loraplex_services.worker.scheduling.deadlines import Deadlines
+from loraplex_services.worker.scheduling.drafts import Drafts
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.lookahead import Lookahead
 from loraplex_services.worker.scheduling.policies import (
@@ -26,7 +28,6 @@ from loraplex_services.worker.scheduling.policies import (
     Policy,
     QueueView,
     ServiceCounters,
-    running_order,
 )
 from loraplex_services.worker.scheduling.queue import WaitingQueue
 from loraplex_services.worker.scheduling.room import Room
@@ -89,6 +90,7 @@ class Scheduler:
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self._uncached = UncachedPrompts(layout, prefixes, self.budget, self._running)
         self.turns = DecodeTurns()
+        self.drafts = Drafts(limits, layout.tokens_per_block)
         self._out: Collection[Member] = ()
         """Running requests that do not decode in this step."""
         self.num_preemptions = 0
@@ -139,6 +141,7 @@ class Scheduler:
             self._vacate(request, now)
         if request is not None:
             self._num_changes += 1
+            self.drafts.ended(request)
             if self._counters is not None:
                 self._counters.leave(request, now)
         return request
@@ -177,7 +180,8 @@ class Scheduler:
         if not self._allocator.grow_all(wanted, now):
             if self._num_in_flight:
                 return self._number(())
-            has_preempted = self._grow_some(wanted, now)
+            preempt = partial(self._preempt, now=now)
+            has_preempted = self._allocator.grow_some(wanted, preempt, now)
         self._uncached.begin_step()
         decodes = self._running.decode_rows(self._sitting_out(now))
         started: list[PlannedRow] = []
@@ -189,7 +193,8 @@ class Scheduler:
             self._allocator.grow_further(shares, budget - num_cached_tokens(started), now)
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
-        return self._number(self._uncached.choose(in_batch_order(decodes, others + started)), now)
+        rows = self._uncached.choose(in_batch_order(decodes, others + started))
+        return self._number(self.drafts.added(rows), now)
 
     def _sitting_out(self, now: float) -> Collection[Member]:
         if self._counters is None:  # first come, first served: tenants are not told apart
@@ -210,7 +215,7 @@ class Scheduler:
         num_outputs = 0
         for row in plan.rows:
             request = row.request
-            request.num_computed += row.num_tokens
+            request.num_computed += row.num_tokens - len(row.drafts)
             if row.follows is None and not request.without_cache:
                 self._prefixes.keep(request, row.start)
             if row.chooses:
@@ -229,6 +234,13 @@ class Scheduler:
     def runs(self, request: Request) -> bool:
         """False once a request has ended, possibly while a step still computes it."""
         return self._running.get(request.request_id) is request
+
+    def on_draft(self, request: Request) -> None:
+        """The draft after a request's last token was that token, so its position is computed and
+        the token after it is about to come."""
+        request.num_computed += 1
+        request.num_in_flight_tokens += 1
+        self._prefixes.keep(request, request.num_computed - 1)
 
     def on_token(self, request: Request) -> None:
         """A running request has received its next token."""
@@ -249,20 +261,6 @@ class Scheduler:
         tables = [table for r in self._running for table in r.block_tables]
         self._prefixes.check_integrity(tables)
         self._prefixes.states.check_integrity(r.state_key for r in self._running if r.state_key)
-
-    def _grow_some(self, wanted: dict[Member, int], now: float) -> bool:
-        """Preempt the latest arrivals until the others have their blocks; True if any went."""
-        members = {member.request.request_id: member for member in self._running.members()}
-        queue = [members[request.request_id] for request in running_order(self._running)]
-        num_before = len(queue)
-        index = 0
-        while index < len(queue):
-            member = queue[index]
-            if member not in wanted or self._allocator.grow(member, wanted[member], now):
-                index += 1
-            else:
-                self._preempt(queue.pop().request, now)
-        return len(queue) < num_before
 
     def _preempt(self, request: Request, now: float) -> None:
         """Return a running request to the queue. All of its KV is computed again later."""

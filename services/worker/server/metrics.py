@@ -83,6 +83,8 @@ _prefix_queries = Counter(
 )
 _prefix_hits = Counter("vllm:prefix_cache_hits", "Prompt tokens that were in the prefix cache")
 _preempted = Counter("vllm:num_preemptions", "Requests preempted")
+_drafted = Counter("vllm:spec_decode_num_draft_tokens", "Likely tokens that steps verified")
+_accepted = Counter("vllm:spec_decode_num_accepted_tokens", "Of these, those that were right")
 _prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens computed")
 _generation_tokens = Counter("vllm:generation_tokens", "Tokens generated")
 _success = Counter("vllm:request_success", "Requests that ended", ["finished_reason"])
@@ -118,6 +120,8 @@ def observe_load(output: StepOutput, num_sessions: int) -> None:
     _max_distinct.set(load.max_distinct_adapters)
     _free_blocks.set(load.free_blocks)
     _layer_stall_s.set(output.layer_stall_s)
+    _drafted.inc(output.drafted)
+    _accepted.inc(output.accepted)
 
 
 def observe_preemptions(before: int, now: int) -> None:

@@ -14,9 +14,14 @@ from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import RANGES, GrammarTokens, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_digest
+from loraplex_services.common.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 
 MAX_LOGPROBS = 128
 MAX_ID_CHARS = 256
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
+"""Each word with and without a space before it."""
+MAX_BAD_SEQUENCE_IDS = 4 * MAX_BAD_WORD_CHARS + 1
+"""One for each byte, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +126,21 @@ def _check_sampling(sampling: SamplingParams, limits: IntakeLimits) -> None:
         _refuse("sampling.logprob_token_ids", f"{num_ids} ids", f"at most {MAX_LOGPROBS}")
     for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logprob_token_ids"):
         _check_ids(f"sampling.{name}", getattr(sampling, name), limits.vocab_size)
+    _check_sequences(sampling.bad_sequences, limits.vocab_size)
     _check_ids("sampling.logit_bias", [i for i, _ in sampling.logit_bias], limits.vocab_size)
     if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
         _refuse("sampling.logit_bias", "not finite", "every bias must be a finite number")
+
+
+def _check_sequences(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
+    if len(sequences) > MAX_BAD_SEQUENCES:
+        why = f"at most {MAX_BAD_SEQUENCES}"
+        _refuse("sampling.bad_sequences", f"{len(sequences)} sequences", why)
+    for index, sequence in enumerate(sequences):
+        field = f"sampling.bad_sequences[{index}]"
+        if not 2 <= len(sequence) <= MAX_BAD_SEQUENCE_IDS:
+            _refuse(field, f"{len(sequence)} ids", f"send 2 to {MAX_BAD_SEQUENCE_IDS}")
+        _check_ids(field, sequence, vocab_size)
 
 
 def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

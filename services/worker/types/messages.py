@@ -57,6 +57,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     overlap: str = "off"
     """`auto`, `on` or `off`: see `steps`."""
+    drafts: bool = True
+    """Whether a step may verify tokens that are only likely, where that changes no output."""
     adapter_dtype: str = "auto"
     """How A and B are kept: `auto`, `float32`, `bfloat16`, `float16` or `int8`."""
     quantization: str = "none"
@@ -230,6 +232,10 @@ class StepOutput(msgspec.Struct, frozen=True, tag="output"):
     load: WorkerLoad
     copies_s: list[float] = []
     """How long each copy of an adapter to the device took."""
+    drafted: int = 0
+    """Drafts that it verified."""
+    accepted: int = 0
+    """Of these, those that were what the sampler chose."""
     preemptions: int = 0
     """Requests that have been preempted since the engine started."""
     layer_stall_s: float = 0.0

@@ -40,6 +40,8 @@ class ModelInfo:
     """Whether `max_model_len` was set: adapters with a context of their own keep to it as well."""
     rope_switch_len: int | None = None
     """Requests of more known tokens than this have another KV, from their first token on."""
+    verifies_drafts: bool = False
+    """Whether a token's logits are the very same in a row of several tokens."""
 
 
 class Pending(Protocol[T_co]):

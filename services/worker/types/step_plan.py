@@ -26,6 +26,9 @@ class PlannedRow(NamedTuple):
     follows: int | None = None
     """Which output of the step before is its one input token, still on the device; None = its
     tokens are known. Outputs of a step count its rows that choose a token, in order."""
+    drafts: tuple[int, ...] = ()
+    """The last of the positions compute these tokens, which are not known to be the request's: one
+    is chosen before each of them, too. Without `follows` only."""
 
     @property
     def chooses(self) -> bool:
@@ -34,7 +37,8 @@ class PlannedRow(NamedTuple):
 
     @property
     def is_context(self) -> bool:
-        """Context rows compute prompt positions; generation rows exactly one output position."""
+        """Context rows compute prompt positions, or several; generation rows exactly one output
+        position."""
         return self.num_tokens > 1 or self.start < len(self.request.prompt_ids)
 
 
@@ -76,6 +80,11 @@ class StepPlan:
         return sum(row.num_tokens for row in contexts)
 
     @cached_property
+    def num_prompt_tokens(self) -> int:
+        """Positions of tokens that were known before, but for the last one of each request."""
+        return sum(row.num_tokens for row in self.rows if row.is_context and not row.drafts)
+
+    @cached_property
     def num_tokens(self) -> int:
         """Positions computed by the step."""
         return sum(row.num_tokens for row in self.rows)
@@ -99,6 +108,14 @@ def batch_order(row: PlannedRow) -> tuple[bool, bool, int]:
     return (not row.is_context, not row.slots, first_slot)
 
 
+class Sampled(NamedTuple):
+    """A chosen token, with logprobs when the request asked for them."""
+
+    token_id: int | None
+    """None where a grammar and the other masks leave no token."""
+    logprobs: TokenLogprob | None
+
+
 class SampledRow(NamedTuple):
     """What the runner returns for one planned row."""
 
@@ -110,3 +127,5 @@ class SampledRow(NamedTuple):
     """One entry per prompt position computed in this step, when asked for."""
     pooled: tuple[float, ...] = ()
     """Where the request pools: its vector, or the sum over this step's tokens for a mean."""
+    further: tuple[Sampled, ...] = ()
+    """What was chosen after each draft that is the token chosen before."""

@@ -81,6 +81,23 @@ async def test_a_truncated_prompt_keeps_its_end_and_its_special_tokens(stack: St
     assert _prompt(stack) == b"ant]"
 
 
+async def test_bad_words_reach_the_worker_as_tokens(stack: Stack) -> None:
+    await stack.start()
+    await _chat(stack, bad_words=["é", "?"], bad_token_ids=[7])
+    sampling = stack.workers[0].requests[-1].sampling
+    assert list(sampling.bad_token_ids) == [7, ord("?")]
+    sequences = {bytes(sequence.ids).decode() for sequence in sampling.bad_sequences}
+    assert sequences == {"é", " é", " ?"}
+
+
+async def test_bad_words_that_cannot_be_are_refused(stack: Stack) -> None:
+    await stack.start()
+    for words in ([""], [" "], ["a" * 129], ["a"] * 513, [7]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await _chat(stack, bad_words=words)
+        assert caught.value.param == "bad_words"
+
+
 @pytest.mark.parametrize("num_tokens", [0, -2, 513])
 async def test_a_truncation_that_cannot_be_is_refused(stack: Stack, num_tokens: int) -> None:
     await stack.start()
@@ -108,7 +125,6 @@ async def test_a_bad_token_of_logit_bias_is_shown(
 REFUSED: dict[str, object] = {
     "use_beam_search": True,
     "length_penalty": 0.5,
-    "bad_words": ["a"],
     "thinking_token_budget": 5,
     "echo": True,
     "chat_template": "x",

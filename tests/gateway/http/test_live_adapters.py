@@ -243,11 +243,13 @@ async def test_only_tags_are_followed(live: Stack, fields: dict[str, Any], param
 
 
 async def test_keep_freezes_running_requests_and_lets_them_go_on(live: Stack) -> None:
+    live.workers[0].stands_at = NUM_TOKENS // 2
     running, other = _start(live), _start(live, model="other")
-    await _until_running(live)
+    await eventually(lambda: live.workers[0].num_live == 2)
     assert (await _post(live, "/pause", mode="keep", model="Policy")).json() == {"status": "paused"}
     await eventually(lambda: live.workers[0].num_live == 1)
     late = _start(live, max_tokens=3)
+    live.workers[0].stands_at = None
     assert len((await other).json()["choices"][0]["token_ids"]) == NUM_TOKENS
     assert live.workers[0].num_live == 0
     assert not running.done()
@@ -289,8 +291,9 @@ async def test_a_client_that_does_not_read_delays_no_pause(live: Stack) -> None:
 
 
 async def test_abort_answers_with_what_was_generated(live: Stack) -> None:
+    live.workers[0].stands_at = NUM_TOKENS // 2
     running, chat = _start(live, n=2), _start(live, model="other")
-    await _until_running(live)
+    await eventually(lambda: live.workers[0].num_live == 3)
     assert (await _post(live, "/pause")).status_code == 200
     for answer in (await running, await chat):
         for choice in answer.json()["choices"]:
@@ -301,14 +304,20 @@ async def test_abort_answers_with_what_was_generated(live: Stack) -> None:
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         await client.post("/resume")
         assert (await client.get("/is_paused")).json() == {"is_paused": False}
+    live.workers[0].stands_at = None
     assert (await _start(live, max_tokens=2)).json()["choices"][0]["finish_reason"] == "length"
 
 
 async def test_wait_lets_running_requests_end(live: Stack) -> None:
+    live.workers[0].stands_at = NUM_TOKENS // 2
     running = _start(live)
     await _until_running(live)
     pausing = asyncio.create_task(_post(live, "/pause", mode="wait"))
+    async with httpx.AsyncClient(base_url=live.url) as client:
+        while not (await client.get("/is_paused")).json()["is_paused"]:
+            await asyncio.sleep(0.01)
     late = _start(live, max_tokens=2)
+    live.workers[0].stands_at = None
     assert len((await running).json()["choices"][0]["token_ids"]) == NUM_TOKENS
     assert (await pausing).status_code == 200
     assert not late.done()

@@ -67,7 +67,7 @@ async def test_generate_streams_the_same_ids(stack: Stack) -> None:
         ({"sampling_params": {"max_tokens": -1}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"temperature": 101}}, "sampling_params.temperature"),
         ({"sampling_params": {"echo": True}}, "sampling_params.echo"),
-        ({"sampling_params": {"bad_words": ["x"]}}, "sampling_params.bad_words"),
+        ({"sampling_params": {"bad_words": [" "]}}, "sampling_params.bad_words"),
         ({"sampling_params": {"logprobs": 21}}, "sampling_params.logprobs"),
         ({"features": {"mm_hashes": {}}}, "features"),
         ({"kv_transfer_params": {"x": 1}}, "kv_transfer_params"),

@@ -152,3 +152,16 @@ async def test_event_loop_goes_on_while_a_long_text_is_tokenized(pool: TemplateP
         num_turns += 1
     assert num_turns > 10, "with the GIL held there are two or three"
     assert await encoding == (BOS_ID, *text.encode())
+
+
+async def test_bad_words_are_tokenized_with_and_without_a_space_before(pool: TemplatePool) -> None:
+    tokenizer = BaseTokenizer(tokenizer_files(), pool)
+    assert await tokenizer.words(["hi", " hi", "x"]) == {
+        tuple(b"hi"),
+        tuple(b" hi"),
+        tuple(b"x"),
+        tuple(b" x"),
+    }
+    assert await tokenizer.words([]) == await IdsOnly().words([]) == set()
+    with pytest.raises(InvalidRequest, match="bad_words"):
+        await IdsOnly().words(["hi"])

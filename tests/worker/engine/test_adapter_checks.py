@@ -62,6 +62,13 @@ def test_token_ids_are_those_of_the_adapter(field):
         admit(request_of((FIRST, 1.0), **{field: (1, VOCAB)}), [AdapterFacts()], BASE)
 
 
+def test_tokens_of_bad_sequences_are_those_of_the_adapter():
+    asked = {"bad_sequences": ((1, 2), (VOCAB, 1))}
+    admit(request_of((FIRST, 1.0), **asked), [AdapterFacts(vocab_size=VOCAB + 2)], BASE)
+    with pytest.raises(InvalidRequest, match=r"bad_sequences\[1\]"):
+        admit(request_of((FIRST, 1.0), **asked), [AdapterFacts()], BASE)
+
+
 def test_tokens_that_an_adapter_cut_off_are_refused():
     with pytest.raises(InvalidRequest, match=r"prompt_ids\[1\]"):
         admit(request_of((FIRST, 1.0), prompt=[1, 98]), [AdapterFacts(vocab_size=97)], BASE)

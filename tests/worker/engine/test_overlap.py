@@ -21,6 +21,10 @@ from tests.worker import tiny
 from tests.worker.engine_stage import A, B, Stage, make_runner, submit, write_files
 
 NUM_REQUESTS = 40
+BAD_SEQUENCES = (
+    *((a, b) for a in range(tiny.VOCAB) for b in range(tiny.VOCAB) if (5 * a + b) % 3 == 0),
+    *((a, b, b) for a in range(tiny.VOCAB) for b in range(tiny.VOCAB)),
+)
 TIGHT_BYTES = 96 * 1024
 """So few blocks that requests and adapters wait for each other."""
 
@@ -47,6 +51,8 @@ def random_request(rng: random.Random, name: str) -> Submit:
         fields |= {"logprobs": 2, "prompt_logprobs": 1}
     if rng.random() < 0.1:
         fields |= {"max_tokens": 0, "prompt_logprobs": 0}
+    if rng.random() < 0.2:
+        fields |= {"bad_sequences": BAD_SEQUENCES}
     adapters = rng.choice([(), (), (A,), (B,), (A, B)])
     return submit(name, *adapters, seed=rng.randrange(1000), **fields)
 

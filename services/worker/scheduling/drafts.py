@@ -1,0 +1,218 @@
+"""Drafts: tokens that a request may generate next, which one step verifies together.
+
+A step that computes several tokens of a request takes little longer than a step of one while the
+weights must be read anyway. A draft is what came after the request's last tokens where they were
+before: in its prompt or its output, else in outputs of its adapter. The sampler chooses at each of
+these positions as it ever does, and a draft counts if it is what was chosen: the output is the very
+same, with or without drafts.
+
+They are off where they would not pay. In a step of n rows, a row more takes `1 / (n + FIXED_ROWS)`
+of its time, and a token more is `1 / n` of its tokens. So the draft at place i pays while its
+chance, `rate ** i`, is above `n / (n + FIXED_ROWS)`.
+
+Source: Saxena, Prompt Lookup Decoding, 2023; Yang et al., Inference with Reference, 2023.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from loraplex.api.request import AdapterSet
+from loraplex_services.worker.scheduling.limits import SchedulerLimits
+from loraplex_services.worker.scheduling.running import in_batch_order
+from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.step_plan import PlannedRow
+
+FIXED_ROWS = 16
+"""A step takes as long as this many rows would, and its rows: `benchmarks/cpu/speculation.py`."""
+NUM_MATCHED = 3
+"""Tokens that must be the same for what follows them to be a draft."""
+MAX_DRAFTS = 7
+"""Of one request in one step."""
+MAX_STRETCH = 1.5
+"""How much longer drafts may make a step that several tenants share."""
+MAX_SEARCHED = 1 << 14
+"""Tokens of a request, the last ones, that are searched."""
+FIRST_RATE = 0.5
+"""Share of drafts that are expected to count, before any was verified."""
+NEWEST_SHARE = 0.2
+"""Weight of the newest draft in a request's share; in its adapter's, it is a fourth of that."""
+MAX_KEPT_TOKENS = 1 << 12
+"""Of the outputs of one adapter, the newest."""
+MAX_KEPT_OUTPUTS = 1 << 10
+"""Adapters, alone or together, by cache salt, whose outputs and share are kept."""
+WIDTH = array("I").itemsize
+"""Bytes of a token."""
+PROBE_STEPS = 32
+"""After so many steps without a draft that would pay, one is tried."""
+
+
+class Drafts:
+    """Finds drafts for running requests, and learns how many count."""
+
+    def __init__(self, limits: SchedulerLimits, tokens_per_block: int) -> None:
+        self._limits = limits
+        self._tokens_per_block = tokens_per_block
+        self._histories: WeakKeyDictionary[Request, KnownTokens] = WeakKeyDictionary()
+        self._kept: OrderedDict[tuple[str, AdapterSet], KeptOutputs] = OrderedDict()
+        self._num_drafted = 0
+        self._num_accepted = 0
+
+    def added(self, rows: list[PlannedRow]) -> list[PlannedRow]:
+        """The rows of a step, some with drafts, in batch order. Drafts fill the blocks that
+        requests have, and take no memory of their own."""
+        if not self._limits.drafts:
+            return rows
+        num_rows = sum(row.num_tokens for row in rows)
+        left = self._limits.max_step_tokens - num_rows
+        least = num_rows / (num_rows + FIXED_ROWS)
+        each = MAX_DRAFTS
+        if len({row.request.tenant for row in rows}) > 1:
+            each = min(each, int((MAX_STRETCH - 1) * (num_rows + FIXED_ROWS) / len(rows)))
+        out = []
+        for row in rows:
+            most = min(each, left, self._most(row))
+            if most > 0 and (ids := self._history(row.request).drafts(most, least)):
+                left -= len(ids)
+                row = row._replace(num_tokens=row.num_tokens + len(ids), drafts=ids)
+            out.append(row)
+        return in_batch_order([], out) if any(row.drafts for row in out) else rows
+
+    def verified(self, row: PlannedRow, num_accepted: int) -> None:
+        """Of the drafts of a row, the first `num_accepted` were what the sampler chose."""
+        if not row.drafts:
+            return
+        self._num_drafted += len(row.drafts)
+        self._num_accepted += num_accepted
+        history = self._history(row.request)
+        for place in range(min(num_accepted + 1, len(row.drafts))):
+            is_right = place < num_accepted
+            history.rate += NEWEST_SHARE * (is_right - history.rate)
+            history.kept.rate += NEWEST_SHARE / 4 * (is_right - history.kept.rate)
+
+    def ended(self, request: Request) -> None:
+        """Keep the output for others of the same adapters and cache salt."""
+        if self._limits.drafts and request.output_ids:
+            outputs = self._kept_outputs(request).tokens
+            outputs.add(request.prompt_ids[-NUM_MATCHED:] + request.output_ids)
+            outputs.keep_last(MAX_KEPT_TOKENS)
+
+    def take_counts(self) -> tuple[int, int]:
+        """Drafts verified, and those that counted, since the last call."""
+        counts = self._num_drafted, self._num_accepted
+        self._num_drafted = self._num_accepted = 0
+        return counts
+
+    def _most(self, row: PlannedRow) -> int:
+        """Drafts that a row may have."""
+        request = row.request
+        if row.is_context or not row.chooses or not _may_draft(request):
+            return 0
+        num_placed = len(request.block_tables[0]) * self._tokens_per_block
+        num_wanted = request.sampling.max_tokens - len(request.output_ids) - 1
+        return min(num_wanted, num_placed - row.start - 1)
+
+    def _history(self, request: Request) -> KnownTokens:
+        history = self._histories.get(request)
+        if history is None:
+            history = KnownTokens(request, self._kept_outputs(request))
+            self._histories[request] = history
+        return history
+
+    def _kept_outputs(self, request: Request) -> KeptOutputs:
+        key = request.cache_salt, request.adapters
+        kept = self._kept.setdefault(key, KeptOutputs())
+        self._kept.move_to_end(key)
+        if len(self._kept) > MAX_KEPT_OUTPUTS:
+            self._kept.popitem(last=False)
+        return kept
+
+
+def _may_draft(request: Request) -> bool:
+    """Whether what the sampler reads of a request follows from its parameters alone."""
+    params = request.sampling
+    is_neutral = params.repetition_penalty == 1.0 and not params.bad_sequences
+    has_penalty = params.presence_penalty or params.frequency_penalty
+    return is_neutral and not has_penalty and request.constraint is None and request.rope is None
+
+
+class TokenRun:
+    """Tokens in order, as bytes that can be searched."""
+
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self._bytes = bytearray()
+        self.add(ids)
+
+    def add(self, ids: Sequence[int]) -> None:
+        """At the end."""
+        self._bytes += array("I", ids).tobytes()
+
+    def keep_last(self, num_tokens: int) -> None:
+        """Forget those before."""
+        del self._bytes[: -num_tokens * WIDTH]
+
+    def last(self, num_tokens: int) -> bytes:
+        """The last ones."""
+        return bytes(self._bytes[-num_tokens * WIDTH :])
+
+    def after(self, pattern: bytes, most: int) -> array[int]:
+        """Up to `most` tokens after the last place where `pattern` is and others follow."""
+        end = len(self._bytes) - WIDTH
+        begin = max(0, end - MAX_SEARCHED * WIDTH)
+        place = self._bytes.rfind(pattern, begin, end)
+        while place > 0 and place % WIDTH:
+            place = self._bytes.rfind(pattern, begin, place + len(pattern) - 1)
+        if place < 0:
+            return array("I")
+        first = place + len(pattern)
+        return array("I", bytes(self._bytes[first : first + most * WIDTH]))
+
+
+@dataclass(slots=True)
+class KeptOutputs:
+    """What is known of an adapter, or several together."""
+
+    tokens: TokenRun = field(default_factory=TokenRun)
+    """Of ended outputs, each after the end of its prompt."""
+    rate: float = FIRST_RATE
+    """Share of recent drafts that counted."""
+
+
+class KnownTokens:
+    """The tokens of a request, in which its drafts are searched."""
+
+    def __init__(self, request: Request, kept: KeptOutputs) -> None:
+        self.kept = kept
+        self.rate = kept.rate
+        """Share of recent drafts that counted."""
+        self._output_ids = request.output_ids
+        self._num_outputs = len(request.output_ids)
+        self._tokens = TokenRun(request.tokens(0, request.num_tokens)[-MAX_SEARCHED:])
+        self._num_steps_without = 0
+
+    def drafts(self, most: int, least: float) -> tuple[int, ...]:
+        """Up to `most` drafts whose chance is above `least`."""
+        self._tokens.add(self._output_ids[self._num_outputs :])
+        self._num_outputs = len(self._output_ids)
+        num, chance = 0, self.rate
+        while num < most and chance > least:
+            num, chance = num + 1, chance * self.rate
+        if num == 0:
+            self._num_steps_without += 1
+            if self._num_steps_without < PROBE_STEPS:
+                return ()
+            num = 1
+        if found := self._found(num):
+            self._num_steps_without = 0
+        return found
+
+    def _found(self, num: int) -> tuple[int, ...]:
+        """Up to `num` tokens; those after the request's last one repeat what is before it."""
+        pattern = self._tokens.last(NUM_MATCHED)
+        if own := self._tokens.after(pattern, num):
+            return tuple(own[i % len(own)] for i in range(num))
+        return tuple(self.kept.tokens.after(pattern, num))
