@@ -89,6 +89,8 @@ COUNTS = {
     "MAX_QUEUED": "requests that wait at one gateway; further ones are refused with status 429",
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
     "`bad_token_ids` and `logit_bias`",
+    "MAX_GRAMMAR_CHARS": "characters of a grammar, also of one that is made of the schemas of "
+    "tools",
 }
 NUMBERS = {
     "KEY_LIFETIME_S": "lifetime of an API key in seconds; 0 = it does not expire",

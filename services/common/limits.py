@@ -221,6 +221,8 @@ MAX_CHARS_PER_TOKEN = 128
 natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
 MAX_TOKEN_IDS_PER_FIELD = 4096
 """Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
+MAX_GRAMMAR_CHARS = 128 * KIB
+"""Characters of a grammar, also of one that is made of the schemas of tools."""
 
 
 MAX_WRONG_KEYS_PER_PEER = 60

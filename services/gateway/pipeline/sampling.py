@@ -11,7 +11,7 @@ from typing import Any
 
 from loraplex.api.sampling import RANGES, Grammar, Range, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.limits import MAX_TOKEN_IDS_PER_FIELD
+from loraplex_services.common.limits import MAX_GRAMMAR_CHARS, MAX_TOKEN_IDS_PER_FIELD
 from loraplex_services.gateway.request import ServedModel, TextRules
 
 DEFAULT_MAX_TOKENS = 16
@@ -19,7 +19,6 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
-MAX_GRAMMAR_CHARS = 128 << 10
 _SEED_MASK = (1 << 64) - 1
 _INT32_MAX = (1 << 31) - 1
 _SCALES = Range(-1000.0, 1000.0)
