@@ -91,6 +91,8 @@ COUNTS = {
     "`bad_token_ids` and `logit_bias`",
     "MAX_BAD_WORDS": "words in `bad_words`",
     "MAX_BAD_WORD_CHARS": "characters in each of these words",
+    "MAX_GRAMMAR_CHARS": "characters of a grammar, also of one that is made of the schemas of "
+    "tools",
 }
 NUMBERS = {
     "KEY_LIFETIME_S": "lifetime of an API key in seconds; 0 = it does not expire",

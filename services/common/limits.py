@@ -225,6 +225,9 @@ MAX_TOKEN_IDS_PER_FIELD = 4096
 """Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 128
+MAX_GRAMMAR_CHARS = 128 * KIB
+"""Characters of a grammar, also of one that is made of the schemas of tools."""
+
 
 MAX_WRONG_KEYS_PER_PEER = 60
 """Wrong API keys that one address may send at once before its unknown keys are refused."""

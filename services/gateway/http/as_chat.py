@@ -52,33 +52,55 @@ def parse_as_chat(
     return call
 
 
+class _Text:
+    """A text that grows. Its parts are joined once: a body may have 100,000 of them."""
+
+    def __init__(self, text: str, separator: str = "\n") -> None:
+        self._parts = [text]
+        self._separator = separator
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
+
+    def __str__(self) -> str:
+        return self._separator.join(self._parts)
+
+
 class ChatMessages:
     """Builds the messages of a chat. What an assistant says in one turn becomes one message."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
+        """Texts in them may still grow."""
+
+    def built(self) -> list[dict[str, Any]]:
+        """All messages."""
+        return [
+            {key: str(value) if isinstance(value, _Text) else value for key, value in each.items()}
+            for each in self._messages
+        ]
 
     def system(self, text: str) -> None:
         """Instructions. Those that open the conversation become one message, because templates
         know one only."""
-        if self.messages and all(each["role"] == "system" for each in self.messages):
-            self.messages[0]["content"] += f"\n\n{text}"
+        if self._messages and all(each["role"] == "system" for each in self._messages):
+            self._messages[0]["content"].add(text)
         else:
-            self.messages.append({"role": "system", "content": text})
+            self._messages.append({"role": "system", "content": _Text(text, "\n\n")})
 
     def user(self, text: str, *, joins: bool = False) -> None:
         """What the user says; with `joins`, consecutive texts become one message."""
-        if joins and self.messages and self.messages[-1]["role"] == "user":
-            self.messages[-1]["content"] += f"\n{text}"
+        if joins and self._messages and self._messages[-1]["role"] == "user":
+            self._messages[-1]["content"].add(text)
         else:
-            self.messages.append({"role": "user", "content": text})
+            self._messages.append({"role": "user", "content": _Text(text)})
 
     def thought(self, text: str) -> None:
         """A thought, which opens a turn unless the turn consists of thoughts so far."""
         turn = self._turn()
         if turn["content"] is not None or "tool_calls" in turn:
             turn = self._new_turn()
-        turn["reasoning"] = f"{turn['reasoning']}\n{text}" if "reasoning" in turn else text
+        _add(turn, "reasoning", text)
 
     def said(self, text: str, *, joins: bool = False) -> None:
         """What the assistant says; opens a turn after other text unless it joins, and after
@@ -86,7 +108,7 @@ class ChatMessages:
         turn = self._turn()
         if "tool_calls" in turn or (turn["content"] is not None and not joins):
             turn = self._new_turn()
-        turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"
+        _add(turn, "content", text)
 
     def called(self, call_id: str, name: str, arguments: object) -> None:
         """A call of the assistant; `arguments` are JSON or an object."""
@@ -96,16 +118,23 @@ class ChatMessages:
 
     def result(self, call_id: str, text: str, **fields: object) -> None:
         """What a call returned."""
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text, **fields})
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text, **fields})
 
     def _turn(self) -> dict[str, Any]:
-        if self.messages and self.messages[-1]["role"] == "assistant":
-            return self.messages[-1]
+        if self._messages and self._messages[-1]["role"] == "assistant":
+            return self._messages[-1]
         return self._new_turn()
 
     def _new_turn(self) -> dict[str, Any]:
-        self.messages.append({"role": "assistant", "content": None})
-        return self.messages[-1]
+        self._messages.append({"role": "assistant", "content": None})
+        return self._messages[-1]
+
+
+def _add(turn: dict[str, Any], field: str, text: str) -> None:
+    if turn.get(field) is None:
+        turn[field] = _Text(text)
+    else:
+        turn[field].add(text)
 
 
 def joined_text(value: Any, field: str, kinds: Mapping[str, str], separator: str) -> str:

@@ -14,6 +14,7 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_GRAMMAR_CHARS,
     MAX_TOKEN_IDS_PER_FIELD,
 )
 from loraplex_services.gateway.request import ServedModel, TextRules
@@ -23,7 +24,6 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
-MAX_GRAMMAR_CHARS = 128 << 10
 _SEED_MASK = (1 << 64) - 1
 _INT32_MAX = (1 << 31) - 1
 _SCALES = Range(-1000.0, 1000.0)

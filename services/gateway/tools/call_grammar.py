@@ -16,8 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 from loraplex.api.sampling import Grammar
+from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat
-from loraplex_services.gateway.tools.call_schemas import SPACING, argument, list_of_calls, one_call
+from loraplex_services.gateway.tools.call_schemas import (
+    SPACING,
+    argument,
+    check_grammar_chars,
+    list_of_calls,
+    one_call,
+    required_of,
+)
 from loraplex_services.gateway.tools.tag_grammar import coder_body, glm_body
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
@@ -46,9 +54,25 @@ def call_grammar(
     Args:
         answer: JSON Schema of answers that are no calls; None = free text.
         is_thinking: the prompt ended inside a thought.
+
+    Raises: InvalidRequest for schemas that are too large or nested too deeply.
     """
     if not use.tools:
         return answer
+    try:
+        return _grammar(style, use, answer, find_token, is_thinking=is_thinking)
+    except RecursionError:
+        raise InvalidRequest.field("grammar", "", "a schema is nested too deeply") from None
+
+
+def _grammar(
+    style: ChatStyle,
+    use: ToolUse,
+    answer: Grammar | None,
+    find_token: FindToken,
+    *,
+    is_thinking: bool,
+) -> Grammar | None:
     writer = _Writer(style.tool_format, use, find_token)
     if use.must_call:
         start = writer.required(thinks=style.thinks, is_thinking=is_thinking)
@@ -67,6 +91,7 @@ class _Writer:
         self._use = use
         self._find_token = find_token
         self.rules: list[str] = []
+        self._num_chars = 0
 
     def free(self) -> str:
         """Text with calls in it, or after it."""
@@ -76,7 +101,7 @@ class _Writer:
         before = f"(TEXT ({shown}))* " if shown else ""
         if self._format in _WHOLE_ANSWER:
             # Text that begins like a call is none, not even a thought: the longest lexeme wins.
-            self.rules.append(rf"OTHER: /\s*([^\s{_WHOLE_ANSWER[self._format]}](.|\n)*)?/")
+            self._add(rf"OTHER: /\s*([^\s{_WHOLE_ANSWER[self._format]}](.|\n)*)?/")
             before = before.replace("TEXT", "OTHER")
             return f"start: {before}(OTHER | SPACE calls SPACE)\ncalls: {self._whole_answer()}\n"
         body = self._body()
@@ -185,7 +210,7 @@ class _Writer:
         names = []
         for index, (name, schema) in enumerate(self._use.schemas.items()):
             names.append(f"function_{index}")
-            self.rules += body_of(name, schema, names[-1])
+            self._add(*body_of(name, schema, names[-1]))
         return f"({' | '.join(names)})"
 
     def _list(self) -> None:
@@ -234,10 +259,11 @@ class _Writer:
         schema."""
         required: list[str] = []
         optional: list[str] = []
+        names = required_of(schema)
         for number, key in enumerate(schema.get("properties", {})):
             rule = f"value_{index}_{number}"
             self._json(rule, argument(schema, key))
-            is_required = key in schema.get("required", ())
+            is_required = key in names
             (required if is_required else optional).append(f"{json.dumps(key + '=')} {rule}")
         if required:
             first = ' ", " '.join(required)
@@ -263,4 +289,10 @@ class _Writer:
         self._rule(rule, f"%json {json.dumps(schema | SPACING)}")
 
     def _rule(self, name: str, body: str) -> None:
-        self.rules.append(f"{name}: {body}")
+        self._add(f"{name}: {body}")
+
+    def _add(self, *rules: str) -> None:
+        """Raises: InvalidRequest as soon as the rules are too long."""
+        self.rules += rules
+        self._num_chars += sum(map(len, rules))
+        check_grammar_chars(self._num_chars)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+from loraplex.errors import InvalidRequest
+from loraplex_services.common.limits import MAX_GRAMMAR_CHARS
 
 SPACING = {"x-guidance": {"whitespace_pattern": " ?"}}
 """An extension of llguidance: models write calls on one line with single spaces."""
@@ -17,6 +21,7 @@ def one_call(schemas: Mapping[str, dict[str, Any]], key: str) -> dict[str, Any]:
         schemas: of the arguments of each function, by name.
         key: under which the arguments stand.
     """
+    _check_size(schemas)
     calls = [
         {
             "type": "object",
@@ -41,9 +46,31 @@ def list_of_calls(
 
 def argument(schema: dict[str, Any], name: str) -> dict[str, Any]:
     """Schema of one argument of a function, complete with its definitions."""
+    _check_size(schema)
     pointer = name.replace("~", "~0").replace("/", "~1")
     reference = f"#/$defs/{_ROOT}/properties/{pointer}"
     return {"$ref": reference, "$defs": {_ROOT: _moved(schema, _ROOT)}, **SPACING}
+
+
+def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the arguments that a call must have."""
+    names = schema.get("required")
+    return frozenset(each for each in names or () if isinstance(each, str))
+
+
+def check_grammar_chars(num_chars: int) -> None:
+    """Raises: InvalidRequest if a grammar of so many characters is too long to go on with.
+
+    Grammars are made on the event loop, and copy a schema for each of its arguments.
+    """
+    if num_chars > MAX_GRAMMAR_CHARS:
+        why = f"their schemas make a grammar of more than {MAX_GRAMMAR_CHARS} characters"
+        raise InvalidRequest.field("grammar", "", f"{why}; send fewer or smaller ones")
+
+
+def _check_size(schema: Any) -> None:
+    """Raises: InvalidRequest for a schema that alone makes a grammar too long."""
+    check_grammar_chars(len(json.dumps(schema)))
 
 
 def _moved(schema: Any, definition: str) -> Any:

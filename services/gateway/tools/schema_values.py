@@ -31,7 +31,7 @@ def json_value(text: str, name: str, parameters: Mapping[str, Any]) -> str:
     properties = parameters.get("properties")
     if not isinstance(properties, dict) or name not in properties:
         return _json_text(text)
-    types = _types_of(properties[name], parameters)
+    types = _types_of(properties[name], parameters, set())
     if types == {"string"}:
         return _json_text(text)
     word = text.strip()
@@ -44,8 +44,10 @@ def json_value(text: str, name: str, parameters: Mapping[str, Any]) -> str:
     return _json_text(value if not types or types & _TYPES[type(value)] else text)
 
 
-def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Types that a schema names, itself or in its parts; none = any."""
+def _types_of(
+    schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 0
+) -> frozenset[str]:
+    """Types that a schema names, itself or in its parts; none = any. Mutates: seen."""
     if not isinstance(schema, dict) or depth > _DEEPEST:
         return frozenset()
     named = schema.get("type")
@@ -54,9 +56,22 @@ def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset
     if not types and values:
         types = frozenset().union(*(_TYPES[type(value)] for value in values))
     parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
-    if isinstance(reference := schema.get("$ref"), str):
-        parts.append(pointed(reference, root))
-    return types.union(*(_types_of(part, root, depth + 1) for part in parts))
+    if is_new(schema, seen):
+        parts.append(pointed(schema["$ref"], root))
+    return types.union(*(_types_of(part, root, seen, depth + 1) for part in parts))
+
+
+def is_new(schema: Mapping[str, Any], seen: set[str]) -> bool:
+    """Whether a schema has a reference that was not followed before. Mutates: seen.
+
+    What is looked for in a schema is a union over its parts, so each reference is followed once:
+    schemas that refer to each other ten times on each of ten levels have 10^10 paths.
+    """
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or reference in seen:
+        return False
+    seen.add(reference)
+    return True
 
 
 def pointed(reference: str, root: Mapping[str, Any]) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from loraplex_services.gateway.tools.call_schemas import argument
-from loraplex_services.gateway.tools.schema_values import pointed
+from loraplex_services.gateway.tools.call_schemas import argument, check_grammar_chars, required_of
+from loraplex_services.gateway.tools.schema_values import is_new, pointed
 
 _DEEPEST = 8
 
@@ -33,32 +33,38 @@ def _arguments(schema: dict[str, Any], rule: str, opens: str, closes: str) -> tu
         closes: the text after it.
     """
     parts, rules = [], []
+    required = required_of(schema)
+    num_chars = 0
     for number, (key, value) in enumerate(schema.get("properties", {}).items()):
         value_rule = f"{rule}_{number}"
-        rules += _value(key, value, schema, value_rule, closes)
+        rules.append(_value(key, value, schema, value_rule, closes))
         part = f"{opens.format(json.dumps(key)[1:-1])} {value_rule} SPACE"
-        parts.append(part if key in schema.get("required", ()) else f"({part})?")
+        parts.append(part if key in required else f"({part})?")
+        num_chars += len(rules[-1]) + len(part)
+        check_grammar_chars(num_chars)
     return " ".join(parts), rules
 
 
-def _value(key: str, schema: Any, root: dict[str, Any], rule: str, closes: str) -> list[str]:
-    """The rules of one value up to its closing mark. Strings are plain text, unless they are
+def _value(key: str, schema: Any, root: dict[str, Any], rule: str, closes: str) -> str:
+    """The rule of one value up to its closing mark. Strings are plain text, unless they are
     options; what else a schema says of strings is not kept to."""
-    options = _options(schema, root)
+    options = _options(schema, root, set())
     end = json.dumps(closes)
     if options is not None:
-        return [f"{rule}: ({' | '.join(json.dumps(each) for each in options)}) {end}"]
-    if _may_be_text(schema, root):
-        return [f"{rule}[lazy]: TEXT {end}"]
-    return [f"{rule}: %json {json.dumps(argument(root, key))} {end}"]
+        return f"{rule}: ({' | '.join(json.dumps(each) for each in options)}) {end}"
+    if _may_be_text(schema, root, set()):
+        return f"{rule}[lazy]: TEXT {end}"
+    return f"{rule}: %json {json.dumps(argument(root, key))} {end}"
 
 
-def _options(schema: Any, root: dict[str, Any], depth: int = 0) -> list[str] | None:
-    """All values that a schema allows as they are written between tags; None = not a list."""
+def _options(schema: Any, root: dict[str, Any], seen: set[str], depth: int = 0) -> list[str] | None:
+    """All values that a schema allows as they are written between tags; None = not a list. Mutates:
+    seen, the references that were followed."""
     if not isinstance(schema, dict) or depth > _DEEPEST:
         return None
     if isinstance(reference := schema.get("$ref"), str):
-        return _options(pointed(reference, root), root, depth + 1)
+        is_first = is_new(schema, seen)
+        return _options(pointed(reference, root), root, seen, depth + 1) if is_first else []
     if "const" in schema or "enum" in schema:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return [each if isinstance(each, str) else json.dumps(each) for each in values]
@@ -67,21 +73,22 @@ def _options(schema: Any, root: dict[str, Any], depth: int = 0) -> list[str] | N
     found: list[str] = []
     parts = schema.get("anyOf") or schema.get("oneOf")
     for part in parts or ():
-        options = _options(part, root, depth + 1)
+        options = _options(part, root, seen, depth + 1)
         if options is None:
             return None
         found += options
     return found if parts else None
 
 
-def _may_be_text(schema: Any, root: dict[str, Any], depth: int = 0) -> bool:
-    """Whether strings are among what a schema allows."""
+def _may_be_text(schema: Any, root: dict[str, Any], seen: set[str], depth: int = 0) -> bool:
+    """Whether strings are among what a schema allows. Mutates: seen."""
     if not isinstance(schema, dict) or depth > _DEEPEST:
         return True
     if isinstance(reference := schema.get("$ref"), str):
-        return _may_be_text(pointed(reference, root), root, depth + 1)
+        is_first = is_new(schema, seen)
+        return is_first and _may_be_text(pointed(reference, root), root, seen, depth + 1)
     if parts := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
-        return any(_may_be_text(part, root, depth + 1) for part in parts)
+        return any(_may_be_text(part, root, seen, depth + 1) for part in parts)
     named = schema.get("type")
     if named is None:
         return "properties" not in schema and "items" not in schema

@@ -54,6 +54,24 @@ def test_full_queue_sheds_no_other_tenants_request_for_an_urgent_one() -> None:
     assert queue.dropped == [urgent[0]]
 
 
+@pytest.mark.hostile
+def test_a_client_that_leaves_takes_its_requests_out_without_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To search 4,000 waiting requests for each of 1,000 takes the event loop seconds."""
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    queue.offer(AdmissionRequest("globex"), 0.0)
+    waiting = [AdmissionRequest("globex") for _ in range(100)]
+    for request in waiting:
+        queue.offer(request, 0.0)
+    comparisons = []
+    monkeypatch.setattr(AdmissionRequest, "__eq__", lambda *pair: comparisons.append(pair))
+    for request in waiting[:0:-1]:
+        queue.withdraw(request)
+    assert not comparisons
+    assert queue.num_waiting == 1
+
+
 def test_urgent_request_passes_only_those_of_its_own_tenant() -> None:
     queue = AdmissionQueue(AdmissionLimits(max_running=1))
     running = AdmissionRequest("z")

@@ -10,9 +10,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from loraplex.api.sampling import Grammar
+from loraplex.errors import InvalidRequest
+from loraplex_services.common.limits import MAX_GRAMMAR_CHARS
 from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat
 from loraplex_services.gateway.tools.call_grammar import call_grammar
 from loraplex_services.gateway.tools.readers import reader_of
+from loraplex_services.gateway.tools.schema_values import json_value
 from loraplex_services.gateway.tools.tool_use import ToolUse
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
@@ -250,3 +253,52 @@ def test_nothing_is_constrained_where_nothing_was_asked() -> None:
     assert call_grammar(hermes, ToolUse((WEATHER,)), None, nowhere) is None
     assert call_grammar(none, ToolUse((NOW,), is_strict=True), None, nowhere) is None
     assert call_grammar(none, ToolUse((NOW,)), ANSWER, nowhere) is ANSWER
+
+
+def nested(depth: int) -> dict[str, object]:
+    schema: dict[str, object] = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return {"type": "object", "properties": {"a": schema}}
+
+
+HOSTILE = {
+    "references with 10^9 paths": {
+        "properties": {"a": {"$ref": "#/$defs/0"}},
+        "$defs": {
+            **{str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 300} for n in range(3)},
+            "3": {"const": 1},
+        },
+    },
+    "numbers with 10^9 paths": {
+        "properties": {"a": {"$ref": "#/$defs/0"}},
+        "$defs": {
+            **{str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 300} for n in range(3)},
+            "3": {"type": "integer"},
+        },
+    },
+    "very many arguments": {"properties": {f"a{n}": {"type": "integer"} for n in range(5_000)}},
+    "very many required texts": {
+        "properties": {f"a{n}": {"type": "string"} for n in range(20_000)},
+        "required": [f"b{n}" for n in range(20_000)],
+    },
+    "nested deeply": nested(900),
+}
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("tool_format", [*FORMATS, ToolFormat.NONE])
+def test_schemas_take_time_in_proportion_to_the_longest_grammar(
+    tool_format: ToolFormat, schema: dict[str, object]
+) -> None:
+    """Without a bound, each of these takes minutes or gigabytes, on the event loop."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    use = ToolUse((tool,), must_call=True)
+    try:
+        grammar = call_grammar(ChatStyle(tool_format), use, None, lambda _: None)
+    except InvalidRequest as error:
+        assert "schema" in error.message
+    else:
+        assert grammar is not None and len(grammar.texts[0]) <= 2 * MAX_GRAMMAR_CHARS
+    json_value("1", "a", schema)

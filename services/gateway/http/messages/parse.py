@@ -78,9 +78,10 @@ def _messages(system: Any, messages: Any) -> list[dict[str, Any]]:
         raise InvalidRequest.field("messages", "", "must be a list of at least one message")
     for field, message in found:
         _add_message(chat, message, field)
-    if not any(each["role"] != "system" for each in chat.messages):
+    built = chat.built()
+    if not any(each["role"] != "system" for each in built):
         raise InvalidRequest.field("messages", "", "contain nothing")
-    return chat.messages
+    return built
 
 
 def _add_message(chat: ChatMessages, message: dict[str, Any], field: str) -> None:

@@ -165,7 +165,7 @@ def _messages(
         add_item(messages, item, f"previous_response_id[{index}]")
     for index, item in enumerate(items):
         add_item(messages, item, f"input[{index}]")
-    return messages.messages
+    return messages.built()
 
 
 def _text(value: Any) -> dict[str, Any]:
