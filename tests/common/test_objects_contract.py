@@ -180,6 +180,7 @@ async def test_listing_is_ordered_by_whole_key_and_resumes_anywhere(store: Objec
             assert rest == [key for key in expected if key > after]
 
 
+@pytest.mark.long
 async def test_listing_pages_through_more_than_one_thousand(store: ObjectStore) -> None:
     keys = [f"many/{number:05d}" for number in range(1003)]
     for begin in range(0, len(keys), 100):

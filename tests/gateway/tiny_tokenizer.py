@@ -16,12 +16,13 @@ CHAT_TEMPLATE = (
 )
 
 
+_SHOWN = frozenset([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)])
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+
+
 def byte_symbol(byte: int) -> str:
     """The visible stand-in of a byte in byte-level vocabularies."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    if byte in shown:
-        return chr(byte)
-    return chr(256 + [other for other in range(256) if other not in shown].index(byte))
+    return chr(byte if byte in _SHOWN else 256 + _HIDDEN.index(byte))
 
 
 def byte_tokenizer() -> Tokenizer:

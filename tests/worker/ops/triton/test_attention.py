@@ -120,12 +120,12 @@ def short_items(monkeypatch):
 @pytest.mark.parametrize(
     "shape,dtype",
     [
-        (HeadShape(1, 1, 8, 0.4, None, None), torch.float32),
-        (HeadShape(6, 2, 24, 0.2, 2.0, None), torch.float32),
-        (HeadShape(6, 2, 24, 0.2, None, 5), torch.float32),
+        pytest.param(HeadShape(1, 1, 8, 0.4, None, None), torch.float32, marks=pytest.mark.long),
+        pytest.param(HeadShape(6, 2, 24, 0.2, 2.0, None), torch.float32, marks=pytest.mark.long),
+        pytest.param(HeadShape(6, 2, 24, 0.2, None, 5), torch.float32, marks=pytest.mark.long),
         (HeadShape(3, 3, 8, 0.3, 30.0, 33), torch.float32),
         (HeadShape(4, 1, 32, 0.2, None, None), torch.float16),
-        (HeadShape(8, 2, 16, 0.25, None, 16), torch.bfloat16),
+        pytest.param(HeadShape(8, 2, 16, 0.25, None, 16), torch.bfloat16, marks=pytest.mark.long),
         (HeadShape(2, 2, 40, 0.15, None, 150), torch.bfloat16),
     ],
     ids=str,
