@@ -66,7 +66,12 @@ COUNTS = {
     "MAX_JSON_BRACKETS": "opening brackets and braces in an HTTP body",
     "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
     "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
-    "MAX_LARGE_BODY_S": "seconds for such a body to arrive",
+    "MAX_BODY_S": "seconds for an HTTP body to arrive",
+    "MAX_HTTP_UNREAD_S": "seconds in which a client must read 64 KiB of an answer that waits for "
+    "it; otherwise its connection is closed",
+    "MAX_COLLECTED_BYTES": "of tokens and logprobs that one gateway holds for answers that are not "
+    "streamed; beyond it, requests of tenants that hold more than an equal share are refused",
+    "MAX_COLLECTED_BYTES_PER_TENANT": "of these for one tenant",
     "MAX_STORED_RESPONSE_BYTES": "of the responses that one gateway keeps for "
     "`previous_response_id`; beyond it, the tenant that holds most loses its oldest",
     "MAX_STORED_RESPONSE_BYTES_PER_TENANT": "of these for one tenant, which then loses its oldest",
@@ -118,6 +123,12 @@ def page() -> Iterator[str]:
     yield _row("every HTTP endpoint (body)", limits.HTTP_BODY)
     yield _row("`GET /v1/models/{ref}`", MethodLimits(num_calls=1))
     yield _row("`GET /v1/models`, `/console`", MethodLimits(num_calls=limits.LIST_CALLS))
+    yield _row("`/v1/responses/{id}`", MethodLimits(num_calls=1))
+    yield (
+        "| `/tokenize`, `/detokenize`, `/v1/messages/count_tokens`, `/v1/responses/input_tokens` | "
+        f"8 MiB | no limit | 1, and 1 more for each {_sized(limits.TEXT_BYTES_PER_CALL)}; at most "
+        f"{limits.CALL_BURST} |"
+    )
     yield _row("`GET /v1/usage`", MethodLimits(num_calls=limits.USAGE_CALLS))
     yield ""
     yield "## Sizes within a request"

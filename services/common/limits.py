@@ -78,6 +78,9 @@ MAX_CALL_WAIT_S = 2
 """A call that would have to wait longer for its time is refused."""
 LIST_CALLS = 10
 """What a list of models, or of what the console shows, counts as."""
+TEXT_BYTES_PER_CALL = 4 * KIB
+"""A request for the tokens of a text, or for the text of tokens, counts as one call, and as one
+more for each of these."""
 USAGE_CALLS = 20
 """What a report of usage counts as."""
 
@@ -194,6 +197,10 @@ MAX_WAITING_MESSAGES_PER_TENANT = 64
 MAX_HTTP_CONNECTIONS = 8192
 MAX_HTTP_HEADER_S = 30
 """Longest time for the head of an HTTP request to arrive."""
+MAX_HTTP_UNREAD_S = 60
+"""Longest time in which a client may read less than `MIN_HTTP_READ_BYTES` of a waiting answer
+before its connection is closed."""
+MIN_HTTP_READ_BYTES = 64 * KIB
 MAX_JSON_COMMAS = 1 << 20
 """In an HTTP body, strings included: JSON with more has more values than tokens fit a context."""
 MAX_JSON_BRACKETS = 1 << 18
@@ -201,8 +208,11 @@ MAX_JSON_BRACKETS = 1 << 18
 MAX_LARGE_BODIES = 8
 """Large HTTP bodies that one gateway has in memory before they are parsed."""
 MAX_LARGE_BODIES_PER_TENANT = 2
-MAX_LARGE_BODY_S = 60
-"""Longest time for a large HTTP body to arrive."""
+MAX_BODY_S = 60
+"""Longest time for an HTTP body to arrive."""
+MAX_COLLECTED_BYTES = 512 * MIB
+"""Tokens and logprobs that one gateway holds for answers that are not streamed."""
+MAX_COLLECTED_BYTES_PER_TENANT = 256 * MIB
 MAX_STORED_RESPONSE_BYTES = 128 * MIB
 """JSON of the responses that one gateway keeps for `previous_response_id`, over all tenants."""
 MAX_STORED_RESPONSE_BYTES_PER_TENANT = 16 * MIB

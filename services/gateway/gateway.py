@@ -270,10 +270,10 @@ class Gateway:
             self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
         )
         endpoints = OpenAIEndpoints(answering, self._resolver, context)
-        tokenize = TokenizeEndpoints(context.caller, encoder)
-        responses = ResponsesEndpoints(context.caller, answering, encoder)
+        tokenize = TokenizeEndpoints(context.text_reader, encoder)
+        responses = ResponsesEndpoints(context, answering, encoder)
         vectors = VectorEndpoints(context.caller, self._generation, self._resolver)
-        messages = MessagesEndpoints(context.caller, answering, encoder)
+        messages = MessagesEndpoints(context, answering, encoder)
         usage = UsageEndpoint(
             functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
         )

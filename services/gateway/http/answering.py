@@ -15,6 +15,7 @@ from starlette.responses import Response
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.chat_answers import ends_in_thought
+from loraplex_services.gateway.http.collected import CollectedBytes
 from loraplex_services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.lora_folders import LoraFolders
@@ -29,7 +30,7 @@ from loraplex_services.gateway.http.sse import (
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
-from loraplex_services.gateway.request import with_names
+from loraplex_services.gateway.request import TextDelta, with_names
 from loraplex_services.gateway.text.chat_style import overridden
 from loraplex_services.gateway.tools.call_grammar import call_grammar
 
@@ -59,6 +60,7 @@ class Answering:
         self._generation = generation
         self._tool_format = tool_format
         self._reasoning = reasoning
+        self._collected = CollectedBytes()
 
     async def answer(
         self,
@@ -85,7 +87,8 @@ class Answering:
         if call.stream:
             chunks = _with_outcome_counted(_chunks(text_deltas, formatter))
             return EventStream(chunks, info.headers(), stream_format, renamed, formatter.failure)
-        return await _complete_response(request, text_deltas, info, formatter, renamed)
+        with self._collected.counted(request.state.caller) as note:
+            return await _complete_response(request, text_deltas, info, formatter, renamed, note)
 
     async def _adopted(self, request: Request, call: OpenAICall) -> OpenAICall:
         """The call for an adapter, if it named a folder."""
@@ -175,12 +178,14 @@ async def _complete_response(
     info: ResponseInfo,
     formatter: Formatter,
     renamed: Renamed,
+    note: Callable[[TextDelta], None],
 ) -> Response:
     choices: dict[int, CollectedChoice] = {}
 
     async def collect() -> None:
         async with aclosing(text_deltas):
             async for text_delta in text_deltas:
+                note(text_delta)
                 choices.setdefault(text_delta.index, CollectedChoice()).text_deltas.append(
                     text_delta
                 )

@@ -19,7 +19,7 @@ import loraplex
 from loraplex.errors import LoraplexError, ResourceExhausted, codes_of
 from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Caller
-from loraplex_services.common.limits import LIST_CALLS
+from loraplex_services.common.limits import CALL_BURST, LIST_CALLS, TEXT_BYTES_PER_CALL
 from loraplex_services.gateway.http.answering import Answering, json_response
 from loraplex_services.gateway.http.calls import (
     OpenAICall,
@@ -33,7 +33,7 @@ from loraplex_services.gateway.http.completions import CompletionFormatter
 from loraplex_services.gateway.http.errors import MESSAGES_PATH, error_body, error_headers
 from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import Guard, HostRule, authorization_of
-from loraplex_services.gateway.http.json_body import read_json
+from loraplex_services.gateway.http.json_body import body_bytes, read_json
 from loraplex_services.gateway.http.models import list_models, show_model
 from loraplex_services.gateway.http.openapi import OpenApiEndpoint
 from loraplex_services.gateway.http.sse import CHUNKS
@@ -103,6 +103,12 @@ class AppContext:
             await self.refusals.delay(error)
             raise
         return caller
+
+    async def text_reader(self, request: Request) -> Caller:
+        """The caller of a request for the tokens of its body, or for their text. The longer the
+        body, the more calls it counts as. Raises as `reader`."""
+        num_calls = 1 + body_bytes(request) // TEXT_BYTES_PER_CALL
+        return await self.reader(request, min(num_calls, CALL_BURST))
 
 
 class OpenAIEndpoints:

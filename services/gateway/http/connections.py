@@ -1,4 +1,4 @@
-"""HTTP connections that wait for a request, limited in number and time.
+"""HTTP connections that wait for a request or for the client to read, limited in number and time.
 
 uvicorn keeps a connection until its first request is complete, however long that takes.
 """
@@ -9,7 +9,12 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from loraplex_services.common.limits import MAX_HTTP_CONNECTIONS, MAX_HTTP_HEADER_S
+from loraplex_services.common.limits import (
+    MAX_HTTP_CONNECTIONS,
+    MAX_HTTP_HEADER_S,
+    MAX_HTTP_UNREAD_S,
+    MIN_HTTP_READ_BYTES,
+)
 
 
 class TimedProtocol(H11Protocol):
@@ -17,9 +22,14 @@ class TimedProtocol(H11Protocol):
 
     Between two requests the time-out of idle connections applies, and this one as soon as the head
     of the next request begins to arrive.
+
+    A connection whose client does not read its answer is closed as well: what was not read stays
+    in memory.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
+    _num_unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connects. Closes at once if there are too many connections."""
@@ -32,6 +42,7 @@ class TimedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._stop_timer()
+        self._stop_reader_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -41,6 +52,16 @@ class TimedProtocol(H11Protocol):
             self._start_timer()
         else:
             self._stop_timer()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the answer comes."""
+        super().pause_writing()
+        self._start_reader_timer()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._stop_reader_timer()
+        super().resume_writing()
 
     @property
     def _awaits_head(self) -> bool:
@@ -55,6 +76,21 @@ class TimedProtocol(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _start_reader_timer(self) -> None:
+        self._num_unread = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(MAX_HTTP_UNREAD_S, self._look_at_reader)
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _look_at_reader(self) -> None:
+        if self._num_unread - self.transport.get_write_buffer_size() < MIN_HTTP_READ_BYTES:
+            self.transport.abort()
+        else:
+            self._start_reader_timer()
 
     def _give_up(self) -> None:
         self._head_timer = None

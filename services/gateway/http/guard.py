@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.errors import LoraplexError, PermissionDenied, codes_of
 from loraplex_services.common.addresses import is_loopback
+from loraplex_services.common.limits import MAX_BODY_S
 from loraplex_services.common.wrong_keys import current_peer, peer_of_host
 from loraplex_services.gateway.http.errors import error_body
 from loraplex_services.gateway.http.json_body import LargeBodies
@@ -96,12 +97,13 @@ class _Intake:
         return message
 
     async def discard(self) -> None:
-        """Discard the rest, up to a limit, or until no more data arrives."""
+        """Discard the rest, up to limits of size and time, or until no more data arrives."""
         num_bytes = 0
         with contextlib.suppress(TimeoutError):
-            while not self.is_over and num_bytes < _MAX_DISCARDED_BYTES:
-                async with asyncio.timeout(_DISCARD_IDLE_S):
-                    num_bytes += len((await self()).get("body", b""))
+            async with asyncio.timeout(MAX_BODY_S):
+                while not self.is_over and num_bytes < _MAX_DISCARDED_BYTES:
+                    async with asyncio.timeout(_DISCARD_IDLE_S):
+                        num_bytes += len((await self()).get("body", b""))
 
 
 def request_id_of(given: str) -> str:

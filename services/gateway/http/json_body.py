@@ -13,11 +13,11 @@ from loraplex_services.common.callers import Caller
 from loraplex_services.common.large_messages import LargeMessages
 from loraplex_services.common.limits import (
     HTTP_BODY,
+    MAX_BODY_S,
     MAX_JSON_BRACKETS,
     MAX_JSON_COMMAS,
     MAX_LARGE_BODIES,
     MAX_LARGE_BODIES_PER_TENANT,
-    MAX_LARGE_BODY_S,
     MAX_SMALL_MESSAGE_BYTES,
 )
 from loraplex_services.common.tenant_slots import TenantSlots
@@ -36,20 +36,17 @@ class LargeBodies:
     async def read(self, request: Request, caller: Caller) -> dict[str, Any]:
         """Raises as `read_json`."""
         async with self._read.held(caller.tenant, "large bodies"):
-            try:
-                async with asyncio.timeout(MAX_LARGE_BODY_S):
-                    raw = await _read_capped(request)
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"the body took longer than {MAX_LARGE_BODY_S} s to arrive",
-                    reason="BODY_TOO_SLOW",
-                ) from None
+            raw = await _read_timed(request)
             return await self.parse(raw, caller)
 
     async def parse(self, raw: bytes | bytearray, caller: Caller) -> dict[str, Any]:
         """A JSON object; large ones wait. Raises: InvalidRequest, ResourceExhausted."""
-        await self._parsed.turn(caller, len(raw))
+        await self.turn(caller, len(raw))
         return parse_object(raw)
+
+    async def turn(self, caller: Caller, num_bytes: int) -> None:
+        """Wait until as many bytes may be parsed or sent. Raises: ResourceExhausted."""
+        await self._parsed.turn(caller, num_bytes)
 
 
 async def read_json(request: Request, caller: Caller) -> dict[str, Any]:
@@ -57,7 +54,7 @@ async def read_json(request: Request, caller: Caller) -> dict[str, Any]:
 
     Raises:
         InvalidRequest: for type, size and syntax.
-        DeadlineExceeded: a large body takes too long to arrive.
+        DeadlineExceeded: the body takes too long to arrive.
         ResourceExhausted: the tenant has too many large bodies waiting.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -65,14 +62,30 @@ async def read_json(request: Request, caller: Caller) -> dict[str, Any]:
         raise InvalidRequest.field(
             "content-type", media_type, "JSON bodies need content-type: application/json"
         )
-    declared = request.headers.get("content-length", "")
-    num_bytes = int(declared) if declared.isdecimal() else MAX_BODY_BYTES
+    num_bytes = body_bytes(request)
     if num_bytes > MAX_BODY_BYTES:
         raise _too_large()
     if num_bytes <= MAX_SMALL_MESSAGE_BYTES:
-        return parse_object(await _read_capped(request))
+        return parse_object(await _read_timed(request))
     bodies: LargeBodies = request.state.large_bodies
     return await bodies.read(request, caller)
+
+
+def body_bytes(request: Request) -> int:
+    """The declared size of a body; the largest allowed one if none is declared."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() else MAX_BODY_BYTES
+
+
+async def _read_timed(request: Request) -> bytearray:
+    """Raises: DeadlineExceeded, InvalidRequest."""
+    try:
+        async with asyncio.timeout(MAX_BODY_S):
+            return await _read_capped(request)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the body took longer than {MAX_BODY_S} s to arrive", reason="BODY_TOO_SLOW"
+        ) from None
 
 
 async def _read_capped(request: Request) -> bytearray:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from loraplex.api.request import Prompt, TokenPrompt
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex_services.common.callers import Caller
+from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.http.body import STRING, Body
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
+from loraplex_services.gateway.http.sse import compact_json, json_in_parts
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import GenerateCall, with_names
@@ -23,6 +26,11 @@ from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.text.tokenizer import ServedBase, check_ids
 from loraplex_services.gateway.workers.fleet import Fleet
+
+_MANY_TOKENS = 2048
+"""Answers with more are formatted in a thread."""
+_NUM_FORMATS = 2
+"""Of these at one time."""
 
 
 class PromptEncoder:
@@ -79,6 +87,7 @@ class TokenizeEndpoints:
     ) -> None:
         self._caller = caller
         self._encoder = encoder
+        self._formats = TenantSlots(_NUM_FORMATS, max_held=1)
 
     def routes(self) -> list[Route]:
         """Both paths."""
@@ -93,14 +102,18 @@ class TokenizeEndpoints:
         call = parse_tokenize(await read_json(request, caller))
         served, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, call.field)
         name_of = served.tokenizer.tokens.name_of
-        return JSONResponse(
-            {
-                "count": len(ids),
-                "max_model_len": served.model.max_model_len,
-                "tokens": list(ids),
-                "token_strs": [name_of(token_id) for token_id in ids] if call.shows_names else None,
-            }
-        )
+
+        def formatted() -> str:
+            return json_in_parts(
+                {
+                    "count": len(ids),
+                    "max_model_len": served.model.max_model_len,
+                    "tokens": ids,
+                    "token_strs": list(map(name_of, ids)) if call.shows_names else None,
+                }
+            )
+
+        return await self._response(caller, len(ids), formatted)
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize with `tokens`; special tokens are shown."""
@@ -115,9 +128,23 @@ class TokenizeEndpoints:
             check_ids(ids, served.model.vocab_size)
         except LoraplexError as error:
             raise with_names(error, {"prompt": "tokens"}) from None
-        return JSONResponse(
-            {"prompt": decode_all(served.tokenizer.tokens, ids, skip_special=False)}
+        tokens = served.tokenizer.tokens
+        return await self._response(
+            caller,
+            len(ids),
+            lambda: compact_json({"prompt": decode_all(tokens, ids, skip_special=False)}),
         )
+
+    async def _response(
+        self, caller: Caller, num_tokens: int, formatted: Callable[[], str]
+    ) -> Response:
+        """JSON. Many tokens are formatted in a thread, one answer of a tenant at a time."""
+        if num_tokens <= _MANY_TOKENS:
+            content = formatted()
+        else:
+            async with self._formats.held(caller.tenant, "answers with many tokens"):
+                content = await asyncio.to_thread(formatted)
+        return Response(content, media_type="application/json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,12 @@ logger = logging.getLogger(__name__)
 MAX_KEYS = 5_000
 """Days, tenants and models that are counted apart between two reports; models beyond them are
 counted as `OTHER`."""
+COMBINED = "+"
+"""Joins the names of adapters that ran together; no name contains it."""
+MAX_COMBINATIONS = 100
+"""Combinations of adapters that are counted apart for one tenant and day; further ones are counted
+as `OTHER`. Twenty adapters have 125,000 combinations of eight, and the registry keeps the counts of
+each for months."""
 _BY_TENANT = LabelledCounters(TENANT_REQUESTS, TENANT_TOKENS)
 _BY_ADAPTER = LabelledCounters(ADAPTER_REQUESTS, ADAPTER_TOKENS)
 
@@ -34,6 +40,9 @@ class UsageCounter:
 
     def __init__(self) -> None:
         self._counts: dict[DailyUsageKey, UsageCounts] = {}
+        self._day = ""
+        self._combinations: dict[str, set[str]] = {}
+        """Those that were counted on `_day`, by tenant."""
         self.recent = RecentRequests()
 
     def add(self, prepared: PreparedRequest, outcome: str) -> None:
@@ -92,16 +101,28 @@ class UsageCounter:
         return taken
 
     def _of(self, day: str, tenant: str, model: str) -> UsageCounts:
+        if COMBINED in model:
+            model = self._combination(day, tenant, model)
         key = DailyUsageKey(day, tenant, model)
         if key not in self._counts and len(self._counts) >= MAX_KEYS:
             key = DailyUsageKey(day, tenant, OTHER)
         return self._counts.setdefault(key, UsageCounts())
 
+    def _combination(self, day: str, tenant: str, model: str) -> str:
+        if day != self._day:
+            self._day = day
+            self._combinations.clear()
+        known = self._combinations.setdefault(tenant, set())
+        if model not in known and len(known) >= MAX_COMBINATIONS:
+            return OTHER
+        known.add(model)
+        return model
+
 
 def model_of(target: Target) -> str:
     """Names of the adapters without their versions, or the base."""
     names = sorted(adapter.label.rpartition(":")[0] for adapter in target.adapters)
-    return "+".join(names) or target.base_id
+    return COMBINED.join(names) or target.base_id
 
 
 def outcome_of(error: BaseException) -> str:

@@ -162,7 +162,7 @@ class BaseTokenizer:
             )
 
         def encode_long() -> tuple[int, ...]:
-            # Unlike `encode`, it releases the GIL: the event loop continues.
+            # As in `_truncated_ids`, without the GIL.
             [encoding] = self._tokenizer.encode_batch_fast(
                 [(text, pair) if pair else text], add_special_tokens=add_special_tokens
             )
@@ -182,7 +182,8 @@ class BaseTokenizer:
     def _truncated_ids(
         self, text: str, add_special_tokens: bool, truncation: Truncation
     ) -> tuple[int, ...]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        # Unlike `encode`, it releases the GIL: the event loop goes on.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         num_special = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
         direction = "left" if truncation.keeps_end else "right"
         encoding.truncate(max(0, truncation.max_tokens - num_special), direction=direction)

@@ -277,8 +277,9 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         if request.all_tenants or tenant != access.tenant:
             access.require_service_or_root()
         today = datetime.datetime.now(datetime.UTC).date()
-        days = await self._registry.usage.read(since_from_proto(request.since, today), today)
         wanted = "" if request.all_tenants else tenant
+        since = since_from_proto(request.since, today)
+        days = await self._registry.usage.read(since, today, wanted)
         return pb.ListUsageResponse(entries=entries_to_proto(days, wanted, request.model))
 
     async def _tenant(self, tenant: str) -> pb.Tenant:

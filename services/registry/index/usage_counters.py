@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import redis.asyncio
 
-from loraplex_services.registry.index.redis_calls import text, translated, wait
+from loraplex_services.registry.index.redis_calls import text, translated
 
+_FIELDS_AT_ONCE = 1000
 _BEGUN = "begun"
 """A field that keeps the hash of a day without counts."""
 _ADD_USAGE = """
@@ -30,11 +31,13 @@ class UsageCounters:
         async with translated():
             return bool(await self._redis.exists(f"{self._prefix}usage:{day}"))
 
-    async def of_day(self, day: str) -> dict[str, int]:
-        """The counts of a day by field."""
+    async def of_day(self, day: str, begin: str = "") -> dict[str, int]:
+        """The counts of a day by field, of those whose names begin so; `begin` has no wildcards."""
         async with translated():
-            found = await wait(self._redis.hgetall(f"{self._prefix}usage:{day}"))
-        numbers = {text(name): int(number) for name, number in found.items()}
+            found = self._redis.hscan_iter(
+                f"{self._prefix}usage:{day}", match=f"{begin}*", count=_FIELDS_AT_ONCE
+            )
+            numbers = {text(name): int(number) async for name, number in found}
         numbers.pop(_BEGUN, None)
         return numbers
 

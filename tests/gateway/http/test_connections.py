@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
 from loraplex_services.gateway.http import connections
-from tests.gateway.conftest import Stack
+from tests.gateway.conftest import Stack, eventually
 
 pytestmark = pytest.mark.hostile
 REQUEST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -63,3 +64,29 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_served(
         assert b"200 OK" in await held[0][0].readline()
     for _, each in [*held, (reader, writer)]:
         each.close()
+
+
+async def test_a_client_that_does_not_read_its_answer_loses_its_connection(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not read stays in memory. A reader that is slow, but reads, is served."""
+    monkeypatch.setattr(connections, "MAX_HTTP_UNREAD_S", 0.1)
+    monkeypatch.setattr(connections, "MIN_HTTP_READ_BYTES", 1)
+    await stack.start()
+    size = 7 << 20
+    body = b'{"model":"base","input":"x","user":"%b"}' % (b"u" * size)
+    head = (
+        b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    )
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    with client:
+        await loop.sock_connect(client, ("127.0.0.1", stack.running.http_port))
+        await loop.sock_sendall(client, head + body)
+        http = stack.running._http
+        assert http is not None
+        connected = http._server.server_state.connections
+        await eventually(lambda: not connected, 60)

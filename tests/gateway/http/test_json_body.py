@@ -100,12 +100,14 @@ async def test_without_keys_large_bodies_do_not_wait() -> None:
         assert await bodies.parse(large(), LOCAL)
 
 
-async def test_a_large_body_that_trickles_is_given_up(
+async def test_a_body_that_trickles_is_given_up(
     bodies: LargeBodies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_body, "MAX_LARGE_BODY_S", 0.05)
+    monkeypatch.setattr(json_body, "MAX_BODY_S", 0.05)
     with pytest.raises(DeadlineExceeded, match="took longer"):
         await read_json(Sender(large()).request(bodies), GLOBEX)
+    with pytest.raises(DeadlineExceeded):
+        await read_json(Sender(b"{}").request(bodies), GLOBEX)
     with pytest.raises(DeadlineExceeded):
         await read_json(Sender(b"{}", declared=-1).request(bodies), GLOBEX)
 

@@ -11,7 +11,7 @@ import pytest
 from loraplex.api.request import ChatPrompt, TextPrompt, TokenPrompt
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import MAX_CHARS_PER_TOKEN, TEMPLATES
-from loraplex_services.gateway.request import ServedModel
+from loraplex_services.gateway.request import ServedModel, Truncation
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer, IdsOnly
 from tests.gateway.tiny_tokenizer import BOS_ID, VOCAB_SIZE, tokenizer_files
@@ -141,11 +141,14 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(pool: Temp
 
 
 @pytest.mark.hostile
-async def test_event_loop_goes_on_while_a_long_text_is_tokenized(pool: TemplatePool) -> None:
+@pytest.mark.parametrize("truncation", [None, Truncation(1 << 20, keeps_end=True)])
+async def test_event_loop_goes_on_while_a_long_text_is_tokenized(
+    pool: TemplatePool, truncation: Truncation | None
+) -> None:
     tokenizer = BaseTokenizer(tokenizer_files(), pool)
     base = ServedModel("base", VOCAB_SIZE, 1 << 20)
     text = "hello world, " * 60_000
-    encoding = asyncio.create_task(tokenizer.encode(TextPrompt(text), base))
+    encoding = asyncio.create_task(tokenizer.encode(TextPrompt(text), base, truncation=truncation))
     num_turns = 0
     while not encoding.done():
         await asyncio.sleep(0.001)

@@ -32,7 +32,8 @@ async def _add(registry: Registry, report_id: str, *entries: pb.UsageEntry) -> N
 
 
 async def _entries(registry: Registry, tenant: str = "", model: str = "") -> list[tuple[str, int]]:
-    days = await registry.usage.read(DAY, DAY + datetime.timedelta(days=1))
+    days = await registry.usage.read(DAY, DAY + datetime.timedelta(days=1), tenant)
+    assert not tenant or all(name.startswith(f"{tenant}\n") for day in days for name in day.counts)
     found = entries_to_proto(days, tenant, model)
     assert all(entry.generated_tokens == 7 * entry.requests for entry in found)
     return [(f"{entry.day[-2:]} {entry.tenant} {entry.model}", entry.requests) for entry in found]
@@ -53,7 +54,8 @@ async def test_a_copy_stands_in_for_what_the_metadata_server_lost(registry: Regi
     copied = await documents.read(registry.store, layout.usage("2026-11-03"), UsageDay)
     assert copied is not None and copied.counts["a\na/x\nrequests"] == 2
     await registry.catalog._redis.flushall()
-    assert await _entries(registry) == [("03 a a/x", 2)]
+    assert await _entries(registry) == await _entries(registry, "a") == [("03 a a/x", 2)]
+    assert await _entries(registry, "b") == []
     await _add(registry, "2", _report("a", "a/x", 3))
     assert await _entries(registry) == [("03 a a/x", 5)], "counted on from the copy"
     await registry.usage.copy(DAY)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.answering import Answering, json_response
+from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.calls import origin_of
 from loraplex_services.gateway.http.errors import MESSAGES_PATH
 from loraplex_services.gateway.http.json_body import read_json
@@ -27,11 +26,11 @@ class MessagesEndpoints:
 
     def __init__(
         self,
-        caller: Callable[[Request], Awaitable[Caller]],
+        context: AppContext,
         answering: Answering,
         encoder: PromptEncoder,
     ) -> None:
-        self._caller = caller
+        self._context = context
         self._answering = answering
         self._encoder = encoder
 
@@ -44,7 +43,7 @@ class MessagesEndpoints:
 
     async def create(self, request: Request) -> Any:
         """POST /v1/messages."""
-        caller = await self._caller(request)
+        caller = await self._context.caller(request)
         fields = await read_json(request, caller)
         call = parse_messages(fields, origin_of(request, caller.tenant))
         answer_id = f"msg_{request.state.request_id}"
@@ -52,7 +51,7 @@ class MessagesEndpoints:
 
     async def count(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
-        caller = await self._caller(request)
+        caller = await self._context.text_reader(request)
         fields = await read_json(request, caller)
         origin = origin_of(request, caller.tenant)
         [call] = parse_messages(fields, origin, generates=False).calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import HTTP_BODY
 from loraplex_services.gateway.http.answering import Answering, json_response
+from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.body import bad_type
 from loraplex_services.gateway.http.calls import origin_of
 from loraplex_services.gateway.http.json_body import LargeBodies, read_json
@@ -40,11 +41,11 @@ class ResponsesEndpoints:
 
     def __init__(
         self,
-        caller: Callable[[Request], Awaitable[Caller]],
+        context: AppContext,
         answering: Answering,
         encoder: PromptEncoder,
     ) -> None:
-        self._caller = caller
+        self._context = context
         self._answering = answering
         self._encoder = encoder
         self._store = ResponseStore()
@@ -63,7 +64,7 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> Any:
         """POST /v1/responses."""
-        caller = await self._caller(request)
+        caller = await self._context.caller(request)
         call = await self._parsed(request, caller)
         loop = asyncio.get_running_loop()
 
@@ -81,31 +82,33 @@ class ResponsesEndpoints:
 
     async def count(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens: the tokens of the same body's prompt."""
-        caller = await self._caller(request)
+        caller = await self._context.text_reader(request)
         [call] = (await self._parsed(request, caller)).chat.calls
         _, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, "input")
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def read(self, request: Request) -> Response:
         """GET /v1/responses/{id}."""
-        stored = await self._stored(request, ("include",))
+        caller, stored = await self._stored(request, ("include",))
+        await self._turn(request, caller, len(stored.response))
         return Response(stored.response, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{id}."""
-        stored = await self._stored(request)
-        self._store.delete((await self._caller(request)).tenant, stored.response_id)
+        caller, stored = await self._stored(request)
+        self._store.delete(caller.tenant, stored.response_id)
         return json_response({"id": stored.response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{id}/cancel: refused, because none runs in the background."""
-        stored = await self._stored(request)
+        _, stored = await self._stored(request)
         why = "is finished; to cancel one that runs, close its connection"
         raise InvalidRequest.field("response_id", stored.response_id, why)
 
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/{id}/input_items: what this request sent, newest first by default."""
-        stored = await self._stored(request, ("after", "include", "limit", "order"))
+        caller, stored = await self._stored(request, ("after", "include", "limit", "order"))
+        await self._turn(request, caller, len(stored.items))
         query = request.query_params
         items = json.loads(stored.items)
         if _choice(query, "order", ("desc", "asc")) == "desc":
@@ -177,12 +180,20 @@ class ResponsesEndpoints:
         stored = StoredResponse(response["id"], call.previous_id, _raw(response), _raw(items))
         self._store.put(tenant, stored)
 
-    async def _stored(self, request: Request, parameters: Sequence[str] = ()) -> StoredResponse:
+    async def _turn(self, request: Request, caller: Caller, num_bytes: int) -> None:
+        """Wait as for a body of this size: a stored response may be as large."""
+        bodies: LargeBodies = request.state.large_bodies
+        await bodies.turn(caller, num_bytes)
+
+    async def _stored(
+        self, request: Request, parameters: Sequence[str] = ()
+    ) -> tuple[Caller, StoredResponse]:
+        """Who asks, and the response of this tenant that the path names."""
         for name in request.query_params:
             if name.removesuffix("[]") not in parameters:
                 raise InvalidRequest.field(name, "", "this parameter is unknown or not served")
-        tenant = (await self._caller(request)).tenant
-        return self._store.get(tenant, request.path_params["response_id"])
+        caller = await self._context.reader(request, 1)
+        return caller, self._store.get(caller.tenant, request.path_params["response_id"])
 
 
 def _spelled_out(item: Mapping[str, Any]) -> dict[str, Any]:

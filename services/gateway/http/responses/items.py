@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from loraplex.errors import InvalidRequest, NotFound, Unsupported, Violation
@@ -45,6 +45,20 @@ def resolved(item: Mapping[str, Any], field: str, kept: Mapping[str, Any]) -> Ma
         raise NotFound(f"{field}.id: {why}", reason="ITEM_NOT_FOUND", violations=[violation])
     found: Mapping[str, Any] = kept[item_id]
     return found
+
+
+def check_referred_once(items: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: InvalidRequest if an item is referred to twice, as OpenAI refuses it: 100,000
+    references to one long item make gigabytes of input."""
+    seen: set[object] = set()
+    for index, item in enumerate(items):
+        item_id = item.get("id")
+        if kind_of(item) != REFERENCE or not isinstance(item_id, str):
+            continue
+        if item_id in seen:
+            why = "the same item was referred to before; refer to each item once"
+            raise InvalidRequest.field(f"input[{index}].id", "", why)
+        seen.add(item_id)
 
 
 def add_item(messages: ChatMessages, item: Mapping[str, Any], field: str) -> None:

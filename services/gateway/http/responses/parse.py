@@ -18,7 +18,12 @@ from loraplex_services.gateway.http.as_chat import (
 )
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin
-from loraplex_services.gateway.http.responses.items import add_item, full_name, resolved
+from loraplex_services.gateway.http.responses.items import (
+    add_item,
+    check_referred_once,
+    full_name,
+    resolved,
+)
 
 _NAMES = {
     "messages": "input",
@@ -84,10 +89,9 @@ def parse_responses(
     body = Body(fields)
     history = history or History()
     instructions = body.text("instructions")
-    items = [
-        resolved(item, f"input[{index}]", history.kept)
-        for index, item in enumerate(input_items(body.raw("input")))
-    ]
+    given = input_items(body.raw("input"))
+    check_referred_once(given)
+    items = [resolved(item, f"input[{index}]", history.kept) for index, item in enumerate(given)]
     chat = _options(body)
     text, reasoning = _text(body.raw("text")), _reasoning(body.raw("reasoning"))
     includes = _includes(body.texts("include"))
