@@ -9,7 +9,7 @@ from loraplex_services.gateway.pipeline.usage import MAX_COMBINATIONS, UsageCoun
 
 
 @pytest.mark.hostile
-def test_combinations_of_adapters_of_one_tenant_are_limited_for_each_day() -> None:
+async def test_combinations_of_adapters_of_one_tenant_are_limited_for_each_day() -> None:
     """Reports are sent every five seconds, and the registry keeps each model that they name."""
     counter = UsageCounter()
     for _ in range(2):
