@@ -159,6 +159,8 @@ async def test_items_of_a_response_can_be_sent_back_and_referred_to(talker: Stac
     assert asked in prompt_of(talker)
     error = await _refusal(talker, input=[ask, {"type": "item_reference", "id": "msg_0"}])
     assert (error.status_code, error.param) == (404, "input[1].id")
+    error = await _refusal(talker, input=[ask, *references, references[0]])
+    assert (error.status_code, error.param) == (400, f"input[{1 + len(references)}].id")
 
 
 async def test_encoded_thoughts_come_back_without_a_store(talker: Stack) -> None:
