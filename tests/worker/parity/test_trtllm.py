@@ -87,7 +87,7 @@ def test_the_magnitude_is_divided_by_the_norms_of_the_changed_weight(base, tmp_p
     folder = make_adapter(base, "dora-rslora-attention", tmp_path / "dora")
     geometry = geometry_from_folder(base.folder)
     adapter = open_adapter(folder, geometry)
-    with pytest.raises(InvalidRequest, match="--base: is needed"):
+    with pytest.raises(InvalidRequest, match="--base: is required"):
         to_trtllm(adapter, tmp_path / "none", "F32", geometry)
     to_trtllm(adapter, tmp_path / "trt", "F32", geometry, base.folder)
     config, weights = (np.load(tmp_path / "trt" / name)[0] for name in (CONFIG_FILE, WEIGHTS_FILE))
