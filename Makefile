@@ -37,7 +37,7 @@ up: ## Run the whole stack in the foreground: make up MODEL=DIR ARGS='--http-por
 
 test: ## Run the tests (up to 10 minutes on 2 cores)
 	@GOAL=$@ scripts/setup.sh run test
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: ## Run the fuzzers, soaks and kill loops
 	@GOAL=$@ scripts/setup.sh run test

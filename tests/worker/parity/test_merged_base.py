@@ -24,8 +24,8 @@ from tests.worker.parity.runners import parity_runner
 from tests.worker.parity.suite import Stage, make_jobs, set_stage
 
 NUM_NEW_TOKENS = 12
-BASES = ("llama3-rope-tied", "llama-yarn-biases", "mixtral")
-LONG = ("llama", "qwen2", "qwen2-moe", "qwen3-moe", "phi3", "gemma2", "gemma3")
+BASES = ("llama-yarn-biases", "mixtral")
+LONG = ("llama", "llama3-rope-tied", "qwen2", "qwen2-moe", "qwen3-moe", "phi3", "gemma2", "gemma3")
 REFUSED = {"activated": "alora_invocation_tokens", "lora-bias": "the base has no bias here"}
 
 

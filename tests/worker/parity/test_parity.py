@@ -21,7 +21,7 @@ LONG = {
     "mistral-no-window", "qwen2-window", "qwen2-moe", "qwen3-moe", "gemma2", "phi3",
     "phi3-partial-rope", "qwen3.5", "qwen3-next", "mistral3-multimodal", "llava",
     "gemma3-multimodal", "mistral", "qwen3-vl", "gemma4", "gemma4-multimodal", "gemma4-unified",
-    "gemma4-moe", "gemma4-all", "gemma3",
+    "gemma4-moe", "gemma4-all", "gemma3", "qwen3.5-moe",
 }  # fmt: skip
 """Further variants of a kind: they run with the long tests, and in `write_table`."""
 
