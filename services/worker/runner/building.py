@@ -165,11 +165,14 @@ def _build(
 
 
 def _are_rows_alike(model: Decoder, operators: Operators, ranks: Ranks) -> bool:
-    """Whether the bits of a token's logits do not depend on what is computed beside it. In a
-    mixture of experts they do: what is computed with one expert has a varying number of rows."""
+    """Whether the bits of a token's logits are independent of the other tokens of a step. In a
+    mixture of experts they are not: the number of rows that one expert computes varies. Nor are
+    they always in Gemma 4, whose layers differ in shape."""
     is_ours = isinstance(operators, NativeOperators) and not operators.attention_maker.name
-    is_dense = model.config.moe is None and not isinstance(model, LibraryDecoder)
-    return is_ours and is_dense and ranks.shard.size == 1
+    config = model.config
+    is_uniform = config.moe is None and not config.own_kv_heads
+    is_native = is_ours and not isinstance(model, LibraryDecoder)
+    return is_native and is_uniform and ranks.shard.size == 1
 
 
 def _adapter_layout(
