@@ -1,14 +1,14 @@
 """Drafts: tokens that a request may generate next, which one step verifies together.
 
-A step that computes several tokens of a request takes little longer than a step of one while the
-weights must be read anyway. A draft is what came after the request's last tokens where they were
-before: in its prompt or its output, else in outputs of its adapter. The sampler chooses at each of
-these positions as it ever does, and a draft counts if it is what was chosen: the output is the very
-same, with or without drafts.
+While a step must read all weights anyway, computing several tokens of a request takes little longer
+than computing one. A draft is a token that followed the request's last tokens at an earlier place:
+in its own prompt or output, or else in outputs of its adapters. The sampler chooses a token at each
+position as always, and a draft is accepted if it equals the token that was chosen. The output is
+therefore the same with and without drafts.
 
-They are off where they would not pay. In a step of n rows, a row more takes `1 / (n + FIXED_ROWS)`
-of its time, and a token more is `1 / n` of its tokens. So the draft at place i pays while its
-chance, `rate ** i`, is above `n / (n + FIXED_ROWS)`.
+Drafts are left out when they would not pay. In a step of n rows, one more row adds
+`1 / (n + FIXED_ROWS)` to its time, and one more token adds `1 / n` to its tokens. The i-th draft
+therefore pays while its probability, `rate ** i`, is above `n / (n + FIXED_ROWS)`.
 
 Source: Saxena, Prompt Lookup Decoding, 2023; Yang et al., Inference with Reference, 2023.
 """
@@ -28,43 +28,45 @@ from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow
 
 FIXED_ROWS = 16
-"""A step takes as long as this many rows would, and its rows: `benchmarks/cpu/speculation.py`."""
+"""The fixed part of a step's time, in rows; measured by `benchmarks/cpu/speculation.py`."""
 NUM_MATCHED = 3
-"""Tokens that must be the same for what follows them to be a draft."""
+"""Number of tokens that must match for the tokens after them to become drafts."""
 MAX_DRAFTS = 7
-"""Of one request in one step."""
+"""Most drafts of one request in one step."""
 MAX_STRETCH = 1.5
-"""How much longer drafts may make a step that several tenants share."""
+"""Largest factor by which drafts may lengthen a step that several tenants share."""
 MAX_SEARCHED = 1 << 14
-"""Tokens of a request, the last ones, that are searched."""
+"""Number of a request's last tokens that are searched."""
 FIRST_RATE = 0.5
-"""Share of drafts that are expected to count, before any was verified."""
+"""Expected share of accepted drafts before any was verified."""
 NEWEST_SHARE = 0.2
-"""Weight of the newest draft in a request's share; in its adapter's, it is a fourth of that."""
+"""Weight of the newest draft in the rate of a request; in that of its adapters, a fourth of it."""
 MAX_KEPT_TOKENS = 1 << 12
-"""Of the outputs of one adapter, the newest."""
+"""Number of the newest output tokens that are kept for one combination."""
 MAX_KEPT_OUTPUTS = 1 << 10
-"""Adapters, alone or together, by cache salt, whose outputs and share are kept."""
+"""Combinations of tenant, cache salt and adapters whose outputs and rate are kept."""
 WIDTH = array("I").itemsize
 """Bytes of a token."""
 PROBE_STEPS = 32
-"""After so many steps without a draft that would pay, one is tried."""
+"""Number of steps without a draft that would pay after which one is tried."""
 
 
 class Drafts:
-    """Finds drafts for running requests, and learns how many count."""
+    """Finds drafts for running requests, and learns how many are accepted."""
 
     def __init__(self, limits: SchedulerLimits, tokens_per_block: int) -> None:
         self._limits = limits
         self._tokens_per_block = tokens_per_block
         self._histories: WeakKeyDictionary[Request, KnownTokens] = WeakKeyDictionary()
-        self._kept: OrderedDict[tuple[str, AdapterSet], KeptOutputs] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str, AdapterSet], KeptOutputs] = OrderedDict()
+        """By tenant, cache salt and adapters, least recently used first. Callers choose the salt,
+        so it alone would let one tenant learn from the speed of drafts what another was told."""
         self._num_drafted = 0
         self._num_accepted = 0
 
     def added(self, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """The rows of a step, some with drafts, in batch order. Drafts fill the blocks that
-        requests have, and take no memory of their own."""
+        """The rows of a step, some with drafts, in batch order. Drafts only use free positions in
+        the blocks that requests have, and no further memory."""
         if not self._limits.drafts:
             return rows
         num_rows = sum(row.num_tokens for row in rows)
@@ -83,7 +85,7 @@ class Drafts:
         return in_batch_order([], out) if any(row.drafts for row in out) else rows
 
     def verified(self, row: PlannedRow, num_accepted: int) -> None:
-        """Of the drafts of a row, the first `num_accepted` were what the sampler chose."""
+        """Learn that the sampler chose the first `num_accepted` drafts of a row."""
         if not row.drafts:
             return
         self._num_drafted += len(row.drafts)
@@ -95,20 +97,20 @@ class Drafts:
             history.kept.rate += NEWEST_SHARE / 4 * (is_right - history.kept.rate)
 
     def ended(self, request: Request) -> None:
-        """Keep the output for others of the same adapters and cache salt."""
+        """Keep the output for other requests of the same tenant, cache salt and adapters."""
         if self._limits.drafts and request.output_ids:
             outputs = self._kept_outputs(request).tokens
             outputs.add(request.prompt_ids[-NUM_MATCHED:] + request.output_ids)
             outputs.keep_last(MAX_KEPT_TOKENS)
 
     def take_counts(self) -> tuple[int, int]:
-        """Drafts verified, and those that counted, since the last call."""
+        """Numbers of verified and of accepted drafts since the last call."""
         counts = self._num_drafted, self._num_accepted
         self._num_drafted = self._num_accepted = 0
         return counts
 
     def _most(self, row: PlannedRow) -> int:
-        """Drafts that a row may have."""
+        """Most drafts that a row may have."""
         request = row.request
         if row.is_context or not row.chooses or not _may_draft(request):
             return 0
@@ -124,7 +126,7 @@ class Drafts:
         return history
 
     def _kept_outputs(self, request: Request) -> KeptOutputs:
-        key = request.cache_salt, request.adapters
+        key = request.tenant, request.cache_salt, request.adapters
         kept = self._kept.setdefault(key, KeptOutputs())
         self._kept.move_to_end(key)
         if len(self._kept) > MAX_KEPT_OUTPUTS:
@@ -133,7 +135,7 @@ class Drafts:
 
 
 def _may_draft(request: Request) -> bool:
-    """Whether what the sampler reads of a request follows from its parameters alone."""
+    """Whether the sampler chooses for a request by its parameters alone, not by its output."""
     params = request.sampling
     is_neutral = params.repetition_penalty == 1.0 and not params.bad_sequences
     has_penalty = params.presence_penalty or params.frequency_penalty
@@ -148,19 +150,19 @@ class TokenRun:
         self.add(ids)
 
     def add(self, ids: Sequence[int]) -> None:
-        """At the end."""
+        """Append tokens."""
         self._bytes += array("I", ids).tobytes()
 
     def keep_last(self, num_tokens: int) -> None:
-        """Forget those before."""
+        """Drop all but the last tokens."""
         del self._bytes[: -num_tokens * WIDTH]
 
     def last(self, num_tokens: int) -> bytes:
-        """The last ones."""
+        """The last tokens, as bytes."""
         return bytes(self._bytes[-num_tokens * WIDTH :])
 
     def after(self, pattern: bytes, most: int) -> array[int]:
-        """Up to `most` tokens after the last place where `pattern` is and others follow."""
+        """Up to `most` tokens after the last occurrence of `pattern` that has tokens after it."""
         end = len(self._bytes) - WIDTH
         begin = max(0, end - MAX_SEARCHED * WIDTH)
         place = self._bytes.rfind(pattern, begin, end)
@@ -174,12 +176,12 @@ class TokenRun:
 
 @dataclass(slots=True)
 class KeptOutputs:
-    """What is known of an adapter, or several together."""
+    """Outputs and rate of one combination of tenant, cache salt and adapters."""
 
     tokens: TokenRun = field(default_factory=TokenRun)
-    """Of ended outputs, each after the end of its prompt."""
+    """Ended outputs, each after the last tokens of its prompt."""
     rate: float = FIRST_RATE
-    """Share of recent drafts that counted."""
+    """Share of recent drafts that were accepted."""
 
 
 class KnownTokens:
@@ -188,14 +190,14 @@ class KnownTokens:
     def __init__(self, request: Request, kept: KeptOutputs) -> None:
         self.kept = kept
         self.rate = kept.rate
-        """Share of recent drafts that counted."""
+        """Share of recent drafts that were accepted."""
         self._output_ids = request.output_ids
         self._num_outputs = len(request.output_ids)
         self._tokens = TokenRun(request.tokens(0, request.num_tokens)[-MAX_SEARCHED:])
         self._num_steps_without = 0
 
     def drafts(self, most: int, least: float) -> tuple[int, ...]:
-        """Up to `most` drafts whose chance is above `least`."""
+        """Up to `most` drafts whose probability is above `least`."""
         self._tokens.add(self._output_ids[self._num_outputs :])
         self._num_outputs = len(self._output_ids)
         num, chance = 0, self.rate
@@ -211,7 +213,7 @@ class KnownTokens:
         return found
 
     def _found(self, num: int) -> tuple[int, ...]:
-        """Up to `num` tokens; those after the request's last one repeat what is before it."""
+        """Up to `num` tokens. A match near the end of the request is continued periodically."""
         pattern = self._tokens.last(NUM_MATCHED)
         if own := self._tokens.after(pattern, num):
             return tuple(own[i % len(own)] for i in range(num))

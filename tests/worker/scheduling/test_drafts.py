@@ -156,8 +156,12 @@ def test_outputs_of_an_adapter_are_drafts_for_its_other_requests():
     assert drafted(decoding(asked, adapters=adapter), drafts)[:3] == (4, 5, 6)
     assert drafted(decoding(asked, adapters=other), drafts) == ()
     salted = decoding(asked, adapters=adapter)
-    salted.cache_salt = "another tenant"
+    salted.cache_salt = "another"
     assert drafted(salted, drafts) == ()
+    of_another_tenant = decoding(asked, adapters=adapter)
+    of_another_tenant.tenant = "globex"
+    assert of_another_tenant.cache_salt == ended.cache_salt
+    assert drafted(of_another_tenant, drafts) == (), "its speed would tell what others were told"
     own = decoding([1, 2, 3, 7, *asked], adapters=adapter)
     assert drafted(own, drafts)[0] == 7
 
