@@ -99,6 +99,17 @@ def keys() -> list[str]:
     return [f"{name} native" for name in NATIVE] + [f"{name} library" for name in THROUGH_LIBRARY]
 
 
+def provenance(device: str = "cpu") -> dict[str, str]:
+    """The date, the versions and the chip of this run, which the introductions name."""
+    return {
+        "today": str(date.today()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "chip": torch.cuda.get_device_name() if device == "cuda" else cpu_facts()["cpu"],
+    }
+
+
 def main() -> None:
     """Measure and, when nothing is missing, write the document."""
     parser = argparse.ArgumentParser(description="Write the table of families.")
@@ -122,11 +133,7 @@ def main() -> None:
         num_batches=NUM_BATCHES,
         chunk_tokens=CHUNK_TOKENS,
         num_new_tokens=NUM_NEW_TOKENS,
-        today=date.today(),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        peft=peft.__version__,
-        chip=cpu_facts()["cpu"],
+        **provenance(),
     )
     summary = (
         f"{positions} positions, {ties} near ties, {sensitive} sensitive, no other difference."

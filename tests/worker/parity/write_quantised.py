@@ -8,21 +8,23 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
-import peft
 import torch
 import transformers
 
-from benchmarks.machine import cpu_facts
 from tests.worker.parity.adapters import features_of
 from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.gguf_files import gguf_base
 from tests.worker.parity.mxfp4_files import mxfp4_base
 from tests.worker.parity.quantised import LAYOUTS, quantised_base, quantised_on_load
 from tests.worker.parity.suite import stage_of
-from tests.worker.parity.write_families import CHUNK_TOKENS, NUM_NEW_TOKENS, measured
+from tests.worker.parity.write_families import (
+    CHUNK_TOKENS,
+    NUM_NEW_TOKENS,
+    measured,
+    provenance,
+)
 
 OUT = Path(__file__).parents[3] / "docs" / "parity-quantised.md"
 GGUF = ("Q4_0", "Q8_0", "Q4_K_M", "Q5_K_M")
@@ -83,11 +85,7 @@ def main() -> None:
     text = INTRODUCTION.format(
         chunk_tokens=CHUNK_TOKENS,
         num_new_tokens=NUM_NEW_TOKENS,
-        today=date.today(),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        peft=peft.__version__,
-        chip=cpu_facts()["cpu"],
+        **provenance(),
     )
     OUT.write_text(text + "".join(lines))
 

@@ -14,14 +14,11 @@ import json
 import tempfile
 import warnings
 from collections.abc import Iterable
-from datetime import date
 from pathlib import Path
 
-import peft
 import torch
 import transformers
 
-from benchmarks.machine import cpu_facts
 from tests.worker.parity import heads, ropes, suite, write_families
 from tests.worker.parity.adapters import FEATURES
 from tests.worker.parity.bases import BASES, TinyBase
@@ -65,16 +62,11 @@ error against float32 is at most 1.1x, and the 99th percentile at most 1.25x, of
 
 def introduction(device: str) -> str:
     """The text above the table, with the versions and the chip of this run."""
-    is_gpu = device == "cuda"
     return INTRODUCTION.format(
         chunk_tokens=CHUNK_TOKENS,
         num_new_tokens=NUM_NEW_TOKENS,
-        today=date.today(),
-        option=" --device cuda" * is_gpu,
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        peft=peft.__version__,
-        chip=torch.cuda.get_device_name() if is_gpu else cpu_facts()["cpu"],
+        option=" --device cuda" * (device == "cuda"),
+        **write_families.provenance(device),
     )
 
 
