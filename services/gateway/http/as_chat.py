@@ -71,7 +71,7 @@ class ChatMessages:
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
-        """Texts in them may still grow."""
+        """Texts in them may still grow; `built` joins them."""
 
     def built(self) -> list[dict[str, Any]]:
         """All messages."""

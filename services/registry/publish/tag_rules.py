@@ -1,5 +1,5 @@
-"""What a tenant's rules demand of the versions that tags point at: a signature, and a certificate
-by the operator that says how far a version is from its reference on the served base."""
+"""The rules of a tenant for versions that tags point at: a signature, and a certificate by the
+operator of how far a version diverges from its reference on the served base."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WAY_OUT = "have the operator run 'registry certify'"
 
 
 class TagRules:
-    """Checks versions before tags point at them. Tags stay where they are when a rule is new."""
+    """Checks versions before tags point at them. A new rule moves no existing tag."""
 
     def __init__(
         self, tenants: Tenants, signatures: Signatures, certificates: Certificates
@@ -25,10 +25,10 @@ class TagRules:
         self._certificates = certificates
 
     async def check(self, version: VersionRecord) -> None:
-        """Whether a tag may point at a version.
+        """Check that a tag may point at a version.
 
         Raises:
-            PermissionDenied: it lacks a signature that its tenant demands.
+            PermissionDenied: it lacks a signature that its tenant requires.
             NotCertified: it lacks a certificate of the operator, or diverges too much.
         """
         await self._signatures.check(version)

@@ -39,11 +39,12 @@ class Gemma4Attention:
         """See `forward`.
 
         Args:
-            source: whose keys and values are read; the layer itself, if it has its own.
-            qkv: queries; where they are its own also keys, and values unless they are the keys.
+            source: the layer whose keys and values are read; the layer itself if it has its own.
+            qkv: queries, and for a layer with keys of its own also keys, and values unless the
+                keys serve as values.
             backend: of `source`; queries and keys come rotated.
             sizes: widths of all query heads, of all key heads, and of one head.
-            norms: of each query, key and value head; no key norm where another's are read.
+            norms: of each query, key and value head; no key norm if another layer's keys are read.
         """
         self._layer = layer
         self._source = source
@@ -105,12 +106,12 @@ class SideExperts:
     router: Gemma4Router
     experts: ExpertMlps
     mlp_norm: Norm
-    """Of what the MLP says, before what the experts say is added."""
+    """Applied to the output of the MLP before that of the experts is added."""
     norms: tuple[Norm, Norm]
     """Before and after the experts."""
 
     def add(self, y: Tensor, x: Tensor, lora: LoraBatch) -> Tensor:
-        """Both outputs together; `y`: the MLP's, `x`: the residual stream, `[T, H]` each."""
+        """The sum of both outputs. `y` is that of the MLP, `x` the residual stream: `[T, H]`."""
         chosen, weights = self.router.forward(x, lora)
         own = self.experts.forward(self.norms[0].forward(x, lora), chosen, weights, lora)
         return self.mlp_norm.forward(y, lora) + self.norms[1].forward(own, lora)
@@ -131,7 +132,7 @@ class Gemma4Feed:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerEmbedding:
-    """What each layer is told of the tokens: a table's rows, and a projection of the embedding."""
+    """The input of each layer: rows of a table, added to a projection of the embedding."""
 
     table: Tensor
     """`[vocabulary, layers * width]`."""

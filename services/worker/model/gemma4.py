@@ -1,6 +1,7 @@
-"""Gemma 4, text: full layers with wider heads, layers that read the keys of others, values that are
-normalised, inputs of each layer's own, and experts next to the MLP. The sizes have different ones
-of these.
+"""The text model of Gemma 4.
+
+Values are normalised, full layers have wider heads, and some layers read the keys and values of
+earlier ones. Some sizes also have per-layer inputs, and one has experts next to the MLP.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ ROPES: dict[str, Any] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
-"""Where a config says nothing."""
+"""Defaults of `rope_parameters`."""
 GLOBAL_HEAD_DIM = 512
 PERIOD = 6
 OF_IMAGES = "vision"
-"""Which tokens see later ones: none in a text."""
+"""Value of `use_bidirectional_attention` under which only the tokens of images see later ones."""
 _OF_LAYER = frozenset({"head_dim", "num_key_value_heads"})
 
 
@@ -73,8 +74,8 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
 
 
 def read_unified_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    """Translate config.json of the text model of a unified base, which has neither inputs of
-    layers nor experts."""
+    """Translate config.json of the text model of a unified base, which has neither per-layer
+    inputs nor experts."""
     return _read(reader, "gemma4_unified_text", eos_token_ids, 262144, 1024)
 
 

@@ -96,8 +96,8 @@ def find_model(model: str, cache_folder: Path) -> Path:
 
 
 def _translated(path: Path, cache_folder: Path) -> Path:
-    """The folder that a GGUF file means, written once for each state of the file and of the
-    tokenizer beside it. Raises InvalidRequest with the reason of a refusal."""
+    """The folder that a GGUF file is translated into, once for each state of the file and of the
+    tokenizer next to it. Raises InvalidRequest with the reason of a refusal."""
     facts = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns)
         for file in (path, *(path.parent / name for name in TOKENIZER_FILES))
@@ -123,8 +123,8 @@ def _translated(path: Path, cache_folder: Path) -> Path:
 def read_tokenizer(model_dir: Path) -> TokenizerBundle:
     """Read and check the tokenizer's files.
 
-    Gateways would try a base that they cannot read again and again, so the worker reads it as they
-    do before it starts.
+    A gateway retries a base whose tokenizer it cannot read, so the worker reads the files in the
+    same way before it starts.
 
     Raises:
         InvalidRequest: they are unreasonably large, or one of them is damaged.

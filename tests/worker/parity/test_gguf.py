@@ -186,7 +186,7 @@ def test_a_worker_translates_a_file_once_and_passes_on_why_it_cannot(tmp_path):
     assert find_model(str(tmp_path), tmp_path / "cache") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
-    with pytest.raises(InvalidRequest, match="is no GGUF file that can be read"):
+    with pytest.raises(InvalidRequest, match="is not a readable GGUF file"):
         find_model(str(tmp_path / "other.gguf"), tmp_path / "cache")
     with pytest.raises(InvalidRequest, match="to serve a GGUF file, name one"):
         find_model(str(tmp_path), tmp_path / "cache")

@@ -1,7 +1,7 @@
-"""Blocks of GGUF files, as ggml defines them: some inputs of a row with their scales.
+"""Blocks of GGUF files, as ggml defines them: consecutive inputs of a row with their scales.
 
-Blocks with one scale become codes. Those of the K types, whose blocks have scales and offsets of
-their own inside, are dequantised by the gguf library.
+Blocks with one scale become codes. Blocks of the K types, which contain several scales and offsets,
+are dequantised by the gguf library.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from loraplex.adapter_format.quantisation import GGUF_BLOCKS, Scheme
 from loraplex.errors import Unsupported
+from loraplex_services.worker.model.formats.gguf_folder import INSTALL
 from loraplex_services.worker.model.formats.words import StoredTensors, stored
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 
-INSTALL = ".venv/bin/pip install 'gguf>=0.19,<1'"
 CHUNK_ROWS = 4096
 """Rows that numpy dequantises at once."""
 

@@ -24,7 +24,7 @@ from loraplex.adapter_format.quantisation import GGUF_BLOCKS
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Of GGUF; the families have the same names here."""
+"""Architectures of GGUF that are served; the model families have the same names."""
 PLAIN_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 """GGUF's name of a type -> safetensors' name."""
 _MODULES = {
@@ -54,25 +54,24 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Of the original base, where they lie beside the GGUF file."""
+"""Files of the original base that are copied if they are in the folder of the GGUF file."""
+INSTALL = ".venv/bin/pip install 'gguf>=0.19,<1'"
 
 
 class GgufFile:
     """Metadata and tensors of a file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InvalidRequest where it is damaged, Unsupported without the gguf library."""
+        """Raises InvalidRequest if it is damaged, Unsupported without the gguf library."""
         try:
             from gguf import GGUFReader
         except ImportError:
-            why = "needs the gguf library, which is not installed; run "
-            raise Unsupported.field(
-                "LORAPLEX_MODEL", path.name, f"{why}.venv/bin/pip install 'gguf>=0.19,<1'"
-            ) from None
+            why = f"needs the gguf library, which is not installed; run {INSTALL}"
+            raise Unsupported.field("LORAPLEX_MODEL", path.name, why) from None
         try:
             reader = GGUFReader(path)
         except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
-            why = f"is no GGUF file that can be read: {error}"
+            why = f"is not a readable GGUF file: {error}"
             raise InvalidRequest.field("LORAPLEX_MODEL", path.name, why) from error
         self.path = path
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -91,9 +90,9 @@ class GgufFile:
         return default if field is None else field.contents()
 
     def own(self, key: str, default: Any = None) -> Any:
-        """The value of one of the architecture's keys, for which `check_keys` does not ask then.
+        """The value of one of the architecture's keys, which `check_keys` then takes as known.
 
-        Raises Unsupported where it is missing without a default, or differs between layers.
+        Raises Unsupported if it is missing and has no default, or if it differs between layers.
         """
         self._seen.add(f"{self.architecture}.{key}")
         value = self.get(f"{self.architecture}.{key}", default)
@@ -154,7 +153,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _shortest(value: float) -> float:
-    """The number whose float32 this is, as people write it."""
+    """The shortest decimal number with this float32 value, as people write it."""
     return float(str(np.float32(value)))
 
 
@@ -217,8 +216,8 @@ def _last_of(module: str) -> str:
 
 
 def _in_halves(file: GgufFile, module: str, data: Any) -> Any:
-    """Rows of a head with the first components of all rotated pairs first: llama.cpp stores those
-    of a pair side by side."""
+    """Rows of each head with the first components of all rotated pairs first. llama.cpp stores the
+    two components of a pair next to each other."""
     key = "attention.head_count" if module == "q_proj" else "attention.head_count_kv"
     num_heads = file.own(key, file.own("attention.head_count"))
     rows, rest = data.shape[0], data.shape[1:]
@@ -264,9 +263,9 @@ def _write_tensors(tensors: list[tuple[str, str, tuple[int, ...], Any]], path: P
 
 
 def _write_tokenizer(file: GgufFile, folder: Path) -> None:
-    beside = [file.path.parent / name for name in _TOKENIZER_FILES]
-    if beside[0].is_file():
-        for source in beside:
+    originals = [file.path.parent / name for name in _TOKENIZER_FILES]
+    if originals[0].is_file():
+        for source in originals:
             if source.is_file():
                 shutil.copyfile(source, folder / source.name)
     else:
@@ -279,7 +278,7 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
 
 
 def _convert_tokenizer(file: GgufFile, folder: Path) -> None:
-    way_out = "put the tokenizer.json of the original base beside the GGUF file"
+    way_out = "put the tokenizer.json of the original base next to the GGUF file"
     try:
         from transformers import AutoTokenizer
     except ImportError:
