@@ -94,7 +94,7 @@ def test_types_and_architectures_that_are_not_served_are_refused_by_name(tmp_pat
 def test_a_damaged_file_is_refused(kept, tmp_path):
     content = written(tmp_path).read_bytes()
     (tmp_path / "base.gguf").write_bytes(content[:kept])
-    with pytest.raises(InvalidRequest, match=r"LORAPLEX_MODEL: is no GGUF file"):
+    with pytest.raises(InvalidRequest, match=r"LORAPLEX_MODEL: is not a readable GGUF file"):
         write_folder(tmp_path / "base.gguf", tmp_path / "out")
 
 
