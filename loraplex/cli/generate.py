@@ -292,6 +292,8 @@ def print_status(status: Status, *, as_json: bool) -> None:
             where = adapter.residency
             size = sized(where.device_bytes)
             name = adapter.ref or where.digest
+            if adapter.num_other_refs:
+                name += f" (+{adapter.num_other_refs} names)"
             rank = f"rank {where.max_rank}"
             print(f"  {worker.worker_id}  {name}  {_tier_name(where)}  {rank}  {size}")
 

@@ -97,6 +97,8 @@ class ResidentAdapter:
 
     ref: str
     """The adapter as tenant/name:vN; empty if the gateway does not know the name."""
+    num_other_refs: int
+    """Other names under which the same content was published."""
     residency: AdapterResidency
 
 

@@ -105,7 +105,9 @@ def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
         load=load_from_proto(message.load),
         num_adapters_on_device=message.num_adapters_on_device,
         adapters=tuple(
-            ResidentAdapter(adapter.ref, residency_from_proto(adapter.residency))
+            ResidentAdapter(
+                adapter.ref, adapter.num_other_refs, residency_from_proto(adapter.residency)
+            )
             for adapter in message.adapters
         ),
         dtype=message.dtype,

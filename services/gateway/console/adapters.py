@@ -56,7 +56,7 @@ class AdapterQuery:
     """Which adapters, in which order."""
 
     search: str = ""
-    """Part of a name, a tenant or a tag."""
+    """Part of a name, a tenant, a tag or a label as key=value."""
     base: str = ""
     tag: str = ""
     resident: bool = False
@@ -68,8 +68,9 @@ class AdapterQuery:
         """True if the list contains an adapter."""
         tags = [tag.tag for tag in listing.tags]
         needle = self.search.strip().lower()
+        texts = (_full_name(listing), *tags, *_labels(listing.versions[0]))
         return (
-            (not needle or any(needle in text.lower() for text in (_full_name(listing), *tags)))
+            (not needle or any(needle in text.lower() for text in texts))
             and self.base in ("", listing.versions[0].base_id)
             and (not self.tag or self.tag in tags)
             and not (self.resident and not any(v.digest in devices for v in listing.versions))
@@ -267,6 +268,7 @@ def _row(listing: Listing, devices: Devices, requests: Mapping[str, int]) -> dic
         "requests": requests.get(_full_name(listing), 0),
         "num_workers": max(devices.get(version.digest, 0) for version in listing.versions),
         "tags": [_tag(tag) for tag in listing.tags],
+        "labels": _labels(listing.versions[0]),
     }
 
 
@@ -280,6 +282,10 @@ def _version(version: Version, devices: Devices) -> dict[str, Any]:
         "public": version.is_public,
         "num_workers": devices.get(version.digest, 0),
     }
+
+
+def _labels(version: Version) -> list[str]:
+    return [f"{key}={value}" for key, value in version.labels]
 
 
 def _tag(tag: Tag) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +103,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 class ShownLabels:
     """The adapters that a caller may see."""
 
-    names: Mapping[str, str]
-    """tenant/name:vN by digest."""
+    names: Mapping[str, Sequence[str]]
+    """tenant/name:vN by digest, newest first."""
     shows_unnamed: bool
     """Whether digests without a name, which may be other tenants', are shown too."""
 
@@ -131,8 +131,12 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
     if labels is not None:
         held = [r for r in view.adapters.values() if labels.shows(r.digest)]
         for residency in held:
-            ref = labels.names.get(residency.digest, "")
-            state.adapters.add(ref=ref, residency=residency_to_proto(residency))
+            names = labels.names.get(residency.digest, ())
+            state.adapters.add(
+                ref=names[0] if names else "",
+                num_other_refs=max(len(names) - 1, 0),
+                residency=residency_to_proto(residency),
+            )
     return state
 
 

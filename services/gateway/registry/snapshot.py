@@ -42,6 +42,8 @@ class Version:
     """A rotary embedding of the adapter's own, which may lengthen its context."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end its output; empty = the base's."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Its own and those of its adapter, which replace its own."""
 
     @property
     def label(self) -> str:
@@ -140,16 +142,17 @@ class RegistrySnapshot:
             owner, versions[0].name, tuple(versions), tuple(tag for tag in tags if tag.targets)
         )
 
-    def labels(self, tenant: str | None = None) -> dict[str, str]:
+    def labels(self, tenant: str | None = None) -> dict[str, list[str]]:
         """tenant/name:vN of every digest that is not deleted, and that `tenant` may run if one is
-        given."""
-        entries = self._entries.values()
-        versions = (v for entry in entries for v in entry.versions.values() if not v.deleted)
-        return {
-            version.digest: version.label
-            for version in versions
-            if tenant is None or version.visible_to(tenant)
-        }
+        given. The names of one digest are in the order of their publication, newest first."""
+        found: dict[str, list[Version]] = {}
+        for entry in self._entries.values():
+            for version in entry.versions.values():
+                if not version.deleted and (tenant is None or version.visible_to(tenant)):
+                    found.setdefault(version.digest, []).append(version)
+        for versions in found.values():
+            versions.sort(key=lambda version: (-version.created_unix_s, version.label))
+        return {digest: [each.label for each in named] for digest, named in found.items()}
 
     @property
     def num_adapters(self) -> int:

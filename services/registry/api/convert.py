@@ -260,6 +260,8 @@ def event_to_proto(event: Mapping[str, Any]) -> pb.AdapterEvent:
         doc["visibility"],
         tuple(doc["shared_with"]),
         doc.get("pullable", False),
+        description=doc.get("description", ""),
+        labels=doc.get("adapter_labels", {}),
     )
     return pb.AdapterEvent(version=version_to_proto(record, sharing))
 

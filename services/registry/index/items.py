@@ -106,6 +106,8 @@ def _version_event(
         "visibility": adapter.visibility if adapter else PRIVATE,
         "shared_with": adapter.shared_with if adapter else (),
         "pullable": adapter.pullable if adapter else False,
+        "description": adapter.description if adapter else "",
+        "adapter_labels": adapter.labels if adapter else {},
     }
     return IndexEvent(generation, "version", {**doc, **sharing})
 
@@ -134,7 +136,8 @@ def tag_item(record: TagRecord) -> Item:
 
 
 def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) -> Item:
-    """Visibility of an adapter; watchers learn of it through `versions`, the live ones."""
+    """What belongs to an adapter as a whole; watchers learn of it through `versions`, the live
+    ones."""
     return Item(
         f"a:{scope_of(record.tenant, record.name)}",
         "adapter",

@@ -65,6 +65,7 @@ export class Adapters {
   }
 
   show(found) {
+    const asked = [...queryOfAddress().keys()].some((name) => name !== "sort");
     const text = JSON.stringify(found);
     if (text === this.drawn) return; // what has the focus must not be replaced
     this.drawn = text;
@@ -74,13 +75,13 @@ export class Adapters {
       byId("base").replaceChildren(...bases.map((value) => h("option", { value }, value || "all bases")));
       byId("base").value = chosen;
     }
-    byId("adapter-count").textContent = count(found.total);
+    byId("adapter-count").textContent = found.total.toLocaleString("en");
     byId("page-number").textContent = `${found.page} of ${found.num_pages}`;
     byId("previous").disabled = found.page <= 1;
     byId("next").disabled = found.page >= found.num_pages;
     const rows = found.adapters.map((adapter) => this.row(adapter));
     byId("adapter-rows").replaceChildren(...(rows.length ? rows : [h("tr", {}, h("td", { colSpan: 7, className: "note" },
-      "Nothing here. Publish one: ", h("code", {}, "registry upload DIR --name NAME")))]));
+      ...(asked ? ["No adapter matches. "] : ["Nothing here yet. Publish one: ", h("code", {}, "registry upload DIR --name NAME")])))]));
   }
 
   row(adapter) {
