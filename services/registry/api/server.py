@@ -38,8 +38,10 @@ class RegistryService(AdminService):
     async def CreateUpload(
         self, request: pb.CreateUploadRequest, context: Any
     ) -> pb.CreateUploadResponse:
+        access = caller_access()
         with refusals_counted():
-            session = await self._open_upload(request, caller_access())
+            async with self._openings.held(access.tenant, "uploads to begin"):
+                session = await self._open_upload(request, access)
         return pb.CreateUploadResponse(
             upload_id=session.upload_id, progress=await self._progress(session)
         )

@@ -20,7 +20,7 @@ from llguidance import LLTokenizer
 from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
-from loraplex_services.common.limits import GRAMMARS
+from loraplex_services.common.limits import GRAMMARS, MAX_COMPILED_GRAMMAR_BYTES
 from loraplex_services.worker.grammars.compiling import (
     bad_grammar,
     compile_grammar,
@@ -29,8 +29,6 @@ from loraplex_services.worker.grammars.compiling import (
 from loraplex_services.worker.types.messages import WireError
 
 STACK_BYTES = 2 << 20
-MAX_COMPILED_BYTES = 16 << 20
-"""4,000 options or a schema of 1,000 properties take 4 to 6 MiB."""
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
@@ -72,9 +70,10 @@ def _fault(grammar: Grammar, vocabulary: LLTokenizer | LoraplexError) -> Loraple
         return error
     num_bytes = _heap_bytes() - before
     del matcher  # it was alive until its size was known
-    if num_bytes > MAX_COMPILED_BYTES:
-        what = f"{num_bytes >> 20} MiB compiled, and at most {MAX_COMPILED_BYTES >> 20} are allowed"
-        return bad_grammar(grammar, f"it takes {what}: simplify it")
+    if num_bytes > MAX_COMPILED_GRAMMAR_BYTES:
+        most = MAX_COMPILED_GRAMMAR_BYTES >> 20
+        what = f"takes {num_bytes >> 20} MiB compiled, and at most {most} are allowed"
+        return bad_grammar(grammar, f"it {what}: simplify it")
     return None
 
 
