@@ -34,12 +34,14 @@ PEER_LIMITS = {
     },
 }
 """What keeps oneDNN, torch and MKL at a level on processors that have more."""
-VLLM_IS_FREE = "vLLM's kernels cannot be held to this level"
-NO_PEERS = "no environment of vLLM: see --peers"
+LOADS, START = "loads", "start"
+"""Cases of figures that belong to no batch."""
+
+Rows = list[dict[str, Any]]
 
 
 class Goal(NamedTuple):
-    """One line of the table: a column of `cpu.decode` or `cpu.peers` and the limits it must keep.
+    """One line of the table: a figure of another benchmark, and the limits it must keep.
 
     Plain AVX-512 has no goals of its own.
     """
@@ -80,6 +82,8 @@ GOALS = (
     Goal("step over the base's, 32 x 1", "decode", "32x1", "step_over_base", False, *[1.05] * 3),
     Goal("step over the base's, 32 x 8", "decode", "32x8", "step_over_base", False, *[1.25] * 3),
     Goal("step over the base's, 32 x 32", "decode", "32x32", "step_over_base", False, *[1.8] * 3),
+    Goal("adapter load, median ms", "decode", LOADS, "loraplex", False, *[10] * 3),
+    Goal("start to ready, s", "start", START, "start_s", False, *[2] * 3),
 )
 
 
@@ -92,10 +96,11 @@ def main() -> None:
         for level in levels:
             results = Path(scratch) / level
             measured = {"decode": run_decode(args, level, results)}
-            if args.peers and level == host_isas()[0]:
-                measured["peers"] = run_peers(args, results)
-            reason = NO_PEERS if level == host_isas()[0] else VLLM_IS_FREE
-            table += [line(goal, level, measured.get(goal.benchmark), reason) for goal in GOALS]
+            if level == host_isas()[0]:
+                measured["start"] = run_start(args, results)
+                if args.peers:
+                    measured["peers"] = run_peers(args, results)
+            table += [line(goal, level, measured.get(goal.benchmark)) for goal in GOALS]
     print_table(table)
     options = {"model": args.model, "repetitions": args.repetitions, "new_tokens": args.new_tokens}
     name = "cpu_table" if args.model == "135m" else f"cpu_table_{args.model}"
@@ -108,35 +113,45 @@ def default_levels() -> list[str]:
     return [isa for isa in host_isas() if isa != GENERIC]
 
 
-def run_decode(args: argparse.Namespace, level: str, results: Path) -> list[dict[str, Any]]:
+def run_decode(args: argparse.Namespace, level: str, results: Path) -> Rows:
     """The rows of `cpu.decode` at one level, both sides in the dtype that suits it."""
     dtype = "bfloat16" if half_is_fast(level) else "float32"
-    best = level == host_isas()[0]
-    options = ["--cpu-isa", level, "--dtype", dtype, "--peer-dtype", dtype]
-    environ = {} if best else PEER_LIMITS[level]
-    return run("decode", [*options, *shared(args)], environ, results)
+    options = ["--cpu-isa", level, "--dtype", dtype, "--peer-dtype", dtype, *counts(args)]
+    environ = {} if level == host_isas()[0] else PEER_LIMITS[level]
+    found = run("decode", args, options, environ, results)
+    return [*found["table"], {"case": LOADS, **found["load_ms"]}]
 
 
-def run_peers(args: argparse.Namespace, results: Path) -> list[dict[str, Any]]:
+def run_peers(args: argparse.Namespace, results: Path) -> Rows:
     """The rows of `cpu.peers` for the base, which vLLM serves at a speed that can be compared."""
-    options = ["--peers", str(args.peers), "--only", "vllm", "--cases", "8x0,32x0"]
-    return run("peers", [*options, *shared(args)], {}, results)
+    options = ["--peers", str(args.peers), "--only", "vllm", "--cases", "8x0,32x0", *counts(args)]
+    rows: Rows = run("peers", args, options, {}, results)["table"]
+    return rows
 
 
-def shared(args: argparse.Namespace) -> list[str]:
-    """The options of both benchmarks."""
-    counts = ["--repetitions", str(args.repetitions), "--new-tokens", str(args.new_tokens)]
-    return ["--model", args.model, "--work-dir", str(args.work_dir), *counts]
+def run_start(args: argparse.Namespace, results: Path) -> Rows:
+    """What `cpu.start` finds."""
+    return [{"case": START, **run("start", args, [], {}, results)["table"]}]
+
+
+def counts(args: argparse.Namespace) -> list[str]:
+    """How much to measure."""
+    return ["--repetitions", str(args.repetitions), "--new-tokens", str(args.new_tokens)]
 
 
 def run(
-    benchmark: str, options: list[str], environ: dict[str, str], results: Path
-) -> list[dict[str, Any]]:
-    """Run a benchmark whose results go to a folder of their own; returns its table.
+    benchmark: str,
+    args: argparse.Namespace,
+    options: list[str],
+    environ: dict[str, str],
+    results: Path,
+) -> dict[str, Any]:
+    """Run a benchmark and return its results, which are written into a folder of their own.
 
     Raises:
         subprocess.CalledProcessError: when it fails; its messages are on the terminal.
     """
+    options = ["--model", args.model, "--work-dir", str(args.work_dir), *options]
     print(f"== cpu.{benchmark}", *options, flush=True)
     subprocess.run(
         [sys.executable, "-m", f"benchmarks.cpu.{benchmark}", *options],
@@ -144,20 +159,27 @@ def run(
         check=True,
     )
     path = results / machine_kind(cpu_facts()) / f"cpu_{benchmark}.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["table"]
-    return rows
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
-def line(goal: Goal, level: str, rows: list[dict[str, Any]] | None, reason: str) -> dict[str, Any]:
-    """One goal at one level; `rows` is None where the benchmark did not run, for `reason`."""
+def line(goal: Goal, level: str, rows: Rows | None) -> dict[str, Any]:
+    """One goal at one level; `rows` is None where the benchmark did not run."""
     found = next((row for row in rows or () if row["case"] == goal.case), {})
     value, limit = found.get(goal.column), goal.limit(level)
     entry = {"level": level, "ratio": goal.title, "goal": limit, "reached": value}
     if value is None:
-        entry["not_measured"] = reason if rows is None else "see the messages above"
+        entry["not_measured"] = why_not(goal, level)
     elif limit is not None:
         entry["is_met"] = value >= limit if goal.is_least else value <= limit
     return entry
+
+
+def why_not(goal: Goal, level: str) -> str:
+    """Why there is no figure."""
+    if level != host_isas()[0]:
+        return "vLLM chooses its own level" if goal.benchmark == "peers" else "best level only"
+    return "no --peers" if goal.benchmark == "peers" else "see the messages above"
 
 
 def print_table(table: list[dict[str, Any]]) -> None:
