@@ -1,4 +1,4 @@
-"""Will everything that runs fit in the arena until the end? Pure arithmetic."""
+"""Forecasts whether everything that runs fits in the arena until its end. Pure arithmetic."""
 
 from __future__ import annotations
 
