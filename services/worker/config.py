@@ -58,14 +58,14 @@ class WorkerConfig:
     max_loras: int | None
     max_model_len: int
     """0 = that of the base."""
-    max_step_tokens: int
-    max_running: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
     policy: str
     cluster_size: int
     prefix_cache: bool
     overlap: str
     drafts: bool
-    adapter_dtype: str
+    lora_dtype: str
     quantization: str
     kv_cache_dtype: str
     tensor_parallel: int
@@ -86,16 +86,16 @@ class WorkerConfig:
             max_lora_rank=self.max_lora_rank,
             max_resident=MAX_RESIDENT,
             max_model_len=self.max_model_len,
-            max_step_tokens=self.max_step_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_step_s=MAX_STEP_S,
-            max_running=self.max_running,
+            max_num_seqs=self.max_num_seqs,
             max_loras=self.max_loras,
             policy=self.policy,
             cluster_size=self.cluster_size,
             prefix_cache=self.prefix_cache,
             overlap=self.overlap,
             drafts=self.drafts,
-            adapter_dtype=self.adapter_dtype,
+            lora_dtype=self.lora_dtype,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             tensor_parallel=self.tensor_parallel,
@@ -125,7 +125,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
             "LORAPLEX_OBJECTS", "", "must name the object store: file:///path or s3://bucket/prefix"
         )
     base_id = env.SERVED_MODEL_NAME.read(environ) or base_id_of(model)
-    max_step_tokens = env.MAX_NUM_BATCHED_TOKENS.read(environ)
+    max_num_batched_tokens = env.MAX_NUM_BATCHED_TOKENS.read(environ)
     return WorkerConfig(
         listen=env.WORKER_LISTEN.read(environ),
         metrics_listen=env.METRICS_LISTEN.read(environ),
@@ -150,14 +150,14 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         max_lora_rank=env.MAX_LORA_RANK.read(environ),
         max_loras=env.MAX_LORAS.read(environ),
         max_model_len=env.MAX_MODEL_LEN.read(environ) or 0,
-        max_step_tokens=max_step_tokens,
-        max_running=min(env.MAX_NUM_SEQS.read(environ), max_step_tokens),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=min(env.MAX_NUM_SEQS.read(environ), max_num_batched_tokens),
         policy=env.POLICY.read(environ),
         cluster_size=env.CLUSTER_SIZE.read(environ),
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
         drafts=env.SPECULATION.read(environ),
-        adapter_dtype=env.LORA_DTYPE.read(environ),
+        lora_dtype=env.LORA_DTYPE.read(environ),
         quantization=env.QUANTIZATION.read(environ),
         kv_cache_dtype=env.KV_CACHE_DTYPE.read(environ),
         tensor_parallel=env.TENSOR_PARALLEL.read(environ),

@@ -31,13 +31,13 @@ class RunnerSettings:
     """Adapters that may be loaded at once; slots are below it."""
     max_model_len: int = 0
     """Longest context in tokens; 0 = that of the base."""
-    max_num_tokens: int = 2048
+    max_num_batched_tokens: int = 2048
     """The most positions of one step."""
-    max_num_rows: int = 256
+    max_num_seqs: int = 256
     """The most requests of one step."""
     overlap: str = "off"
     """See `StepOrder`."""
-    adapter_dtype: str = "auto"
+    lora_dtype: str = "auto"
     """How A and B are kept: `int8` = as integers with a factor for each rank row; a floating-point
     type, or `auto` (see `allocation.stored_dtype`)."""
     quantization: str = "none"

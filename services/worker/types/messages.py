@@ -45,10 +45,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_resident: int
     max_model_len: int = 0
     """Longest context in tokens; 0 = that of the base."""
-    max_step_tokens: int
+    max_num_batched_tokens: int
     max_step_s: float = 0.0
     """Target time of steps in which requests decode; see `SchedulerLimits`."""
-    max_running: int
+    max_num_seqs: int
     max_loras: int | None = None
     policy: str = "fair"
     """A key of `engine.POLICIES`."""
@@ -59,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`auto`, `on` or `off`: see `steps`."""
     drafts: bool = True
     """Whether a step may verify tokens that are only likely, where that changes no output."""
-    adapter_dtype: str = "auto"
+    lora_dtype: str = "auto"
     """How A and B are kept: `auto`, `float32`, `bfloat16`, `float16` or `int8`."""
     quantization: str = "none"
     """What linears of a plain base become when it is loaded: `none`, `int8` or `int4`."""

@@ -257,7 +257,7 @@ def test_a_dtype_of_adapters_that_the_kernels_do_not_read_is_refused(folders, de
     settings = {"arena_bytes": 2 << 20, "max_resident": 4, "attention_backend": "triton"}
     with pytest.raises(Unsupported, match="lora_dtype: these kernels read adapters in the model's"):
         build_runner(
-            folders[0], device=device.type, dtype="float32", adapter_dtype="bfloat16", **settings
+            folders[0], device=device.type, dtype="float32", lora_dtype="bfloat16", **settings
         )
 
 
