@@ -62,12 +62,12 @@ from loraplex_services.worker.runner.parallel.group import (
 )
 from loraplex_services.worker.runner.parallel.messages import RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.settings import RunnerSettings
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
+from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.sharding import Shard
 
 if TYPE_CHECKING:  # Triton is not everywhere
