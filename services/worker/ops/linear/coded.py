@@ -48,12 +48,6 @@ class CodedWeight:
         """Columns."""
         return self.codes.shape[1]
 
-    def rows(self, begin: int, end: int) -> CodedWeight:
-        """Rows [begin, end); shares memory."""
-        own = slice(begin, end)
-        zeros = None if self.zeros is None else self.zeros[own]
-        return replace(self, codes=self.codes[own], scales=self.scales[own], zeros=zeros)
-
     def dequantised(self) -> Tensor:
         """float32 `[out, in]`: exactly what the codes say, rounded once."""
         if self.table is not None:
