@@ -78,6 +78,9 @@ COUNTS = {
     "MAX_HISTORY_RESPONSES": "stored responses that one conversation may consist of",
     "MAX_RESPONSE_METADATA": "entries in `metadata` of a response",
     "MAX_OPEN_UPLOADS_PER_TENANT": "unfinished uploads of a tenant; their bytes count in its quota",
+    "MAX_COMPILED_GRAMMAR_BYTES": "of memory of a compiled grammar",
+    "MAX_OPENINGS": "uploads that one registry begins at a time; others wait",
+    "MAX_OPENINGS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_STREAMS": "streams of uploads that one registry reads at a time; others wait",
     "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "

@@ -222,6 +222,10 @@ MAX_RESPONSE_METADATA = 16
 """Entries of `metadata` of a response, with keys of 64 and values of 512 characters."""
 MAX_OPEN_UPLOADS_PER_TENANT = 1000
 """Uploads that a tenant has begun and not finished."""
+MAX_OPENINGS = 32
+"""Uploads that one registry begins at a time; each takes several writes to the object store."""
+MAX_OPENINGS_PER_TENANT = 4
+"""Uploads of one tenant that begin at a time; further ones wait until one has."""
 MAX_UPLOAD_STREAMS = 32
 """Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
 MAX_UPLOAD_STREAMS_PER_TENANT = 8
@@ -237,6 +241,8 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 128
 MAX_GRAMMAR_CHARS = 128 * KIB
 """Characters of a grammar, also of one that is made of the schemas of tools."""
+MAX_COMPILED_GRAMMAR_BYTES = 16 * MIB
+"""Memory of a compiled grammar. 4,000 options or a schema of 1,000 properties take 4 to 6 MiB."""
 
 
 MAX_WRONG_KEYS_PER_PEER = 60

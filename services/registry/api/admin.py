@@ -13,6 +13,8 @@ from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import current_caller
 from loraplex_services.common.limits import (
     MAX_DESCRIPTION_CHARS,
+    MAX_OPENINGS,
+    MAX_OPENINGS_PER_TENANT,
     MAX_UPLOAD_STREAMS,
     MAX_UPLOAD_STREAMS_PER_TENANT,
     check_chars,
@@ -42,6 +44,8 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._openings = TenantSlots(MAX_OPENINGS, max_held=MAX_OPENINGS_PER_TENANT)
+        self._chunk_turns = TenantSlots(MAX_UPLOAD_STREAMS, max_held=1)
         self._upload_streams = TenantSlots(
             MAX_UPLOAD_STREAMS, max_held=MAX_UPLOAD_STREAMS_PER_TENANT
         )

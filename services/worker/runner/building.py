@@ -298,6 +298,16 @@ def _weights(
     return Checkpoint(folder, dtype, device, progress)
 
 
+def _quantization(settings: RunnerSettings) -> str:
+    """What is stored in fewer bits than published: linears, KV cache; "" = nothing."""
+    parts = []
+    if settings.quantization != NONE:
+        parts.append(settings.quantization)
+    if settings.kv_cache_dtype != AUTO:
+        parts.append(f"kv-{settings.kv_cache_dtype}")
+    return "-".join(parts)
+
+
 def _model_info(
     config: ModelConfig,
     layout: AdapterLayout,
@@ -311,10 +321,8 @@ def _model_info(
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
     if attention := operators.attention_maker.name:
         arithmetic += f"-{attention}"
-    if settings.kv_cache_dtype != AUTO:
-        arithmetic += f"-kv-{settings.kv_cache_dtype}"
-    if settings.quantization != NONE:
-        arithmetic += f"-{settings.quantization}"
+    if scheme := _quantization(settings):
+        arithmetic += f"-{scheme}"
     if num_ranks > 1:  # sums have another order
         arithmetic += f"-tp{num_ranks}" + "-full" * layout.fully_sharded
     return ModelInfo(
@@ -325,7 +333,7 @@ def _model_info(
         dtype=dtype_name(dtype),
         device=device.type,
         kernels=operators.name.removeprefix("native-"),
-        quantization="" if settings.quantization == NONE else settings.quantization,
+        quantization=scheme,
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,

@@ -26,13 +26,9 @@ from loraplex_services.worker.adapters.pack.pack_messages import (
 from loraplex_services.worker.adapters.pack.packing import NeedsBase, Packer
 from loraplex_services.worker.types.messages import WireError
 
-NICE = 5
-"""Steps go first where cores are short."""
-
 
 def main() -> None:
     """Answer every line until stdin closes."""
-    os.nice(NICE)
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=PackSetup)
     reader = ModuleReader(setup.geometry, setup.layout.sites, setup.layout.max_rank)
     packer = Packer(reader, setup.layout)
