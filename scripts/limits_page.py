@@ -60,7 +60,8 @@ COUNTS = {
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
     "MAX_SMALL_MESSAGE_BYTES": "of an HTTP body or a gRPC request that is parsed immediately; "
     "larger ones of a tenant are parsed one after another, in at most 1/200 of a server's time",
-    "MAX_WAITING_MESSAGES_PER_TENANT": "larger ones of a tenant that wait; more are refused",
+    "MAX_WAITING_MESSAGES_PER_TENANT": "larger ones of a tenant that wait to be parsed; "
+    "further ones are refused",
     "MAX_HTTP_CONNECTIONS": "HTTP connections of one gateway; further ones are closed",
     "MAX_HTTP_HEADER_S": "seconds for the head of an HTTP request to arrive",
     "MAX_JSON_COMMAS": "commas in an HTTP body; this bounds its number of values",

@@ -138,8 +138,8 @@ async def _score(client: InferenceClient, model: str, text: str) -> Sequence[Tok
     """The distributions at each position of a text; None at the first."""
     sampling = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=NUM_CANDIDATES)
     scored: Sequence[TokenLogprob | None] = ()
-    async for piece in client.generate(model, text, sampling, priority=LOWEST_PRIORITY):
-        scored = scored or piece.prompt_logprobs
+    async for chunk in client.generate(model, text, sampling, priority=LOWEST_PRIORITY):
+        scored = scored or chunk.prompt_logprobs
     return scored
 
 

@@ -135,7 +135,7 @@ class RelayedJob:
                 while True:
                     tokens = self._new_part(await stream.next())
                     if tokens is not None:
-                        yield replace(tokens, digests=adapters.digests)
+                        yield tokens
         finally:
             timer.cancel()
             stream.cancel()

@@ -1,4 +1,5 @@
-"""Chooses a worker's device and dtype, and computes the fingerprint of its arithmetic."""
+"""Chooses a worker's device, dtype and number of threads, and computes the fingerprint of its
+arithmetic."""
 
 from __future__ import annotations
 
