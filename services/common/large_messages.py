@@ -1,7 +1,7 @@
 """Keeps the large messages of one tenant from blocking the event loop for others.
 
-To parse a large message takes the event loop milliseconds that nothing can interrupt. Each tenant
-therefore has a small share of the loop's time for them: after each one, its next one waits.
+Parsing a large message blocks the event loop for milliseconds. Each tenant therefore has a small
+share of the loop's time for large messages: after each one, its next one waits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The interface of object stores. `file.py` and `s3.py` implement it; one contract suite checks
 both.
 
-Two kinds of objects live in a store. *Documents* are small JSON texts that change only by
-conditional writes (`put_if_absent`, `put_if_match`); every document carries a random `write_id`,
-so that two writes never hold the same bytes and an entity tag never comes back. *Blobs* are of any
-size, named by their content, written whole and never changed.
+A store contains two kinds of objects. *Documents* are small JSON texts that change only by
+conditional writes (`put_if_absent`, `put_if_match`); every document carries a random `write_id`, so
+that two writes never have the same bytes and an entity tag is never reused. *Blobs* have any size,
+are named by their content, and never change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Publishes adapters from folders of this machine when a caller loads or names them.
 
-Folders outside the one that the operator opened are out of reach. Everything is done with the
+Folders outside the one that the operator allowed cannot be read. All registry calls use the
 caller's own key.
 """
 

@@ -1,7 +1,7 @@
 """Tokenizers of adapters: the base's, with the tokens and chat template that they add.
 
-The files are fetched once by digest, and what is made of them is kept within a bound. Where a
-tokenizer contradicts the base's, neither it nor its template is used, and the log says why.
+The files are fetched once by digest, and a bounded number of results is kept. If a tokenizer
+contradicts the base's, neither it nor its template is used, and the log says why.
 """
 
 from __future__ import annotations

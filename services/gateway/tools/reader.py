@@ -1,7 +1,7 @@
 """Finds tool calls in the growing text of an answer.
 
 The result does not depend on how the text was split, so that a stream adds up to the complete
-answer. A call is emitted when it is complete: an answer that was cut never ends in half a call.
+answer. A call is emitted when it is complete, so a truncated answer never contains a partial call.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     session -> parts -> inspect -> blobs -> intent -> version -> visibility, tags
             -> audit, index and event -> acknowledgement
 
-Nothing is visible before the version record, which is created only if there is none. A crash after
-it is rolled forward from the intent, by the next try of the client or of any registry; a crash
-before it leaves only bytes that the collector finds unreferenced. Every step may be repeated."""
+Nothing is visible before the version record, which is created only if there is none. After a crash
+beyond this point, the next attempt of the client or of any registry completes the publication from
+the intent. A crash before it leaves only unreferenced bytes for the garbage collector. Every step
+can be repeated."""
 
 from __future__ import annotations
 

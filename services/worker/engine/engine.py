@@ -1,10 +1,9 @@
 """One worker's engine: intake -> residency -> plan -> launch -> collect -> tokens, one call of
 `step` each.
 
-Where the runner overlaps steps, `step` launches one and then collects the one before it, which has
-run in the meantime: docs/internals/architecture.md, "Overlap". Composes scheduler, cache, arena and
-runner and is the only place where they meet. No I/O but the runner's; time comes from an injected
-clock.
+If the runner overlaps steps, `step` launches one step and then collects the previous one, which has
+run in the meantime (docs/internals/architecture.md, "Overlap"). The engine composes scheduler,
+cache, arena and runner. It does no I/O except the runner's, and time comes from an injected clock.
 """
 
 from __future__ import annotations

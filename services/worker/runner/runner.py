@@ -1,6 +1,7 @@
 """The runner of one base on one device: builds the batch, runs the model, samples.
 
-It decides nothing: plans come from the scheduler, blocks and slots from their owners.
+Plans come from the scheduler, and blocks and slots from the caches; the runner makes no such
+decisions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The inputs of a step as arrays on the host, made in one pass over the plan's rows.
 
-Everything that looks at the plan's rows one by one, before the step is launched, is here, so that
-a batch of 256 rows is walked once.
+All code that iterates over the plan's rows before the step is launched is here, so that a batch of
+256 rows is iterated once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The waiting queue. The cost of a step depends on what has changed, not on the number of requests.
 
-Requests of one tenant and priority for one adapter set form a flow: whatever makes the first of
-them wait, an adapter that is not here above all, makes all of them wait. So a step looks at the
-first request of a flow, and further only into those that it takes from.
+Requests of one tenant and priority for one adapter set form a flow. What makes the first of them
+wait, such as a missing adapter, makes all of them wait. A step therefore looks only at the first
+request of a flow, and at further ones only after it has started the first.
 
-Flows stand in a heap of their group, as the policy groups them, and groups in a heap of their own:
-one for those whose adapters are on the device, and one for those that wait for a copy, so that
-these can be left out once no more copies may begin. A flow whose adapters are not even on disk
-stands nowhere.
+The policy assigns flows to groups. Each group has a heap of its flows, and the groups are in two
+heaps: one for flows whose adapters are on the device and one for flows that wait for a copy, which
+can be skipped when no more copies may begin. A flow whose adapters are not on disk is in no heap.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Starts the engine process, exchanges frames with it, and notices when it dies or hangs.
 
-Every start is a new epoch. A dead engine is replaced after a pause that grows with each failure in
-a row. One that refuses its model ends the worker, because starting again would not help, and so do
-MAX_FAILED_STARTS engines that end before the first one is ready.
+Every start is a new epoch. A dead engine is replaced after a pause that grows with each consecutive
+failure. The worker ends if the engine refuses its model, because a restart would not help, or if
+MAX_FAILED_STARTS engines end before one is ready.
 """
 
 from __future__ import annotations

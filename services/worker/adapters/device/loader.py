@@ -1,7 +1,7 @@
 """Loads adapters into the arena concurrently with steps, on two threads of the engine process.
 
-One copies images, without holding the GIL; one packs what needs the base's weights and so could
-not be packed by the API server process.
+One thread copies images, without holding the GIL. The other packs adapters that need the base's
+weights and that the API server process could therefore not pack.
 """
 
 from __future__ import annotations

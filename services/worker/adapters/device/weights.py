@@ -1,6 +1,6 @@
 """Copies images into arena blocks and keeps the tables that kernels read.
 
-It decides nothing: which adapter gets which slot and blocks is `AdapterCache`'s business.
+`AdapterCache` decides which adapter gets which slot and blocks.
 """
 
 from __future__ import annotations

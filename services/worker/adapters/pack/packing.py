@@ -1,8 +1,8 @@
 """Packs a verified adapter folder into its image. Without torch, so that packing processes stay
 small.
 
-What needs the base's own weights (DoRA's gains, differences from the base) comes from
-`BaseValues`, which only the engine's process has.
+Values that depend on the base's weights (DoRA's gains, differences from the base) come from
+`BaseValues`, which only the engine process has.
 """
 
 from __future__ import annotations
