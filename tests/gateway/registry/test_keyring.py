@@ -76,9 +76,7 @@ async def test_answers_are_remembered_for_a_moment() -> None:
 
 
 @pytest.mark.hostile
-async def test_a_key_in_use_does_not_wait_for_a_registry_that_others_keep_busy() -> (
-    None
-):
+async def test_a_key_in_use_does_not_wait_for_a_registry_that_others_keep_busy() -> None:
     registry = RegistryLookup()
     ring, answers = registry.ring(), asyncio.Event()
     await ring.caller(f"Bearer {READER}")
