@@ -133,6 +133,7 @@ def page() -> Iterator[str]:
         f"{limits.CALL_BURST} |"
     )
     yield _row("`GET /v1/usage`", MethodLimits(num_calls=limits.USAGE_CALLS))
+    yield _row("any other request that is refused", MethodLimits(num_calls=limits.REFUSED_CALLS))
     yield ""
     yield "## Sizes within a request"
     yield ""

@@ -81,6 +81,8 @@ LIST_CALLS = 10
 TEXT_BYTES_PER_CALL = 4 * KIB
 """A request for the tokens of a text, or for the text of tokens, counts as one call, and as one
 more for each of these."""
+REFUSED_CALLS = 5
+"""What a refused request for tokens counts as: otherwise nothing would bound their number."""
 USAGE_CALLS = 20
 """What a report of usage counts as."""
 
