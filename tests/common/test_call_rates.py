@@ -108,7 +108,7 @@ async def test_a_tenant_that_is_refused_again_and_again_waits_for_its_refusals(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(call_rates.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     refusals = DelayedRefusals(CallRates(Clock()))
     globex = _caller("globex")
     for _ in range(CALL_BURST // REFUSED_CALLS):
