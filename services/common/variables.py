@@ -32,6 +32,8 @@ GONE = {
     "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
     "LORAPLEX_HOST_CACHE_BYTES": "it is no longer read; on CUDA, an eighth of the host's memory, "
     "at most 4 GiB, is pinned for packed adapters",
+    "LORAPLEX_HTTP_KEY": "the private key is in the file of LORAPLEX_HTTP_CERT now, or beside it "
+    "with the ending .key",
     "LORAPLEX_LOAD_FORMAT": _NOW_A_SWITCH.format("load-format"),
     "LORAPLEX_LOG_FORMAT": _NOW_A_SWITCH.format("log-format"),
     "LORAPLEX_MAX_BATCH": "it is called LORAPLEX_MAX_NUM_SEQS now",
@@ -50,7 +52,10 @@ GONE = {
     "LORAPLEX_OVERLAP": _NOW_A_SWITCH.format("overlap"),
     "LORAPLEX_POLICY": _NOW_A_SWITCH.format("policy"),
     "LORAPLEX_PREFIX_CACHE": _NOW_A_SWITCH.format("prefix-cache"),
-    "LORAPLEX_REASONING": "it is called LORAPLEX_REASONING_PARSER now",
+    "LORAPLEX_REASONING": _NOW_A_SWITCH.format("reasoning-parser"),
+    "LORAPLEX_REASONING_PARSER": _NOW_A_SWITCH.format("reasoning-parser"),
+    "LORAPLEX_REGISTRY_SERVICE_LISTEN": "the address follows the first one now: "
+    "LORAPLEX_REGISTRY_LISTEN=HOST:PORT,mtls:HOST:PORT",
     "LORAPLEX_REPLACE_BASES": _NOW_A_SWITCH.format("replace-bases"),
     "LORAPLEX_STEP_TIMEOUT_S": _NOW_A_SWITCH.format("step-timeout-s"),
     "LORAPLEX_STEP_TRACE": _NOW_A_SWITCH.format("step-trace"),

@@ -132,16 +132,13 @@ class Simulation:
             self._loop = loop
             runner.run(self._play(trace))
         assert not self._flights, "requests left over"
+        for worker in self._workers:
+            worker.engine.check_integrity()
         self.tally.steps = sum(w.view().load.steps for w in self._workers)
         self.tally.preemptions = sum(w.engine.scheduler.num_preemptions for w in self._workers)
         self.tally.place_idle_s = sum(worker.place_idle_s for worker in self._workers)
         self.tally.new_idle_s = sum(worker.new_idle_s for worker in self._workers)
         return [self._outcomes[number] for number in range(len(trace))]
-
-    def check_integrity(self) -> None:
-        """Assert that every worker's blocks and slots are accounted for."""
-        for worker in self._workers:
-            worker.engine.check_integrity()
 
     async def _play(self, trace: Sequence[TracedRequest]) -> None:
         loop = self._loop

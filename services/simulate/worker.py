@@ -46,7 +46,7 @@ class SimulatedWorker:
         self.clock = VirtualClock()
         self._runner = TimedRunner(costs, config.arena_bytes, self.clock, seed=index)
         self.engine = Engine(self._runner, config, self.clock, SIMULATED_POLICIES)
-        self._max_running = config.max_running
+        self._max_running = config.max_num_seqs
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()
         self._fetched: set[str] = set()

@@ -161,7 +161,7 @@ def _listener(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -
 
 def _no_socket(setting: Setting[str], environ: Mapping[str, str]) -> str:
     listen = setting.read(environ)
-    if listen.startswith("unix:"):
+    if listen.startswith("unix:") or "," in listen:
         raise InvalidRequest.field(setting.name, listen, "loraplex up needs HOST:PORT")
     return listen
 

@@ -136,7 +136,7 @@ def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> di
         "LORAPLEX_METADATA",
         "LORAPLEX_WORKERS",
         # Those of the tools in this shell: within one machine services talk in plain.
-        *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY", "LORAPLEX_REGISTRY_SERVICE_LISTEN"),
+        *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"),
     )
     shared = {name: value for name, value in environ.items() if name not in private}
     root = str(Path(loraplex_services.__path__[0]).parent)

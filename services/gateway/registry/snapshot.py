@@ -122,12 +122,6 @@ class RegistrySnapshot:
             if version is not None and version.visible_to(tenant):
                 yield version
 
-    def listings(self, tenant: str) -> Iterator[Listing]:
-        """The adapters a tenant may run with versions and tags, ordered by tenant and name."""
-        for owner, name in self.perhaps_visible(tenant):
-            if listing := self.listing(owner, name, tenant):
-                yield listing
-
     def listing(self, owner: str, name: str, tenant: str) -> Listing | None:
         """One adapter, if it exists and `tenant` may run it."""
         entry = self._entries.get((owner, name), _Entry())

@@ -56,7 +56,7 @@ async def serve() -> None:
         stack.push_async_callback(registry.validations.close)
         running = await grpc_server.start(
             [service(registry)],
-            config.listen,
+            [config.listen],
             auth=caller_auth(config, registry.keys),
             tls=config.tls.server(),
             service_listener=_service_listener(config),

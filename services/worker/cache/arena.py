@@ -37,6 +37,11 @@ class Arena:
         """Blocks freed, but still readable by a step in flight."""
         return sum(len(blocks) for _, blocks in self._retiring)
 
+    @property
+    def last_planned(self) -> int:
+        """The last step that was given blocks; -1 = none was."""
+        return self._last_planned
+
     def allocate(self, owner: str, count: int) -> list[int]:
         """Give `count` blocks to `owner`, ascending, so that neighbours are copied at once. The
         caller has made sure that they are free."""
@@ -45,11 +50,6 @@ class Arena:
         for block in blocks:
             self._owners[block] = owner
         return blocks
-
-    @property
-    def last_planned(self) -> int:
-        """The last step that was given blocks; -1 = none was."""
-        return self._last_planned
 
     def free(self, owner: str, blocks: Sequence[int], last_used: int | None = None) -> None:
         """Take `blocks` back from `owner`; they become free once no step in flight has them.
@@ -62,6 +62,7 @@ class Arena:
             assert holder == owner, f"{owner} frees block {block} of {holder}"
         last_used = self._last_planned if last_used is None else last_used
         if last_used > self._last_retired:
+            # Filed under the last step planned, perhaps a later one, to keep the queue in order.
             self._retiring.append((self._last_planned, list(blocks)))
         else:
             self._free.extend(blocks)

@@ -94,8 +94,8 @@ def _limits(config: EngineConfig, runner: Runner) -> SchedulerLimits:
     info = runner.model_info()
     can_draft = info.verifies_drafts and not (runner.overlaps or runner.state_blocks)
     return SchedulerLimits(
-        config.max_step_tokens,
-        config.max_running,
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
         config.max_loras,
         rope_switch_len=info.rope_switch_len,
         max_step_s=config.max_step_s,
@@ -154,7 +154,7 @@ class Engine:
             self._info.vocab_size,
             self._info.eos_token_ids,
         )
-        self._stats = EngineStats(config.max_running)
+        self._stats = EngineStats(config.max_num_seqs)
         self._outputs = OutputProcessor(self.scheduler, self._grammars, self._info.eos_token_ids)
         self._loads = AdapterLoads(runner, self.cache, self.scheduler.times)
         self._residency_errors: dict[str, LoraplexError] = {}

@@ -1,4 +1,5 @@
-"""Which device and dtype a worker computes in, and the name of the arithmetic that follows."""
+"""Which device, dtype and number of threads a worker computes with, and the name of the
+arithmetic that follows."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def model_to_wire(
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
         bos_token_id=bundle.bos_token_id,
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=config.engine.max_lora_rank,
         dtype=info.dtype,
         device=info.device,
         numerics_fingerprint=info.numerics_fingerprint,

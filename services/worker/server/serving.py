@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, grpc_server
 from loraplex_services.common.metrics import MetricsServer
@@ -119,9 +121,8 @@ async def _run_engine_with(config: WorkerConfig, folder: Path, api_server: ApiSe
     bundle = await asyncio.to_thread(read_tokenizer, model_dir)
     disk = await asyncio.to_thread(DiskCache, folder, config.cache_bytes, api_server.adapter_gone)
     source = AdapterSource(open_store(config.objects_url), disk)
-    client = EngineClient(
-        config.engine(model_dir), api_server, step_timeout_s=config.step_timeout_s
-    )
+    engine = msgspec.structs.replace(config.engine, model_dir=str(model_dir))
+    client = EngineClient(engine, api_server, step_timeout_s=config.step_timeout_s)
     grammars = GrammarChecker(model_dir / "tokenizer.json")
     api_server.connect(client, source, disk, bundle, grammars)
     try:

@@ -35,7 +35,7 @@ class ModelInfo:
     geometry: Geometry
     """What adapters are validated against."""
     quantization: str = ""
-    """At load; "" = the base is served as it is published."""
+    """At load, such as "int8" or "int8-kv-int8"; "" = none."""
     caps_context: bool = False
     """Whether `max_model_len` was set: adapters with a context of their own keep to it as well."""
     rope_switch_len: int | None = None

@@ -86,7 +86,7 @@ class ResponsesFormatter:
         self._is_over = True
         if self._blocks.blocks:
             return self._blocks.close()
-        return [*self._blocks.open_empty(BlockKind.TEXT), *self._blocks.close()]
+        return [*self._blocks.open_new(BlockKind.TEXT), *self._blocks.close()]
 
     def _finished(self) -> dict[str, Any]:
         is_cut = self._finish_reason is FinishReason.LENGTH

@@ -46,13 +46,6 @@ class CodedLinear:
             block_size,
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of codes, scales and zero points."""
-        own = self._weight
-        zeros_bytes = 0 if own.zeros is None else own.zeros.nbytes
-        return own.codes.nbytes + own.scales.nbytes + zeros_bytes
-
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""
         if self._order is not None:
