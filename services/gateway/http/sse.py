@@ -1,4 +1,6 @@
-"""Server-sent events: a streaming response that fails and ends as OpenAI clients expect."""
+"""Server-sent events: a streaming response whose errors and end are those that OpenAI clients
+expect.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one job to its end, on another worker if its worker fails.
+"""Runs one job to its end and continues it on another worker if its worker fails.
 
 Before the first token, a failed job is submitted to another worker. After it, the job is submitted
 again with the tokens already seen as `output_ids`. All sampling state is a function of those

@@ -1,4 +1,4 @@
-"""The session with one worker: every request of this gateway up, one message per step down."""
+"""The session with one worker: sends all requests of this gateway, gets one message per step."""
 
 from __future__ import annotations
 
