@@ -78,7 +78,7 @@ def resolve(
             asked.skip_special_tokens is not False,
             sampling.min_tokens,
         ),
-        num_choices=_whole("n", asked.n, 1, 1, MAX_CHOICES),
+        num_choices=_integer("n", asked.n, 1, 1, MAX_CHOICES),
         echo=asked.echo,
         scale=_within(_SCALES, "scale", 1.0 if asked.scale is None else asked.scale),
         emits_tokens=max_tokens > 0,
@@ -126,7 +126,7 @@ def _sampling(
     return SamplingParams(
         max_tokens=max(max_tokens, 1),
         seed=_seed(asked.seed, draw_seed),
-        min_tokens=_whole("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
+        min_tokens=_integer("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
         top_k=_top_k(asked.top_k, defaults),
         stop_token_ids=_ids("stop_token_ids", asked.stop_token_ids, vocab_size),
         ignore_eos=asked.ignore_eos,
@@ -216,11 +216,11 @@ def _seed(seed: int | None, draw: Callable[[], int]) -> int:
 def _top_k(value: int | None, defaults: Mapping[str, float]) -> int:
     if value == -1:
         return 0
-    return _whole("top_k", value, int(defaults.get("top_k", 0)), 0, _INT32_MAX)
+    return _integer("top_k", value, int(defaults.get("top_k", 0)), 0, _INT32_MAX)
 
 
 def _logprobs(field: str, value: int | None) -> int | None:
-    return None if value is None else _whole(field, value, 0, 0, MAX_LOGPROBS)
+    return None if value is None else _integer(field, value, 0, 0, MAX_LOGPROBS)
 
 
 def _logprob_token_ids(asked: Sampling, vocab_size: int) -> tuple[int, ...]:
@@ -251,7 +251,7 @@ def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     return checked
 
 
-def _whole(field: str, value: int | None, default: int, least: int, most: int) -> int:
+def _integer(field: str, value: int | None, default: int, least: int, most: int) -> int:
     number = default if value is None else value
     if not least <= number <= most:
         raise _bad(field, number, f"must be an integer from {least} to {most}")
