@@ -99,6 +99,8 @@ COUNTS = {
     "MAX_QUEUED": "requests that wait at one gateway; further ones are refused with status 429",
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
     "`bad_token_ids` and `logit_bias`",
+    "MAX_PROMPT_LOGPROBS": "logprobs of prompt tokens for one request: tokens, times candidates "
+    "and one, times `n`",
     "MAX_BAD_WORDS": "words in `bad_words`",
     "MAX_BAD_WORD_CHARS": "characters in each of these words",
     "MAX_GRAMMAR_CHARS": "characters of a grammar, also of one that is made of the schemas of "
@@ -135,6 +137,7 @@ def page() -> Iterator[str]:
         f"{limits.CALL_BURST} |"
     )
     yield _row("`GET /v1/usage`", MethodLimits(num_calls=limits.USAGE_CALLS))
+    yield _row("any other request that is refused", MethodLimits(num_calls=limits.REFUSED_CALLS))
     yield ""
     yield "## Sizes within a request"
     yield ""

@@ -1,4 +1,4 @@
-"""What a caller can make large, and how large: one table for gRPC and HTTP.
+"""The limits on everything that a caller can make large: one table for gRPC and HTTP.
 
 Servers check a caller's key before they receive its message, and the message's size before they
 parse it: a parsed message takes up to 33 times the memory of its bytes. `docs/reference/limits.md`
@@ -81,6 +81,8 @@ LIST_CALLS = 10
 TEXT_BYTES_PER_CALL = 4 * KIB
 """A request for the tokens of a text, or for the text of tokens, counts as one call, and as one
 more for each of these."""
+REFUSED_CALLS = 5
+"""What a refused request for tokens counts as: otherwise nothing would bound their number."""
 USAGE_CALLS = 20
 """What a report of usage counts as."""
 
@@ -237,6 +239,9 @@ MAX_CHARS_PER_TOKEN = 128
 natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
 MAX_TOKEN_IDS_PER_FIELD = 4096
 """Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
+MAX_PROMPT_LOGPROBS = 256 * KIB
+"""Logprobs of prompt tokens in the answer to one request, candidates and choices included. While a
+worker and a gateway convert these, they do nothing else; each thousand takes the worker 5 ms."""
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 128
 MAX_GRAMMAR_CHARS = 128 * KIB

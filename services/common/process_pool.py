@@ -1,4 +1,4 @@
-"""A pool of processes for work on what tenants send: templates, grammars, tokenizers, headers.
+"""A pool of processes for work on untrusted input: templates, grammars, tokenizers, headers.
 
 Such input can take long, need much memory or crash the library that reads it. Each job runs in a
 process with a memory limit and a time limit, tenants get the processes in rotation, and a job that
@@ -25,6 +25,8 @@ SPARE_AFTER_S = 0.2
 REFUSED_S = 30.0
 """How long a job is refused after it failed."""
 MAX_REFUSED = 1024
+END_S = 5.0
+"""How long a process that has closed its pipe may take to end."""
 
 
 class JobFailed(Exception):
@@ -231,9 +233,16 @@ async def _collect(process: asyncio.subprocess.Process) -> None:
 
 
 async def _ran_out_of_cpu(process: asyncio.subprocess.Process) -> bool:
-    """Whether a process that does not answer any more ended by the timer of its job."""
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()  # changes nothing for one that has ended already
+    """Whether a process that does not answer any more ended by the timer of its job.
+
+    It is killed only if it does not end by itself: to kill a process that has ended makes Python
+    collect its exit status where asyncio does not see it.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
     return await process.wait() == -signal.SIGPROF
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,8 @@ class AdapterText:
         if found.chat is not None:
             made = made.with_chat(found.chat)
         shared = (_key(served), found.added) if found.added else ()
-        self._keep(key, _Kept(made, len(found.chat.template) if found.chat else 1, shared))
+        num_bytes = sys.getsizeof(found.chat.template) if found.chat else 1
+        self._keep(key, _Kept(made, num_bytes, shared))
         return made
 
     def _left_aside(self, key: Key, base: BaseTokenizer, label: str, why: str) -> BaseTokenizer:
