@@ -1,4 +1,4 @@
-"""What an adapter is: PEFT's config and file rules, checked once for every part of the system.
+"""The rules for PEFT configs and files, shared by every part of the system.
 
 Pure functions over bytes, standard library only. `validate` is the gate; `read_folder` feeds it
 from disk; `core_manifest` and `digest_of` give the result its identity.

@@ -1,4 +1,4 @@
-"""Typed reading of single config fields: a wrong type is a refusal that says what is expected."""
+"""Reads single config fields with their types; the error for a wrong type says what is expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an adapter's vectors and scores are read, which PEFT has no field for.
+"""How vectors and scores are computed with an adapter; PEFT has no fields for it.
 
 The names are those of transformers' config (`id2label`, `num_labels`, `problem_type`,
 `pad_token_id`), next to `pooling` and `normalize` for embeddings. They are optional fields of

@@ -1,4 +1,4 @@
-"""How a base's `quantization_config` says that weights of linears are stored.
+"""Reads how a base's `quantization_config` says that the weights of linears are stored.
 
 Schemes that are known in part only are refused by name: what a reader does not know may change the
 arithmetic. Which modules are stored in a scheme is what the files say: exceptions of a config

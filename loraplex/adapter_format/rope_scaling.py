@@ -1,5 +1,5 @@
-"""A rotary embedding of an adapter's own: long-context LoRAs are trained with another one than
-their base's, and PEFT's files do not say which.
+"""A rotary embedding that belongs to an adapter: long-context LoRAs are trained with another one
+than their base's, and PEFT's files do not say which.
 
 Spelled as `rope_scaling` or `rope_parameters` of config.json are, with one key more:
 `max_position_embeddings`, the adapter's context in tokens.

@@ -1,4 +1,4 @@
-"""Streaming check of tensor values: no NaN, no infinity, and whether a tensor is all zeros.
+"""Scans a stream of tensor values for NaN, infinity, and tensors that are all zeros.
 
 A float is NaN or infinite exactly if all bits of its exponent are ones. With numpy, which servers
 have, elements are doubled as integers to drop the sign and the largest is compared. Without it, as

@@ -1,4 +1,4 @@
-"""Typed errors across a gRPC wire: google.rpc details out and back, and ErrorDetail in messages."""
+"""Converts typed errors to and from gRPC's google.rpc details and ErrorDetail messages."""
 
 from __future__ import annotations
 

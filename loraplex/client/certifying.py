@@ -1,4 +1,4 @@
-"""What an adapter says on the base that is served, compared with a reference of that base.
+"""Measures how far an adapter on the served base is from a reference of that base.
 
 Probe texts go to both gateways as ordinary requests of the lowest priority, one at a time. Each
 answers with the most likely tokens at every position of the text. The divergence of a position is

@@ -1,4 +1,4 @@
-"""Asking for text and what comes back: frozen values, free of gRPC."""
+"""Plain types of generation requests and answers, without gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation requests to wire messages, and what gateways answer back to plain values."""
+"""Converts generation requests to messages, and the answers of gateways to plain values."""
 
 from __future__ import annotations
 

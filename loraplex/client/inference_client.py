@@ -1,4 +1,4 @@
-"""The async client of the gateway: stream or collect text, list models, see the stack."""
+"""The async client of the gateway: stream or collect text, list models, inspect the stack."""
 
 from __future__ import annotations
 

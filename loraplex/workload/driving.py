@@ -1,4 +1,6 @@
-"""Send a trace through a gateway as it says, whatever the answers do (open loop)."""
+"""Sends the requests of a trace through a gateway at their times, independent of the answers (open
+loop).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeded traces: when requests arrive, for which adapter, how long they are.
+"""Seeded traces: arrival times, adapters and lengths of requests.
 
 The synthetic workload is the one of the S-LoRA paper (section 7.2): each adapter has a Gamma
 process of its own, with a rate by a power law, and lengths are uniform. As an option, arrivals are

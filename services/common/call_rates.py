@@ -1,4 +1,4 @@
-"""How many calls of one tenant a server answers in a second.
+"""Limits how many calls per second a server answers for one tenant.
 
 A call beyond the rate waits for its time, and one that would wait too long is refused. Refusals
 wait as well: a client that asks again at once would otherwise cost as much as one that is answered.

@@ -1,4 +1,4 @@
-"""Every LORAPLEX_* variable, once: name, type, default, readers and meaning.
+"""The table of all LORAPLEX_* variables: name, type, default, readers and meaning.
 
 A service reads its settings in its `config.py` and touches the environment nowhere else. No name
 ends in _PORT or _HOST: Kubernetes injects such names. docs/reference/settings.md is made of it.

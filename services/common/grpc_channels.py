@@ -1,4 +1,4 @@
-"""How the gateway opens gRPC channels to its neighbours."""
+"""Opens the gateway's gRPC channels to registry and workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Around every handler: who calls, limits, and which status an exception becomes.
+"""Wraps every gRPC handler: identifies the caller, enforces limits and maps exceptions to statuses.
 
 The caller is checked before its message is received, and the message's size before it is parsed.
 """

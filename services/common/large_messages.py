@@ -1,4 +1,4 @@
-"""Keeps the large messages of one tenant from stopping the event loop for the others.
+"""Keeps the large messages of one tenant from blocking the event loop for others.
 
 To parse a large message takes the event loop milliseconds that nothing can interrupt. Each tenant
 therefore has a small share of the loop's time for them: after each one, its next one waits.

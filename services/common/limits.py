@@ -1,4 +1,4 @@
-"""What a caller can make large, and how large: one table for gRPC and HTTP.
+"""The limits on everything that a caller can make large: one table for gRPC and HTTP.
 
 Servers check a caller's key before they receive its message, and the message's size before they
 parse it: a parsed message takes up to 33 times the memory of its bytes. `docs/reference/limits.md`

@@ -1,4 +1,4 @@
-"""Processes that answer over pipes, for the work on strangers' bytes that a server keeps apart.
+"""Child processes that answer over pipes, for work on untrusted bytes.
 
 They get no credentials: of the environment only what Python needs. They end when stdin closes. They
 have a lower priority than the server, which comes first where cores are few.

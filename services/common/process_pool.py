@@ -1,4 +1,4 @@
-"""A pool of processes for work on what tenants send: templates, grammars, tokenizers, headers.
+"""A pool of processes for work on untrusted input: templates, grammars, tokenizers, headers.
 
 Such input can take long, need much memory or crash the library that reads it. Each job runs in a
 process with a memory limit and a time limit, tenants get the processes in rotation, and a job that

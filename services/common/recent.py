@@ -1,4 +1,4 @@
-"""A mapping of bounded size, for what is remembered by keys that a stranger may choose."""
+"""A mapping of bounded size, for keys that untrusted callers choose."""
 
 from __future__ import annotations
 

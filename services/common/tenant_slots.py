@@ -1,4 +1,4 @@
-"""A bounded number of slots that tenants get one after another.
+"""A bounded number of slots that tenants get in rotation.
 
 While several tenants wait, each gets a slot in rotation, however many requests one of them has
 queued. No tenant holds all slots at one time: one stays within reach of the others.

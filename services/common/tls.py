@@ -1,4 +1,4 @@
-"""The certificate of a service and the CA of its peers, for its servers and for its own calls."""
+"""The certificate of a service and the CA of its peers, for its servers and its calls."""
 
 from __future__ import annotations
 

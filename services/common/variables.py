@@ -1,4 +1,4 @@
-"""The variables of `env.py` taken together: what each service reads, and what no service reads."""
+"""Checks over the variables of `env.py`: which service reads what, and names that none reads."""
 
 from __future__ import annotations
 

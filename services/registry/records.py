@@ -1,4 +1,4 @@
-"""The documents of the registry, as they lie in the object store and in the index.
+"""The documents of the registry, as stored in the object store and in the index.
 
 Each carries `generation`, which rises by one with every change of the same document: the index
 keeps the highest it has seen, whatever order changes arrive in.

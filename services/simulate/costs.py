@@ -1,4 +1,4 @@
-"""How long things take: a linear model of steps, copies and fetches, as a JSON file."""
+"""The cost model of a simulation: linear in the sizes of steps, copies and fetches; a JSON file."""
 
 from __future__ import annotations
 

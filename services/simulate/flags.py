@@ -1,4 +1,4 @@
-"""The command line of `loraplex simulate`, and what it describes."""
+"""The command line of `loraplex simulate`."""
 
 from __future__ import annotations
 

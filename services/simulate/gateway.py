@@ -1,4 +1,4 @@
-"""The gateway's own admission and router before simulated workers. On a virtual event loop."""
+"""The gateway's admission and router in front of simulated workers, on a virtual event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs that were not measured: a roofline of Llama bases in float16 on two GPUs of S-LoRA's paper.
+"""Costs from a roofline: Llama bases in float16 on the two GPUs of the S-LoRA paper.
 
 A step reads the weights, the cache and the distinct adapters once, at the memory's rate, and
 computes its tokens at the rate of large products. For exploring; only the order of settings, and

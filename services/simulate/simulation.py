@@ -1,4 +1,4 @@
-"""Run a trace through simulated workers. Deterministic: equal arguments give equal outcomes."""
+"""Runs a trace through simulated workers. Deterministic: equal arguments give equal outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop whose time passes only when nothing is left to do. No sockets, no threads."""
+"""An event loop whose time advances only when nothing is left to do. No sockets, no threads."""
 
 from __future__ import annotations
 

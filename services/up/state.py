@@ -1,4 +1,6 @@
-"""The state folder: one owner at a time, stamped with its layout, kept across restarts."""
+"""The state folder of `loraplex up`: locked by one owner, with a layout version, kept across
+restarts.
+"""
 
 from __future__ import annotations
 

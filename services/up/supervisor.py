@@ -1,4 +1,4 @@
-"""Start the children, say when all answer, and take them down in order."""
+"""Starts the children, reports when all of them answer, and stops them in order."""
 
 from __future__ import annotations
 

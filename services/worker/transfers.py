@@ -1,4 +1,4 @@
-"""Between host and device in stream order: nothing here waits for a step that is under way.
+"""Copies between host and device in stream order, without waiting for a running step.
 
 A copy from or to memory that is not pinned waits for all that the stream has been given, which on
 a GPU is the step before. Pinned memory goes back to its pool when the copy is done.

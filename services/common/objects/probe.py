@@ -1,4 +1,4 @@
-"""What a store must be able to do before a registry may write to it, tried for real at start.
+"""Checks at start, by real operations, that a store can do what the registry needs.
 
 Some S3 servers accept conditional headers and ignore them: two publishers would then overwrite each
 other in silence. Better not to start.

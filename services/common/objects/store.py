@@ -1,4 +1,5 @@
-"""What an object store must do. `file.py` and `s3.py` do it; one contract suite checks both.
+"""The interface of object stores. `file.py` and `s3.py` implement it; one contract suite checks
+both.
 
 Two kinds of objects live in a store. *Documents* are small JSON texts that change only by
 conditional writes (`put_if_absent`, `put_if_match`); every document carries a random `write_id`,

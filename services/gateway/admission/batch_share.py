@@ -1,4 +1,4 @@
-"""How much of the workers' batches one tenant may fill while others are there.
+"""Limits how much of the workers' batches one tenant fills while others are present.
 
 A tenant that is alone may fill them. Once another tenant has sent a request, no tenant gets more
 than half, so that the next request of the other finds a free place instead of waiting until a

@@ -1,4 +1,4 @@
-"""How many prompt tokens the gateway sends to workers ahead of their first token. Pure.
+"""Computes how many prompt tokens the gateway may send to workers ahead of their first token. Pure.
 
 Workers need slightly more than they can start, so that a free slot is filled at once. What is
 beyond that would wait at a worker, where this gateway can no longer reorder, refuse or move it. The

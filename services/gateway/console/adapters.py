@@ -1,4 +1,4 @@
-"""The console's adapters: pages of the list, one adapter with its history, and what may be changed.
+"""The adapters in the console: pages of the list, one adapter with its history, and changes to it.
 
 The list comes from the gateway's own copy of the registry. One adapter is read from the registry,
 and changed there, with the caller's own key.

@@ -1,4 +1,4 @@
-"""One answer as a sequence of thoughts, texts and calls, for APIs that number them."""
+"""Represents an answer as a sequence of reasoning, text and calls, for APIs that number them."""
 
 from __future__ import annotations
 

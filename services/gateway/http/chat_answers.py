@@ -1,4 +1,4 @@
-"""Reads the answers of one chat: thoughts, content and tool calls, whatever the API."""
+"""Separates the answers of a chat into reasoning, content and tool calls, for every API."""
 
 from __future__ import annotations
 

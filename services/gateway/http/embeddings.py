@@ -1,4 +1,4 @@
-"""/v1/embeddings: bodies in, vectors out as numbers or as base64 of little-endian float32."""
+"""/v1/embeddings: returns vectors as numbers or as base64 of little-endian float32."""
 
 from __future__ import annotations
 

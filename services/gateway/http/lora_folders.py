@@ -1,4 +1,4 @@
-"""Adapters in folders of this machine, published when a caller loads or names them.
+"""Publishes adapters from folders of this machine when a caller loads or names them.
 
 Folders outside the one that the operator opened are out of reach. Everything is done with the
 caller's own key.

@@ -1,5 +1,4 @@
-"""Limits of what one call brings besides its prompt, before any work is done for it, from whichever
-API."""
+"""Checks the limits on the fields of a call before any work is done for it, for every API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of prompts, from a base or an adapter."""
+"""Computes vectors of prompts with a base or an adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that run at this gateway, and what changes them from outside: pauses and tag moves.
+"""The running requests of this gateway, and what changes them from outside: pauses and tag moves.
 
 A request that follows its tag continues with the new version as soon as the workers that run it
 have loaded that; until then it continues with the old one. Nothing else waits for the load."""

@@ -1,4 +1,4 @@
-"""Checks API keys with the registry, and caches the answers for a moment.
+"""Checks API keys with the registry and caches the results briefly.
 
 A revoked key works for at most `FRESH_S` longer. A key in use is checked again before that, so that
 requests do not wait for a registry that others keep busy. While the registry is unavailable, a key

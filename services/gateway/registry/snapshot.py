@@ -1,5 +1,6 @@
-"""The gateway's copy of the registry's versions and tags, and how references resolve in it.
-Pure."""
+"""The gateway's copy of the registry's versions and tags, and the resolution of references in it.
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental detokenising: token ids in, text out, never half a character.
+"""Detokenizes incrementally and holds back incomplete characters.
 
 Most tokenizers give every token a fixed run of bytes: byte-level BPE through GPT-2's printable
 alphabet, SentencePiece-style ones through `▁` and `<0xNN>` fallback tokens. For these `TokenBytes`

@@ -1,4 +1,4 @@
-"""JSON Schemas of calls, made of the schemas of the functions' arguments."""
+"""Makes JSON Schemas of calls from the schemas of the functions' arguments."""
 
 from __future__ import annotations
 

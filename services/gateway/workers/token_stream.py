@@ -179,4 +179,5 @@ def merged(batch: list[Tokens]) -> Tokens:
         cached_tokens=first.cached_tokens,
         timings=last.timings,
         worker_id=last.worker_id,
+        digests=last.digests,
     )

@@ -1,4 +1,4 @@
-"""Between the records of the registry and its protobuf messages."""
+"""Converts between the records of the registry and its protobuf messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sending the files of a version to a reader.
+"""Sends the files of a version to a reader.
 
 Bytes are verified once: by readers that ask to do it themselves, which covers the store, this
 server and the network, or else here.

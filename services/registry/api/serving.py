@@ -1,4 +1,4 @@
-"""One registry process, from its first check of the store to its drain."""
+"""Runs one registry process, from the first check of the store to the drain."""
 
 from __future__ import annotations
 

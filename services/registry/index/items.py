@@ -1,4 +1,4 @@
-"""Index entries of each kind of record: their scope, and the events that they cause."""
+"""Index entries of each kind of record: their scope, and the events that a change causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads under way, in Redis: one hash for each tenant, so that quotas count what they will store.
+"""Unfinished uploads in Redis: one hash for each tenant, so that quotas count what they will store.
 
 If Redis loses them, the uploads that were under way then count no longer.
 """

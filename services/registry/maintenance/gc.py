@@ -1,4 +1,4 @@
-"""Garbage collection: removes bytes that nothing refers to, and nothing else.
+"""Garbage collection: deletes the bytes that nothing refers to.
 
 Age decides, by the clock of the store and never by a lease: an unreferenced blob is deleted only if
 it was not written for an hour, and publishers write a blob again if it is older than half of

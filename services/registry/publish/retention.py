@@ -1,4 +1,4 @@
-"""Retires versions: old ones of a row of updates, and ephemeral ones whose time is over.
+"""Deletes old versions of adapters with `keep_versions`, and expired ephemeral versions.
 
 No caller waits for it. What a crash leaves is retired after the next publication of the same name,
 or by the next look at the clock. The bytes are collected later, so that a request which runs with a

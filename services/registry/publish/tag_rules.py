@@ -1,5 +1,6 @@
 """The rules of a tenant for versions that tags point at: a signature, and a certificate by the
-operator of how far a version diverges from its reference on the served base."""
+operator that limits the divergence on the served base.
+"""
 
 from __future__ import annotations
 

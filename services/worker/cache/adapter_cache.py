@@ -1,4 +1,4 @@
-"""Which adapters are on the device: decisions only, no bytes, no tensors, no I/O.
+"""Decides which adapters are on the device. No bytes, no tensors, no I/O.
 
 An adapter known to this worker is on disk (verified), loading, or on the device. Only running
 requests and pins hold an adapter; any other resident is idle: it fills blocks that count as free

@@ -1,4 +1,4 @@
-"""Who owns which block of the device arena. Knows block ids only, never bytes or tensors.
+"""Accounts for the owner of every block of the device arena. Knows block ids only, never tensors.
 
 KV cache and adapter weights share one free list. A block is in exactly one of three places:
 

@@ -1,4 +1,4 @@
-"""How many blocks a sequence holds in each KV group. Pure arithmetic."""
+"""Computes how many blocks a sequence holds in each KV group. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How KV and adapters share equal blocks: which layers a block holds. No tensors.
+"""The layout of KV cache in arena blocks: which layers a block holds. No tensors.
 
 Layers are split into KV groups of one attention kind (full, or one window) and of one shape. A
 block holds 16 tokens of all layers of its group: layer-major, K then V, each `[Hkv, T, D]`. With an

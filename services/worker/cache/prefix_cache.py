@@ -1,4 +1,4 @@
-"""KV blocks that outlive their request: computed tokens are not computed twice.
+"""Keeps KV blocks after their request has ended, so that tokens are not computed twice.
 
 A full block is known by its KV group and the hash of everything that decides its content:
 

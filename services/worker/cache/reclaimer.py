@@ -1,4 +1,4 @@
-"""Who gives up blocks when something running wants them: idle adapters or idle prefixes.
+"""Frees blocks for running requests: from idle adapters or from idle prefixes.
 
 Both fill blocks that count as free. Each offers its cheapest item; what costs least per block,
 expected, goes first:

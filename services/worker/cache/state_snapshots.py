@@ -1,4 +1,4 @@
-"""Recurrent states that outlive their request: what the prefix cache needs of recurrent layers.
+"""Keeps recurrent states after their request has ended, for the prefix cache.
 
 KV of any number of tokens can be used again, but a state is that after one number of tokens. A
 snapshot is the state after some whole blocks of a sequence, known by the prefix hash of the last of

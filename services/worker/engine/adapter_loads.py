@@ -1,4 +1,4 @@
-"""Adapters on their way into the arena: fetched, then packed and copied while steps run.
+"""Carries out the loads of adapters into the arena: packed and copied while steps run.
 
 The cache decides what is loaded. This module carries it out and reports the results.
 """

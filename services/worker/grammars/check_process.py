@@ -1,4 +1,4 @@
-"""The process that tries grammars before an engine sees them.
+"""The process that compiles grammars before the engine does.
 
 A grammar comes from a stranger, and the library that reads it may recurse as deep as it nests. So
 it is compiled here first, on a stack much smaller than the engine's, with a memory limit, and in a

@@ -1,4 +1,4 @@
-"""One request's state in its grammar, computed outside the engine's loop.
+"""The state of one request in its grammar, computed outside the engine's loop.
 
 A place is a pure function of the output: a request that was preempted keeps it, one that comes
 from another worker finds it again by following the tokens already emitted.

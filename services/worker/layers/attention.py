@@ -1,4 +1,6 @@
-"""Self-attention of one decoder layer: project, normalise heads, rotate, attend, project."""
+"""Self-attention of one decoder layer: projections, head norms, rotary embedding, attention, output
+projection.
+"""
 
 from __future__ import annotations
 

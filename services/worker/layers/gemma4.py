@@ -1,4 +1,4 @@
-"""The layers of Gemma 4, which differ from those of other families in every part."""
+"""The layers of Gemma 4, which differ from those of all other families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What layers compute with, chosen once a runner: plain torch here, C++ in `native_operators`."""
+"""The operators that layers are built from, chosen once per runner: plain torch here, C++ in
+`native_operators`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rotary embeddings of all layers, the base's and those of adapters in their slots."""
+"""The rotary embeddings of all layers, of the base and of adapters in their slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads Hugging Face's `config.json` exactly once.
+"""Reads Hugging Face's `config.json`.
 
 Names of Hugging Face stop here. Whatever a family does not read and that is not known to be
 harmless is refused by name: a field that changes the arithmetic must not be ignored.

@@ -1,4 +1,4 @@
-"""Bases without a family here, run by the class that the transformers library has for them.
+"""Serves bases without a family here with the class of the transformers library.
 
 The library's forward pass stays as it is. Its linears and its embedding are replaced by sites that
 adapters can change, and its attention goes to our paged cache through the library's registry of

@@ -1,4 +1,4 @@
-"""Quantise a full-precision base when it is loaded: `--quantization`.
+"""Quantises a full-precision base when it is loaded: `--quantization`.
 
 Linears become int8 with a scale for each row, or int4 with a scale for each group of inputs. The
 head becomes int8 in both: it is as sensitive as it is large. Embeddings, norms, biases and the

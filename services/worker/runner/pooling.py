@@ -1,4 +1,4 @@
-"""The vectors of prompts that a step computes, whole or in part."""
+"""The pooled vectors of prompts that a step computes, completely or in part."""
 
 from __future__ import annotations
 

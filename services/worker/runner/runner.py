@@ -1,4 +1,4 @@
-"""The runner: one base on one device. Makes the batch, calls the model, samples.
+"""The runner of one base on one device: builds the batch, runs the model, samples.
 
 It decides nothing: plans come from the scheduler, blocks and slots from their owners.
 """

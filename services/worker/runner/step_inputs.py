@@ -1,4 +1,4 @@
-"""What a step computes, as arrays on the host: made in one pass over the plan's rows.
+"""The inputs of a step as arrays on the host, made in one pass over the plan's rows.
 
 Everything that looks at the plan's rows one by one, before the step is launched, is here, so that
 a batch of 256 rows is walked once.

@@ -1,4 +1,4 @@
-"""Runs steps in launch order, on a thread or stream of their own if they overlap.
+"""Runs steps in launch order, on a separate thread or stream if they overlap.
 
 On a GPU the stream is the order, and what launches only enqueues. On a CPU it is one thread: torch
 and the kernels let go of the GIL while they compute.

@@ -1,4 +1,4 @@
-"""Natural logarithm in fixed point, by integers only.
+"""Natural logarithm in fixed point, with integers only.
 
 Floating-point `log` differs in its last bits between libraries and devices; sums, products and
 shifts of integers do not. Tables and constants come from `decimal`, never from a libm.

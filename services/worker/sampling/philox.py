@@ -1,4 +1,4 @@
-"""Gumbel noise that depends on (seed, sample, output position, token id) and on nothing else.
+"""Gumbel noise that depends only on (seed, sample, output position, token id).
 
 Recipe, integers until the last step so that every backend draws the same bits:
 

@@ -1,4 +1,4 @@
-"""Turns logits into tokens.
+"""Chooses tokens from logits.
 
     token = argmax over allowed ids of logits / T + noise(seed, sample index, position, id)
 

@@ -1,6 +1,6 @@
-"""What a waiting request must find before it may start: a slot, memory, few enough adapters.
+"""Checks whether a waiting request may start: a slot, memory, and the number of adapters.
 
-Memory is forecast: will everything that runs fit in the arena until the end?
+Memory is forecast: everything that runs must fit in the arena until its end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Allocates and frees the blocks of running requests; preempts some where there are too few."""
+"""Allocates and frees the blocks of running requests, and preempts some if blocks run out."""
 
 from __future__ import annotations
 

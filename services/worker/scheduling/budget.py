@@ -1,4 +1,4 @@
-"""How many tokens a step computes, and whose.
+"""The token budget of a step, and how requests share it.
 
 Requests that decode come first, a token each. Prompts have the rest of the budget. While requests
 decode, prompts get less, so that these requests do not wait long for their next token: a prompt of

@@ -1,4 +1,4 @@
-"""Loads the adapters of requests that start next, while these wait for a slot or for memory.
+"""Loads the adapters of the next requests while these wait for a slot or for memory.
 
 The copies run beside the steps of the batch. So a request that starts when another ends finds its
 adapter on the device, and its slot is not idle for the time of a copy. Few requests are looked at,

@@ -1,4 +1,4 @@
-"""The waiting requests. The cost of a step depends on what has changed, not on how many wait.
+"""The waiting queue. The cost of a step depends on what has changed, not on the number of requests.
 
 Requests of one tenant and priority for one adapter set form a flow: whatever makes the first of
 them wait, an adapter that is not here above all, makes all of them wait. So a step looks at the

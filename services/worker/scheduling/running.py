@@ -1,4 +1,4 @@
-"""The running batch, so kept that a step in which everything continues costs little.
+"""The running batch, organised so that a step without changes costs little.
 
 Requests that decode are kept in batch order; those with more than one token to compute (prompts,
 and what a preempted request computes again) apart from them, in order of arrival. Those whose last

@@ -1,4 +1,4 @@
-"""Decides what the next step computes: any mix of prompt chunks, decoded tokens and adapters.
+"""Plans the next step: any mix of prompt chunks, decoded tokens and adapters.
 
 Owns the waiting queue and the running batch; uses no torch, clock or I/O. Blocks are taken from
 free ones, then from idle adapters and prefixes, and last from the latest request, which is

@@ -1,5 +1,5 @@
-"""Which requests that decode sit a step out, so that one tenant's do not make the steps of the
-others long.
+"""Decides which decoding requests skip a step, so that one tenant does not make the steps of others
+long.
 
 A step that decodes n tokens takes about `fixed + n * each` seconds, and every stream waits for the
 whole step. While several tenants decode, the one with most requests may therefore make a step half

@@ -1,4 +1,4 @@
-"""Pooled prompts that are computed without the KV cache: as a whole, in steps of their own.
+"""Pooled prompts that are computed completely in separate steps, without the KV cache.
 
 Nothing is generated from them, so their KV would only be kept for others with the same beginning.
 Where no such beginning is cached, a prompt that fits in one step needs no block of the arena.

@@ -1,4 +1,4 @@
-"""Between wire messages and the worker's own types."""
+"""Converts between wire messages and the worker's types."""
 
 from __future__ import annotations
 

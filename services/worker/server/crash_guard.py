@@ -1,4 +1,4 @@
-"""Keeps a request that kills engines from killing more of them.
+"""Prevents a request that crashes engines from crashing more than two.
 
 When an engine dies by itself, every request that was in its batch is a suspect. Gateways send
 them again; a suspect is then let in alone, the next one only after this one's first token. Two

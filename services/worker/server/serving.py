@@ -1,5 +1,4 @@
-"""The API server process, which answers at once. The model loads in an engine process in the
-meantime."""
+"""Runs the API server process, which answers while the model still loads in the engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of gateways: what each has running here, and the news on its way down."""
+"""Sessions of gateways: the running requests of each, and the events to send to it."""
 
 from __future__ import annotations
 

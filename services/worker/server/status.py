@@ -1,4 +1,4 @@
-"""The worker's state as gateways watch it: a snapshot, then deltas, under an epoch."""
+"""The worker's state for gateways: a snapshot, then deltas, in numbered epochs."""
 
 from __future__ import annotations
 

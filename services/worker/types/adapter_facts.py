@@ -1,4 +1,4 @@
-"""What requests must know of an adapter before they run with it. No torch."""
+"""Facts about an adapter that a request needs before it runs. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a base model is, in the words of this code; `model.config_reader` reads it from a file."""
+"""The configuration of a base model; `model.config_reader` reads it from a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sequence: what was asked for, and its state while it waits and runs. No torch, no grpc."""
+"""One sequence: the request, and its state while it waits and runs. No torch, no grpc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine requires of a runner, which computes steps. This module imports no torch."""
+"""The interface of a runner, which computes steps for the engine. No torch."""
 
 from __future__ import annotations
 

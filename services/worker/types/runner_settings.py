@@ -1,4 +1,4 @@
-"""What a runner is built with; the same on every rank."""
+"""The parameters of a runner, which are the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as the items and events of the Responses API."""
+"""Formats answers as the items and events of the Responses API."""
 
 from __future__ import annotations
 

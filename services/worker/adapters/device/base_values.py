@@ -1,4 +1,5 @@
-"""What an adapter's image takes from the base: DoRA's gains, and differences from its weights.
+"""The parts of an image that depend on the base's weights: DoRA's gains, and differences from
+weights.
 
 Computed in the engine process, concurrently with steps, once for each image.
 """

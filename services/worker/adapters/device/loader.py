@@ -1,4 +1,4 @@
-"""Loads adapters into the arena, concurrently with steps: two threads of the engine process.
+"""Loads adapters into the arena concurrently with steps, on two threads of the engine process.
 
 One copies images, without holding the GIL; one packs what needs the base's weights and so could
 not be packed by the API server process.

@@ -1,4 +1,4 @@
-"""Which images are in pinned host memory, and in which of its blocks. Accounting only.
+"""Accounts for images in pinned host memory and the blocks that they use.
 
 Blocks are as large as the arena's, so images of all sizes fill the pool without gaps. An image is
 identified by the hash in its head, whatever folder it came from. The least recently used image is

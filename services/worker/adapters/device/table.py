@@ -1,4 +1,5 @@
-"""What each resident adapter adds at each site, as views of the arena that are made when asked for.
+"""The tensors that each resident adapter adds at each site, as views of the arena that are made on
+demand.
 
 Kernels on a GPU read records instead of views, so most adapters there need none.
 """

@@ -1,4 +1,4 @@
-"""AdapterWeights: copies images into arena blocks and keeps the tables that kernels read.
+"""Copies images into arena blocks and keeps the tables that kernels read.
 
 It decides nothing: which adapter gets which slot and blocks is `AdapterCache`'s business.
 """

@@ -1,4 +1,4 @@
-"""What a verified adapter folder contains, checked against the base. Reads headers only."""
+"""Checks the contents of a verified adapter folder against the base. Reads headers only."""
 
 from __future__ import annotations
 

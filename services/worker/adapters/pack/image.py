@@ -1,4 +1,4 @@
-"""An adapter as it will lie in the arena: an index of its tiles, and the bytes of its blocks.
+"""The image of an adapter: an index of its tiles, and the bytes of its arena blocks.
 
     magic (8) · length of the index (8) · sha256 of all that follows (32) · index · zeros · blocks
 

@@ -1,4 +1,5 @@
-"""Packs a verified adapter folder into its image, without torch: packing processes stay small.
+"""Packs a verified adapter folder into its image. Without torch, so that packing processes stay
+small.
 
 What needs the base's own weights (DoRA's gains, differences from the base) comes from
 `BaseValues`, which only the engine's process has.

@@ -1,4 +1,4 @@
-"""What an adapter brings to each site, and in which order it is packed: shapes only."""
+"""What an adapter adds at each site, and the order in which it is packed. Shapes only."""
 
 from __future__ import annotations
 

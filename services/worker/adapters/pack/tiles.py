@@ -1,4 +1,4 @@
-"""Where an adapter's matrices lie in its blocks. Pure arithmetic.
+"""Assigns the matrices of an adapter to positions in its blocks. Pure arithmetic.
 
 Matrices are cut into tiles of at most 16 rows; rows longer than a block are cut into pieces of
 columns first. A tile starts at a multiple of 64 bytes and never crosses a block, so an adapter

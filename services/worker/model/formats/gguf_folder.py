@@ -1,5 +1,5 @@
-"""A GGUF file as a folder in Hugging Face layout: names, config and tokenizer are translated, and
-the blocks of tensors are copied as they are.
+"""Converts a GGUF file to a folder in Hugging Face layout: translates names, config and tokenizer,
+and copies the blocks of tensors unchanged.
 
 `python -m loraplex_services.worker.model.formats.gguf_folder FILE FOLDER` writes it, in a process
 of its own: the API server process has neither the gguf library nor transformers.

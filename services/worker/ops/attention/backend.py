@@ -1,4 +1,4 @@
-"""The attention interface, after the attention page of TensorRT-LLM's PyTorch backend.
+"""The attention interface, which follows the one of TensorRT-LLM's PyTorch backend.
 
 A backend is one `AttentionBackend` for each layer, built with the model, and one
 `AttentionMetadata` for each step, filled by the runner and completed by `prepare`. Names of fields

@@ -1,4 +1,4 @@
-"""Attention that a capture of a forward pass leaves out.
+"""Attention that the capture of a forward pass leaves out.
 
 A forward pass that is captured in several graphs ends one graph before each layer's attention and
 begins the next one after it. The model does not know: it calls its attention backend as always, and

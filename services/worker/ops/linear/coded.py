@@ -1,4 +1,4 @@
-"""A weight kept as small codes, whatever file format it came in.
+"""A quantised weight in one form, whatever its file format.
 
 W[o, order[i]] = (value(codes[o, i]) - zeros[o, g]) * scales[o, g]        g = i // group_size
 """

@@ -1,4 +1,4 @@
-"""Weights in codes over the C++ library (`native/src/gemm_codes.cpp`)."""
+"""Products with quantised weights in the C++ library (`native/src/gemm_codes.cpp`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An adapter's update of one part of a site as rows of integers, which GPU kernels walk. No torch.
+"""Encodes an adapter's update of one part of a site as rows of integers that GPU kernels read. No
+torch.
 
 A part is what one module adds to: outputs [begin, begin + length) of a site. Every record is
 `RECORD_WORDS` int64. Two numbers in a word are the low and the high 32 bits.

@@ -1,4 +1,5 @@
-"""What the C++ kernel reads: an adapter as one vector of 64-bit words, and a step's row runs.
+"""The records that the C++ kernel reads: an adapter as a vector of 64-bit words, and a step's row
+runs.
 
 A record is: number of sites; for each site its entry's word offset, or 0. An entry is rank, address
 of the float32 scales, numbers of tiles of each kind, then the tiles, six words each.

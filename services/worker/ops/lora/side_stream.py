@@ -1,4 +1,4 @@
-"""Shrink during the base product: a second stream that forks off the step's and joins it again.
+"""A second CUDA stream, on which shrink runs concurrently with the base product.
 
 Under capture the fork and the join become edges of the graph. Nothing is allocated on the side: x
 and the planes belong to the step's stream, which waits before it uses either again.

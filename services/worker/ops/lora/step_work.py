@@ -1,4 +1,4 @@
-"""A step's runs on the device, at fixed addresses, and the groups that they list in every part."""
+"""A step's row runs on the device, at fixed addresses, and the groups listed for every part."""
 
 from __future__ import annotations
 

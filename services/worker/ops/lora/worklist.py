@@ -1,4 +1,4 @@
-"""Which adapters each row of a batch uses, and where kernels find them."""
+"""The adapters of each row of a batch, and where kernels find them."""
 
 from __future__ import annotations
 

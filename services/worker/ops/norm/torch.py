@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalization in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers without attention call, and the states of the sequences of a step."""
+"""The interface of recurrent layers, and the states of the sequences of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p on GPUs without sorting: which tokens of a row may still be drawn.
+"""top_k, top_p and min_p on GPUs without sorting.
 
 The result is that of `sampling.masks.truncate`, token for token. One program works on one row:
 

@@ -1,4 +1,4 @@
-"""Rank 0's view of the other ranks: starts them, sends them its steps, and notices their end."""
+"""Rank 0's view of the other ranks: starts them, sends them steps, and notices when one ends."""
 
 from __future__ import annotations
 
