@@ -18,8 +18,8 @@ def one_call(schemas: Mapping[str, dict[str, Any]], key: str) -> dict[str, Any]:
     """Schema of `{"name", key}`; each function's schema keeps its own $defs.
 
     Args:
-        schemas: of the arguments of each function, by name. key: name of the property that contains
-        the arguments.
+        schemas: of the arguments of each function, by name.
+        key: name of the property that contains the arguments.
     """
     _check_size(schemas)
     calls = [

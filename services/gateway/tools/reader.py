@@ -69,7 +69,7 @@ class Notation:
     starts_with_brace: bool = False
     """An answer that begins with a brace may be a call even without the mark."""
     names_come_first: bool = False
-    """Whether `name{arguments}` is accepted as a call."""
+    """Whether a call may be `name{arguments}` instead of an object."""
     id_chars: int = 0
     """Length of call ids; 0 = ours."""
 

@@ -41,8 +41,9 @@ class Certificates:
         """Store a certificate; it replaces an earlier one about the same measurement.
 
         Raises:
-            InvalidRequest: a value cannot be what was measured. PermissionDenied: it would replace
-            one by the operator. ResourceExhausted: the version has 32.
+            InvalidRequest: a value cannot be what was measured.
+            PermissionDenied: it would replace one by the operator.
+            ResourceExhausted: the version has 32.
         """
         _check(record)
         others = {_subject(other) for other in await self.of(version)} - {_subject(record)}

@@ -15,8 +15,7 @@ BASE_ROWS = 2
 
 
 class Ropes:
-    """The table row that rotates each token, and the tables, one for each kind of layer.
-    """
+    """The table row that rotates each token, and the tables, one for each kind of layer."""
 
     def __init__(self, layers: Sequence[RopeConfig], device: torch.device) -> None:
         kinds = list(dict.fromkeys(layers))

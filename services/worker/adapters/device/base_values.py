@@ -195,8 +195,7 @@ def _difference(weight: Tensor, own: _Rows, dtype: torch.dtype) -> ChangedRows:
 def _overlaid(
     changed: ChangedRows | None, ids: tuple[int, ...], rows: Tensor, dtype: torch.dtype
 ) -> ChangedRows:
-    """The weight below single rows, and the rows `[len(ids), width]` that replace `ids`.
-    """
+    """The weight below single rows, and the rows `[len(ids), width]` that replace `ids`."""
     by_id = dict(zip(changed.row_ids, tensor_of(changed.rows), strict=True)) if changed else {}
     by_id |= dict(zip(ids, rows.to(dtype), strict=True))
     order = sorted(by_id)

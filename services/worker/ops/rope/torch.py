@@ -125,8 +125,7 @@ def _llama3(plain: Tensor, params: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(config: RopeConfig, plain: Tensor, params: Mapping[str, Any]) -> Tensor:
-    """High-frequency dimensions are kept, low ones interpolated, with a ramp in between.
-    """
+    """High-frequency dimensions are kept, low ones interpolated, with a ramp in between."""
     context = params["original_max_position_embeddings"]
 
     def dimension(num_rotations: float) -> float:
