@@ -47,6 +47,6 @@ class LargeMessages:
         asyncio.get_running_loop().call_soon(self._rest, caller.tenant, time.thread_time())
 
     def _rest(self, tenant: str, begin_s: float) -> None:
-        """Called once the task that took the turn waits."""
+        """Called when the task that is being served waits."""
         rest_s = (time.thread_time() - begin_s) / self._share
         asyncio.get_running_loop().call_later(rest_s, self._turns.give, tenant)

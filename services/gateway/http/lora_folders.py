@@ -121,7 +121,7 @@ def _may_publish(caller: Caller) -> bool:
 
 
 def _without_path(error: LoraplexError, path: Path) -> LoraplexError:
-    """The error without the place of the folder on this machine. Mutates: error."""
+    """The error without the path of the folder on this machine. Mutates: error."""
 
     def cut(text: str) -> str:
         return text.replace(f"{path}/", "").replace(str(path), path.name)

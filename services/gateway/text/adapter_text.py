@@ -63,7 +63,7 @@ class AdapterText:
     async def tokenizer(
         self, served: ServedBase, target: Target, tenant: str = ""
     ) -> BaseTokenizer | IdsOnly:
-        """The base's own for bases, several adapters, and adapters that bring nothing of theirs.
+        """Returns the base's for bases, for several adapters, and for adapters without text files.
 
         `tenant` asks for it: tenants have their adapters' files read in rotation.
 

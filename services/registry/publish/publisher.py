@@ -391,8 +391,8 @@ def _extra_files(record: VersionRecord) -> set[File]:
 def _is_newer(current: TagRecord, version: int) -> bool:
     """Whether the publication of a newer version put the tag where it is.
 
-    Only then is leaving it alone the same as having moved it just before: a move by hand may have
-    been made on the condition that the tag was not moved in between.
+    Only in that case is not moving it equivalent to having moved it just before. A direct move may
+    have been made on the condition that the tag was not moved in between.
     """
     last = current.moves[-1]
     target = last.targets[0].version if last.targets else 0

@@ -164,8 +164,8 @@ class AdapterCache:
 
     def load(self, digests: Iterable[str], protected: Collection[str], now: float) -> bool:
         """Start loading those of `digests` that are on disk only, reclaiming idle blocks but for
-        adapters that are `protected`. Returns False when room or slots are missing; what fits is
-        loaded."""
+        adapters that are `protected`. Returns False when blocks or slots are missing; those that
+        fit are loaded."""
         return all([self._load(digest, protected, now) for digest in digests])
 
     def _load(self, digest: str, protected: Collection[str], now: float) -> bool:

@@ -74,7 +74,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
         """Idle blocks by number, least recently used first."""
         self._passed: OrderedDict[int, CachedBlock] = OrderedDict()
-        """Idle blocks that lie behind the window of the request that left them."""
+        """Idle blocks behind the attention window of the request that released them."""
         self.states = StateSnapshots(arena, layout.state_blocks)
         self.token_s = DEFAULT_TOKEN_S
 

@@ -168,7 +168,7 @@ class Engine:
 
     @property
     def adapter_loads(self) -> AdapterLoads:
-        """Loads under way. The loop sets its `wake`."""
+        """Loads in progress. The loop sets its `wake`."""
         return self._loads
 
     @property
@@ -184,7 +184,7 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """True while any request waits or runs, or a step is under way."""
+        """True while any request waits or runs, or a step is in flight."""
         return bool(self.scheduler.has_work or self._grammars.num_opening or self._in_flight)
 
     @property

@@ -111,7 +111,7 @@ class TorchRunner:
         return self._followers.copy(path, blocks, step_s, copied)
 
     def await_copies(self, timeout_s: float) -> None:
-        """Wait until no copy is under way, for at most `timeout_s`."""
+        """Wait until no copy is in progress, for at most `timeout_s`."""
         (self._followers or self._adapters).await_copies(timeout_s)
 
     def enter_adapter(self, slot: int, copied: Copied) -> None:
@@ -165,7 +165,7 @@ class TorchRunner:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be launched while the one before it is under way."""
+        """Whether a step may be launched while the previous one runs."""
         return self._order.overlaps
 
     @torch.inference_mode()

@@ -30,7 +30,7 @@ class StepInputs:
     runs: tuple[RowRun, ...]
     """The adapters of the token rows."""
     token_ids: Int64s
-    """`[T]`; 0 stands for a token that only the device knows."""
+    """`[T]`; 0 for a token that only the device knows."""
     starts: Int64s
     """`[n]`: the first position of each planned row."""
     num_tokens: Int64s

@@ -48,7 +48,7 @@ host: asking a device for them would wait for the step."""
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Tokens chosen by a step, which may still be under way on the device."""
+    """Tokens chosen by a step, which may still run on the device."""
 
     token_ids: Tensor
     """int64 `[N]`, on the device."""

@@ -25,8 +25,8 @@ from loraplex_services.worker.types.request import Request
 NUM_REQUESTS = 4
 """Waiting requests whose adapters are loaded ahead."""
 HORIZON_STEPS = 16
-"""The blocks that running requests may want in so many steps are left to them. A block that is
-being filled cannot be taken back, so a copy should not take longer."""
+"""Number of steps for which running requests keep the blocks that they may need. A block that is
+being filled cannot be reclaimed, so a copy should not take longer than this."""
 
 
 class Lookahead:

@@ -72,7 +72,7 @@ class WaitingQueue:
         self._ready: Groups = RisingHeap(num_rising)
         self._absent: Groups = RisingHeap(num_rising)
         self._passed: list[Flow] = []
-        """Flows of which the latest walk has passed a request."""
+        """Flows of which the latest pass has skipped a request."""
         self._num_pushed = 0
         self.num_tokens = 0
         """Known tokens of all requests; none of them is computed."""
@@ -98,7 +98,7 @@ class WaitingQueue:
         return [entry[-1] for flow in awaited.flows for entry in flow.entries] if awaited else []
 
     def push(self, request: Request) -> None:
-        """Queue a request; its place follows from its priority and arrival."""
+        """Queue a request; its position follows from its priority and arrival."""
         assert request.request_id not in self._entries, request.request_id
         self._num_pushed += 1
         entry = (request.arrival_s, self._num_pushed, request)

@@ -76,7 +76,7 @@ class CrashGuard:
         self._held.clear()
 
     def crashed(self, keys: Iterable[CrashKey]) -> None:
-        """An engine died by itself with these requests in its batch."""
+        """An engine crashed with these requests in its batch."""
         for key in set(keys):
             self._deaths[key] = self._deaths.pop(key, 0) + 1
         while len(self._deaths) > MAX_SUSPECTS:

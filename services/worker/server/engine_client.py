@@ -56,7 +56,7 @@ class EngineListener(Protocol):
         ...
 
     def engine_output(self, output: StepOutput) -> None:
-        """One step's news."""
+        """The output of one step."""
         ...
 
     def engine_entered(self, request_ids: list[str]) -> None:
@@ -64,7 +64,7 @@ class EngineListener(Protocol):
         ...
 
     def engine_down(self, error: LoraplexError) -> None:
-        """The engine is gone, with every request in it."""
+        """The engine has ended, with every request in it."""
         ...
 
     def engine_crashed(self) -> None:
@@ -94,7 +94,7 @@ class EngineClient:
         return self._is_up
 
     def send(self, *commands: Command) -> None:
-        """Queue commands; those of one turn of the event loop travel together.
+        """Queue commands; those of one iteration of the event loop are sent together.
 
         Raises:
             Unavailable: the engine is not up.

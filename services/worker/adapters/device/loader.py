@@ -86,7 +86,7 @@ class AdapterLoader:
         return self._last_copy
 
     def await_copies(self, timeout_s: float) -> None:
-        """Return when no copy is under way, or after `timeout_s`."""
+        """Return when no copy is in progress, or after `timeout_s`."""
         if self._last_copy is not None:
             wait([self._last_copy], timeout_s)  # one thread: the others ended before it
 

@@ -43,7 +43,7 @@ class AdapterWeights:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which steps have waited for copies under way."""
+        """Seconds for which steps have waited for unfinished copies."""
         return 0.0 if self._host is None else self._host.stalls.total_s
 
     def copy(
