@@ -54,7 +54,7 @@ def main() -> None:
         root.mkdir(parents=True, exist_ok=True)
         base = make_base(shape, root)
         folders = [make_adapter(shape, root, i) for i in range(args.adapters)]
-        limits = measure_limits()
+        limits = measure_limits(args.cpu_isa)
         results: Results = {}
         if args.join:
             results, limits = joined(args, limits)

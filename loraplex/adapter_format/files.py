@@ -1,4 +1,4 @@
-"""Which files an adapter may bring, by name and size alone."""
+"""Decides by name and size which files an adapter may contain."""
 
 from __future__ import annotations
 

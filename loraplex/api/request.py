@@ -1,4 +1,4 @@
-"""The request of a client to a gateway, and that of a gateway to a worker."""
+"""The request from a client to a gateway, and the request from a gateway to a worker."""
 
 from __future__ import annotations
 

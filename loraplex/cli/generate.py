@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
     from loraplex.api.residency import AdapterResidency
     from loraplex.api.sampling import Grammar, Sampling
-    from loraplex.client.generation import Completion, Message, Piece, Status, WorkerStatus
+    from loraplex.client.generation import (
+        Completion,
+        CompletionChunk,
+        Message,
+        Status,
+        WorkerStatus,
+    )
     from loraplex.client.inference_client import InferenceClient
 
 
@@ -163,8 +169,8 @@ async def _generate(args: argparse.Namespace) -> None:
     streamed = not args.json and args.n == 1
 
     async def answer(client: InferenceClient, prompt: str | list[Message]) -> Completion:
-        pieces = client.generate(args.ref, prompt, _sampling(args))
-        return collect([piece async for piece in _shown(pieces, streamed)])
+        chunks = client.generate(args.ref, prompt, _sampling(args))
+        return collect([chunk async for chunk in _shown(chunks, streamed)])
 
     async with client_of(args) as client:
         try:
@@ -226,23 +232,25 @@ async def _reply(
 ) -> Message:
     from loraplex.client.generation import Message
 
-    pieces = client.generate(args.ref, messages, _sampling(args))
-    text = "".join([piece.text async for piece in _shown(pieces, not args.json)])
+    chunks = client.generate(args.ref, messages, _sampling(args))
+    text = "".join([chunk.text async for chunk in _shown(chunks, not args.json)])
     if args.json:
         print_json({"role": "assistant", "content": text})
     return Message("assistant", text)
 
 
-async def _shown(pieces: AsyncIterator[Piece], streamed: bool) -> AsyncIterator[Piece]:
-    """Print the pieces as they arrive and pass them on; their line ends also where they break
+async def _shown(
+    chunks: AsyncIterator[CompletionChunk], streamed: bool
+) -> AsyncIterator[CompletionChunk]:
+    """Print the chunks as they arrive and pass them on; their line ends also where they break
     off."""
     has_begun = False
     try:
-        async for piece in pieces:
+        async for chunk in chunks:
             if streamed:
                 has_begun = True
-                print(piece.text, end="", flush=True)
-            yield piece
+                print(chunk.text, end="", flush=True)
+            yield chunk
     finally:
         if has_begun:
             print()

@@ -1,4 +1,4 @@
-"""The gRPC server of every service: health, reflection, limits, drain."""
+"""The gRPC server of every service, with health checks, reflection, limits and drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of the metadata server from a URL: plain, TLS, Unix socket, or through Sentinel."""
+"""Makes clients of the metadata server from a URL: plain, TLS, Unix socket, or through Sentinel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaces a worker's runner, and computes only how long a step would take."""
+"""Replaces a worker's runner and computes only the duration of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits how many sequences of a tenant run at all gateways together, by leases.
+"""Limits how many sequences of a tenant run at all gateways together, through leases.
 
 Each gateway asks for as many sequences as it could use. It gets what the others do not want, and an
 equal part of the limit as soon as the others' running requests leave space. Leases never exceed the

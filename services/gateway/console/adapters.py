@@ -1,4 +1,4 @@
-"""The console's adapters: pages of the list, one adapter with its history, and what may be changed.
+"""The adapters in the console: pages of the list, one adapter with its history, and changes to it.
 
 The list comes from the gateway's own copy of the registry. One adapter is read from the registry,
 and changed there, with the caller's own key.
@@ -36,7 +36,7 @@ MAX_VERSIONS = 50
 MAX_MOVES = 10
 """Moves of each tag that a page shows."""
 _LISTED_AT_ONCE = 500
-"""Adapters looked at before other work of the gateway gets its turn."""
+"""Number of adapters that are processed before the event loop runs other work."""
 _NO_STORE = {"cache-control": "no-store"}
 
 Devices = Mapping[str, int]

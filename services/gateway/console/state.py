@@ -1,4 +1,4 @@
-"""What the console shows, as plain JSON objects."""
+"""The state that the console shows, as plain JSON objects."""
 
 from __future__ import annotations
 

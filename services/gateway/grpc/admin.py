@@ -1,4 +1,4 @@
-"""AdminService: what this gateway knows about workers and adapters, for operators."""
+"""AdminService: reports what this gateway knows about workers and adapters to operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one parsed request and sends its answer, whole or as a stream, whatever the API."""
+"""Runs one parsed request and sends its answer, complete or as a stream, for every API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of other APIs as chats: one set of rules, with the names that the caller used."""
+"""Converts requests of other APIs to chats, and keeps the field names of the caller for errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/classify, in vLLM's shape: bodies in, labels and their probabilities out."""
+"""/classify in vLLM's shape: returns labels and their probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP connections that wait for a request or for the client to read, limited in number and time.
+"""Limits HTTP connections in number, and in the time that they wait for a request or a reader.
 
 uvicorn keeps a connection until its first request is complete, however long that takes.
 """

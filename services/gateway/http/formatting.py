@@ -1,4 +1,4 @@
-"""What the responses of completions and chat share: common fields, usage, collected choices."""
+"""Parts that responses of completions and chat share: common fields, usage, collected choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of OpenAI request bodies: texts, token ids, conversations."""
+"""Parses the prompts of OpenAI request bodies: texts, token ids, conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Server-sent events: a streaming response that fails and ends as OpenAI clients expect."""
+"""Server-sent events: a streaming response whose errors and end are those that OpenAI clients
+expect.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,13 @@ Renamed = Callable[[LoraplexError], LoraplexError]
 T = TypeVar("T")
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 def compact_json(value: object) -> str:
     """JSON, which has no NaN. Raises: LoraplexError if a number is not finite."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return _encode(value)
     except ValueError:
         raise LoraplexError(
             "the answer has a number that is not finite: the adapter's weights are too large",

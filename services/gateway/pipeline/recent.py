@@ -1,4 +1,4 @@
-"""What the last minute was like: rates, percentiles, failures and the models in use."""
+"""Statistics of the last minute: rates, percentiles, failures and the models in use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The gateway's copy of the registry's versions and tags, and how references resolve in it.
-Pure."""
+"""The gateway's copy of the registry's versions and tags, and the resolution of references in it.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -123,12 +124,6 @@ class RegistrySnapshot:
             version = self.find(Ref(owner, name, tag=LATEST), "") or _newest(entry)
             if version is not None and version.visible_to(tenant):
                 yield version
-
-    def listings(self, tenant: str) -> Iterator[Listing]:
-        """The adapters a tenant may run with versions and tags, ordered by tenant and name."""
-        for owner, name in self.perhaps_visible(tenant):
-            if listing := self.listing(owner, name, tenant):
-                yield listing
 
     def listing(self, owner: str, name: str, tenant: str) -> Listing | None:
         """One adapter, if it exists and `tenant` may run it."""

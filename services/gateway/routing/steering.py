@@ -1,4 +1,5 @@
-"""What may change about a request while it runs: its adapters, and whether it may run at all.
+"""The state of a running request that may change from outside: its adapters, and whether it may
+run.
 
 The choices of a request share one `Steering`. A change interrupts the attempts under way at their
 workers. The relay then submits the request again with the tokens that were emitted, just as after a

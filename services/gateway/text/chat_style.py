@@ -1,4 +1,4 @@
-"""How a base writes tool calls and thoughts, detected in its chat template or set explicitly."""
+"""How a base writes tool calls and reasoning, detected in its chat template or set explicitly."""
 
 from __future__ import annotations
 

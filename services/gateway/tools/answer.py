@@ -1,4 +1,4 @@
-"""Splits the text of a chat's answer into thoughts, content and tool calls."""
+"""Splits the text of a chat answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 

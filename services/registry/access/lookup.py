@@ -1,4 +1,4 @@
-"""What callers may read: references, lists and watches. Reads the objects if there is no index."""
+"""Reads for callers: references, lists and watches. Reads the objects if there is no index."""
 
 from __future__ import annotations
 

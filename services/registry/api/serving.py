@@ -1,4 +1,4 @@
-"""One registry process, from its first check of the store to its drain."""
+"""Runs one registry process, from the first check of the store to the drain."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def serve() -> None:
         stack.push_async_callback(registry.validations.close)
         running = await grpc_server.start(
             [service(registry)],
-            config.listen,
+            [config.listen],
             auth=caller_auth(config, registry.keys),
             tls=config.tls.server(),
             service_listener=_service_listener(config),

@@ -1,4 +1,4 @@
-"""Conversion of usage, and the checks of what callers ask for."""
+"""Converts usage reports, and checks the requests for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index entries of each kind of record: their scope, and the events that they cause."""
+"""Index entries of each kind of record: their scope, and the events that a change causes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def arguments_of(
 ) -> list[bytes]:
     """What `apply.lua` takes for one change: what to do as JSON, then the documents as they are.
 
-    Documents are named by their place among them, so that the script need not parse them.
+    Documents are referred to by their position, so that the script need not parse them.
     """
     documents: list[bytes] = []
 

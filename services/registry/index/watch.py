@@ -1,4 +1,4 @@
-"""Watching: a snapshot, then every change in order, resumable.
+"""Watches: a snapshot, then every change in order, resumable.
 
 A token is `<epoch>:<sequence>`. Sequences are gapless within an epoch, so a watcher that was
 disconnected gets exactly what it missed; where the index was lost (another epoch), or too much was

@@ -1,4 +1,4 @@
-"""What a registry does regularly: collect garbage, write snapshots, give up late tag moves."""
+"""Regular tasks of a registry: garbage collection, snapshots, expiry of moves and versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which base a quantised or repacked copy was made from, by the names that publishers give copies.
+"""Guesses from the name of a quantised or repacked base which base it was made from.
 
 `unsloth/gemma-3-4b-it-unsloth-bnb-4bit` is `google/gemma-3-4b-it` in four bits. Adapters trained on
 the copy name it, and fit the original.

@@ -1,4 +1,4 @@
-"""Whether a request may run with its adapters, and what they change for it. No torch."""
+"""Checks whether a request may run with its adapters, and applies what they change. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on their way into the arena: fetched, then packed and copied while steps run.
+"""Carries out the loads of adapters into the arena: packed and copied while steps run.
 
 The cache decides what is loaded. This module carries it out and reports the results.
 """
@@ -32,7 +32,7 @@ Failures = list[tuple[str, LoraplexError]]
 
 
 class AdapterLoads:
-    """The packs and copies that are under way. No method blocks except `await_copies`."""
+    """The packs and copies in progress. No method blocks except `await_copies`."""
 
     def __init__(self, runner: Runner, cache: AdapterCache, times: ServiceTimes) -> None:
         self._runner = runner
@@ -103,8 +103,8 @@ class AdapterLoads:
         there was nothing to wait for, or it would have taken too long, as measured recently.
 
         Args:
-            num_rows: of the step, without what is being copied. num_wanted: requests that would
-            join the step. A step never waits for adapters that are copied
+            num_rows: requests of the step whose adapters are there.
+            num_wanted: requests that would join it. A step never waits for adapters that are copied
                 ahead of requests that cannot start yet.
             step_s: how long a step takes.
         """
@@ -151,7 +151,9 @@ class AdapterLoads:
 
     def _packed(self, now: float) -> Failures:
         failures: Failures = []
-        for command, pending in [e for e in self._packing.values() if e[1].done()]:
+        for command, pending in list(self._packing.values()):
+            if not pending.done():
+                continue
             del self._packing[command.digest]
             pin = self._pins.pop(command.digest, None)
             num_blocks = _result(pending)
@@ -173,9 +175,11 @@ class AdapterLoads:
 
     def _copied(self, now: float) -> Failures:
         failures: Failures = []
-        for entry in [entry for entry in self._copying if entry[1].done()]:
-            self._copying.remove(entry)
-            load, pending = entry
+        under_way, self._copying = self._copying, []
+        for load, pending in under_way:
+            if not pending.done():
+                self._copying.append((load, pending))
+                continue
             try:
                 copied = pending.result()
                 self._runner.enter_adapter(load.slot, copied)

@@ -1,4 +1,4 @@
-"""Between messages and requests: what comes in, when a request ends, what is reported."""
+"""Converts between messages and requests: submissions, ends of requests, reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers' pieces over the compiled kernels: float32 or bfloat16 on a CPU."""
+"""The operators of layers over the compiled kernels: float32 or bfloat16 on a CPU."""
 
 from __future__ import annotations
 

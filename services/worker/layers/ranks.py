@@ -1,4 +1,4 @@
-"""What layers need of the other tensor-parallel ranks: sums, and the parts of wide rows."""
+"""What layers need from the other tensor-parallel ranks: sums, and the parts of wide rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers' pieces over Triton kernels: any dtype on a GPU."""
+"""The operators of layers over Triton kernels: any dtype on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file serves which `model_type`."""
+"""The table of model families: which file serves which `model_type`."""
 
 from __future__ import annotations
 

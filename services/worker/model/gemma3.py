@@ -1,4 +1,6 @@
-"""Gemma 3, text: five window layers to each full one, a rotary embedding each, head norms."""
+"""Gemma 3, text: five windowed layers for each full one, with different rotary embeddings, and head
+norms.
+"""
 
 from __future__ import annotations
 

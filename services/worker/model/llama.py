@@ -1,4 +1,6 @@
-"""Llama 2, 3 and 3.x: grouped queries, rotary scaling, optional biases, tied or own head."""
+"""Llama 2, 3 and 3.x: grouped-query attention, rotary scaling, optional biases, tied or separate
+head.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral without a window, with yarn, and queries that grow with the position."""
+"""Ministral 3: Mistral without a window, with YaRN, and queries that are scaled by position."""
 
 from __future__ import annotations
 

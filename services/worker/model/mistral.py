@@ -1,4 +1,4 @@
-"""Mistral: Llama with one sliding window for every layer, or none."""
+"""Mistral: Llama with one sliding window for every layer, or with none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with eight experts a layer, two of them active."""
+"""Mixtral: Mistral with eight experts per layer, of which two are active."""
 
 from __future__ import annotations
 

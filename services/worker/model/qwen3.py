@@ -1,4 +1,4 @@
-"""Qwen 3: normalised query and key heads, head size of its own, no biases by default."""
+"""Qwen 3: normalised query and key heads, a separate head size, no biases by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block tables of running requests, kept on the device from step to step.
+"""The block tables of running requests, which are kept on the device between steps.
 
 A request keeps one row for as long as it runs, whatever its place in the batch is, and a step
 copies only the entries that are new or have changed. What a step costs here does not depend on the

@@ -1,4 +1,4 @@
-"""How large the arena becomes: measured once the weights are loaded, never guessed from files."""
+"""Chooses the size of the arena, from memory that is measured after the weights are loaded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Seeded draws from rows of scores, and the seam for kernels that do them: torch here, C++ in
-`native/src/draw.cpp` and `truncate.cpp`, Triton in `ops/sampling`."""
+"""Seeded sampling from rows of scores: torch here, C++ in `native/src/draw.cpp` and `truncate.cpp`,
+Triton in `ops/sampling`.
+"""
 
 from __future__ import annotations
 

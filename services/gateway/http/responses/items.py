@@ -1,4 +1,4 @@
-"""Input items of the Responses API as the messages of a chat."""
+"""Converts input items of the Responses API to the messages of a chat."""
 
 from __future__ import annotations
 

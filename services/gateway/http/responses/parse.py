@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses as chats."""
+"""Converts bodies of /v1/responses to chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each resident adapter adds at each site, as views of the arena that are made when asked for.
+"""The tensors that each resident adapter adds at each site, as views of the arena that are made on
+demand.
 
 Kernels on a GPU read records instead of views, so most adapters there need none.
 """
@@ -76,7 +77,7 @@ class AdapterTable(Mapping[tuple[int, int], SiteDelta]):
 
 @dataclass(slots=True)
 class EnteredAdapter:
-    """One adapter, where it lies in the arena."""
+    """One adapter and its blocks in the arena."""
 
     arena: ArenaBuffer
     index: ImageIndex
@@ -97,7 +98,7 @@ class EnteredAdapter:
 
     @property
     def trains_norms(self) -> bool:
-        """Whether the adapter brings a norm's weight."""
+        """Whether the adapter replaces a norm's weight."""
         norm = Role.NORM.value
         return any(
             role.role == norm for site_id in self.in_torch for role in self.sites[site_id].roles

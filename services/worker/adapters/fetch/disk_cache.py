@@ -67,11 +67,6 @@ class DiskCache:
         """Let another process have the folder."""
         os.close(self._lock_fd)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all adapters."""
-        return self._num_bytes
-
     def adapters(self) -> list[DiskAdapter]:
         """All adapters, the least recently used first."""
         return list(self._adapters.values())

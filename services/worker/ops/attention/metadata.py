@@ -1,4 +1,4 @@
-"""One batch as attention sees it, with the fields of TensorRT-LLM's attention page."""
+"""The attention metadata of one batch, with the field names of TensorRT-LLM."""
 
 from __future__ import annotations
 

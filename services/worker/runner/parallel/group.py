@@ -1,4 +1,6 @@
-"""How a group of ranks comes together: who may, how they meet, and when they are ready."""
+"""Forms a group of ranks: checks whether a base can be divided, connects the ranks, and waits until
+they are ready.
+"""
 
 from __future__ import annotations
 
