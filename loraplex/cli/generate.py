@@ -262,7 +262,17 @@ async def _status(args: argparse.Namespace) -> None:
     print_status(status, as_json=args.json)
 
 
-LOAD_COLUMNS = ("WORKER", "STATE", "RUN", "WAIT", "BLOCKS", "ADAPTERS", "MOST IN A STEP", "STEP")
+LOAD_COLUMNS = (
+    "WORKER",
+    "STATE",
+    "RUN",
+    "WAIT",
+    "BLOCKS",
+    "CACHED",
+    "ON DEVICE",
+    "MOST ADAPTERS IN A STEP",
+    "STEP",
+)
 
 
 def print_status(status: Status, *, as_json: bool) -> None:
@@ -286,6 +296,7 @@ def print_status(status: Status, *, as_json: bool) -> None:
             str(worker.load.running_requests),
             str(worker.load.waiting_requests),
             f"{worker.load.total_blocks - worker.load.free_blocks}/{worker.load.total_blocks}",
+            str(worker.load.idle_blocks),
             str(worker.num_adapters_on_device),
             str(worker.load.max_distinct_adapters),
             f"{worker.load.step_s * 1000:.1f} ms",

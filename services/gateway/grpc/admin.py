@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from loraplex.api.residency import Tier
+from loraplex.api.residency import Tier, WorkerLoad
 from loraplex.api.wire import load_to_proto, recent_load_to_proto, residency_to_proto
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
@@ -114,7 +114,11 @@ class ShownLabels:
 
 
 def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.WorkerState:
-    """State of one worker; with `labels` also the adapters that it holds and the caller may see."""
+    """State of one worker; with `labels` also the adapters that it holds and the caller may see.
+
+    What a worker did and held before it was lost is not shown.
+    """
+    adapters = view.adapters.values() if view.connected else ()
     state = admin_pb2.WorkerState(
         worker_id=view.worker_id if view.base_id else "",
         address=view.address,
@@ -122,15 +126,14 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
         connected=view.connected,
         ready=view.ready,
         draining=view.draining,
-        load=load_to_proto(view.load),
-        num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
+        load=load_to_proto(view.load if view.connected else WorkerLoad()),
+        num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in adapters),
         dtype=view.dtype,
         kernels=view.kernels,
         quantization=view.quantization,
     )
     if labels is not None:
-        held = [r for r in view.adapters.values() if labels.shows(r.digest)]
-        for residency in held:
+        for residency in (each for each in adapters if labels.shows(each.digest)):
             names = labels.names.get(residency.digest, ())
             state.adapters.add(
                 ref=names[0] if names else "",

@@ -163,6 +163,7 @@ def test_cancelling_frees_the_blocks_within_the_step(stage: Stage) -> None:
     free = stage.step().load.free_blocks
     load = stage.step(Cancel("r")).load
     assert load.free_blocks > free and load.free_blocks == load.total_blocks
+    assert load.idle_blocks > 0, "the prompt stays in the prefix cache"
     assert not stage.engine.has_requests
 
 

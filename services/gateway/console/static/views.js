@@ -24,8 +24,8 @@ export function showWorkers(workers) {
 }
 
 function worker(state) {
-  const used = state.total_blocks - state.free_blocks;
-  const share = state.total_blocks ? Math.round(100 * used / state.total_blocks) : 0;
+  const share = (blocks) => (state.total_blocks ? Math.round(100 * blocks / state.total_blocks) : 0);
+  const [used, cached] = [share(state.used_blocks), share(state.idle_blocks)];
   const isAway = state.state === "away";
   const facts = isAway ? [] : [
     ["running", count(state.running)], ["waiting", count(state.waiting)],
@@ -36,13 +36,24 @@ function worker(state) {
     h("h3", {}, state.id, h("code", {}, state.base), h("span", { className: `pill ${CONDITIONS[state.state]}` }, state.state)),
     isAway ? h("p", { className: "hint" }, "It does not answer. What it runs and holds is unknown.") : null,
     h("dl", { className: "facts", hidden: isAway }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-    h("div", { className: "use", hidden: isAway }, h("span", {}, "Memory in use"),
-      h("progress", { max: Math.max(state.total_blocks, 1), value: used, "aria-label": `Memory of ${state.id}: ${share}% in use` }),
-      h("span", {}, `${share}%`)),
+    h("div", { className: "use", hidden: isAway }, h("span", {}, "Memory"),
+      meter(`Memory of ${state.id}: ${used}% in use, ${cached}% cached`, used, cached),
+      h("span", {}, `${used}% in use, ${cached}% cached`)),
     state.adapters.length
       ? h("ul", { className: "chips", "aria-label": "Adapters here" }, ...state.adapters.slice(0, SHOWN_CHIPS).map(chip),
           more > 0 ? h("li", { className: "chip" }, `+${more}`) : null)
       : h("p", { className: "hint", hidden: isAway }, "No adapter here yet: the first request brings it."));
+}
+
+/** A bar of two parts; the second one is what goes when its space is needed. */
+function meter(label, used, cached) {
+  const bar = h("div", { className: "meter", role: "img", "aria-label": label });
+  for (const [kind, share] of [["used", used], ["cached", cached]]) {
+    const part = h("span", { className: kind });
+    part.style.width = `${share}%`;
+    bar.append(part);
+  }
+  return bar;
 }
 
 function chip(adapter) {
