@@ -171,7 +171,7 @@ MAX_REQUEST_S: Setting[float] = Setting(
 )
 TOOL_CALL_PARSER = choice_setting(
     "LORAPLEX_TOOL_CALL_PARSER",
-    "auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm harmony none",
+    "auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm gemma4 harmony none",
     "gateway",
     "Notation of tool calls; `auto` = the one that the chat template shows.",
 )

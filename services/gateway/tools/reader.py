@@ -40,6 +40,9 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    thoughts: list[tuple[int, int]] = field(default_factory=list)
+    """Begin and end of what a reader itself found to be a thought, as character offsets in the
+    text that it was fed."""
 
 
 class AnswerReader(Protocol):
