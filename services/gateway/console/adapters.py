@@ -182,7 +182,8 @@ class AdapterEndpoints:
     async def _in_registry(
         self, api_key: str, listing: Listing, versions: Iterable[dict[str, Any]]
     ) -> dict[str, Any]:
-        """What the registry alone knows: size, creator, labels, parent, and the tags' history."""
+        """What the registry alone knows: size, creator, labels, parent, the tags' history, and what
+        the caller's tenant used within 30 days."""
         name = _full_name(listing)
         facts = {}
         async with self._registry(api_key) as registry:
@@ -210,7 +211,14 @@ class AdapterEndpoints:
                 ]
                 for tag in listing.tags
             }
+            days = await registry.usage(model=name)
         return {
+            "usage": {
+                "requests": sum(day.requests for day in days),
+                "errors": sum(day.errors for day in days),
+                "generated_tokens": sum(day.generated_tokens for day in days),
+                "last_day": max((day.day for day in days), default=""),
+            },
             "versions": [each | facts.get(each["number"], {}) for each in versions],
             "history": history,
         }

@@ -3,7 +3,7 @@
 import { byId, bytes, count, duration, h } from "./dom.js";
 
 const CONDITIONS = { ready: "good", draining: "warn", starting: "warn", away: "bad" };
-const SHOWN_CHIPS = 60;
+const [FEWEST_CHIPS, MOST_CHIPS, CHIPS_OF_ALL] = [4, 60, 300];
 
 const drawn = new Map();
 
@@ -20,10 +20,13 @@ export function showWorkers(workers) {
   if (!isNew("workers", workers)) return;
   if (!workers) return list.replaceChildren(h("p", { className: "note" }, "Use a key with the scope admin to see the workers."));
   if (!workers.length) return list.replaceChildren(h("p", { className: "note" }, "No worker is known yet."));
-  list.replaceChildren(...workers.map(worker));
+  const isWell = (each) => Number(each.state === "ready");
+  const order = [...workers].sort((a, b) => isWell(a) - isWell(b)); // trouble first
+  const numChips = Math.min(MOST_CHIPS, Math.max(FEWEST_CHIPS, Math.floor(CHIPS_OF_ALL / workers.length)));
+  list.replaceChildren(...order.map((each) => worker(each, numChips)));
 }
 
-function worker(state) {
+function worker(state, numChips) {
   const share = (blocks) => (state.total_blocks ? Math.round(100 * blocks / state.total_blocks) : 0);
   const [used, cached] = [share(state.used_blocks), share(state.idle_blocks)];
   const isAway = state.state === "away";
@@ -31,7 +34,7 @@ function worker(state) {
     ["running", count(state.running)], ["waiting", count(state.waiting)],
     ["per token", state.step_s ? duration(state.step_s).join(" ") : "–"], ["on device", count(state.on_device)],
   ];
-  const more = state.num_adapters - Math.min(state.adapters.length, SHOWN_CHIPS);
+  const more = state.num_adapters - Math.min(state.adapters.length, numChips);
   return h("article", { className: "worker", "aria-label": `Worker ${state.id}` },
     h("h3", {}, state.id, h("code", {}, state.base), h("span", { className: `pill ${CONDITIONS[state.state]}` }, state.state)),
     isAway ? h("p", { className: "hint" }, "It does not answer. What it runs and holds is unknown.") : null,
@@ -40,7 +43,7 @@ function worker(state) {
       meter(`Memory of ${state.id}: ${used}% in use, ${cached}% cached`, used, cached),
       h("span", {}, `${used}% in use, ${cached}% cached`)),
     state.adapters.length
-      ? h("ul", { className: "chips", "aria-label": "Adapters here" }, ...state.adapters.slice(0, SHOWN_CHIPS).map(chip),
+      ? h("ul", { className: "chips", "aria-label": "Adapters here" }, ...state.adapters.slice(0, numChips).map(chip),
           more > 0 ? h("li", { className: "chip" }, `+${more}`) : null)
       : h("p", { className: "hint", hidden: isAway }, "No adapter here yet: the first request brings it."));
 }
