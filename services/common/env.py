@@ -1,7 +1,8 @@
 """The table of all LORAPLEX_* variables: name, type, default, readers and meaning.
 
-A service reads its settings in its `config.py` and touches the environment nowhere else. No name
-ends in _PORT or _HOST: Kubernetes injects such names. docs/reference/settings.md is made of it.
+A service reads its settings in its `config.py` and reads the environment nowhere else. No name ends
+in _PORT or _HOST, because Kubernetes injects such names. docs/reference/settings.md is generated
+from this table.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LISTENERS = {
     "--grpc-port": env.GATEWAY_LISTEN,
     "--registry-port": env.REGISTRY_LISTEN,
 }
-"""Which variable stands in for which flag."""
+"""The variable that corresponds to each flag."""
 WORKER_SETTINGS = tuple(s for s in env.ALL_SETTINGS if s.readers == "up worker")
 """What workers read, and flags of the same names set."""
 
@@ -98,7 +98,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
 
 
 def named_as_given(message: str, argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """A child's message, which names variables, with the flags that stand for them here.
+    """A child's message with the names of variables replaced by their flags.
 
     A variable keeps its name where it was set and the flag was not given.
     """

@@ -84,7 +84,8 @@ def addresses_of(listeners: Mapping[str, Listener]) -> Addresses:
 
 
 def _with_metrics(specs: list[ChildSpec], listen: str) -> list[ChildSpec]:
-    """One address stands for the first of as many ports in a row; port 0 is any, for each."""
+    """One address means that many consecutive ports, beginning with its port; port 0 means any port
+    for each."""
     if not listen:
         return specs
     host, _, port = listen.rpartition(":")

@@ -39,11 +39,11 @@ class Certificates:
         return sorted(records, key=_subject)
 
     async def keep(self, version: VersionRecord, record: Certificate) -> None:
-        """Store one in place of an earlier one about the same.
+        """Store a certificate; it replaces an earlier one about the same measurement.
 
         Raises:
             InvalidRequest: a value cannot be what was measured.
-            PermissionDenied: it would take the place of one by the operator.
+            PermissionDenied: it would replace one by the operator.
             ResourceExhausted: the version has 32.
         """
         _check(record)

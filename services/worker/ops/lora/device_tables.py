@@ -137,7 +137,7 @@ class DeviceTables:
         return self._held[slot].max_vectors
 
     def trains_norms(self, slot: int) -> bool:
-        """Whether the adapter brings a norm's weight."""
+        """Whether the adapter replaces a norm's weight."""
         return self._held[slot].trains_norms
 
 
