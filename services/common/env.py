@@ -391,5 +391,5 @@ REPLACE_BASES: Switch[bool] = Switch(
 )
 
 _VALUES = tuple(globals().values())
-ALL_SETTINGS = tuple(value for value in _VALUES if isinstance(value, Setting))
+ALL_SETTINGS = tuple(value for value in _VALUES if type(value) is Setting)
 ALL_SWITCHES = tuple(value for value in _VALUES if isinstance(value, Switch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 from loraplex.errors import DataLoss
 from loraplex_services.common.objects import ObjectStore
@@ -17,6 +18,9 @@ MAX_PART_BYTES = 256 << 20
 """What a lost registry costs at most in bytes to send again."""
 _BATCH_BYTES = 2 << 20
 """Checked and written at a time, on a thread."""
+_CHECKER = ThreadPoolExecutor(1, "checks-uploads")
+"""One for all uploads: many at once would take all cores, and the event loop needs one. It checks
+some hundred MB per second."""
 
 
 class PartWriter:
@@ -96,7 +100,8 @@ class PartWriter:
             await self._working
 
     async def _work(self, batch: list[tuple[bytes, int]]) -> None:
-        good = await asyncio.to_thread(self._checked, batch)
+        loop = asyncio.get_running_loop()
+        good = await loop.run_in_executor(_CHECKER, self._checked, batch)
         await self._writer.write(*good)
         self._good_bytes += sum(map(len, good))
         if len(good) < len(batch):
