@@ -32,8 +32,10 @@ class Offer:
 
 
 def reuse_probability(idle_s: float) -> float:
-    """Decreases with idle time. Popularity is heavy-tailed, so the probability of a use in the next
-    moment decreases about like the reciprocal of the time since the last one.
+    """Decreases with idle time.
+
+    Popularity is heavy-tailed, so the probability of a use in the next moment decreases about like
+    the reciprocal of the time since the last one.
     """
     return 1.0 / (1.0 + max(0.0, idle_s))
 
