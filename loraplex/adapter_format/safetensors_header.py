@@ -1,8 +1,8 @@
 """Parses and checks the header of a safetensors file.
 
 A file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes. The JSON
-maps each tensor to its dtype, shape and byte range; the ranges must tile the rest of the file with
-no gap and no overlap. Format: https://github.com/huggingface/safetensors (README, "Format").
+maps each tensor to its dtype, shape and byte range; the ranges must cover the rest of the file
+without gaps or overlaps. Format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
 from __future__ import annotations

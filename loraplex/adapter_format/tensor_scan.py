@@ -4,7 +4,7 @@ A float is NaN or infinite exactly if all bits of its exponent are ones. With nu
 have, elements are doubled as integers to drop the sign and the largest is compared. Without it, as
 the exponent lies in the one (F16) or two (BF16, F32) highest bytes, the scan takes every n-th byte
 and lets `bytes.translate` look at them: ten times slower, but an order of magnitude faster than
-unpacking floats. The position of a bad element is found in this way in any case.
+unpacking floats. The position of a bad element is always found in the second way.
 """
 
 from __future__ import annotations

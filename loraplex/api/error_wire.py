@@ -108,8 +108,8 @@ def _fitting(violations: Sequence[Violation]) -> list[Violation]:
 
 
 def _retry_info(retry_after_s: float) -> error_details_pb2.RetryInfo:
-    fraction, whole = math.modf(retry_after_s)
-    delay = duration_pb2.Duration(seconds=int(whole), nanos=int(fraction * 1e9))
+    fraction, seconds = math.modf(retry_after_s)
+    delay = duration_pb2.Duration(seconds=int(seconds), nanos=int(fraction * 1e9))
     return error_details_pb2.RetryInfo(retry_delay=delay)
 
 

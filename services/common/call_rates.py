@@ -1,7 +1,8 @@
 """Limits how many calls per second a server answers for one tenant.
 
-A call beyond the rate waits for its time, and one that would wait too long is refused. Refusals
-wait as well: a client that asks again at once would otherwise cost as much as one that is answered.
+A call above the rate is delayed until the rate allows it, and refused if the delay would be too
+long. Refusals are delayed as well, because a client that retries immediately would otherwise cost
+as much as one that is served.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The table of all LORAPLEX_* variables: name, type, default, readers and meaning.
 
-A service reads its settings in its `config.py` and touches the environment nowhere else. No name
-ends in _PORT or _HOST: Kubernetes injects such names. docs/reference/settings.md is made of it.
+A service reads its settings in its `config.py` and reads the environment nowhere else. No name ends
+in _PORT or _HOST, because Kubernetes injects such names. docs/reference/settings.md is generated
+from this table.
 """
 
 from __future__ import annotations
@@ -390,5 +391,5 @@ REPLACE_BASES: Switch[bool] = Switch(
 )
 
 _VALUES = tuple(globals().values())
-ALL_SETTINGS = tuple(value for value in _VALUES if isinstance(value, Setting))
+ALL_SETTINGS = tuple(value for value in _VALUES if type(value) is Setting)
 ALL_SWITCHES = tuple(value for value in _VALUES if isinstance(value, Switch))

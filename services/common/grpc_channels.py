@@ -55,7 +55,7 @@ class SecureChannels:
     """Channels with TLS; Unix sockets stay plain. Each reads the files as they are by then."""
 
     def __init__(self, tls: TlsFiles, server_name: str = "") -> None:
-        """`server_name`: expected in the server's certificate in place of its address."""
+        """`server_name`: the name expected in the server's certificate instead of its address."""
         self._tls = tls
         self._rotation = tls.rotation()
         self._version = 0

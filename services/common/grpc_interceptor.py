@@ -89,8 +89,8 @@ def _rewrapped(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHand
 
 
 def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler for a method that needs no key. Its streams are counted, because strangers
-    may open them."""
+    """A handler for a method that needs no key. Its streams are counted, because unauthenticated
+    callers may open them."""
     if not handler.response_streaming:
         return cast("grpc.RpcMethodHandler[Any, Any]", handler)
     inner = handler.unary_stream or handler.stream_stream

@@ -1,7 +1,7 @@
 """Child processes that answer over pipes, for work on untrusted bytes.
 
-They get no credentials: of the environment only what Python needs. They end when stdin closes. They
-have a lower priority than the server, which comes first where cores are few.
+They get no credentials, and only the environment variables that Python needs. They end when stdin
+closes. They have a lower priority than the server.
 """
 
 from __future__ import annotations

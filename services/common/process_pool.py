@@ -41,8 +41,8 @@ class JobFailed(Exception):
 
 
 class ProcessPool:
-    """Runs jobs in processes of one module. They start when they are first needed, and beside a
-    long job, so that another tenant's job does not wait for a start."""
+    """Runs jobs in processes of one module. They start when they are first needed. One more is kept
+    ready while a long job runs, so that another tenant's job does not wait for a start."""
 
     def __init__(self, module: str, limits: PoolLimits, setup: bytes = b"") -> None:
         """`setup` is the first frame that each process gets."""

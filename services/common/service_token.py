@@ -1,7 +1,7 @@
 """Authentication between services: by a certificate (mTLS) or by a shared secret.
 
-The secret travels as `authorization: Bearer <token>`. Its file may hold several, one per line: the
-first is shown, all are accepted, so that it can be changed while everything runs.
+The secret travels as `authorization: Bearer <token>`. Its file may contain several tokens, one per
+line. The first is sent and all are accepted, so that the token can be changed without downtime.
 """
 
 from __future__ import annotations

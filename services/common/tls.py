@@ -107,7 +107,7 @@ def _file(environ: Mapping[str, str], setting: Setting[Path | None]) -> Path | N
 
 
 def is_service(peer_names: Collection[str], allowed: Collection[str]) -> bool:
-    """Whether a caller that showed a certificate with these names is a service of the house.
+    """Whether a caller with a certificate for these names is one of our services.
 
     Args:
         allowed: names that services have; empty = every certificate of the CA is one.

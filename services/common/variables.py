@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
-from loraplex_services.common.setting import Setting, Switch, debug_switches
+from loraplex_services.common.setting import Setting, debug_switches
 
 _SERVICE_LINK = re.compile(
     r"_(HOST|SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
@@ -84,8 +84,7 @@ def refuse_unreadable(environ: Mapping[str, str]) -> None:
 
 def check_values(environ: Mapping[str, str], services: Collection[str]) -> None:
     """Read what services read and `loraplex up` does not. Raises InvalidRequest for a bad value."""
-    settings: list[Setting[object] | Switch[object]] = [*env.ALL_SETTINGS, *env.ALL_SWITCHES]
-    for setting in settings:
+    for setting in (*env.ALL_SETTINGS, *env.ALL_SWITCHES):
         readers = set(setting.readers.split())
         if "up" not in readers and {*services, "all"} & readers:
             setting.read(environ)
@@ -136,7 +135,7 @@ def _header(first: str) -> list[str]:
     return [f"| {first} | default | read by | meaning |", "|---|---|---|---|"]
 
 
-def _row(name: str, setting: Setting[object] | Switch[object]) -> str:
+def _row(name: str, setting: Setting[object]) -> str:
     default = shown(setting.default)
     return f"| {name} | {default and f'`{default}`'} | {setting.readers} | {setting.doc} |"
 

@@ -218,25 +218,6 @@ class SignatureRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class CertificateRecord:
-    """How near one version on a served base is to a reference of that base."""
-
-    base_id: str
-    reference: str
-    probe_sha256: str
-    num_tokens: int
-    mean_kl: float
-    """In nats per token, as `max_kl` is."""
-    max_kl: float
-    top1_agreement: float
-    actor: str
-    created_s: float
-    quantization: str = ""
-    """Of the served base, at load; "" = served as it is published."""
-    by_operator: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class AuditRecord:
     """One change by one actor."""
 

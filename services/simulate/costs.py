@@ -105,7 +105,7 @@ class Costs:
         return self.load_s + self.load_byte_s * num_bytes
 
     def fetch(self, num_bytes: int) -> float:
-        """Seconds until an adapter asked for lies on disk."""
+        """Seconds until a requested adapter is on disk."""
         return self.fetch_s + self.fetch_byte_s * num_bytes
 
     def outside(self, rng: random.Random) -> float:

@@ -103,7 +103,7 @@ class SimulatedGateway:
         self._replica_counts.end(key)
 
     def step_ended(self) -> None:
-        """Some worker has news. All tell theirs together, no more often than one does."""
+        """Some worker has events. All workers report together, no more often than one would."""
         if self._controller is not None and self._controller.num_waiting and self._is_due():
             self._controller.workers_changed()
 

@@ -35,7 +35,7 @@ class SimulatedFleet:
     """Settings of every worker; `arena_bytes` is its arena."""
     num_workers: int = 1
     on_disk: bool = False
-    """Adapters lie on every worker's disk already."""
+    """Adapters are already on every worker's disk."""
     deadline_s: float | None = None
     """Deadline of every request, from its arrival; None = no deadline."""
     first_token_s: float | None = None
@@ -100,7 +100,7 @@ class _Flight:
 
 
 class Simulation:
-    """A trace on its way through a fleet."""
+    """A trace that runs through a fleet."""
 
     def __init__(self, fleet: SimulatedFleet, ranks: Sequence[int]) -> None:
         """`ranks`: of each adapter of the trace."""
@@ -205,7 +205,7 @@ class Simulation:
             self._timer = self._loop.call_at(moment_s, self._take_turns)
 
     def _take_turns(self) -> None:
-        """All turns until something else is to happen."""
+        """Run all workers until the next event."""
         self._timer = None
         while self._turns:
             moment_s, index = self._turns[0]

@@ -57,7 +57,7 @@ class StateDir:
         return self.path / "cache"
 
     def release(self) -> None:
-        """Give the lock back; the file stays. Sockets that lie elsewhere go, with their folder."""
+        """Release the lock; the file remains. Sockets in another folder are deleted with it."""
         if self.sockets.parent != self.path:
             shutil.rmtree(self.sockets, ignore_errors=True)
         self._lock.close()

@@ -1,11 +1,11 @@
 """Objects in a bucket: `s3://bucket/prefix`, through boto3 in threads.
 
-Conditional writes are single-part and sent once: where the answer is lost or says 'conflict', the
-document is read back, and holding our own bytes (they carry a random write id) means success.
-Entity tags are opaque; whether a server wants them quoted is found out by the start probe. Every
-upload carries its MD5, the one checksum that most servers verify; where the probe finds that the
-server does not, the MD5 that it answers is compared. Content is checked by SHA-256 wherever it is
-used.
+Conditional writes are single-part and sent once. If the answer is lost or reports a conflict, the
+document is read back; if it contains our own bytes, which carry a random write id, the write
+succeeded. Entity tags are opaque, and the start probe finds out whether a server expects them
+quoted. Every upload carries its MD5, the one checksum that most servers verify. If the probe finds
+that a server does not verify it, the MD5 in the server's answer is compared. Content is checked by
+SHA-256 wherever it is used.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ _NEW_ERROR_SHARE = 0.02
 """Weight of a new prediction error: requests of one batch have similar errors."""
 _DEVIATIONS_OF_LENGTH = 2.0
 _DEVIATIONS_OF_TIME = 3.0
-"""How many mean deviations an estimate lies above the mean."""
+"""Number of mean deviations by which an estimate exceeds the mean."""
 _FIRST_ERROR = 0.05
 """Relative prediction error that is assumed before the first prediction was checked."""
 

@@ -36,7 +36,7 @@ MAX_VERSIONS = 50
 MAX_MOVES = 10
 """Moves of each tag that a page shows."""
 _LISTED_AT_ONCE = 500
-"""Adapters looked at before other work of the gateway gets its turn."""
+"""Number of adapters that are processed before the event loop runs other work."""
 _NO_STORE = {"cache-control": "no-store"}
 
 Devices = Mapping[str, int]

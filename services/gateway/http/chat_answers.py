@@ -44,7 +44,7 @@ class ChatAnswers:
         return delta
 
     def ends_with_calls(self, text_delta: TextDelta) -> bool:
-        """Whether a choice that this text delta ends, by itself, contains calls."""
+        """Whether this text delta ends its choice normally and the choice has calls."""
         is_stopped = text_delta.finish_reason is FinishReason.STOP
         return is_stopped and self._answers[text_delta.index].num_calls > 0
 

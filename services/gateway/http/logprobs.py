@@ -23,7 +23,7 @@ class TokenNames:
     as_ids: bool = False
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """A token by itself, and its bytes."""
+        """The text of a single token, and its bytes."""
         if not self.as_ids:
             return token_text(self.tokens, token_id)
         shown = f"token_id:{token_id}"

@@ -9,8 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from loraplex.api.output import ServedBy, Usage
-from loraplex.api.pooling import Pooling
-from loraplex.api.request import Prompt
 from loraplex.api.sampling import Sampling
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.gateway.pipeline.generation import Generation
@@ -19,7 +17,8 @@ from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import GenerateCall
 
 NO_OUTPUT = Sampling(max_tokens=0, echo=True)
-"""Only a request with echo may generate no tokens; the echo itself is not used."""
+"""Of calls that end with one vector. Only a request with echo may generate no tokens; the echo
+itself is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +49,6 @@ class Pooled:
     def served_by(self) -> ServedBy:
         """What ran, with the worker of the first call."""
         return self.prepared[0].served_by(self.worker_id)
-
-
-def vector_call(
-    request_id: str,
-    tenant: str,
-    model: str,
-    prompt: Prompt,
-    pooling: Pooling,
-    *,
-    split_key: str = "",
-    timeout_s: float | None = None,
-    trace: str = "",
-    truncate_prompt_tokens: int | None = None,
-) -> GenerateCall:
-    """The call that ends with one vector."""
-    return GenerateCall(
-        request_id=request_id,
-        tenant=tenant,
-        model=model,
-        prompt=prompt,
-        sampling=NO_OUTPUT,
-        split_key=split_key,
-        timeout_s=timeout_s,
-        trace=trace,
-        pooling=pooling,
-        truncate_prompt_tokens=truncate_prompt_tokens,
-    )
 
 
 async def embed_all(

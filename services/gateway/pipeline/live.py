@@ -37,7 +37,7 @@ class PauseMode(enum.StrEnum):
     WAIT = "wait"
     """They end as usual, and the pause begins then."""
     KEEP = "keep"
-    """They stand still, and continue afterwards where they were."""
+    """Running requests are paused, and continue afterwards."""
 
 
 class LoadingWorkers(Protocol):

@@ -71,7 +71,7 @@ def resolve(
     sampling = _sampling(asked, base, max_tokens, draw_seed, tuple(bad_words))
     if sampling.min_tokens > max_tokens:
         raise _bad("min_tokens", sampling.min_tokens, f"must be at most max_tokens ({max_tokens})")
-    num_choices = _whole("n", asked.n, 1, 1, MAX_CHOICES)
+    num_choices = _integer("n", asked.n, 1, 1, MAX_CHOICES)
     if sampling.prompt_logprobs is not None:
         _check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens, num_choices)
     return ResolvedSampling(
@@ -141,7 +141,7 @@ def _sampling(
     return SamplingParams(
         max_tokens=max(max_tokens, 1),
         seed=_seed(asked.seed, draw_seed),
-        min_tokens=_whole("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
+        min_tokens=_integer("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
         top_k=_top_k(asked.top_k, defaults),
         stop_token_ids=_ids("stop_token_ids", asked.stop_token_ids, vocab_size),
         ignore_eos=asked.ignore_eos,
@@ -231,11 +231,11 @@ def _seed(seed: int | None, draw: Callable[[], int]) -> int:
 def _top_k(value: int | None, defaults: Mapping[str, float]) -> int:
     if value == -1:
         return 0
-    return _whole("top_k", value, int(defaults.get("top_k", 0)), 0, _INT32_MAX)
+    return _integer("top_k", value, int(defaults.get("top_k", 0)), 0, _INT32_MAX)
 
 
 def _logprobs(field: str, value: int | None) -> int | None:
-    return None if value is None else _whole(field, value, 0, 0, MAX_LOGPROBS)
+    return None if value is None else _integer(field, value, 0, 0, MAX_LOGPROBS)
 
 
 def _logprob_token_ids(asked: Sampling, vocab_size: int) -> tuple[int, ...]:
@@ -266,7 +266,7 @@ def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     return checked
 
 
-def _whole(field: str, value: int | None, default: int, least: int, most: int) -> int:
+def _integer(field: str, value: int | None, default: int, least: int, most: int) -> int:
     number = default if value is None else value
     if not least <= number <= most:
         raise _bad(field, number, f"must be an integer from {least} to {most}")

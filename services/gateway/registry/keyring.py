@@ -1,8 +1,8 @@
 """Checks API keys with the registry and caches the results briefly.
 
 A revoked key works for at most `FRESH_S` longer. A key in use is checked again before that, so that
-requests do not wait for a registry that others keep busy. While the registry is unavailable, a key
-that was valid when last checked stays valid until it expires, and no longer than a bound.
+requests do not wait for a busy registry. While the registry is unavailable, a key that was valid
+when last checked stays valid until it expires, for at most one day.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class RegistryLink:
     async def _replaced(self) -> None:
         """Return when the certificate shown to the registry was replaced.
 
-        Calls that wait on the old channel would otherwise show the old certificate for good.
+        Calls that wait on the old channel would otherwise keep presenting the old certificate.
         """
         while self._channel_version == self._open_channel.version:
             await asyncio.sleep(_RENEW_CHECK_S)

@@ -1,7 +1,7 @@
 """Tokenizers of adapters: the base's, with the tokens and chat template that they add.
 
-The files are fetched once by digest, and what is made of them is kept within a bound. Where a
-tokenizer contradicts the base's, neither it nor its template is used, and the log says why.
+The files are fetched once by digest, and a bounded number of results is kept. If a tokenizer
+contradicts the base's, neither it nor its template is used, and the log says why.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AdapterText:
     async def tokenizer(
         self, served: ServedBase, target: Target, tenant: str = ""
     ) -> BaseTokenizer | IdsOnly:
-        """The base's own for bases, several adapters, and adapters that bring nothing of theirs.
+        """Returns the base's for bases, for several adapters, and for adapters without text files.
 
         `tenant` asks for it: tenants have their adapters' files read in rotation.
 

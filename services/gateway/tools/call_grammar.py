@@ -1,10 +1,10 @@
 """Grammars that constrain calls within answers to the schemas, in the notation of the base.
 
-Optional calls stand in free text, or are the alternative to answers that follow a schema: then an
-answer is either calls or that. Required calls stand alone, after the thought if there is one.
+Optional calls may occur within free text. If answers must also follow a schema, an answer is either
+calls or such an answer. Required calls are the whole answer, after the reasoning if there is any.
 The grammars are written in llguidance's Lark. A lazy rule ends at the first mark of a call, after
 which only a call matches. A mark may be a single token, which that library excludes from plain
-text, so that the grammar accepts it both as a token and as characters.
+text, so the grammar accepts it both as a token and as characters.
 
 Source of the idea: structural tags, as in xgrammar and llguidance.
 """

@@ -196,7 +196,7 @@ class WorkerLink:
             call.cancel()
 
     async def _detect_silence(self) -> None:
-        """Raises: Unavailable if the worker sends nothing for long while the connection stands.
+        """Raises: Unavailable if the worker sends nothing for long although it is connected.
 
         Counts checks instead of seconds, because a gateway that was suspended received nothing.
         """

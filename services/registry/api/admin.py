@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from loraplex.api.registry_wire import tenant_to_proto
+from loraplex.api.registry_wire import certificate_to_proto, tenant_to_proto
 from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.refs import check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
@@ -124,7 +124,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         await self._registry.certificates.keep(found.version, record)
         return pb.SetCertificateResponse(
             version=convert.resolved_to_proto(found),
-            certificate=convert.certificate_to_proto(record),
+            certificate=certificate_to_proto(record),
         )
 
     async def ListCertificates(
@@ -135,7 +135,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
         records = await self._registry.certificates.of(found.version)
         return pb.ListCertificatesResponse(
-            certificates=[convert.certificate_to_proto(record) for record in records]
+            certificates=[certificate_to_proto(record) for record in records]
         )
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Any) -> pb.CreateKeyResponse:

@@ -53,7 +53,7 @@ def arguments_of(
 ) -> list[bytes]:
     """What `apply.lua` takes for one change: what to do as JSON, then the documents as they are.
 
-    Documents are named by their place among them, so that the script need not parse them.
+    Documents are referred to by their position, so that the script need not parse them.
     """
     documents: list[bytes] = []
 

@@ -47,9 +47,9 @@ class OpenUploads:
         self._now = now
 
     async def num_bytes(self, tenant: str, but: str = "") -> int:
-        """Declared bytes of a tenant's uploads under way, without one of them.
+        """Declared bytes of a tenant's unfinished uploads, except one of them.
 
-        Raises: ResourceExhausted if there are as many of others as there may be.
+        Raises: ResourceExhausted if the others already reach the limit.
         """
         async with translated():
             num_uploads, num_bytes = await self._sum(

@@ -150,7 +150,7 @@ class Snapshots:
 
 
 class _Packing:
-    """Puts documents into a file and hashes what lies in it."""
+    """Writes documents to a file and computes its hash."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.count = 0

@@ -1,8 +1,8 @@
 """Deletes old versions of adapters with `keep_versions`, and expired ephemeral versions.
 
-No caller waits for it. What a crash leaves is retired after the next publication of the same name,
-or by the next look at the clock. The bytes are collected later, so that a request which runs with a
-retired version can still move to another worker."""
+No caller waits for it. Versions that remain after a crash are deleted after the next publication of
+the same name, or at the next regular check. The bytes are collected later, so that a running
+request with a deleted version can still move to another worker."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Accounts for the owner of every block of the device arena. Knows block ids only, never tensors.
 
-KV cache and adapter weights share one free list. A block is in exactly one of three places:
+KV cache and adapter weights share one free list. A block is in exactly one of three states:
 
     free  --allocate(owner)-->  owned  --free(owner)-->  retiring  --retire(step)-->  free
                                  owned  --transfer-->  owned by another
 
-A freed block may still be read by steps that were planned while it was owned, so it comes back
-only when the last of them has finished. Where no step is in flight that is at once.
+A freed block may still be read by steps that were planned while it was owned, so it becomes free
+only when the last of them has finished, or immediately if no step is in flight.
 """
 
 from __future__ import annotations

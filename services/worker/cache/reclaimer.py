@@ -1,7 +1,7 @@
 """Frees blocks for running requests: from idle adapters or from idle prefixes.
 
-Both fill blocks that count as free. Each offers its cheapest item; what costs least per block,
-expected, goes first:
+The blocks of both count as free. Each cache offers its cheapest item, and the item with the least
+expected loss per block is evicted first:
 
     expected loss per block = probability of reuse * seconds to restore / blocks
 """

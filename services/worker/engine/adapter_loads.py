@@ -32,7 +32,7 @@ Failures = list[tuple[str, LoraplexError]]
 
 
 class AdapterLoads:
-    """The packs and copies that are under way. No method blocks except `await_copies`."""
+    """The packs and copies in progress. No method blocks except `await_copies`."""
 
     def __init__(self, runner: Runner, cache: AdapterCache, times: ServiceTimes) -> None:
         self._runner = runner

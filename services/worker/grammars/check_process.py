@@ -1,10 +1,10 @@
 """The process that compiles grammars before the engine does.
 
-A grammar comes from a stranger, and the library that reads it may recurse as deep as it nests. So
-it is compiled here first, on a stack much smaller than the engine's, with a memory limit, and in a
-process that its parent kills when it takes too long: what passes is safe there, and what does not
-takes nothing with it. The memory that it takes compiled is measured here too, because the engine
-keeps it for as long as the request waits and runs. Jobs and answers are JSON.
+Grammars are untrusted, and the library that reads them recurses as deeply as they nest. A grammar
+is therefore compiled here first, on a stack much smaller than the engine's, with a memory limit,
+and in a process that its parent kills when it takes too long. A grammar that passes is safe in the
+engine. The memory of the compiled grammar is measured here too, because the engine keeps it while
+the request waits and runs. Jobs and answers are JSON.
 """
 
 from __future__ import annotations

@@ -81,6 +81,6 @@ class SelfAttention:
         return torch.cat((pairs[:, :, 0].flatten(1), others), dim=-1), pairs[:, :, 1].flatten(1)
 
     def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
-        """Each head by itself; `[T, heads * D]`."""
+        """Normalises each head separately; `[T, heads * D]`."""
         heads = x.view(len(x), -1, self._head_dim)
         return norm.forward(heads, batch.lora).flatten(1)

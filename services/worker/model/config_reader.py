@@ -1,7 +1,7 @@
 """Reads Hugging Face's `config.json`.
 
-Names of Hugging Face stop here. Whatever a family does not read and that is not known to be
-harmless is refused by name: a field that changes the arithmetic must not be ignored.
+Names of Hugging Face are not used beyond this module. A field that a family does not read and that
+is not known to be harmless is refused by name, because it might change the arithmetic.
 """
 
 from __future__ import annotations

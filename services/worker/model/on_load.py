@@ -105,7 +105,7 @@ def int4(weight: Tensor) -> CodedWeight:
 
 
 def _some(scales: Tensor) -> Tensor:
-    """Ones in the place of zeros: their codes are all zero."""
+    """Replaces zeros by ones; the codes of such rows are all zero."""
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 

@@ -19,7 +19,7 @@ Scores = Callable[[Tensor, LoraBatch], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """One vector after another, maybe under way to the host."""
+    """The concatenated vectors, possibly still being copied to the host."""
 
     values: Tensor
     """float32, flat."""

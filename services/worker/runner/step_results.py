@@ -45,7 +45,7 @@ class Heads(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What a step leaves; it may be under way on the device."""
+    """The results of a step, which may still run on the device."""
 
     plan: StepPlan
     choices: Choices

@@ -1,8 +1,8 @@
 """Plans the next step: any mix of prompt chunks, decoded tokens and adapters.
 
-Owns the waiting queue and the running batch; uses no torch, clock or I/O. Blocks are taken from
-free ones, then from idle adapters and prefixes, and last from the latest request, which is
-recomputed later.
+The scheduler owns the waiting queue and the running batch, and uses no torch, clock or I/O. Blocks
+are taken from the free list, then from idle adapters and prefixes, and last from the newest
+request, which is preempted and recomputed later.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 
 def events_to_wire(news: StepNews) -> worker_pb2.StepEvents:
-    """One step's news for one session."""
+    """The events of one step for one session."""
     return worker_pb2.StepEvents(
         step=news.step,
         tokens=[token_to_wire(request_id, output) for request_id, output in news.tokens],

@@ -85,7 +85,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class AdapterFetched(msgspec.Struct, frozen=True, tag="fetched"):
-    """An adapter lies verified in `path`, and stays there until `Gone`."""
+    """A verified adapter is in `path`, and stays there until `Gone`."""
 
     digest: str
     path: str
@@ -214,7 +214,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="output"):
     preemptions: int = 0
     """Requests that have been preempted since the engine started."""
     layer_stall_s: float = 0.0
-    """Time that steps have waited for adapters on their way to the device, since the start."""
+    """Time that steps have waited for adapters that were being copied, since the start."""
 
 
 EngineMessage = EngineReady | EngineRefused | Entered | StepOutput

@@ -85,7 +85,7 @@ class Copied(Protocol):
 
 
 class LaunchedStep(Protocol):
-    """A step that may be under way."""
+    """A step that may still run."""
 
     def choose_tokens(self) -> None:
         """Begin the sampling that the launch has left out, since the plan awaits masks."""
@@ -141,7 +141,7 @@ class Runner(Protocol):
         ...
 
     def await_copies(self, timeout_s: float) -> None:
-        """Return when no copy is under way, or after `timeout_s`."""
+        """Return when no copy is in progress, or after `timeout_s`."""
         ...
 
     def enter_adapter(self, slot: int, copied: Copied) -> None:
@@ -154,7 +154,7 @@ class Runner(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be launched while the one before it is under way."""
+        """Whether a step may be launched while the previous one runs."""
         ...
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

@@ -77,7 +77,7 @@ class AdapterTable(Mapping[tuple[int, int], SiteDelta]):
 
 @dataclass(slots=True)
 class EnteredAdapter:
-    """One adapter, where it lies in the arena."""
+    """One adapter and its blocks in the arena."""
 
     arena: ArenaBuffer
     index: ImageIndex
@@ -98,7 +98,7 @@ class EnteredAdapter:
 
     @property
     def trains_norms(self) -> bool:
-        """Whether the adapter brings a norm's weight."""
+        """Whether the adapter replaces a norm's weight."""
         norm = Role.NORM.value
         return any(
             role.role == norm for site_id in self.in_torch for role in self.sites[site_id].roles

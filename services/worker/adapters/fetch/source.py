@@ -1,10 +1,9 @@
 """Turns a digest into a verified folder on this machine. Runs in the API server process.
 
-Every byte is checked against the digest before it counts: the manifest against the digest itself,
-each file against the manifest. Then the adapter is validated against this worker's base, as the
-registry did against the base it knew, and packed into the image that the engine copies. Hashing and
-writing run in threads, the rest in processes of their own (`pack_pool.py`). What an earlier run
-left on disk is verified and, where need be, packed when it is first asked for.
+The manifest is verified against the digest, and each file against the manifest. Then the adapter is
+validated against this worker's base and packed into the image that the engine copies. Hashing and
+writing run in threads, the rest in separate processes (`pack_pool.py`). Folders of an earlier run
+are verified, and packed if necessary, when they are first requested.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from loraplex_services.worker.types.sites import HEAD, SiteTable
 
 
 class ModuleReader:
-    """Adapter folder -> the modules it changes, each of them a place of the base."""
+    """Adapter folder -> the modules that it changes, each of which exists in the base."""
 
     def __init__(self, geometry: Geometry, sites: SiteTable, max_rank: int) -> None:
         self._geometry = geometry

@@ -1,7 +1,7 @@
 """A child of the API server process that verifies and packs adapters.
 
-Files from outside are parsed here, and neither on the API server's event loop nor in the engine.
-Jobs come on stdin and answers leave on stdout, as lines of JSON; the first line describes the base.
+Untrusted files are parsed here, and neither on the API server's event loop nor in the engine. Jobs
+come on stdin and answers leave on stdout, as lines of JSON; the first line describes the base.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class TileLayout:
         return tuple(tiles), position
 
     def _fit(self, position: int, row_bytes: int, rows_left: int) -> tuple[int, int]:
-        """The next aligned position with room for a row, and how many rows go there."""
+        """The next aligned position with space for a row, and how many rows fit there."""
         position += -position % TILE_ALIGN_BYTES
         room = self._block_bytes - position % self._block_bytes
         if room < row_bytes:

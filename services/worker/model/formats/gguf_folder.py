@@ -103,7 +103,8 @@ class GgufFile:
         return value
 
     def check_keys(self) -> None:
-        """Refuse keys of the architecture that nobody read: they may change the arithmetic."""
+        """Refuse keys of the architecture that were not read, because they may change the
+        arithmetic."""
         known = {f"{self.architecture}.{key}" for key in _HARMLESS_KEYS} | self._seen
         for key in sorted(self._fields):
             if key.startswith(f"{self.architecture}.") and key not in known and self.get(key):

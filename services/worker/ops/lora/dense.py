@@ -1,7 +1,7 @@
 """The low-rank update of a long run, as library products.
 
 The tokens of a long prompt use one adapter. A GPU's library then reads x once for all of a site's
-slices and adds to y in one pass; tiles that any mix of adapters fits into do neither as fast.
+slices and adds to y in one pass, which is faster than the kernel for any mix of adapters.
 `runs.dense_runs` says which runs are long.
 """
 

@@ -14,8 +14,8 @@ A part is what one module adds to: outputs [begin, begin + length) of a site. Ev
 Elements count from the arena's start, in the adapters' dtype, for vectors in float32. A group
 is a rectangle of both matrices: where tiles are cut, groups are.
 
-Records are made once, when an adapter is packed, and then count from the blocks of its image.
-Entering it adds where the blocks lie, in one pass of numpy.
+Records are made once, when an adapter is packed, with positions relative to the blocks of its
+image. Entering the adapter adds the positions of the blocks in the arena, in one pass of numpy.
 """
 
 from __future__ import annotations

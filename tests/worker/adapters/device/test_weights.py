@@ -11,11 +11,11 @@ from loraplex_services.worker.adapters.device import base_values
 from loraplex_services.worker.adapters.device.base_values import dora_gain, embedding_gain
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora.device_records import RecordBuilder
-from loraplex_services.worker.ops.lora.device_tables import matrices_of
 from loraplex_services.worker.ops.lora.site_parts import site_parts
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD
 from tests.worker.loading import adapter_blocks, load_adapter
+from tests.worker.ops.lora.entering import matrices_of
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 
