@@ -46,7 +46,7 @@ ROPE: dict[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Where a config says nothing."""
+"""Used if the config lacks the field."""
 REPEATED = ("initial_context_length", "experts_per_token")
 """What published files say a second time, under another name."""
 

@@ -66,7 +66,7 @@ class AdapterSource:
         self._closing: list[asyncio.Task[None]] = []
 
     def pack_with(self, pool: Preparing) -> None:
-        """Who checks and packs, once the engine has said for what base."""
+        """The processes that verify and pack, once the engine has reported its base."""
         old, self._pool = self._pool, pool
         if old is not None:
             self._closing.append(asyncio.create_task(old.close()))
