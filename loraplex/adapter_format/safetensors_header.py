@@ -190,7 +190,7 @@ def _entry_problem(entry: object, dtypes: Iterable[str]) -> tuple[object, str] |
     for size in shape:
         num_bytes *= size
     if num_bytes != offsets[1] - offsets[0]:
-        return offsets, f"dtype {dtype} and shape {shape} need {num_bytes} bytes; the header lies"
+        return offsets, f"dtype {dtype} and shape {shape} need {num_bytes} bytes, not {offsets[1] - offsets[0]}"
     return None
 
 
