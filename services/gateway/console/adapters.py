@@ -181,7 +181,7 @@ class AdapterEndpoints:
     async def _in_registry(
         self, api_key: str, listing: Listing, versions: Iterable[dict[str, Any]]
     ) -> dict[str, Any]:
-        """What the registry alone knows: size, creator, labels, parent, and the tags' history."""
+        """What only the registry knows: size, creator, labels, parent, and the tags' history."""
         name = _full_name(listing)
         facts = {}
         async with self._registry(api_key) as registry:

@@ -134,7 +134,7 @@ def tag_item(record: TagRecord) -> Item:
 
 
 def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) -> Item:
-    """Visibility of an adapter; watchers learn of it through `versions`, the live ones."""
+    """Visibility of an adapter; watchers are notified through `versions`, the live ones."""
     return Item(
         f"a:{scope_of(record.tenant, record.name)}",
         "adapter",

@@ -171,7 +171,7 @@ def main() -> int:
     try:
         return _serve(server)
     except ServerGone:
-        logger.info("API server process gone")
+        logger.info("the API server process has ended")
         return 0
     except RankLost as error:
         logger.error("the group of ranks is broken", extra={"reason": str(error)})
