@@ -42,7 +42,6 @@ async def reindexing(work: Path, rounds: int, many: int) -> dict[str, Any]:
     await server.start()
     store, catalog = open_store(root.as_uri()), Catalog(connect_redis(server.url))
     registry = assemble(store, catalog)
-    await registry.indexer.start()
     wall, cpu, before_kib = [], [], _peak_kib()
     for _ in range(rounds):
         before_s = time.process_time()

@@ -74,7 +74,7 @@ def name_problem(name: str) -> str | None:
         return "is an archive; unpack it and upload the files"
     if name.endswith((f"/{CONFIG_FILE}", f"/{TENSOR_FILE}")):
         folder = name.rpartition("/")[0]
-        return f"lies in a sub-folder (PEFT does that for named adapters); upload {folder!r} itself"
+        return f"is in a sub-folder (PEFT does that for named adapters); upload {folder!r} itself"
     return f"is not a file of an adapter; remove it (allowed are {', '.join(sorted(MAX_BYTES))})"
 
 

@@ -189,8 +189,8 @@ def _entry_problem(entry: object, dtypes: Iterable[str]) -> tuple[object, str] |
     num_bytes = DTYPE_BYTES[dtype]
     for size in shape:
         num_bytes *= size
-    if num_bytes != offsets[1] - offsets[0]:
-        return offsets, f"dtype {dtype} and shape {shape} need {num_bytes} bytes; the header lies"
+    if num_bytes != (found := offsets[1] - offsets[0]):
+        return offsets, f"dtype {dtype} and shape {shape} need {num_bytes} bytes, not {found}"
     return None
 
 

@@ -26,7 +26,7 @@ from loraplex_services.common.recent import Recent
 MAX_TENANTS = 10_000
 REFUSAL_DELAY_S = 1.0
 MAX_DELAYED = 1000
-"""Refusals that wait in one process; further ones are sent at once."""
+"""Refusals that are delayed in one process; further ones are sent immediately."""
 
 
 class CallRates:

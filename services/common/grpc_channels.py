@@ -25,7 +25,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 class OpenChannel(Protocol):
-    """Opens the way to an address."""
+    """Opens a channel to an address."""
 
     def __call__(self, address: str) -> grpc.aio.Channel: ...
 

@@ -47,7 +47,7 @@ Service = tuple[Callable[[Any, grpc.aio.Server], None], object, str]
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """The files of a server that speaks TLS."""
+    """The files of a server with TLS."""
 
     cert: Path
     """PEM chain of the server."""

@@ -171,7 +171,7 @@ KEY_LIFETIME_S = NumberLimits(0, 100 * YEAR_S)
 WAIT_S = NumberLimits(0, YEAR_S)
 """How long a tag waits until its adapter is loaded."""
 KEPT_VERSIONS = NumberLimits(0, 1000)
-"""Versions of a row of updates that are kept; 0 = all."""
+"""`keep_versions` of an upload; 0 = all versions are kept."""
 EPHEMERAL_S = NumberLimits(0, 30.0 * 24 * 3600)
 """How long an ephemeral version lives; 0 = it is none."""
 QUOTA = NumberLimits(0, float(1 << 62))

@@ -107,7 +107,7 @@ class MetricsServer:
         return 404, _TEXT, b"try /metrics, /healthz or /readyz\n"
 
     async def _debug(self, head: bytes) -> Answer:
-        """The stacks of this process, or a profile; only for who shows the service token."""
+        """The stacks of this process, or a profile; only for callers with the service token."""
         target, _, rest = head.decode("latin-1").split(" ", 1)[1].partition(" ")
         if not is_service_token(_bearer_token(rest), self._service_token):
             return 401, _TEXT, b"show the service token: authorization: Bearer TOKEN\n"

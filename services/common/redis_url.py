@@ -48,7 +48,8 @@ class BoundedRedis(redis.asyncio.Redis):
 
 
 def is_closed_transport(error: RuntimeError) -> bool:
-    """Whether uvloop says that the peer closed a connection: asyncio raises ConnectionError."""
+    """Whether an error of uvloop means that the peer closed a connection; asyncio raises
+    ConnectionError."""
     return "the handler is closed" in str(error)
 
 

@@ -17,7 +17,7 @@ from loraplex_services.common.tls import is_service
 
 
 class ServiceAuth:
-    """An `Auth` that lets in services: who shows a certificate of theirs, or knows the token."""
+    """An `Auth` that admits services: callers with a service's certificate or the token."""
 
     def __init__(self, token: str, names: Collection[str] = ()) -> None:
         """`token` is what `read_service_token` gave; `names` are those of services' certificates,

@@ -19,7 +19,7 @@ MANY_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step, a copy, a fetch and a request's way, and what is moved."""
+    """Seconds of a step, a copy, a fetch and a request's transport, and the bytes moved."""
 
     step_s: float
     """Time of every step."""

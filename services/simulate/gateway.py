@@ -41,7 +41,7 @@ class Due:
 
 
 class SimulatedGateway:
-    """Lets requests in and says where they run."""
+    """Admits requests and chooses their workers."""
 
     def __init__(
         self,

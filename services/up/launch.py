@@ -18,7 +18,7 @@ def main(parent_pid: int, module: str, *arguments: str) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        sys.exit("the supervisor is gone")
+        sys.exit("the supervisor has ended")
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 

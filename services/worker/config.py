@@ -36,7 +36,7 @@ class WorkerConfig:
     base_id: str
     objects_url: str
     cache_dir: Path | None
-    """None = a temporary folder, which goes when the worker ends."""
+    """None = a temporary folder, which is deleted when the worker ends."""
     cache_bytes: int
     drain_s: float
     step_timeout_s: float

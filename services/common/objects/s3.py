@@ -246,7 +246,7 @@ class S3Store:
             raise
 
     def _upload(self, key: str, file: IO[bytes]) -> None:
-        """Send a spooled file: at once if it is small, else in parts."""
+        """Send a spooled file: in one request if it is small, otherwise in parts."""
         file.seek(0)
         first = file.read(PART_BYTES)
         if len(first) < PART_BYTES:
@@ -326,7 +326,7 @@ class S3Store:
 
 
 class _SpooledWriter:
-    """Collects a blob in a temporary file, since S3 wants to know sizes beforehand."""
+    """Collects a blob in a temporary file, since S3 needs the size beforehand."""
 
     def __init__(self, store: S3Store) -> None:
         self._store = store

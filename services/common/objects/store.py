@@ -60,7 +60,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a listing says."""
+    """One entry of a listing."""
 
     key: str
     size: int
@@ -152,7 +152,7 @@ class ObjectStore(Protocol):
 
 @runtime_checkable
 class QuotesEtags(Protocol):
-    """A store whose server wants etags in conditions either quoted or bare."""
+    """A store whose server expects etags in conditions either quoted or unquoted."""
 
     quote_etags: bool
 

@@ -33,7 +33,7 @@ class TenantConcurrency:
         self._rate_limit_store = rate_limit_store
         self._sequences = sequences
         self._limits: dict[str, int] = {}
-        """Limit of each tenant that holds or wants a lease."""
+        """Limit of each tenant that holds or needs a lease."""
         self._wanted: dict[str, int] = {}
         """Sequences of each such tenant that wait or run here."""
 
@@ -57,7 +57,7 @@ class TenantConcurrency:
             self._wanted[tenant] -= num_sequences
 
     async def run(self) -> None:
-        """Renew the leases until cancelled: they expire, and other gateways want their part."""
+        """Renew the leases until cancelled: they expire, and other gateways need their part."""
         while True:
             await asyncio.sleep(ASK_INTERVAL_S)
             for tenant in list(self._limits):

@@ -182,7 +182,7 @@ class AdapterEndpoints:
     async def _in_registry(
         self, api_key: str, listing: Listing, versions: Iterable[dict[str, Any]]
     ) -> dict[str, Any]:
-        """What the registry alone knows: size, creator, labels, parent, the tags' history, and what
+        """What only the registry knows: size, creator, labels, parent, the tags' history, and what
         the caller's tenant used within 30 days."""
         name = _full_name(listing)
         facts = {}

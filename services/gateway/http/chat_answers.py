@@ -62,7 +62,7 @@ class ChatAnswers:
         return None if reply.may_think else reply.content_begin
 
     def num_thought_tokens(self) -> int:
-        """Tokens of thoughts so far, over all choices."""
+        """Tokens of reasoning so far, over all choices."""
         count = 0
         for index, offsets in self._offsets.items():
             for begin, end in (self._answers[index].thought_chars, *self._thoughts[index]):

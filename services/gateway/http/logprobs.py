@@ -84,7 +84,7 @@ def prompt_logprob_maps(
 
 
 def chat_logprobs(names: TokenNames, text_delta: TextDelta) -> dict[str, Any]:
-    """`content` with token, logprob, bytes and the alternatives that were asked for."""
+    """`content` with token, logprob, bytes and the requested alternatives."""
     content = []
     for entry in text_delta.logprobs:
         shown = _chat_token(names, entry.token_id, entry.logprob)

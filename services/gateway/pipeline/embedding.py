@@ -82,7 +82,7 @@ async def pool_all(generation: Generation, calls: Sequence[GenerateCall]) -> Poo
 
 
 async def _pool(generation: Generation, prepared: PreparedRequest) -> tuple[tuple[float, ...], str]:
-    """A vector, and the worker that it comes from."""
+    """A vector, and the worker that computed it."""
     async with aclosing(generation.run(prepared)) as text_deltas:
         async for text_delta in text_deltas:
             if text_delta.pooled:

@@ -33,7 +33,7 @@ class PauseMode(enum.StrEnum):
     """What becomes of running requests when their model is paused, as in vLLM."""
 
     ABORT = "abort"
-    """They end at once with what they have generated."""
+    """Running requests end immediately with what they have generated."""
     WAIT = "wait"
     """They end as usual, and the pause begins then."""
     KEEP = "keep"

@@ -94,7 +94,7 @@ def _check_prompt_logprobs(num_top: int, num_prompt_tokens: int, num_choices: in
     num_entries = num_prompt_tokens * (1 + num_top) * num_choices
     if num_entries > MAX_PROMPT_LOGPROBS:
         why = (
-            f"{num_prompt_tokens} tokens, {num_top} candidates beside each and n = {num_choices} "
+            f"{num_prompt_tokens} tokens, {num_top} candidates for each and n = {num_choices} "
             f"make {num_entries} logprobs; ask for at most {MAX_PROMPT_LOGPROBS}"
         )
         raise _bad("prompt_logprobs", num_top, why)

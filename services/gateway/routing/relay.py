@@ -81,7 +81,7 @@ class RelayedJob:
         self._last = ""
         """Address of the last worker tried."""
         self._stays = False
-        """Whether the next attempt goes there again, where its prefix is cached."""
+        """Whether the next attempt goes to the same worker, where its prefix is cached."""
 
     async def tokens(self) -> AsyncGenerator[Tokens]:
         """Yield each position once and in order. Raises: LoraplexError."""

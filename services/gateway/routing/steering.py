@@ -24,7 +24,7 @@ class Interrupted(LoraplexError):
 
 
 class Steering:
-    """The wanted state of one request."""
+    """The desired state of one request."""
 
     def __init__(self, adapters: AdapterSet, *, keeps_prefix: bool = False) -> None:
         """`keeps_prefix`: after a switch, cached KV of the old adapters is used."""
@@ -63,7 +63,7 @@ class Steering:
         self._interrupt()
 
     def hold(self) -> None:
-        """Freeze: no worker is asked for more tokens."""
+        """Pause: no worker computes more tokens."""
         self._may_run.clear()
         self._interrupt()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 
 class ToolFormat(enum.StrEnum):
-    """How a model writes the calls it wants made."""
+    """The notation in which a model writes tool calls."""
 
     NONE = "none"
     HERMES = "hermes"

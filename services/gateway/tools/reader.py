@@ -288,7 +288,7 @@ def cut_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
 
 
 def new_call_id(num_chars: int = 0) -> str:
-    """Mistral's templates want exactly nine letters or digits."""
+    """Mistral's templates require exactly nine letters or digits."""
     return (
         secrets.token_hex(num_chars)[:num_chars] if num_chars else f"call_{secrets.token_hex(12)}"
     )

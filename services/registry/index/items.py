@@ -136,7 +136,7 @@ def tag_item(record: TagRecord) -> Item:
 
 
 def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) -> Item:
-    """What belongs to an adapter as a whole; watchers learn of it through `versions`, the live
+    """What belongs to an adapter as a whole; watchers are notified through `versions`, the live
     ones."""
     return Item(
         f"a:{scope_of(record.tenant, record.name)}",

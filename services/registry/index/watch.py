@@ -24,7 +24,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Changes in order. `token` is "" inside a snapshot, which cannot be resumed half-way."""
+    """Changes in order. `token` is "" inside a snapshot, which cannot be resumed in the middle."""
 
     events: tuple[dict[str, Any], ...]
     """JSON {kind, doc} as in the index."""

@@ -89,7 +89,7 @@ class Snapshots:
         for key in reversed(await self._keys()):
             if await self._download(key, file):
                 return _Copies(file)
-            logger.warning("snapshot is damaged or gone", extra={"key": key})
+            logger.warning("snapshot is damaged or missing", extra={"key": key})
         return _Copies(None)
 
     async def _download(self, key: str, file: IO[bytes]) -> bool:

@@ -34,7 +34,7 @@ def _model(name: str) -> str:
 
 
 def _stem(name: str) -> str:
-    """A name without what says how the weights are stored."""
+    """A name without the parts that describe how the weights are stored."""
     while (shorter := _STORAGE.sub("", name)) != name:
         name = shorter
     return name

@@ -39,7 +39,7 @@ class PartWriter:
         scan: ArrivingScan | None,
     ) -> None:
         self.end = begin
-        """Where the next chunk goes."""
+        """Offset of the next chunk."""
         self._scan = scan
         self._store = store
         self._place = (upload_id, index)
@@ -55,8 +55,8 @@ class PartWriter:
         self._working: asyncio.Future[None] | None = None
 
     async def write(self, data: bytes, crc32: int) -> None:
-        """Take a chunk. Raises DataLoss if one is damaged, at once or later; those before it
-        are kept."""
+        """Take a chunk. Raises DataLoss if one is damaged, immediately or later; the chunks before
+        it are kept."""
         if self.end - self._begin >= MAX_PART_BYTES:
             await self.finish()
             self._open()

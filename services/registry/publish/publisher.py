@@ -343,7 +343,7 @@ class Publisher:
     async def _set_visibility(
         self, session: UploadSession, items: list[Item]
     ) -> AdapterRecord | None:
-        """Change the visibility if the upload asks for it; returns the resulting record."""
+        """Change the visibility if the upload requests it; returns the resulting record."""
         options = session.options
 
         def step(current: AdapterRecord | None) -> AdapterRecord | None:

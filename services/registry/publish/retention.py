@@ -38,7 +38,7 @@ class Retention:
         """Versions, since the registry started."""
 
     def published(self, version: VersionRecord) -> None:
-        """Have the row of updates looked at that a new version belongs to, if any."""
+        """Check later whether older versions must be deleted after this new version."""
         if version.keep_versions:
             self._updated[version.tenant, version.name] = version.keep_versions
             self._wake.set()

@@ -80,7 +80,7 @@ class TagRules:
 
 
 def latest_by_operator(base_id: str, certificates: Iterable[Certificate]) -> list[Certificate]:
-    """The last certificate by the operator of each way in which a base is quantised at load."""
+    """The latest certificate by the operator for each quantisation of the base at load."""
     latest: dict[str, Certificate] = {}
     for one in sorted(certificates, key=lambda one: one.created_unix_s):
         if one.by_operator and one.base_id == base_id:

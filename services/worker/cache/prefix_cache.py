@@ -47,7 +47,7 @@ Key = tuple[int, bytes]
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """A full block whose content its key fixes."""
+    """A full block whose content is determined by its key."""
 
     key: Key
     block: int

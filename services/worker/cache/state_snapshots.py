@@ -36,7 +36,7 @@ class Snapshot:
 
 
 class StateSnapshots:
-    """Implements `reclaimer.Idle`: the least recently used goes first."""
+    """Implements `reclaimer.Idle`: the least recently used is evicted first."""
 
     def __init__(self, arena: Arena, num_blocks: int) -> None:
         """`num_blocks` of each; 0 = the base has no recurrent layers."""

@@ -18,7 +18,7 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class BaseFacts:
-    """What holds for requests whose adapters say nothing else."""
+    """The facts of the base, which apply to requests unless their adapters change them."""
 
     vocab_size: int
     context_tokens: int

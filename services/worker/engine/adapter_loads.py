@@ -41,13 +41,13 @@ class AdapterLoads:
         self._packing: dict[str, tuple[AdapterFetched, Pending[int]]] = {}
         self._copying: list[tuple[Load, Pending[Copied]]] = []
         self._pins: dict[str, bool] = {}
-        """Whether to pin adapters that are wanted as soon as they are packed."""
+        """Whether to pin adapters that are to be loaded as soon as they are packed."""
         self._awaited_since_s: dict[str, float] = {}
-        """Adapters that requests asked for before they were on disk."""
+        """Adapters that requests needed before they were on disk, and since when."""
         self._copies_s: list[float] = []
         self._loaded: list[str] = []
         self.refused: dict[str, LoraplexError] = {}
-        """Why adapters that were wanted ahead of requests are not loaded."""
+        """Why adapters that were to be loaded ahead of requests are not."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when a pack or a copy has ended."""
 
@@ -74,7 +74,7 @@ class AdapterLoads:
         self._awaited_since_s.pop(digest, None)
 
     def gone(self, digest: str) -> None:
-        """The files are leaving: what is packed of them will not be asked for."""
+        """The files are being deleted, so results of packing are dropped."""
         self._packing.pop(digest, None)
         self._pins.pop(digest, None)
 
@@ -132,8 +132,8 @@ class AdapterLoads:
     def refusals(
         self, requests: Sequence[Request], base: BaseFacts
     ) -> list[tuple[Request, LoraplexError]]:
-        """Requests whose adapters are all here and that may not run with them. The others learn
-        what their adapters are to them."""
+        """Requests whose adapters are all here and that may not run with them. Applies to the
+        others what their adapters change."""
         refused: list[tuple[Request, LoraplexError]] = []
         for request in requests:
             digests = request.adapters.digests

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex.api.fields import shared_fields
 from loraplex.api.output import FinishReason, Timings
-from loraplex.api.request import shared_fields
 from loraplex.api.residency import AdapterResidency, Tier
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.types.messages import ResidencyChange, Submit, WireError

@@ -171,7 +171,7 @@ def main() -> int:
     try:
         return _serve(server)
     except ServerGone:
-        logger.info("API server process gone")
+        logger.info("the API server process has ended")
         return 0
     except RankLost as error:
         logger.error("the group of ranks is broken", extra={"reason": str(error)})
@@ -189,7 +189,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _unexpected(error: Exception) -> InvalidRequest:
-    """What an engine says that ended in a way that nothing foresees."""
+    """The message of an engine that ended with an unexpected error."""
     first_line = str(error).partition("\n")[0]
     why = (
         f"cannot be loaded ({type(error).__name__}: {first_line}); copy or download the base "

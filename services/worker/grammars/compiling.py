@@ -127,7 +127,7 @@ def _one_of(options: Sequence[str]) -> str:
 
 
 def _one_line(reason: str) -> str:
-    """The line of a multi-line reason that says what is wrong, shortened."""
+    """The line of a multi-line error message that names the problem, shortened."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason given"]
     said = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
     line = (said or lines)[0]

@@ -132,7 +132,7 @@ def resume(follower: AdapterMatcher, grammar: Grammar, output_ids: Sequence[int]
     """Let `follower`, which is at the start, follow the output so far.
 
     Raises:
-        InvalidRequest: the output is not a beginning of the grammar, or is complete already.
+        InvalidRequest: the output is not a prefix of the grammar, or is already complete.
     """
     if output_ids and not (follower.consume(output_ids) and not follower.is_finished):
         raise InvalidRequest.field(

@@ -145,7 +145,7 @@ class TiledLinear:
 
 
 class NativeNorm:
-    """A norm in one pass; batches whose adapters train norms take the torch way."""
+    """A norm in one pass; batches whose adapters train norms use torch."""
 
     def __init__(self, native: Native, site_id: int, weight: NormWeight) -> None:
         self._native = native

@@ -63,7 +63,7 @@ class OneRank:
 
 
 class GatheredLinear:
-    """A base linear whose outputs are divided among the ranks and brought together on rank 0."""
+    """A base linear whose outputs are divided among the ranks and gathered on rank 0."""
 
     def __init__(self, own: BaseLinear, out_features: int, ranks: Ranks) -> None:
         """

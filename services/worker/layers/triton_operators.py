@@ -111,7 +111,7 @@ class TritonLora:
 
 
 class TritonNorm:
-    """A norm in one launch; batches whose adapters train norms take the torch way."""
+    """A norm in one launch; batches whose adapters train norms use torch."""
 
     def __init__(self, site_id: int, weight: NormWeight) -> None:
         self._portable = RmsNorm(site_id, weight)

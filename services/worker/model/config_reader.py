@@ -56,7 +56,7 @@ class ModelConfigReader:
         return float(value)
 
     def optional_number(self, key: str, default: float | None) -> float | None:
-        """A number, or None if the file says null."""
+        """A number, or None if the value in the file is null."""
         if self.is_null(key) or (key not in self._raw and default is None):
             self._seen.add(key)
             return None

@@ -104,7 +104,7 @@ class BlockTables:
         return places
 
     def _enter(self, request: Request, rows: Sequence[PlannedRow]) -> TableRow:
-        """A row for a request that has none, or whose tables have begun again."""
+        """A row for a request that has none, or whose tables were started again."""
         held = self._held.get(request)
         if held is None:
             if not self._free:

@@ -58,5 +58,5 @@ class StepOrder:
         return StepUnderWay(None, lambda: self._executor.submit(lambda: choose(passed.result())))
 
     def between(self, change: Callable[[], T]) -> T:
-        """Do something after all steps launched and before any that comes. Waits for it."""
+        """Run a function after all launched steps and before any later step. Waits for it."""
         return self._executor.submit(change).result()

@@ -93,7 +93,7 @@ def _add_message(messages: ChatMessages, body: Body, field: str) -> None:
 
 
 def full_name(namespace: str, name: str) -> str:
-    """The name under which the model knows a function of a namespace."""
+    """The name of a namespace's function that the model is shown."""
     return f"{namespace}__{name}"
 
 

@@ -57,7 +57,7 @@ class ResponsesCall:
     previous_id: str
     stores: bool
     encodes_thoughts: bool
-    """Thoughts are also sent in encoded form, for callers who send them back."""
+    """Whether reasoning is also sent in encoded form, for callers that send it back."""
     shows_logprobs: bool
     namespaces: Mapping[str, tuple[str, str]]
     """Namespace and name of each function that is in a namespace."""

@@ -48,7 +48,7 @@ class CopiedImage:
 
 
 class AtOnce(Executor):
-    """Runs what it is given before it returns: for tools, and tests of what comes when."""
+    """Runs tasks synchronously, for tools and for tests of the order of events."""
 
     def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]  # as inherited
         """A future that is done."""

@@ -93,7 +93,7 @@ class EnteredAdapter:
 
     @property
     def in_torch(self) -> frozenset[int]:
-        """Sites whose deltas no record describes."""
+        """Sites whose deltas are not described by a record."""
         return frozenset(self.index.records.sites_without)
 
     @property
@@ -134,8 +134,8 @@ class EnteredAdapter:
         )
 
     def _scales_of(self, site_id: int) -> Tensor:
-        """float32 `[rank]`, a view of one vector for all sites, which is copied to the device when
-        the first of them is asked for."""
+        """float32 `[rank]`, a view of one vector for all sites, which is copied to the device at
+        the first use."""
         if self._scales is None:
             sites = self.sites.values()
             flat = torch.from_numpy(np.array(rank_scales(sites), np.float32))

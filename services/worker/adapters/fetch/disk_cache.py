@@ -46,7 +46,8 @@ class DiskAdapter:
 
 
 class DiskCache:
-    """Owns the folders. Leased adapters stay; of the others the least recently used goes first.
+    """Owns the folders. Leased adapters are kept; of the others, the least recently used is deleted
+    first.
 
     `on_gone(digest)` is called before an adapter's files are deleted.
     """

@@ -157,7 +157,7 @@ class AttentionMetadata:
 
     @property
     def seq_lens_cuda(self) -> Tensor:
-        """`seq_lens` on the device of `position_ids`; copied when it is first asked for."""
+        """`seq_lens` on the device of `position_ids`; copied at its first use."""
         if self._seq_lens_cuda is None:
             device = self.seq_lens.device if self.position_ids is None else self.position_ids.device
             self._seq_lens_cuda = to_device(self.seq_lens, device)

@@ -95,7 +95,7 @@ def _joined(tiles: Sequence[Tile]) -> list[Tile]:
 
 
 def _follows(before: Tile, tile: Tile) -> bool:
-    """Whether a tile's first row comes right after another's last one."""
+    """Whether a tile's first row directly follows another's last one."""
     return (
         (before.row_end, before.col_begin, before.col_end)
         == (tile.row_begin, tile.col_begin, tile.col_end)

@@ -71,7 +71,7 @@ def lead(
     """Rank 0 of a group whose other ranks are starting.
 
     Raises:
-        LoraplexError: a rank cannot serve its part, or is not like the others.
+        LoraplexError: a rank cannot serve its part, or differs from the others.
         RankLost: a rank ended or came too late.
     """
     meeting = followers.rendezvous, followers.timeout_s
