@@ -8,7 +8,7 @@ from typing import Any
 
 from loraplex.api.load import RecentLoad
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
-from loraplex_services.gateway.pipeline.history import RANGES, History, Point
+from loraplex_services.gateway.pipeline.history import RANGES, LoadHistory, Point
 from loraplex_services.gateway.request import ServedModel
 from loraplex_services.gateway.workers.view import WorkerView
 
@@ -76,7 +76,7 @@ def recent_state(recent: RecentLoad, sees_all: bool) -> dict[str, Any]:
     }
 
 
-def history_state(history: History, name: str, sees_all: bool) -> dict[str, Any]:
+def history_state(history: LoadHistory, name: str, sees_all: bool) -> dict[str, Any]:
     """The charts of a range, by column, and what failed within it."""
     points = history.points(name)
     columns = [field.name for field in dataclasses.fields(Point)]

@@ -21,7 +21,7 @@ _BIN = math.log(1.1)
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ChartRange:
     """How far a chart goes back, and how long its steps are."""
 
     step_s: float
@@ -29,10 +29,10 @@ class Range:
 
 
 RANGES = {
-    "5m": Range(5.0, 60),
-    "1h": Range(30.0, 120),
-    "6h": Range(180.0, 120),
-    "24h": Range(600.0, 144),
+    "5m": ChartRange(5.0, 60),
+    "1h": ChartRange(30.0, 120),
+    "6h": ChartRange(180.0, 120),
+    "24h": ChartRange(600.0, 144),
 }
 
 
@@ -70,7 +70,7 @@ class Point:
     waiting: int
 
 
-class History:
+class LoadHistory:
     """Keeps the steps of all ranges."""
 
     def __init__(self, now: Callable[[], float]) -> None:

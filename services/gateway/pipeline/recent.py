@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from loraplex.api.load import ModelLoad, RecentLoad
 from loraplex_services.gateway.event_loop import now_s
-from loraplex_services.gateway.pipeline.history import History
+from loraplex_services.gateway.pipeline.history import LoadHistory
 
 WINDOW_S = 60.0
 MAX_ENTRIES = 50_000
@@ -42,7 +42,7 @@ class RecentRequests:
     def __init__(self, now: Callable[[], float] = now_s) -> None:
         self._now = now
         self._begin_s = now()
-        self.history = History(now)
+        self.history = LoadHistory(now)
         self._ended: deque[Ended] = deque(maxlen=MAX_ENTRIES)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_ENTRIES)
         """When, and after how many seconds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_services.gateway.pipeline.history import RANGES, History
+from loraplex_services.gateway.pipeline.history import RANGES, LoadHistory
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 
 def test_rates_and_percentiles_belong_to_the_step_in_which_they_happened() -> None:
     clock = Clock()
-    history = History(clock)
+    history = LoadHistory(clock)
     for number in range(1, 101):
         history.first_token(number / 1000)
     history.generated(400)
@@ -38,7 +38,7 @@ def test_rates_and_percentiles_belong_to_the_step_in_which_they_happened() -> No
 
 def test_each_range_goes_as_far_back_as_it_says_and_no_further_than_the_start() -> None:
     clock = Clock()
-    history = History(clock)
+    history = LoadHistory(clock)
     history.ended("unavailable", False, 0)
     clock.now_s += 1800
     history.ended("", True, 1)
@@ -54,7 +54,7 @@ def test_each_range_goes_as_far_back_as_it_says_and_no_further_than_the_start() 
 
 def test_failures_are_listed_by_number_and_bounded_in_time() -> None:
     clock = Clock()
-    history = History(clock)
+    history = LoadHistory(clock)
     for number in range(3):
         for _ in range(number + 1):
             history.ended(f"reason_{number}", False, 0)
@@ -63,7 +63,7 @@ def test_failures_are_listed_by_number_and_bounded_in_time() -> None:
 
 def test_a_step_that_has_just_begun_shows_no_absurd_rate() -> None:
     clock = Clock()
-    history = History(clock)
+    history = LoadHistory(clock)
     clock.now_s += 5.001
     history.ended("", True, 10)
     assert history.points("5m")[-1].prompt_tokens_per_s == 10.0
