@@ -126,6 +126,7 @@ def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> di
     root = str(Path(loraplex_services.__path__[0]).parent)
     shared["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))
     shared["PYTHONSAFEPATH"] = "1"
+    shared.setdefault("GRPC_VERBOSITY", "ERROR")  # its notes on forks tell users nothing
     shared["LORAPLEX_OBJECTS"] = environ.get("LORAPLEX_OBJECTS") or f"file://{state.objects}"
     shared["LORAPLEX_DRAIN_S"] = f"{config.drain_s:g}"
     shared["LORAPLEX_INSECURE"] = "true" if config.insecure else "false"

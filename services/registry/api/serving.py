@@ -26,6 +26,7 @@ from loraplex_services.registry.layout import check_layout_number
 from loraplex_services.registry.maintenance.housekeeping import (
     collect_regularly,
     copy_regularly,
+    copy_usage,
     copy_usage_regularly,
     expire_regularly,
 )
@@ -73,6 +74,7 @@ async def serve() -> None:
         keeper.add_done_callback(lambda _: stopping.set())
         stack.callback(keeper.cancel)
         await grpc_server.serve(running, drain_s=config.drain_s, stopping=stopping)
+        await copy_usage(registry.usage)
         if keeper.done():
             keeper.result()
 

@@ -1,6 +1,6 @@
 """The console with 10,000 adapters and 50 workers in a real browser, wide and on a phone.
 
-    CONSOLE_PICTURES=docs/images .venv/bin/pytest -m long tests/gateway/console/test_scale.py
+    CONSOLE_PICTURES=FOLDER .venv/bin/pytest -m long tests/gateway/console/test_scale.py
 
 also keeps pictures.
 """
