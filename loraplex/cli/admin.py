@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import moment, print_json, print_table, short_digest, sized
 from loraplex.cli.parsing import add_command, add_connection, add_group, count
 from loraplex.cli.publish import client_of
+
+if TYPE_CHECKING:
+    from loraplex.api.registry import AuditEntry
 
 
 def add(commands: Any) -> None:
@@ -117,17 +120,29 @@ async def _base_list(args: argparse.Namespace) -> None:
 
 
 async def _audit(args: argparse.Namespace) -> None:
-    shown = 0
+    shown: list[AuditEntry] = []
     async with client_of(args) as client:
         async for entry in client.admin.audit(args.tenant):
-            if shown >= args.limit:
+            if len(shown) >= args.limit:
                 break
-            shown += 1
-            if args.json:
-                print_json(entry)
-                continue
-            actor = entry.actor or "-"
-            print(f"{moment(entry.time_unix_s)}  {actor}  {entry.action}  {entry.subject}")
+            shown.append(entry)
+        is_named = not args.json and any(entry.actor for entry in shown)
+        keys = await client.admin.keys(args.tenant) if is_named else ()
+    if args.json:
+        for entry in shown:
+            print_json(entry)
+        return
+    names = {key.key_id: f"{key.key_id} ({key.description})" for key in keys if key.description}
+    rows = [
+        (
+            moment(entry.time_unix_s),
+            names.get(entry.actor, entry.actor or "-"),
+            entry.action,
+            entry.subject,
+        )
+        for entry in shown
+    ]
+    print_table(("TIME", "BY", "ACTION", "SUBJECT"), rows)
 
 
 async def _gc(args: argparse.Namespace) -> None:

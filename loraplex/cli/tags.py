@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.catalog import pending_of, sides_of, spelled
-from loraplex.cli.output import moment, print_json
+from loraplex.cli.output import moment, print_json, print_table
 from loraplex.cli.parsing import add_command, add_connection, add_when_loaded, key_value
 from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
@@ -221,11 +221,14 @@ async def _history(args: argparse.Namespace) -> None:
 
     async with client_of(args) as client:
         moves = await client.tag_history(args.name, args.tag)
+    if not args.json:
+        rows = [
+            (moment(move.moved_unix_s), move.mover or "-", spelled(move.targets) or "(deleted)")
+            for move in moves
+        ]
+        print_table(("MOVED", "BY", "TO"), rows)
+        return
     for move in moves:
-        if not args.json:
-            to = spelled(move.targets) or "(deleted)"
-            print(f"{moment(move.moved_unix_s)}  {move.mover or '-'}  {to}")
-            continue
         about = {"name": args.name.rpartition("/")[2], "tag": args.tag}
         print_json({**about, **_first_of(move.targets), **dataclasses.asdict(move)})
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import Sequence
 
 from loraplex.errors import LoraplexError
@@ -75,6 +76,9 @@ class Supervisor:
     async def _announce(self) -> None:
         await asyncio.gather(*(_wait_ready(child) for child in self._children))
         print(self._ready_line, flush=True)
+        if sys.stderr.isatty():
+            url = self._ready_line.split()[2]
+            print(f"console {url}/   next: registry upload DIR --name NAME", file=sys.stderr)
 
     async def _drain(self) -> None:
         """Gateways first, so that workers can finish what they were given; the registry last."""

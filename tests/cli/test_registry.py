@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -94,7 +95,8 @@ def test_history_tells_every_move_of_a_tag_newest_first(registry: Any, adapter: 
     ]
     assert [move["digest"] for move in moves] == [None, one["digest"], two["digest"]]
     lines = registry("history", "default/moved", "prod").stdout.splitlines()
-    assert [line.split("  ")[1:] for line in lines] == [
+    assert [re.split("  +", line)[1:] for line in lines] == [
+        ["BY", "TO"],
         ["-", "(deleted)"],
         ["-", "v1:90 v2:10"],
         ["-", "v2"],
@@ -255,6 +257,12 @@ def test_tenants_bases_audit_and_upkeep(registry: Any, adapter: Path) -> None:
     assert registry.json("base", "list")["base_id"] == "loraplex-demo"
     entries = [json.loads(line) for line in registry("audit", "--json").stdout.splitlines()]
     assert any(entry["subject"].startswith("default/audited") for entry in entries)
+    assert registry("audit", "--limit", "1").stdout.split()[:4] == [
+        "TIME",
+        "BY",
+        "ACTION",
+        "SUBJECT",
+    ]
     assert registry.json("gc", "--dry-run")["deleted_objects"] == 0
     assert registry.json("reindex")["bases"] == 1
 

@@ -187,6 +187,10 @@ def test_search_narrows_the_table_and_try_adds_a_model(page: Page) -> None:
     assert page.url.endswith("#adapters?search=rot")
     page.reload()
     page.wait_for_selector("#adapter-rows tr:only-child")
+    page.fill("#search", "zzzz")
+    page.wait_for_selector("text=No adapter matches")
+    page.fill("#search", "rot")
+    page.wait_for_selector("button[aria-label='Try rot13']")
     page.click("button[aria-label='Try rot13']")
     assert "rot13" in page.text_content("#picked")
 

@@ -56,7 +56,7 @@ class Up:
 
 
 @contextmanager
-def _up(state: Path, *flags: str) -> Iterator[Up]:
+def _up(state: Path, *flags: str, folder: Path = REPO) -> Iterator[Up]:
     log = state.with_suffix(".log")
     with log.open("w") as stderr:
         process = subprocess.Popen(
@@ -65,7 +65,7 @@ def _up(state: Path, *flags: str) -> Iterator[Up]:
             stderr=stderr,
             text=True,
             env=ENVIRON,
-            cwd=REPO,
+            cwd=folder,
         )
     try:
         assert process.stdout is not None
@@ -79,7 +79,11 @@ def _up(state: Path, *flags: str) -> Iterator[Up]:
 
 
 def test_ready_stack_answers_refuses_a_second_owner_and_drains(tmp_path: Path) -> None:
-    with _up(tmp_path / "s") as up:
+    project = tmp_path / "project"
+    for name in ("registry", "gateway", "worker"):
+        (project / "services" / name).mkdir(parents=True)
+        (project / "services" / name / "__init__.py").write_text("raise SystemExit('user code')")
+    with _up(tmp_path / "s", folder=project) as up:
         assert urllib.request.urlopen(f"{up.http}/readyz").status == 200
         assert up.generate().stdout.strip() == "abc 12"
 
