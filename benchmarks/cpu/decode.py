@@ -127,8 +127,7 @@ def measure(
         runs = results.setdefault(f"{count}x{num_adapters}", {name: [] for name in sides})
         num_before = len(runs["loraplex"])
         for side in sides.values():
-            # As long as what is measured: after a run of two tokens, the next run of PEFT took two
-            # to three times as long as the later ones.
+            # As long as what is measured, so that no repetition is the first to touch its memory.
             prompts = make_prompts(count, shape.vocab_size, seed=-1)
             side.run(prompts, num_adapters, args.new_tokens)
         for repetition in range(num_before, num_before + args.repetitions):
