@@ -60,7 +60,7 @@ deploy-test: ## Run the manifests of deploy/k8s on this machine, in network name
 test-torch-free: ## Run the tests of all parts that do without torch: make test-torch-free PYTHON=python3.13
 	@scripts/test_torch_free.sh $(TORCH_FREE)
 
-lint: ## Check style, import walls, stubs, sizes and protos; changes nothing
+lint: ## Check style, import rules, stubs, sizes and protos; changes nothing
 	@GOAL=$@ scripts/setup.sh run test dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

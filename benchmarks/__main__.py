@@ -2,6 +2,7 @@
 
     python -m benchmarks list                   # names and what each one measures
     python -m benchmarks run cpu.decode [args]  # one benchmark; `--help` shows its arguments
+    python -m benchmarks run cpu                # a group's goals: the same as `run cpu.table`
     python -m benchmarks quick                  # the short ones, one after another
 
 A module is a benchmark when its docstring shows how to run it. All others are helper modules.
@@ -89,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
         case ["run", name, *arguments] if name in summaries():
             module = f"benchmarks.{name}"
             os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+        case ["run", group, *arguments] if f"{group}.table" in summaries():
+            return main(["run", f"{group}.table", *arguments])
         case ["run", name, *_]:
             nearest = difflib.get_close_matches(name, summaries(), n=1, cutoff=0.0)
             print(f"unknown benchmark {name}; the nearest name is {nearest[0]}", file=sys.stderr)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from loraplex.api.registry import AdapterVersion, Published, Tag, UsageEntry
     from loraplex.api.sampling import Grammar, Sampling
     from loraplex.client.blocking import BlockingInference, BlockingRegistry
-    from loraplex.client.generation import Completion, Message, Piece
+    from loraplex.client.generation import Completion, CompletionChunk, Message
     from loraplex.client.inference_client import InferenceClient
     from loraplex.client.publishing import Publication
     from loraplex.client.registry_client import RegistryClient
@@ -28,13 +28,13 @@ _HOMES = {
     "BlockingInference": "client.blocking",
     "BlockingRegistry": "client.blocking",
     "Completion": "client.generation",
+    "CompletionChunk": "client.generation",
     "Credentials": "client.settings",
     "Embeddings": "client.vectors",
     "Grammar": "api.sampling",
     "InferenceClient": "client.inference_client",
     "LoraplexError": "errors",
     "Message": "client.generation",
-    "Piece": "client.generation",
     "Publication": "client.publishing",
     "Published": "api.registry",
     "RegistryClient": "client.registry_client",
@@ -50,13 +50,13 @@ __all__ = [
     "BlockingInference",
     "BlockingRegistry",
     "Completion",
+    "CompletionChunk",
     "Credentials",
     "Embeddings",
     "Grammar",
     "InferenceClient",
     "LoraplexError",
     "Message",
-    "Piece",
     "Publication",
     "Published",
     "RegistryClient",

@@ -1,4 +1,4 @@
-"""Keeping freed memory for the next message instead of giving it back."""
+"""Configures glibc to keep freed memory for the next message instead of returning it."""
 
 from __future__ import annotations
 

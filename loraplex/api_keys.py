@@ -1,4 +1,4 @@
-"""API keys as text: `lpx_<id>_<secret>`."""
+"""Parses and makes API keys as text: `lpx_<id>_<secret>`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that can go wrong, once: typed errors with fields, and the one table of their codes.
+"""The typed errors of all parts, and the table of their gRPC and HTTP codes.
 
 Domain code raises these; servers translate them with `code_of`. Nothing here knows gRPC or HTTP
 beyond the names and numbers in the table.

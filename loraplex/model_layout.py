@@ -1,4 +1,4 @@
-"""Adapters as OCI image layouts, so that any OCI tool can carry them.
+"""Reads and writes adapters as OCI image layouts, so that any OCI tool can transfer them.
 
     oci-layout              {"imageLayoutVersion": "1.0.0"}
     index.json              one manifest

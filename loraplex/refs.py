@@ -1,4 +1,4 @@
-"""References: how people name an adapter, a version or a split side. Pure text, no network.
+"""Parses references to adapters, versions and splits. Pure text, no network.
 
 ref    = [tenant "/"] name [":" (tag | "v" number) | "@sha256:" 64 hex]
 tenant = [a-z0-9][a-z0-9._-]{0,95}

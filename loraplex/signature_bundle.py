@@ -1,4 +1,5 @@
-"""Signatures of a version's files in the `model_signing` format, up to the mathematics.
+"""Makes and parses signatures of a version's files in the `model_signing` format, without the
+cryptography.
 
 A signature is a sigstore bundle v0.3: a DSSE envelope around an in-toto statement that lists every
 file with its sha256. Other tools verify it against a pulled folder, and this module needs none.

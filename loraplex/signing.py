@@ -1,4 +1,4 @@
-"""Signing with, and verifying by, elliptic-curve keys in PEM files. Needs `cryptography`."""
+"""Signs and verifies with elliptic-curve keys in PEM files. Needs `cryptography`."""
 
 from __future__ import annotations
 

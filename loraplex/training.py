@@ -1,4 +1,4 @@
-"""Publishing from training loops: a callback for `transformers.Trainer` and its children.
+"""Publishes adapters from training loops: a callback for `transformers.Trainer` and its subclasses.
 
 trainer = SFTTrainer(..., callbacks=[PublishCallback(Publication("policy", keep_versions=4))])
 """

@@ -1,4 +1,4 @@
-"""Bytes and times as people write them. Each parser raises ValueError saying what it accepts."""
+"""Parses bytes and times as people write them. Parsers raise ValueError with what they accept."""
 
 from __future__ import annotations
 

@@ -30,19 +30,20 @@ Calls per tenant are those that the keys of one tenant may have open at one proc
 callers without auth are not counted. A call beyond the limit is refused with `RESOURCE_EXHAUSTED`
 and the reason `TOO_MANY_CALLS`.
 
-A registry answers 200 calls per second of each tenant, and a gateway does as many reads. The last
-column says how many calls a call counts as. A call that comes too early waits for its time, and is
-refused with the same reason if that takes too long. Refusals are sent a second late.
+Each tenant may make 200 calls per second to a registry, and 200 reads per second to a gateway. The
+last column says as how many of these a call counts. A call above the rate is delayed until the rate
+allows it. If the delay would be too long, it is refused with the same reason, a second later.
 
 """
 
 POOLS = """\
-## Work in processes of their own
+## Work in separate processes
 
-What tenants send is read, rendered or compiled in processes with a memory limit (of the address
-space) and a time limit. Tenants get the processes in rotation, and no tenant holds all of them at
-one time. An adapter's template or a grammar that ran out of time is refused for 30 seconds without
-another try. Configs and headers of up to 64 KiB are validated in the registry's own process.
+Templates, tokenizer files, grammars and headers that tenants send are processed in separate
+processes with a memory limit (of the address space) and a time limit. Tenants get these processes
+in rotation, and no tenant holds all of them at the same time. An adapter's template or a grammar
+that ran out of time is refused for 30 seconds without another attempt. The registry's own process
+validates configs and headers of up to 64 KiB.
 
 """
 
@@ -57,12 +58,13 @@ COUNTS = {
     "MAX_SPLIT_KEY_CHARS": "characters in the split key of a request",
     "MAX_ADAPTERS_PER_REQUEST": "adapters combined in one request",
     "MAX_SEQUENCES_PER_REQUEST": "prompts times `n` in one HTTP request",
-    "MAX_SMALL_MESSAGE_BYTES": "of an HTTP body or a gRPC request that is parsed at once; "
-    "larger ones of a tenant wait for each other, and take 1/200 of a server's time at most",
-    "MAX_WAITING_MESSAGES_PER_TENANT": "larger ones of a tenant that wait; the next is refused",
+    "MAX_SMALL_MESSAGE_BYTES": "of an HTTP body or a gRPC request that is parsed immediately; "
+    "larger ones of a tenant are parsed one after another, in at most 1/200 of a server's time",
+    "MAX_WAITING_MESSAGES_PER_TENANT": "larger ones of a tenant that wait to be parsed; "
+    "further ones are refused",
     "MAX_HTTP_CONNECTIONS": "HTTP connections of one gateway; further ones are closed",
     "MAX_HTTP_HEADER_S": "seconds for the head of an HTTP request to arrive",
-    "MAX_JSON_COMMAS": "commas in an HTTP body; they bound the values that are parsed at once",
+    "MAX_JSON_COMMAS": "commas in an HTTP body; this bounds its number of values",
     "MAX_JSON_BRACKETS": "opening brackets and braces in an HTTP body",
     "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
     "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
@@ -78,11 +80,14 @@ COUNTS = {
     "MAX_HISTORY_RESPONSES": "stored responses that one conversation may consist of",
     "MAX_RESPONSE_METADATA": "entries in `metadata` of a response",
     "MAX_OPEN_UPLOADS_PER_TENANT": "unfinished uploads of a tenant; their bytes count in its quota",
+    "MAX_COMPILED_GRAMMAR_BYTES": "of memory of a compiled grammar",
+    "MAX_OPENINGS": "uploads that one registry begins at a time; others wait",
+    "MAX_OPENINGS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_STREAMS": "streams of uploads that one registry reads at a time; others wait",
     "MAX_UPLOAD_STREAMS_PER_TENANT": "of these for one tenant",
     "MAX_UPLOAD_IDLE_S": "seconds without a chunk after which such a stream ends with "
     "`DEADLINE_EXCEEDED`; what arrived is kept",
-    "MAX_CALL_WAIT_S": "seconds that a call waits for its time in the rate of its tenant",
+    "MAX_CALL_WAIT_S": "seconds that a call above the rate of its tenant is delayed",
     "MAX_CHARS_PER_TOKEN": "characters of a prompt per token of the model's context; a longer text "
     "is refused before it is tokenized",
     "MAX_WRONG_KEYS_PER_PEER": "wrong API keys from one address (IPv6: a network of 64 bits) at "
@@ -94,6 +99,8 @@ COUNTS = {
     "MAX_QUEUED": "requests that wait at one gateway; further ones are refused with status 429",
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
     "`bad_token_ids` and `logit_bias`",
+    "MAX_PROMPT_LOGPROBS": "logprobs of prompt tokens for one request: tokens, times candidates "
+    "and one, times `n`",
     "MAX_BAD_WORDS": "words in `bad_words`",
     "MAX_BAD_WORD_CHARS": "characters in each of these words",
     "MAX_GRAMMAR_CHARS": "characters of a grammar, also of one that is made of the schemas of "
@@ -130,6 +137,7 @@ def page() -> Iterator[str]:
         f"{limits.CALL_BURST} |"
     )
     yield _row("`GET /v1/usage`", MethodLimits(num_calls=limits.USAGE_CALLS))
+    yield _row("any other request that is refused", MethodLimits(num_calls=limits.REFUSED_CALLS))
     yield ""
     yield "## Sizes within a request"
     yield ""

@@ -66,14 +66,14 @@ class Served:
         return [entry.logprob for entry in row.prompt_logprobs]
 
 
-def serve(folder: Path, adapter_dtype: str) -> Served:
+def serve(folder: Path, lora_dtype: str) -> Served:
     """The demo's base with the adapter of a folder."""
     runner = build_runner(
         DEMO / "base",
         device="cpu",
         dtype="float32",
         arena_bytes=ARENA_BYTES,
-        adapter_dtype=adapter_dtype,
+        lora_dtype=lora_dtype,
         executors=(AtOnce(), AtOnce()),
     )
     load_adapter(runner, 0, folder, range(adapter_blocks(runner, folder)))

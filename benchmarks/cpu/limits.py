@@ -31,19 +31,19 @@ def best_s(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def measure_limits() -> dict[str, float]:
-    """Bytes read a second from memory, and operations a second in the dtype that `auto` chooses."""
+def measure_limits(isa: str = "auto") -> dict[str, float]:
+    """Bytes read from memory and operations done, a second, with the fastest dtype of a level."""
     data = torch.zeros(READ_BYTES // 4)
     read_s = best_s(data.sum)
     rows, inputs, outputs = 192, 576, 3072
     num_flops = 2 * rows * inputs * outputs
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     flops_per_s = [num_flops / best_s(lambda: torch.nn.functional.linear(x, weight))]
-    if (native := load_native("auto")) is not None:
+    if (native := load_native(isa)) is not None:
         native.set_threads(torch.get_num_threads())
         packed = native.pack(weight)
         flops_per_s.append(num_flops / best_s(lambda: native.linear(x, packed, outputs)))
-    if half_is_fast("auto"):
+    if half_is_fast(isa):
         half, narrow = x.bfloat16(), weight.bfloat16()
         flops_per_s.append(num_flops / best_s(lambda: torch.nn.functional.linear(half, narrow)))
         if native is not None:

@@ -85,8 +85,8 @@ class OurEngine:
             arena_bytes=arena_bytes,
             max_lora_rank=64,
             max_resident=64,
-            max_step_tokens=2048,
-            max_running=max_running,
+            max_num_batched_tokens=2048,
+            max_num_seqs=max_running,
             drafts=drafts,
         )
         runner = build_runner(

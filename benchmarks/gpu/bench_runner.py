@@ -51,7 +51,7 @@ class BenchRunner:
             arena_bytes=args.arena_bytes or free_arena_bytes(shape),
             max_lora_rank=128,
             max_resident=max_resident,
-            max_num_tokens=max_num_tokens,
+            max_num_batched_tokens=max_num_tokens,
             load_format="dummy",
             executors=(AtOnce(), AtOnce()),
         )

@@ -86,8 +86,8 @@ def make_bench(shape: Shape, root: Path, args: argparse.Namespace) -> Bench:
         device=args.device,
         dtype=args.dtype,
         arena_bytes=arena_bytes,
-        max_step_tokens=2048,
-        max_running=args.running,
+        max_num_batched_tokens=2048,
+        max_num_seqs=args.running,
         prefix_cache=False,
         **settings,
     )

@@ -42,6 +42,7 @@ from loraplex_services.worker.ops.lora.side_stream import SideStream
 from loraplex_services.worker.ops.lora.step_work import StepWork
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from tests.worker.ops.lora.entering import enter_deltas
 
 L2_BYTES = 256 << 20
 MAX_SITES = 32
@@ -99,7 +100,7 @@ class OpBench:
         """By adapter, then by site."""
         for slot, rank in enumerate(ranks):
             deltas = {site_id: self._delta(rank) for site_id in range(self.num_sites)}
-            self.tables.enter(slot, deltas, set())
+            enter_deltas(self.tables, slot, deltas)
             self.deltas.append(deltas)
         side = SideStream(device) if device.type == "cuda" else None
         self.lora = lora.DeviceLora(self.tables, side)

@@ -117,8 +117,8 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
         arena_bytes=num_tokens * SHAPE.kv_bytes(1, 4) + (64 << 20),
         max_lora_rank=RANK,
         max_resident=2 * NUM_ADAPTERS,
-        max_num_tokens=MAX_STEP_TOKENS,
-        max_num_rows=num_rows,
+        max_num_batched_tokens=MAX_STEP_TOKENS,
+        max_num_seqs=num_rows,
         load_format="dummy",
         overlap="on",
         executors=(AtOnce(), AtOnce()),
@@ -157,8 +157,8 @@ class HostEngine:
             arena_bytes=0,
             max_lora_rank=RANK,
             max_resident=2 * NUM_ADAPTERS,
-            max_step_tokens=MAX_STEP_TOKENS,
-            max_running=batch_size,
+            max_num_batched_tokens=MAX_STEP_TOKENS,
+            max_num_seqs=batch_size,
         )
         self.engine = Engine(make_runner(root, batch_size, num_tokens), config, time.monotonic)
         self._digests = [f"sha256:{i:064x}" for i in range(NUM_ADAPTERS)]

@@ -77,8 +77,8 @@ class Side:
             load_format="dummy",
             max_lora_rank=16,
             max_resident=16,
-            max_step_tokens=2048,
-            max_running=512,
+            max_num_batched_tokens=2048,
+            max_num_seqs=512,
         )
         self.is_gpu = runner.model_info().device == "cuda"
         self._engine = Engine(runner, config, time.monotonic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import secrets
 import statistics
 import time
@@ -27,37 +28,46 @@ from loraplex_services.registry.index.metadata_server import MetadataServer
 
 _RESOLVES = 3000
 _IN_FLIGHT = 32
-_REINDEX_ADAPTERS = 20_000
 _BUCKET_ADAPTERS = 2000
 _SMALL = 1000
 
 
-async def reindexing(work: Path, rounds: int) -> dict[str, Any]:
-    """Adapters a second that a rebuild reads from the file store into the metadata server."""
+async def reindexing(work: Path, rounds: int, many: int) -> dict[str, Any]:
+    """Adapters a second that a rebuild reads from the file store into the metadata server, and
+    the memory that both processes need for them."""
     root, state = work / "reindex", work / "metadata"
-    load.fill_store(root, 0, _REINDEX_ADAPTERS)
+    load.fill_store(root, 0, many)
     state.mkdir()
     server = MetadataServer(state)
     await server.start()
     store, catalog = open_store(root.as_uri()), Catalog(connect_redis(server.url))
     registry = assemble(store, catalog)
-    await registry.indexer.start()
-    wall, cpu = [], []
+    wall, cpu, before_kib = [], [], _peak_kib()
     for _ in range(rounds):
         before_s = time.process_time()
         with timed() as elapsed:
             _, versions, _, _ = await registry.indexer.rebuild()
-        assert versions == _REINDEX_ADAPTERS
+        assert versions == many
         wall.append(versions / elapsed[0])
         cpu.append(versions / (time.process_time() - before_s))
     await catalog.close()
+    redis = connect_redis(server.url)
+    index_bytes = (await redis.info("memory"))["used_memory"]
+    await redis.aclose()
     await server.stop()
     return {
-        "adapters": _REINDEX_ADAPTERS,
+        "adapters": many,
+        "registry_growth_mib": round((_peak_kib() - before_kib) / 1024),
+        "index_mib": round(index_bytes / 2**20),
         "adapters_per_s": round(statistics.median(wall)),
         "adapters_per_registry_cpu_s": round(statistics.median(cpu)),
         "rounds": [round(rate) for rate in wall],
     }
+
+
+def _peak_kib() -> int:
+    """The largest resident size that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 async def reindexing_bucket(work: Path, rounds: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ async def _run(args: argparse.Namespace) -> None:
         parts = {
             "transfers": lambda: transfers(work, args.rounds),
             "memory": lambda: memory(work, 1),
-            "reindexing": lambda: reindexing(work, args.rounds),
+            "reindexing": lambda: reindexing(work, args.rounds, args.reindexed),
             "reindexing_bucket": lambda: reindexing_bucket(work, args.rounds),
             "resolving": lambda: resolving(work, args.rounds, args.adapters),
         }
@@ -51,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the registry.", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--adapters", type=int, default=100_000, help="in the large index")
+    parser.add_argument("--reindexed", type=int, default=20_000, help="adapters in a rebuild")
     parser.add_argument("--work-dir", help="where files go meanwhile; a disk like the store's")
     parser.add_argument("--only", action="append", metavar="PART", help="and write no result")
     args = parser.parse_args()

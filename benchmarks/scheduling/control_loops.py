@@ -34,10 +34,10 @@ from loraplex_services.simulate import gateway
 from loraplex_services.simulate.simulation import Simulation
 from loraplex_services.worker.engine.adapter_loads import AdapterLoads
 from loraplex_services.worker.scheduling import (
+    admission,
     early_abort,
     limits,
     lookahead,
-    room,
     scheduler,
     turns,
 )
@@ -109,7 +109,7 @@ LOOPS: dict[str, list[Removal]] = {
     "gateway: loads ahead": [(router, "_LOAD_AHEAD_S", 0.0)],
     "gateway: spare replicas": [(router, "SPARE_REPLICAS", 0)],
     "worker: early abort": [(early_abort, "needed_s", lambda *args: 0.0)],
-    "worker: reserved slots": [(room, "reserved_slots", lambda num: 0)],
+    "worker: reserved slots": [(admission, "reserved_slots", lambda num: 0)],
     "worker: tenants expected back": [(virtual_counters, "EXPECTED_BACK_S", 0.0)],
     "worker: end of overtaking": [(limits.SchedulerLimits, "__init__", _patient)],
     "worker: load wait": [(AdapterLoads, "await_copies", lambda *args: False)],

@@ -89,8 +89,8 @@ def _fleet(deadline_s: float | None, owner: Owner = BOTH) -> SimulatedFleet:
         arena_bytes=4 << 30,
         max_lora_rank=8,
         max_resident=8,
-        max_step_tokens=2048,
-        max_running=BATCH,
+        max_num_batched_tokens=2048,
+        max_num_seqs=BATCH,
         policy=owner.policy,
     )
     return SimulatedFleet(

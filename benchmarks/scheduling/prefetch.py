@@ -41,7 +41,7 @@ def setting(bound: str, source: str) -> SimulatedFleet:
     """The worker of `slora_policies` with other slots and copies."""
     base = fleet("fcfs", None)
     engine = msgspec.structs.replace(
-        base.engine, max_running=NUM_SLOTS[bound], max_resident=NUM_ADAPTERS
+        base.engine, max_num_seqs=NUM_SLOTS[bound], max_resident=NUM_ADAPTERS
     )
     costs = dataclasses.replace(base.costs, load_byte_s=1 / COPY_BYTES_PER_S[source])
     return dataclasses.replace(base, engine=engine, costs=costs)

@@ -42,8 +42,8 @@ def fleet(
         arena_bytes=ARENA_BYTES,
         max_lora_rank=64,
         max_resident=1024,
-        max_step_tokens=2048,
-        max_running=256,
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
         policy=policy,
     )
     return SimulatedFleet(

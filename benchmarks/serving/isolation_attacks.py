@@ -2,7 +2,8 @@
 
 `python isolation_attacks.py NAME` reads a JSON object (host, port, registry, key) from stdin, and
 attacks until it is killed. It runs in a process of the lowest priority: clients share the cores
-with the servers here, as they would not elsewhere.
+with the servers here, as they would not elsewhere. One attack sends nothing and keeps a core busy:
+what that costs is the floor for every attack that makes the servers work.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import sys
+import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,6 +34,8 @@ NUM_OWN_ADAPTERS = 24
 LOOPING_ADAPTER = "looping"
 LIMITED = "engine step, limited"
 """Attacked by a tenant with a limit of its own."""
+FLOOR = "none, one core busy"
+"""Not attacked at all."""
 _numbers = itertools.count(random.SystemRandom().randrange(1 << 40))
 _MIB = 1 << 20
 _PART_BYTES = 8 * _MIB
@@ -53,6 +57,14 @@ async def _ask(target: Target, path: str, body: dict[str, Any]) -> None:
 async def nothing(target: Target) -> None:
     """The noise of the machine."""
     await asyncio.sleep(1)
+
+
+async def busy_core(target: Target) -> None:
+    """The work of an unrelated process, at the priority of the servers."""
+    end_s = time.perf_counter() + 0.02
+    while time.perf_counter() < end_s:
+        pass
+    await asyncio.sleep(0)
 
 
 async def long_texts(target: Target) -> None:
@@ -229,6 +241,7 @@ async def _registry(target: Target) -> AsyncIterator[tuple[Any, Any]]:
 Attack = Callable[[Target], Awaitable[None]]
 ATTACKS: dict[str, tuple[str, Attack, int, str]] = {
     "none (noise)": ("nothing", nothing, 1, "text"),
+    FLOOR: ("nothing; another process computes", busy_core, 1, "text"),
     "gateway event loop": ("texts of 7.9 MB", long_texts, 4, "text"),
     "engine step": ("n = 16, logprobs, lowest priority number", large_batches, 16, "text"),
     LIMITED: ("the same, with max_concurrent = 4 for it", small_batches, 16, "text"),
@@ -264,7 +277,8 @@ async def _attack(name: str, target: Target) -> None:
 
 def main() -> None:
     """Attack until stdin closes, then print how the requests ended."""
-    os.nice(19)
+    if sys.argv[1] != FLOOR:
+        os.nice(19)
     target = Target(**json.loads(sys.stdin.readline()))
 
     async def run() -> None:

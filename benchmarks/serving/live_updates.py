@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from benchmarks.machine import write_results
 from demo.stack import running_stack
 from loraplex import InferenceClient, Publication, RegistryClient, Sampling
-from loraplex.client.generation import Piece
+from loraplex.client.generation import CompletionChunk
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAME, STEADY = "Policy", "steady"
@@ -129,8 +129,8 @@ async def _client(
         )
         try:
             stream = gateway.generate(NAME, PROMPT, sampling, on_update=policy)
-            pieces = [piece async for piece in stream]
-            await _check(gateway, pieces, tally, seen)
+            chunks = [chunk async for chunk in stream]
+            await _check(gateway, chunks, tally, seen)
             tally.requests += 1
         except Exception as error:
             print(f"failed: {error}")
@@ -138,12 +138,12 @@ async def _client(
 
 
 async def _check(
-    gateway: InferenceClient, pieces: list[Piece], tally: Tally, seen: list[str]
+    gateway: InferenceClient, chunks: list[CompletionChunk], tally: Tally, seen: list[str]
 ) -> None:
     """Compare the logprobs of an answer with those of the weights that it names."""
-    output = [token_id for piece in pieces for token_id in piece.token_ids]
-    given = [entry.logprob for piece in pieces for entry in piece.logprobs]
-    labels = [piece.digests[0] for piece in pieces for _ in piece.token_ids]
+    output = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    given = [entry.logprob for chunk in chunks for entry in chunk.logprobs]
+    labels = [chunk.digests[0] for chunk in chunks for _ in chunk.token_ids]
     assert len(output) == len(given) == NUM_TOKENS, "tokens are missing"
     tally.switched += len(set(labels)) > 1
     scores = {digest: await _score(gateway, digest, output) for digest in set(labels)}
@@ -164,8 +164,8 @@ async def _score(gateway: InferenceClient, digest: str, output: list[int]) -> li
     sampling = Sampling(max_tokens=1, prompt_logprobs=0)
     entries = []
     stream = gateway.generate(f"{NAME}@{digest}", [*PROMPT, *output], sampling)
-    async for piece in stream:
-        entries += piece.prompt_logprobs
+    async for chunk in stream:
+        entries += chunk.prompt_logprobs
     return [entry.logprob for entry in entries[-len(output) :] if entry is not None]
 
 
@@ -194,8 +194,8 @@ async def first_tokens(grpc: str, registry_address: str, turns: int) -> dict[str
             begin_s = time.perf_counter()
             digest = await trainer.publish(registry, keep_versions=8)
             stream = gateway.generate(f"{NAME}@{digest}", PROMPT, Sampling(max_tokens=1))
-            async for piece in stream:
-                if piece.token_ids:
+            async for chunk in stream:
+                if chunk.token_ids:
                     new_ms.append(1e3 * (time.perf_counter() - begin_s))
         for _ in range(turns):
             follow_ms.append(await _followed_ms(gateway, registry, trainer))
@@ -211,12 +211,12 @@ async def _followed_ms(
     sampling = Sampling(max_tokens=400, ignore_eos=True)
     stream = gateway.generate(NAME, PROMPT, sampling, on_update="follow")
     with suppress(GeneratorExit):
-        async for piece in stream:
-            first = first or piece.digests[0]
+        async for chunk in stream:
+            first = first or chunk.digests[0]
             if publishing is None:
                 begin_s = time.perf_counter()
                 publishing = asyncio.create_task(trainer.publish(registry, keep_versions=8))
-            elif piece.digests[0] != first:
+            elif chunk.digests[0] != first:
                 elapsed_ms = 1e3 * (time.perf_counter() - begin_s)
                 await stream.aclose()
                 await publishing

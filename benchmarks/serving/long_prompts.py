@@ -49,7 +49,7 @@ def long_prompt(bench: Bench, num_prompt: int) -> Submit:
 def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) -> list[float]:
     """A new engine over the same runner; its `FIGURES`."""
     config = msgspec.structs.replace(
-        make_config(Path(), 0), max_step_tokens=2048, max_step_s=max_step_s
+        make_config(Path(), 0), max_num_batched_tokens=2048, max_step_s=max_step_s
     )
     bench.engine = Engine(bench.runner, config, time.monotonic)
     bench.order = random.Random(0)

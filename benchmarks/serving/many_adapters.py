@@ -182,8 +182,8 @@ def make_config(base: Path, arena_bytes: int) -> EngineConfig:
         arena_bytes=arena_bytes,
         max_lora_rank=256,
         max_resident=4096,
-        max_step_tokens=512,
-        max_running=BATCH,
+        max_num_batched_tokens=512,
+        max_num_seqs=BATCH,
         prefix_cache=False,
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 SERVICES = ("gateway", "registry", "worker")
@@ -14,37 +15,55 @@ _ELSEWHERE = ("valkey-server", "redis-server")
 """In a cluster the metadata server has a pod of its own."""
 
 
-def service_bytes() -> dict[str, int]:
-    """Resident bytes by service. Pages that processes share count for each of them."""
-    children: dict[int, list[int]] = defaultdict(list)
-    commands, resident = {}, {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            pid = int(entry.name)
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            commands[pid] = (entry / "cmdline").read_bytes().decode(errors="replace")
-            resident[pid] = int((entry / "statm").read_text().split()[1]) * _PAGE_BYTES
-            children[parent].append(pid)
+class _Processes:
+    """The processes of this machine at one time."""
 
-    def tree(pid: int) -> int:
-        if any(name in commands.get(pid, "") for name in _ELSEWHERE):
-            return 0
-        return resident.get(pid, 0) + sum(tree(child) for child in children[pid])
+    def __init__(self) -> None:
+        self._children: dict[int, list[int]] = defaultdict(list)
+        self._commands: dict[int, str] = {}
+        self._resident: dict[int, int] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError, IndexError, ValueError):
+                    self._look_at(entry)
 
-    def services(pid: int, found: dict[str, int]) -> None:
-        for child in children[pid]:
-            words = commands.get(child, "").split("\0")
+    def _look_at(self, entry: Path) -> None:
+        pid = int(entry.name)
+        parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        self._commands[pid] = (entry / "cmdline").read_bytes().decode(errors="replace")
+        self._resident[pid] = int((entry / "statm").read_text().split()[1]) * _PAGE_BYTES
+        self._children[parent].append(pid)
+
+    def services_below(self, pid: int) -> Iterator[tuple[str, int]]:
+        """Name and process of each service that a process started, or those below it."""
+        for child in self._children[pid]:
+            words = self._commands.get(child, "").split("\0")
             name = next((n for n in SERVICES if f"loraplex_services.{n}" in words), None)
             if name is None:
-                services(child, found)
+                yield from self.services_below(child)
             else:
-                found[name] = found.get(name, 0) + tree(child)
+                yield name, child
 
-    found: dict[str, int] = {}
-    services(os.getpid(), found)
-    return found
+    def bytes_of(self, pid: int) -> int:
+        """Resident bytes of a process and all below it."""
+        if any(name in self._commands.get(pid, "") for name in _ELSEWHERE):
+            return 0
+        below = sum(self.bytes_of(child) for child in self._children[pid])
+        return self._resident.get(pid, 0) + below
+
+
+def service_processes() -> list[tuple[str, int]]:
+    """Name and process of each service under this process."""
+    return list(_Processes().services_below(os.getpid()))
+
+
+def service_bytes() -> dict[str, int]:
+    """Resident bytes by service. Pages that processes share count for each of them."""
+    processes = _Processes()
+    found: Counter[str] = Counter()
+    for name, pid in processes.services_below(os.getpid()):
+        found[name] += processes.bytes_of(pid)
+    return dict(found)
 
 
 class PeakMemory:

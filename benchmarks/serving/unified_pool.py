@@ -70,7 +70,7 @@ def measure(bench: Bench, split: Split | None, num_blocks: int, turn: int) -> tu
     """
     if split is not None and int(split.share * num_blocks) < max(bench.num_blocks):
         return 0.0, 0.0
-    config = msgspec.structs.replace(make_config(Path(), 0), max_running=MAX_RUNNING)
+    config = msgspec.structs.replace(make_config(Path(), 0), max_num_seqs=MAX_RUNNING)
     bench.runner.arena_blocks = num_blocks
     bench.engine = engine_kind(split)(bench.runner, config, time.monotonic)
     bench.order = random.Random(turn)

@@ -7,8 +7,9 @@ ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
+# Torch comes from this index alone, and what it needs from the usual one: no name is looked up in both.
 RUN python -m venv /opt/loraplex \
-    && /opt/loraplex/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" "${TORCH}"
+    && /opt/loraplex/bin/pip install --no-cache-dir --no-deps --index-url "${TORCH_INDEX}" "${TORCH}"
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY loraplex loraplex
 COPY services loraplex_services

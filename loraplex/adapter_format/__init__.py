@@ -1,7 +1,8 @@
-"""What an adapter is: PEFT's config and file rules, checked once for every part of the system.
+"""The rules for PEFT configs and files, shared by every part of the system.
 
-Pure functions over bytes, standard library only. `validate` is the gate; `read_folder` feeds it
-from disk; `core_manifest` and `digest_of` give the result its identity.
+Pure functions over bytes, with the standard library only. `validate` checks an adapter,
+`read_folder` reads its input from disk, and `core_manifest` and `digest_of` give the result its
+identity.
 """
 
 from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig, parse_config

@@ -1,4 +1,4 @@
-"""The tokens that an adapter's tokenizer files add to its base's vocabulary.
+"""Finds the tokens that an adapter's tokenizer files add to its base's vocabulary.
 
 Only additions are taken. Every token of the base must be in the adapter's files under the id that
 it has there, so that a text means the same ids in the cache, the grammars and the base's rows.

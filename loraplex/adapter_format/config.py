@@ -1,4 +1,4 @@
-"""`adapter_config.json`: every field PEFT can write is decided, none is passed over.
+"""Parses `adapter_config.json`: every field that PEFT can write is served, ignored or refused.
 
 Three outcomes: the field shapes the adapter and is in `AdapterConfig`; it changes the mathematics
 in a way that is not served and is refused; or it is harmless and at most warned about. The last two

@@ -1,4 +1,4 @@
-"""The fields of PEFT's LoRA config that do not shape a served adapter, and what each one means.
+"""The fields of PEFT's LoRA config that do not shape a served adapter, and how each is treated.
 
 Source: peft 0.21, `tuners/lora/config.py` and `config.py`. A field that is missing from all tables
 is unknown: harmless at null, false, 0 or empty, else refused, since a newer PEFT may mean anything.

@@ -1,4 +1,4 @@
-"""Typed reading of single config fields: a wrong type is a refusal that says what is expected."""
+"""Reads single config fields with their types; the error for a wrong type says what is expected."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class AdapterConfigReader:
         """Record a warning about `field`."""
         self.findings.warn(f"{self.source}:{field}", value, description)
 
-    def flag(self, field: str, default: bool = False) -> bool:
+    def flag(self, field: str) -> bool:
         """A boolean."""
-        value = self.fields.get(field, default)
+        value = self.fields.get(field, False)
         if isinstance(value, bool):
             return value
         self.refuse(field, value, f"must be true or false, not {kind_of(value)}")
-        return default
+        return False
 
     def text(self, field: str) -> str | None:
         """A string or null."""

@@ -1,4 +1,4 @@
-"""The field `conversion` of adapter_config.json: what a rewritten adapter has lost on the way.
+"""The field `conversion` of adapter_config.json, which records what a rewritten adapter has lost.
 
 The commands that rewrite adapters set it. It does not change what is decoded, but its warnings are
 stored on the version.

@@ -1,4 +1,4 @@
-"""LoRA on a mixture's experts, in both forms that PEFT writes.
+"""LoRA on the experts of a mixture, in both forms that PEFT writes.
 
 As linears (`experts.3.w1.lora_A.weight`): modules like any other. As parameters
 (`target_parameters`): all experts of a layer in one pair of tensors, which this file takes apart

@@ -1,4 +1,4 @@
-"""Which files an adapter may bring, by name and size alone."""
+"""Decides by name and size which files an adapter may contain."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def name_problem(name: str) -> str | None:
         return "is an archive; unpack it and upload the files"
     if name.endswith((f"/{CONFIG_FILE}", f"/{TENSOR_FILE}")):
         folder = name.rpartition("/")[0]
-        return f"lies in a sub-folder (PEFT does that for named adapters); upload {folder!r} itself"
+        return f"is in a sub-folder (PEFT does that for named adapters); upload {folder!r} itself"
     return f"is not a file of an adapter; remove it (allowed are {', '.join(sorted(MAX_BYTES))})"
 
 

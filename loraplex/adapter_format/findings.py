@@ -1,4 +1,4 @@
-"""What a validation found so far: every refusal and every warning, not only the first."""
+"""Collects all refusals and warnings of a validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading an adapter's folder from disk: which files count, and why others are refused."""
+"""Reads an adapter's folder from disk, and says which files are used and why others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a base model: every module that LoRA can touch, read without loading a weight.
+"""The shape of a base model: every module that LoRA can change, read without loading weights.
 
 Only `config.json` and the headers of the safetensors files are read, so this takes milliseconds
 and needs no framework. Nothing here knows a model family: modules are what the files contain. Of a

@@ -1,4 +1,4 @@
-"""Files next to an adapter in the folders that trainers and hubs write, which are not uploaded.
+"""Files that trainers and hubs write next to an adapter and that are not uploaded.
 
 Only names are looked at; nothing of these is opened. What may hold weights or is not known to be
 harmless is in neither table, and `files.name_problem` refuses it.

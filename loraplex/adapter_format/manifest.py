@@ -1,4 +1,4 @@
-"""The core manifest: all that decoding an adapter depends on, in one canonical spelling.
+"""The core manifest: canonical JSON of everything that decoding an adapter depends on.
 
 The sha256 of these bytes is the adapter's digest, its only identity. The tensor file is named by
 its own sha256; the config is inside, canonical, so that two uploads that decode alike have one

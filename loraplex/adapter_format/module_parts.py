@@ -1,4 +1,4 @@
-"""The rules for the tensors of one module: which may stand together, and with which shapes."""
+"""Checks which tensors of one module may occur together, and their shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From named tensors to modules: every tensor has its place, its shape, its rank and scale."""
+"""Assembles the modules of an adapter from named tensors, with their shapes, ranks and scales."""
 
 from __future__ import annotations
 

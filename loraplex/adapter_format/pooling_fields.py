@@ -1,4 +1,4 @@
-"""How an adapter's vectors and scores are read, which PEFT has no field for.
+"""How vectors and scores are computed with an adapter; PEFT has no fields for it.
 
 The names are those of transformers' config (`id2label`, `num_labels`, `problem_type`,
 `pad_token_id`), next to `pooling` and `normalize` for embeddings. They are optional fields of
@@ -66,9 +66,9 @@ def read_pooling(reader: AdapterConfigReader) -> PoolingFields:
     normalize = reader.fields.get("normalize")
     return PoolingFields(
         labels=_labels(reader),
-        num_labels=_whole(reader, "num_labels", 1) or 0,
+        num_labels=_integer(reader, "num_labels", 1) or 0,
         problem_type=_one_of(reader, "problem_type", (SINGLE_LABEL, MULTI_LABEL, REGRESSION)),
-        pad_token_id=_whole(reader, "pad_token_id", 0),
+        pad_token_id=_integer(reader, "pad_token_id", 0),
         pooling=_one_of(reader, "pooling", (LAST, MEAN)),
         normalize=None if normalize is None else reader.flag("normalize"),
     )
@@ -94,7 +94,7 @@ def _labels(reader: AdapterConfigReader) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-def _whole(reader: AdapterConfigReader, name: str, least: int) -> int | None:
+def _integer(reader: AdapterConfigReader, name: str, least: int) -> int | None:
     value = reader.fields.get(name)
     if value is None or (type(value) is int and least <= value < _MAX_TOKEN_ID):
         return value

@@ -1,4 +1,4 @@
-"""How a base's `quantization_config` says that weights of linears are stored.
+"""Reads how a base's `quantization_config` says that the weights of linears are stored.
 
 Schemes that are known in part only are refused by name: what a reader does not know may change the
 arithmetic. Which modules are stored in a scheme is what the files say: exceptions of a config
@@ -160,11 +160,13 @@ class _Keys:
             raise self.refuse(key, value, f"is not served; this build knows {choices}")
         return value
 
-    def group_size(self, key: str, default: int | None = None) -> int:
+    def group_size(self, default: int) -> int:
         """0 = whole rows, which files write as -1."""
-        value = self.get(key, default)
+        value = self.get("group_size", default)
         if type(value) is not int or (value < 1 and value != -1):
-            raise self.refuse(key, value, "must be a positive integer, or -1 for whole rows")
+            raise self.refuse(
+                "group_size", value, "must be a positive integer, or -1 for whole rows"
+            )
         return max(0, value)
 
     def refuse(self, key: str, value: object, why: str) -> Unsupported:
@@ -182,7 +184,7 @@ Schemes = tuple[tuple[tuple[str, ...], Scheme], ...]
 
 def _gptq(keys: _Keys) -> Schemes:
     bits = keys.expect("bits", (4, 8))
-    group_size = keys.group_size("group_size", 128)
+    group_size = keys.group_size(128)
     keys.get("desc_act")  # the files' `g_idx` says which columns share a scale
     keys.get("sym")  # the files hold zero points either way
     keys.expect("pack_dtype", ("int32",), "int32")
@@ -193,7 +195,7 @@ def _gptq(keys: _Keys) -> Schemes:
 
 def _awq(keys: _Keys) -> Schemes:
     bits = keys.expect("bits", (4,), keys.get("w_bit", 4))
-    group_size = keys.group_size("group_size", keys.get("q_group_size", 128))
+    group_size = keys.group_size(keys.get("q_group_size", 128))
     keys.expect("zero_point", (True,), True)
     keys.expect("version", ("gemm",), keys.expect("format", ("gemm",), "gemm"))
     if keys.get("backend") == "llm-awq":
@@ -278,7 +280,7 @@ def _compressed_scheme(weights: _Keys, stored: str) -> Scheme:
     for key in ("scale_dtype", "zp_dtype"):
         weights.get(key)  # of tensors, which say it themselves
     strategy = weights.expect("strategy", ("tensor", "channel", "group", "block"), "channel")
-    group_size = weights.group_size("group_size", -1)
+    group_size = weights.group_size(-1)
     sizes = weights.get("block_structure")
     block = None
     if strategy == "block":

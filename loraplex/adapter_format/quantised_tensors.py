@@ -1,4 +1,4 @@
-"""The tensors of a quantised base as they would be in plain files: names and shapes.
+"""The names and shapes that the tensors of a quantised base would have without quantisation.
 
 A linear's weight is then one matrix `[out, in]`, whatever its codes, scales and zero points look
 like in the files.

@@ -1,4 +1,4 @@
-"""Matching of regular expressions from strangers, in bounded time.
+"""Matches untrusted regular expressions in bounded time.
 
 Python's `re` backtracks: twenty characters of pattern can keep it busy for years. Here a pattern is
 a tree (`regex_parser` builds it) that is matched by sets of positions: a set is an int whose bit p

@@ -1,4 +1,4 @@
-"""The accepted subset of Python's regular expression syntax, read into a tree for `regex`.
+"""Parses the accepted subset of Python's regular expression syntax into a tree for `regex`.
 
 What is accepted means exactly what it means to `re`. Refused by name: back-references, inline
 flags, comments, atomic and conditional groups, possessive repeats, escapes of letters other than

@@ -1,4 +1,4 @@
-"""What validation found an adapter to be: everything a worker needs to load it."""
+"""The result of a validation: everything that a worker needs to load an adapter."""
 
 from __future__ import annotations
 

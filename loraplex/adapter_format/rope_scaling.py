@@ -1,5 +1,5 @@
-"""A rotary embedding of an adapter's own: long-context LoRAs are trained with another one than
-their base's, and PEFT's files do not say which.
+"""A rotary embedding that belongs to an adapter: long-context LoRAs are trained with another one
+than their base's, and PEFT's files do not say which.
 
 Spelled as `rope_scaling` or `rope_parameters` of config.json are, with one key more:
 `max_position_embeddings`, the adapter's context in tokens.
@@ -42,7 +42,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "longrope": (_ORIGINAL, "attention_factor", "factor"),
 }  # fmt: skip
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "max_position_embeddings"})
-_WHOLE = frozenset({_ORIGINAL, "max_position_embeddings"})
+_INTEGERS = frozenset({_ORIGINAL, "max_position_embeddings"})
 _LISTS = frozenset({"long_factor", "short_factor"})
 _OLD_NAMES = {"su": "longrope"}
 
@@ -180,19 +180,19 @@ def _number(value: Mapping[str, object], key: str, low: float, high: float) -> f
     found = value.get(key)
     if found is None:
         return None
-    is_whole = isinstance(found, int) and not isinstance(found, bool)
-    if is_whole or (isinstance(found, float) and key not in _WHOLE and math.isfinite(found)):
+    is_integer = isinstance(found, int) and not isinstance(found, bool)
+    if is_integer or (isinstance(found, float) and key not in _INTEGERS and math.isfinite(found)):
         assert isinstance(found, int | float)
         if low <= found <= high:
             return float(found)
-    what = "integer" if key in _WHOLE else "number"
+    what = "integer" if key in _INTEGERS else "number"
     raise _refused(f".{key}", found, f"must be a {what} from {low:g} to {high:g}")
 
 
 def _plain(number: float | bool) -> float | int | bool:
     """8.0 and 8 are one factor."""
-    is_whole = isinstance(number, float) and number.is_integer() and number < 2**53
-    return int(number) if is_whole else number
+    is_integer = isinstance(number, float) and number.is_integer() and number < 2**53
+    return int(number) if is_integer else number
 
 
 def _no_constant(name: str) -> float:

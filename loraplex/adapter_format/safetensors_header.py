@@ -1,8 +1,8 @@
-"""The header of a safetensors file, checked before a byte of it is trusted.
+"""Parses and checks the header of a safetensors file.
 
 A file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes. The JSON
-maps each tensor to its dtype, shape and byte range; the ranges must tile the rest of the file with
-no gap and no overlap. Format: https://github.com/huggingface/safetensors (README, "Format").
+maps each tensor to its dtype, shape and byte range; the ranges must cover the rest of the file
+without gaps or overlaps. Format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def _entry_problem(entry: object, dtypes: Iterable[str]) -> tuple[object, str] |
     num_bytes = DTYPE_BYTES[dtype]
     for size in shape:
         num_bytes *= size
-    if num_bytes != offsets[1] - offsets[0]:
-        return offsets, f"dtype {dtype} and shape {shape} need {num_bytes} bytes; the header lies"
+    if num_bytes != (found := offsets[1] - offsets[0]):
+        return offsets, f"dtype {dtype} and shape {shape} need {num_bytes} bytes, not {found}"
     return None
 
 

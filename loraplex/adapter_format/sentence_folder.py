@@ -1,4 +1,5 @@
-"""Folders of sentence-transformers: what they say of pooling must be what will be done.
+"""Folders of sentence-transformers: checks that the pooling that they describe is the one that is
+served.
 
 They keep it in `modules.json` and `1_Pooling/config.json`; ours are the fields `pooling` and
 `normalize` of adapter_config.json, which belong to the adapter's identity. Nothing is copied

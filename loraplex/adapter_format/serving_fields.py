@@ -1,4 +1,5 @@
-"""What decoding an adapter depends on and PEFT has no field for: its rotary embedding and its EOS.
+"""Fields that decoding an adapter depends on and that PEFT lacks: its rotary embedding and its EOS
+ids.
 
 A label and `generation_config.json` give them, not PEFT's config. They become fields of
 adapter_config.json here, before anything else reads it, and so are part of the adapter's identity.

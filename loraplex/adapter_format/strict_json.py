@@ -1,4 +1,4 @@
-"""JSON from strangers: one object, UTF-8, bounded in bytes and depth, no duplicate keys, no NaN.
+"""Parses untrusted JSON: one object, UTF-8, bounded in bytes and depth, no duplicate keys, no NaN.
 
 Python's `json` keeps the last of two equal keys, reads NaN and turns 1e999 into infinity; two
 readers of one file could then disagree about what it says. Everything ambiguous is refused here.

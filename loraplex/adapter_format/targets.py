@@ -1,4 +1,4 @@
-"""Cross-check of an adapter's tensors with the modules that its config selects, by PEFT's rules."""
+"""Compares an adapter's tensors with the modules that its config selects, by PEFT's rules."""
 
 from __future__ import annotations
 

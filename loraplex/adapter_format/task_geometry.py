@@ -1,4 +1,4 @@
-"""The model class of transformers that PEFT puts an adapter on, by the task it was trained for.
+"""The model class of transformers on which PEFT puts an adapter, by the adapter's task.
 
 The modules of a base have other names, or are others, under each class of transformers:
 

@@ -1,4 +1,4 @@
-"""What an adapter was trained for: the task types of PEFT that are served."""
+"""The task types of PEFT that are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the name of a tensor in an adapter file says: which module, and which part of it."""
+"""Reads from the name of a tensor in an adapter file which module and which part of it is meant."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Streaming check of tensor values: no NaN, no infinity, and whether a tensor is all zeros.
+"""Scans a stream of tensor values for NaN, infinity, and tensors that are all zeros.
 
 A float is NaN or infinite exactly if all bits of its exponent are ones. With numpy, which servers
 have, elements are doubled as integers to drop the sign and the largest is compared. Without it, as
 the exponent lies in the one (F16) or two (BF16, F32) highest bytes, the scan takes every n-th byte
 and lets `bytes.translate` look at them: ten times slower, but an order of magnitude faster than
-unpacking floats. The position of a bad element is found in this way in any case.
+unpacking floats. The position of a bad element is always found in the second way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The text model inside a multimodal checkpoint: its config, and the names of its modules.
+"""The text model within a multimodal checkpoint: its config and the names of its modules.
 
 transformers wraps a text model together with vision or audio towers. The text model's modules then
 have longer names, which depend on the version that wrote a file:

@@ -1,4 +1,4 @@
-"""The one gate: is this a PEFT LoRA adapter that will be served exactly as it was trained?
+"""Validates an adapter: is it a PEFT LoRA that can be served exactly as it was trained?
 
 A pure function over the config's bytes, the tensor file's header and the base's geometry, shared by
 the command line (offline), the registry (before publishing) and the worker (before loading). The

@@ -1,4 +1,4 @@
-"""Tables of tokens: what an adapter's embedding and head have to do with each other.
+"""Tables of token embeddings: checks that an adapter's embedding and head fit each other.
 
 An adapter may bring a table of another length than the base's (tokens added, or a padded table cut
 to the tokenizer's length); then embedding and head must agree, since a token must be both readable

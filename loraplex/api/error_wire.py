@@ -1,4 +1,4 @@
-"""Typed errors across a gRPC wire: google.rpc details out and back, and ErrorDetail in messages."""
+"""Converts typed errors to and from gRPC's google.rpc details and ErrorDetail messages."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def _fitting(violations: Sequence[Violation]) -> list[Violation]:
 
 
 def _retry_info(retry_after_s: float) -> error_details_pb2.RetryInfo:
-    fraction, whole = math.modf(retry_after_s)
-    delay = duration_pb2.Duration(seconds=int(whole), nanos=int(fraction * 1e9))
+    fraction, seconds = math.modf(retry_after_s)
+    delay = duration_pb2.Duration(seconds=int(seconds), nanos=int(fraction * 1e9))
     return error_details_pb2.RetryInfo(retry_delay=delay)
 
 

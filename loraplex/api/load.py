@@ -1,4 +1,4 @@
-"""What the last minute of one gateway was like."""
+"""The load of one gateway in the last minute."""
 
 from __future__ import annotations
 

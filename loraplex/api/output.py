@@ -1,4 +1,4 @@
-"""What a request is answered with: finish reasons, logprobs, token counts and times."""
+"""What a generation returns: finish reasons, logprobs, token counts and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a request ends with one vector of its prompt instead of output."""
+"""How the vectors of a prompt are pooled into one."""
 
 from __future__ import annotations
 

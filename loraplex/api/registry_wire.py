@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from loraplex.api.fields import same_fields
 from loraplex.api.registry import (
     AdapterFile,
     AdapterVersion,
@@ -86,9 +87,7 @@ def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
 
 def certificate(message: pb.Certificate) -> Certificate:
     """The certificate as the registry stored it."""
-    return Certificate(
-        **{f.name: getattr(message, f.name) for f in dataclasses.fields(Certificate)}
-    )
+    return Certificate(**same_fields(message, Certificate))
 
 
 def certificate_to_proto(certificate: Certificate) -> pb.Certificate:
@@ -173,28 +172,12 @@ def changes(message: pb.WatchAdaptersResponse) -> list[Change]:
 
 def audit_entry(message: pb.AuditEntry) -> AuditEntry:
     """One line of the audit log."""
-    return AuditEntry(
-        time_unix_s=message.time_unix_s,
-        actor=message.actor,
-        tenant=message.tenant,
-        action=message.action,
-        subject=message.subject,
-        digest=message.digest,
-        details=dict(message.details),
-    )
+    return AuditEntry(**{**same_fields(message, AuditEntry), "details": dict(message.details)})
 
 
 def api_key(message: pb.Key) -> ApiKey:
     """A key without its secret."""
-    return ApiKey(
-        key_id=message.key_id,
-        tenant=message.tenant,
-        scopes=tuple(message.scopes),
-        created_unix_s=message.created_unix_s,
-        expires_unix_s=message.expires_unix_s,
-        revoked=message.revoked,
-        description=message.description,
-    )
+    return ApiKey(**{**same_fields(message, ApiKey), "scopes": tuple(message.scopes)})
 
 
 def tenant(message: pb.Tenant) -> Tenant:

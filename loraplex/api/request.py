@@ -1,13 +1,12 @@
-"""The request of a client to a gateway, and that of a gateway to a worker."""
+"""The request from a client to a gateway, and the request from a gateway to a worker."""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from loraplex.api.pooling import Pooling
 from loraplex.api.sampling import Grammar, GrammarTokens, Sampling, SamplingParams
@@ -167,13 +166,3 @@ class WorkerRequest:
     """Which other adapters computed its first tokens, in order."""
     pooling: Pooling = Pooling.NONE
     """If set, the request returns a vector and no output."""
-
-
-def shared_fields(record: Any, kind: type[Any]) -> dict[str, Any]:
-    """Values of a dataclass's fields that another dataclass has under the same names."""
-    names = {each.name for each in dataclasses.fields(kind)}
-    return {
-        each.name: getattr(record, each.name)
-        for each in dataclasses.fields(record)
-        if each.name in names
-    }

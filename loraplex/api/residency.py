@@ -1,4 +1,4 @@
-"""What a worker reports: where its adapters are, and how busy it is."""
+"""What a worker reports: where its adapters are, and its load."""
 
 from __future__ import annotations
 
@@ -61,3 +61,5 @@ class WorkerLoad:
     """The size of its batch; 0 = not reported."""
     is_full: bool = False
     """Requests wait for memory or for the token budget of its steps, not for a batch slot."""
+    idle_blocks: int = 0
+    """Those of `free_blocks` that idle adapters and prefixes hold until their space is needed."""

@@ -1,4 +1,4 @@
-"""How tokens are chosen, and the grammar that an output must match."""
+"""Sampling parameters, and the grammar that an output must match."""
 
 from __future__ import annotations
 

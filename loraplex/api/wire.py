@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
+from loraplex.api.fields import same_fields
 from loraplex.api.load import ModelLoad, RecentLoad
 from loraplex.api.output import Candidate, FinishReason, ServedBy, Timings, TokenLogprob, Usage
 from loraplex.api.pooling import Pooling
@@ -266,43 +267,11 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
 
 def recent_load_to_proto(load: RecentLoad) -> admin_pb2.RecentLoad:
     """The wire form."""
-    models = [
-        admin_pb2.ModelLoad(
-            model=each.model,
-            requests=each.requests,
-            errors=each.errors,
-            generated_tokens=each.generated_tokens,
-        )
-        for each in load.models
-    ]
-    return admin_pb2.RecentLoad(
-        window_s=load.window_s,
-        requests=load.requests,
-        failures=load.failures,
-        prompt_tokens=load.prompt_tokens,
-        generated_tokens=load.generated_tokens,
-        first_token_p50_s=load.first_token_p50_s,
-        first_token_p95_s=load.first_token_p95_s,
-        duration_p50_s=load.duration_p50_s,
-        duration_p95_s=load.duration_p95_s,
-        models=models,
-    )
+    return admin_pb2.RecentLoad(**dataclasses.asdict(load))
 
 
 def recent_load_from_proto(message: admin_pb2.RecentLoad) -> RecentLoad:
     """The plain form."""
-    return RecentLoad(
-        window_s=message.window_s,
-        requests=message.requests,
-        failures=dict(message.failures),
-        prompt_tokens=message.prompt_tokens,
-        generated_tokens=message.generated_tokens,
-        first_token_p50_s=message.first_token_p50_s,
-        first_token_p95_s=message.first_token_p95_s,
-        duration_p50_s=message.duration_p50_s,
-        duration_p95_s=message.duration_p95_s,
-        models=tuple(
-            ModelLoad(each.model, each.requests, each.errors, each.generated_tokens)
-            for each in message.models
-        ),
-    )
+    models = tuple(ModelLoad(**same_fields(each, ModelLoad)) for each in message.models)
+    values = same_fields(message, RecentLoad)
+    return RecentLoad(**{**values, "failures": dict(message.failures), "models": models})

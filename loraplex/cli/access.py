@@ -165,6 +165,8 @@ async def _keys_create(args: argparse.Namespace) -> None:
         key, token = await client.admin.create_key(
             args.tenant, args.scope or ["reader"], args.ttl, args.description
         )
+        if args.tenant and len(await client.admin.keys(args.tenant)) == 1:
+            print(f"note: this is the first key of tenant {key.tenant}", file=sys.stderr)
     _print_key(key, token, args.json)
 
 

@@ -1,4 +1,4 @@
-"""`loraplex bench`: measure a running stack from outside."""
+"""`loraplex bench`: measure a running stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`completion`: a script for the shell, written from the parser itself."""
+"""`completion`: a shell script that is generated from the parser."""
 
 from __future__ import annotations
 

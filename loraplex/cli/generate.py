@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
     from loraplex.api.residency import AdapterResidency
     from loraplex.api.sampling import Grammar, Sampling
-    from loraplex.client.generation import Completion, Message, Piece, Status, WorkerStatus
+    from loraplex.client.generation import (
+        Completion,
+        CompletionChunk,
+        Message,
+        Status,
+        WorkerStatus,
+    )
     from loraplex.client.inference_client import InferenceClient
 
 
@@ -163,8 +169,8 @@ async def _generate(args: argparse.Namespace) -> None:
     streamed = not args.json and args.n == 1
 
     async def answer(client: InferenceClient, prompt: str | list[Message]) -> Completion:
-        pieces = client.generate(args.ref, prompt, _sampling(args))
-        return collect([piece async for piece in _shown(pieces, streamed)])
+        chunks = client.generate(args.ref, prompt, _sampling(args))
+        return collect([chunk async for chunk in _shown(chunks, streamed)])
 
     async with client_of(args) as client:
         try:
@@ -226,23 +232,25 @@ async def _reply(
 ) -> Message:
     from loraplex.client.generation import Message
 
-    pieces = client.generate(args.ref, messages, _sampling(args))
-    text = "".join([piece.text async for piece in _shown(pieces, not args.json)])
+    chunks = client.generate(args.ref, messages, _sampling(args))
+    text = "".join([chunk.text async for chunk in _shown(chunks, not args.json)])
     if args.json:
         print_json({"role": "assistant", "content": text})
     return Message("assistant", text)
 
 
-async def _shown(pieces: AsyncIterator[Piece], streamed: bool) -> AsyncIterator[Piece]:
-    """Print the pieces as they arrive and pass them on; their line ends also where they break
+async def _shown(
+    chunks: AsyncIterator[CompletionChunk], streamed: bool
+) -> AsyncIterator[CompletionChunk]:
+    """Print the chunks as they arrive and pass them on; their line ends also where they break
     off."""
     has_begun = False
     try:
-        async for piece in pieces:
+        async for chunk in chunks:
             if streamed:
                 has_begun = True
-                print(piece.text, end="", flush=True)
-            yield piece
+                print(chunk.text, end="", flush=True)
+            yield chunk
     finally:
         if has_begun:
             print()
@@ -254,7 +262,17 @@ async def _status(args: argparse.Namespace) -> None:
     print_status(status, as_json=args.json)
 
 
-LOAD_COLUMNS = ("WORKER", "STATE", "RUN", "WAIT", "BLOCKS", "ADAPTERS", "MOST IN A STEP", "STEP")
+LOAD_COLUMNS = (
+    "WORKER",
+    "STATE",
+    "RUN",
+    "WAIT",
+    "BLOCKS",
+    "CACHED",
+    "ON DEVICE",
+    "MOST ADAPTERS IN A STEP",
+    "STEP",
+)
 
 
 def print_status(status: Status, *, as_json: bool) -> None:
@@ -278,6 +296,7 @@ def print_status(status: Status, *, as_json: bool) -> None:
             str(worker.load.running_requests),
             str(worker.load.waiting_requests),
             f"{worker.load.total_blocks - worker.load.free_blocks}/{worker.load.total_blocks}",
+            str(worker.load.idle_blocks),
             str(worker.num_adapters_on_device),
             str(worker.load.max_distinct_adapters),
             f"{worker.load.step_s * 1000:.1f} ms",
@@ -292,6 +311,8 @@ def print_status(status: Status, *, as_json: bool) -> None:
             where = adapter.residency
             size = sized(where.device_bytes)
             name = adapter.ref or where.digest
+            if adapter.num_other_refs:
+                name += f" (+{adapter.num_other_refs} names)"
             rank = f"rank {where.max_rank}"
             print(f"  {worker.worker_id}  {name}  {_tier_name(where)}  {rank}  {size}")
 

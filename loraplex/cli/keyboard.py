@@ -1,4 +1,4 @@
-"""Single keys from a terminal, without waiting for a line."""
+"""Reads single keys from a terminal without waiting for a line."""
 
 from __future__ import annotations
 

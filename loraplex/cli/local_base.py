@@ -1,4 +1,4 @@
-"""Finding a base on this machine, for checks that may not use the network."""
+"""Finds a base on this machine, for checks that may not use the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `loraplex` command: run the stack, generate text, look at the workers."""
+"""The `loraplex` command: run the stack, generate text, inspect the workers."""
 
 from __future__ import annotations
 

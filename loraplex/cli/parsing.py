@@ -1,4 +1,4 @@
-"""Arguments shared by every command, and usage errors in both output forms."""
+"""Arguments that all commands share, and usage errors in both output formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`registry merge` and `registry convert`: adapters from adapters, offline."""
+"""`registry merge` and `registry convert`: make adapters from adapters, offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From arguments to an exit code: one place for errors, interrupts and closed pipes."""
+"""Runs a command and returns its exit code; handles errors, interrupts and closed pipes."""
 
 from __future__ import annotations
 

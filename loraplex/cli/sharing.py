@@ -1,4 +1,4 @@
-"""`registry share` and `describe`: what may be changed of an adapter, whatever its versions."""
+"""`registry share` and `describe`: settings of an adapter that apply to all its versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `registry upload` gets an adapter's folder from."""
+"""The sources from which `registry upload` gets an adapter's folder."""
 
 from __future__ import annotations
 

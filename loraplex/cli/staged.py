@@ -1,4 +1,4 @@
-"""Waiting for staged moves: `--wait` returns when the tag has moved, or cannot."""
+"""Waits for staged moves: `--wait` returns when the tag has moved or cannot move."""
 
 from __future__ import annotations
 

@@ -148,12 +148,22 @@ def _workers(workers: tuple[WorkerStatus, ...], num_lines: int) -> list[str]:
             str(worker.load.running_requests),
             str(worker.load.waiting_requests),
             _share(worker.load.total_blocks - worker.load.free_blocks, worker.load.total_blocks),
+            _share(worker.load.idle_blocks, worker.load.total_blocks),
             str(worker.num_adapters_on_device),
             _time(worker.load.step_s),
         )
         for worker in shown
     ]
-    header = ("WORKER", "STATE", "RUNNING", "WAITING", "MEMORY IN USE", "ADAPTERS", "STEP")
+    header = (
+        "WORKER",
+        "STATE",
+        "RUNNING",
+        "WAITING",
+        "MEMORY IN USE",
+        "CACHED",
+        "ON DEVICE",
+        "STEP",
+    )
     lines = table_lines(header, rows)
     hidden = len(order) - len(shown)
     return [*lines, f"... and {hidden} more workers"] if hidden else lines

@@ -1,4 +1,4 @@
-"""`loraplex usage`: who used what."""
+"""`loraplex usage`: what each tenant and adapter used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench trace` and `simulate` share: the flags of a workload and the table of a run."""
+"""The flags of a workload and the table of results that `bench trace` and `simulate` share."""
 
 from __future__ import annotations
 

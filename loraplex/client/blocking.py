@@ -1,4 +1,4 @@
-"""Thin blocking clients for scripts and notebooks: the async ones on a thread of their own."""
+"""Blocking clients for scripts and notebooks, which run the async clients on a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter says on the base that is served, compared with a reference of that base.
+"""Measures how far an adapter on the served base is from a reference of that base.
 
 Probe texts go to both gateways as ordinary requests of the lowest priority, one at a time. Each
 answers with the most likely tokens at every position of the text. The divergence of a position is
@@ -138,13 +138,13 @@ async def _score(client: InferenceClient, model: str, text: str) -> Sequence[Tok
     """The distributions at each position of a text; None at the first."""
     sampling = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=NUM_CANDIDATES)
     scored: Sequence[TokenLogprob | None] = ()
-    async for piece in client.generate(model, text, sampling, priority=LOWEST_PRIORITY):
-        scored = scored or piece.prompt_logprobs
+    async for chunk in client.generate(model, text, sampling, priority=LOWEST_PRIORITY):
+        scored = scored or chunk.prompt_logprobs
     return scored
 
 
 async def served_quantization(served: InferenceClient, base_id: str) -> str:
-    """How the gateway's workers quantised a base when they loaded it; "" = as published.
+    """How the gateway's workers quantise a base and its KV cache at load; "" = not at all.
 
     Raises:
         Blocked: some differ, and any of them may answer.
@@ -155,7 +155,7 @@ async def served_quantization(served: InferenceClient, base_id: str) -> str:
     if len(found) > 1:
         names = ", ".join(sorted(name or "none" for name in found))
         raise Blocked(
-            f"workers of base {base_id!r} serve it with different --quantization ({names}): "
+            f"workers of base {base_id!r} differ in --quantization or --kv-cache-dtype ({names}): "
             "certify through a gateway whose workers are alike"
         )
     return found.pop() if found else ""

@@ -1,4 +1,4 @@
-"""One gRPC channel: options, TLS, the bearer token, and errors as typed exceptions."""
+"""A gRPC channel with its options, TLS and bearer token, and errors as typed exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetching an adapter from the registry into a folder, every byte checked before it counts."""
+"""Downloads an adapter from the registry into a folder, and verifies every byte."""
 
 from __future__ import annotations
 

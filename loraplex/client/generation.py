@@ -1,4 +1,4 @@
-"""Asking for text and what comes back: frozen values, free of gRPC."""
+"""Plain types of generation requests and answers, without gRPC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CompletionChunk:
     """What one message of a stream adds to one choice."""
 
     request_id: str
@@ -35,15 +35,15 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """In the first piece of choice 0, one per token of the prompt; the first token has None."""
+    """In the first chunk of choice 0, one per token of the prompt; the first token has None."""
     finish_reason: FinishReason | None = None
-    """In the last piece of a choice."""
+    """In the last chunk of a choice."""
     stop_reason: str = ""
     """The matched stop string, or the id that stopped, as text."""
     served_by: ServedBy | None = None
-    """In the first piece of each choice, and in the first with tokens of other adapters."""
+    """In the first chunk of each choice, and in the first with tokens of other adapters."""
     usage: Usage | None = None
-    """In the last piece of the stream."""
+    """In the last chunk of the stream."""
     timings: Timings | None = None
 
 
@@ -97,6 +97,8 @@ class ResidentAdapter:
 
     ref: str
     """The adapter as tenant/name:vN; empty if the gateway does not know the name."""
+    num_other_refs: int
+    """Other names under which the same content was published."""
     residency: AdapterResidency
 
 

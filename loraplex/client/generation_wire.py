@@ -1,4 +1,4 @@
-"""Generation requests to wire messages, and what gateways answer back to plain values."""
+"""Converts generation requests to messages, and the answers of gateways to plain values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from loraplex.api.wire import (
     timings_from_proto,
     usage_from_proto,
 )
-from loraplex.client.generation import Message, Piece, Prompt, ResidentAdapter, Status, WorkerStatus
+from loraplex.client.generation import (
+    CompletionChunk,
+    Message,
+    Prompt,
+    ResidentAdapter,
+    Status,
+    WorkerStatus,
+)
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import admin_pb2
 from loraplex.v1 import inference_pb2 as pb
@@ -58,9 +65,9 @@ def to_prompt(prompt: Prompt) -> TextPrompt | TokenPrompt | ChatPrompt:
     raise InvalidRequest("prompt: give text, token ids or messages, not a mixture")
 
 
-def piece(message: pb.GenerateResponse) -> Piece:
+def chunk(message: pb.GenerateResponse) -> CompletionChunk:
     """One message of a stream."""
-    return Piece(
+    return CompletionChunk(
         request_id=message.request_id,
         index=message.index,
         text=message.text,
@@ -105,7 +112,9 @@ def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
         load=load_from_proto(message.load),
         num_adapters_on_device=message.num_adapters_on_device,
         adapters=tuple(
-            ResidentAdapter(adapter.ref, residency_from_proto(adapter.residency))
+            ResidentAdapter(
+                adapter.ref, adapter.num_other_refs, residency_from_proto(adapter.residency)
+            )
             for adapter in message.adapters
         ),
         dtype=message.dtype,

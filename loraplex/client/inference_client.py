@@ -1,4 +1,4 @@
-"""The async client of the gateway: stream or collect text, list models, see the stack."""
+"""The async client of the gateway: stream or collect text, list models, inspect the stack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from loraplex.api.request import UpdatePolicy
 from loraplex.api.sampling import Sampling
 from loraplex.client import generation_wire, settings, vectors
 from loraplex.client.channel import Channel
-from loraplex.client.generation import Choice, Completion, Fetched, Model, Piece, Prompt, Status
+from loraplex.client.generation import (
+    Choice,
+    Completion,
+    CompletionChunk,
+    Fetched,
+    Model,
+    Prompt,
+    Status,
+)
 from loraplex.client.settings import Credentials
 from loraplex.client.vectors import Embeddings, Scores
 from loraplex.errors import InvalidRequest, Unavailable
@@ -60,7 +68,7 @@ class InferenceClient:
         first_token_s: float | None = None,
         on_update: str = UpdatePolicy.FINISH,
         priority: int = 0,
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[CompletionChunk, None]:
         """Stream the output of one prompt. Closing the iterator cancels the request.
 
         Args:
@@ -86,7 +94,7 @@ class InferenceClient:
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         async with aclosing(self._channel.stream(stub.Generate, request)) as responses:
             async for response in responses:
-                yield generation_wire.piece(response)
+                yield generation_wire.chunk(response)
 
     async def complete(
         self,
@@ -99,9 +107,9 @@ class InferenceClient:
         on_update: str = UpdatePolicy.FINISH,
     ) -> Completion:
         """Collect the whole output of one prompt. Arguments as for `generate`."""
-        pieces = [
-            piece
-            async for piece in self.generate(
+        chunks = [
+            chunk
+            async for chunk in self.generate(
                 model,
                 prompt,
                 sampling,
@@ -110,7 +118,7 @@ class InferenceClient:
                 on_update=on_update,
             )
         ]
-        return collect(pieces)
+        return collect(chunks)
 
     async def embed(
         self,
@@ -176,47 +184,47 @@ class InferenceClient:
         return Fetched(done.ref, done.digest, tuple(done.worker_ids), done.took_s)
 
 
-def collect(pieces: list[Piece]) -> Completion:
-    """Join the pieces of a finished stream.
+def collect(chunks: list[CompletionChunk]) -> Completion:
+    """Join the chunks of a finished stream.
 
     Raises:
         Unavailable: the stream ended before every choice had.
     """
-    usage = next((piece.usage for piece in reversed(pieces) if piece.usage), None)
-    by_index: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        by_index.setdefault(piece.index, []).append(piece)
+    usage = next((chunk.usage for chunk in reversed(chunks) if chunk.usage), None)
+    by_index: dict[int, list[CompletionChunk]] = {}
+    for chunk in chunks:
+        by_index.setdefault(chunk.index, []).append(chunk)
     choices = tuple(_choice(by_index[index]) for index in sorted(by_index))
     if not choices:
         raise _ended_early()
-    prompt_ids = next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids), ())
-    return Completion(pieces[0].request_id, choices, usage or Usage(), prompt_ids)
+    prompt_ids = next((chunk.prompt_token_ids for chunk in chunks if chunk.prompt_token_ids), ())
+    return Completion(chunks[0].request_id, choices, usage or Usage(), prompt_ids)
 
 
-def _choice(pieces: list[Piece]) -> Choice:
-    last = pieces[-1]
+def _choice(chunks: list[CompletionChunk]) -> Choice:
+    last = chunks[-1]
     if last.finish_reason is None:
         raise _ended_early()
-    served_by: ServedBy | None = next((p.served_by for p in pieces if p.served_by), None)
+    served_by: ServedBy | None = next((p.served_by for p in chunks if p.served_by), None)
     return Choice(
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(i for piece in pieces for i in piece.token_ids),
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
-        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         served_by=served_by,
         timings=last.timings,
-        spans=_spans(pieces),
+        spans=_spans(chunks),
     )
 
 
-def _spans(pieces: list[Piece]) -> tuple[WeightSpan, ...]:
+def _spans(chunks: list[CompletionChunk]) -> tuple[WeightSpan, ...]:
     spans = []
     start = 0
-    for piece in pieces:
-        if piece.token_ids:
-            spans.append(WeightSpan(start, len(piece.token_ids), piece.digests))
-            start += len(piece.token_ids)
+    for chunk in chunks:
+        if chunk.token_ids:
+            spans.append(WeightSpan(start, len(chunk.token_ids), chunk.digests))
+            start += len(chunk.token_ids)
     return joined_spans(spans)
 
 

@@ -1,4 +1,4 @@
-"""An adapter in this process's memory as the files that PEFT would save."""
+"""Writes an adapter that is in this process's memory as the files that PEFT would save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long-running work reports its progress."""
+"""The interface by which long operations report their progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an upload says besides its bytes."""
+"""The options of an upload."""
 
 from __future__ import annotations
 

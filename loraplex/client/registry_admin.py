@@ -1,4 +1,4 @@
-"""The operators' side of the registry client."""
+"""The methods of the registry client for operators."""
 
 from __future__ import annotations
 

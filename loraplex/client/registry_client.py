@@ -333,7 +333,7 @@ class RegistryClient:
         set_labels: Mapping[str, str] | None = None,
         remove_labels: Sequence[str] = (),
     ) -> AdapterDescription:
-        """Change the description and the labels of an adapter, whatever its versions.
+        """Change the description and the labels of an adapter, for all its versions.
 
         Args:
             description: None keeps it, "" removes it.

@@ -1,4 +1,4 @@
-"""Where the tools connect and as whom: one value, from arguments or the environment."""
+"""Where clients connect and with which key, from arguments or the environment."""
 
 from __future__ import annotations
 

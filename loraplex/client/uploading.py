@@ -1,4 +1,4 @@
-"""Sending an adapter to the registry: hashed first, in chunks, resumed where it stopped."""
+"""Uploads an adapter to the registry: hashes it, sends it in chunks, and resumes after failures."""
 
 from __future__ import annotations
 

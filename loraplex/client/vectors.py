@@ -1,4 +1,4 @@
-"""Vectors and scores of prompts, between plain values and the wire."""
+"""Converts requests and answers for vectors and scores."""
 
 from __future__ import annotations
 

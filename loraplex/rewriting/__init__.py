@@ -1,1 +1,1 @@
-"""Making adapters from adapters, offline: merging, and other systems' formats. Needs numpy."""
+"""Makes adapters from adapters, offline: merging and conversion from other formats. Needs numpy."""

@@ -1,4 +1,4 @@
-"""A base's safetensors files, rewritten tensor by tensor: only a few rows are in memory at once."""
+"""Rewrites a base's safetensors files tensor by tensor, with only a few rows in memory."""
 
 from __future__ import annotations
 

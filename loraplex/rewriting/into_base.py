@@ -1,4 +1,4 @@
-"""Adapters merged into the base itself: a checkpoint that any engine serves without LoRA.
+"""Merges adapters into the base: the result is a checkpoint that any engine serves without LoRA.
 
 Each weight becomes W + sum of weight * scale * B A, computed in float32 and rounded once to the
 dtype of the base. What cannot be part of a plain checkpoint is refused by name: an activated LoRA,

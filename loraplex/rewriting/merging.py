@@ -1,4 +1,4 @@
-"""Several adapters of one base as one, by the methods of PEFT's `add_weighted_adapter`.
+"""Merges several adapters of one base by the methods of PEFT's `add_weighted_adapter`.
 
 With weight w and scale s of an adapter, A is multiplied by sign(w s) sqrt|w s| and B by sqrt|w s|,
 then the As are combined and the Bs are; `cat` instead stacks them, so that the result is the exact

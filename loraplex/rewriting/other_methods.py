@@ -1,4 +1,5 @@
-"""Adapters of other PEFT methods as LoRA: LoHa, LoKr, MiSS, VeRA and whatever PEFT can convert.
+"""Converts adapters of other PEFT methods to LoRA: LoHa, LoKr, MiSS, VeRA and others that PEFT can
+convert.
 
 PEFT itself converts, in a process of its own (see `other_methods_process`), as it has to build the
 base with the adapter on it. What it makes is measured there: the difference of each layer's outputs

@@ -1,4 +1,4 @@
-"""The process in which PEFT makes a LoRA of another method's adapter.
+"""The process in which PEFT converts an adapter of another method to LoRA.
 
     python -m loraplex.rewriting.other_methods_process ADAPTER BASE OUT.safetensors MAX_RANK
 

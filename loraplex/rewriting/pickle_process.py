@@ -1,4 +1,4 @@
-"""The process that reads a pickled `adapter_model.bin`: the file on stdin, safetensors on stdout.
+"""The process that reads a pickled `adapter_model.bin` from stdin and writes safetensors to stdout.
 
 A pickle names functions, and reading it calls them. torch's weights-only loading refuses all but
 those that rebuild tensors. Should that fail one day, this process can open no file and no socket,

@@ -1,4 +1,4 @@
-"""Adapters saved as `adapter_model.bin` before PEFT wrote safetensors: read safely, written again.
+"""Converts adapters that were saved as `adapter_model.bin`, before PEFT wrote safetensors.
 
 The pickle is read in a process of its own (see `pickle_process`). Every other file of the adapter
 is copied, and the result has passed the validation of an upload.

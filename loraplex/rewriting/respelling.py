@@ -1,4 +1,4 @@
-"""Adapters whose tensors are named, cut or stacked in another way than PEFT does it.
+"""Converts adapters whose tensors are named, divided or stacked differently from PEFT's.
 
 Tinker's exports: `unembed_tokens` is `lm_head`; `attn` is `self_attn`; the fused `in_proj_qkv` of
 a gated delta net is trained in three parts; and the experts of a layer are one tensor for each of

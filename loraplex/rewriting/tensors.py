@@ -1,4 +1,4 @@
-"""Adapter tensors as float32 arrays, and whole PEFT folders written from arrays."""
+"""Reads adapter tensors as float32 arrays, and writes PEFT folders from arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's LoraWeights and LoraConfig: two .npy files, there and back.
+"""Converts TensorRT-LLM's LoraWeights and LoraConfig (two .npy files) to PEFT and back.
 
 `model.lora_weights.npy` is `[1, rows, width]`: for each module of each layer A `[rank, in]`, then B
 `[out, rank]` with the scale folded in, then with DoRA the magnitude `[out]`, all flattened, then

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's module ids 0 to 17, and the modules of a base that each of them means.
+"""TensorRT-LLM's module ids 0 to 17, and the modules of a base that they correspond to.
 
 Which projection an id means is what TensorRT-LLM's own converter and loader say: `mlp_h_to_4h` (5)
 is `gate_proj` and `mlp_gate` (7) is `up_proj`, which its prose describes the other way round. The

@@ -1,4 +1,4 @@
-"""Adapters that lie elsewhere: fetched into a folder, complete and verified, before an upload.
+"""Downloads adapters from other systems into a folder before an upload, and verifies them.
 
     hf://ORG/NAME[@REVISION]          a repository of the Hugging Face hub
     s3://BUCKET[/PREFIX]              objects under a prefix

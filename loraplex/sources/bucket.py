@@ -1,4 +1,4 @@
-"""Adapters from an S3 bucket, with the variables and files that every AWS tool reads."""
+"""Adapters from an S3 bucket, with the environment variables and files that AWS tools read."""
 
 from __future__ import annotations
 

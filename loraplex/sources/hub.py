@@ -1,4 +1,5 @@
-"""Adapters from the Hugging Face hub, or from what HF_ENDPOINT names, by the hub's own client.
+"""Adapters from the Hugging Face hub, or from the server in HF_ENDPOINT, through the hub's own
+client.
 
 HF_TOKEN, HF_ENDPOINT and the token of `hf auth login` work as everywhere. A revision is resolved to
 its commit first, so that all files are of one commit, and each file is compared with the digest

@@ -1,4 +1,4 @@
-"""Which files of a repository or a prefix are the adapter, and writing them without trust."""
+"""Selects which files of a repository or a prefix belong to the adapter, and writes them safely."""
 
 from __future__ import annotations
 

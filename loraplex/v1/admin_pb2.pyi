@@ -107,12 +107,14 @@ class WorkerState(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., base_id: _Optional[str] = ..., connected: bool = ..., ready: bool = ..., draining: bool = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., num_adapters_on_device: _Optional[int] = ..., dtype: _Optional[str] = ..., kernels: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class ResidentAdapter(_message.Message):
-    __slots__ = ("ref", "residency")
+    __slots__ = ("ref", "residency", "num_other_refs")
     REF_FIELD_NUMBER: _ClassVar[int]
     RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    NUM_OTHER_REFS_FIELD_NUMBER: _ClassVar[int]
     ref: str
     residency: _worker_pb2.AdapterResidency
-    def __init__(self, ref: _Optional[str] = ..., residency: _Optional[_Union[_worker_pb2.AdapterResidency, _Mapping]] = ...) -> None: ...
+    num_other_refs: int
+    def __init__(self, ref: _Optional[str] = ..., residency: _Optional[_Union[_worker_pb2.AdapterResidency, _Mapping]] = ..., num_other_refs: _Optional[int] = ...) -> None: ...
 
 class FetchAdapterRequest(_message.Message):
     __slots__ = ("ref", "num_workers")

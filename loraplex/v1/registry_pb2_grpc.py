@@ -376,7 +376,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeAdapter(self, request, context):
-        """DescribeAdapter changes the description and the labels of an adapter, whatever its versions.
+        """DescribeAdapter changes the description and the labels of an adapter, for all its versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -411,21 +411,21 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckKey(self, request, context):
-        """CheckKey tells another service of the house who holds an API key.
+        """CheckKey tells another service of the deployment who holds an API key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishStagedMove(self, request, context):
-        """FinishStagedMove completes or drops a staged tag move; for other services of the house.
+        """FinishStagedMove completes or drops a staged tag move; only services may call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RecordUsage(self, request, context):
-        """RecordUsage adds what a gateway has served to the counts of a day; for other services of the house.
+        """RecordUsage adds what a gateway has served to the counts of a day; only services may call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

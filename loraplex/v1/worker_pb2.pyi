@@ -263,7 +263,7 @@ class AdapterResidency(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., tier: _Optional[_Union[AdapterTier, str]] = ..., max_rank: _Optional[int] = ..., device_bytes: _Optional[int] = ..., pinned: bool = ..., running_requests: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("running_requests", "waiting_requests", "queued_tokens", "free_blocks", "total_blocks", "step_s", "prefill_tokens_per_s", "max_distinct_adapters", "steps", "max_running_requests", "full")
+    __slots__ = ("running_requests", "waiting_requests", "queued_tokens", "free_blocks", "total_blocks", "step_s", "prefill_tokens_per_s", "max_distinct_adapters", "steps", "max_running_requests", "full", "idle_blocks")
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +275,7 @@ class WorkerLoad(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
+    IDLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     running_requests: int
     waiting_requests: int
     queued_tokens: int
@@ -286,7 +287,8 @@ class WorkerLoad(_message.Message):
     steps: int
     max_running_requests: int
     full: bool
-    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., max_distinct_adapters: _Optional[int] = ..., steps: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., full: bool = ...) -> None: ...
+    idle_blocks: int
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., max_distinct_adapters: _Optional[int] = ..., steps: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., full: bool = ..., idle_blocks: _Optional[int] = ...) -> None: ...
 
 class WatchStatusResponse(_message.Message):
     __slots__ = ("worker_id", "epoch", "sequence", "full", "ready", "draining", "load", "adapters", "base_id")

@@ -1,4 +1,4 @@
-"""Traces of requests to many adapters, and what a run of one says.
+"""Traces of requests to many adapters, and the results of running them.
 
 What this package exports is pure. `driving` sends a trace through a gateway, and `adapter_variants`
 makes the adapters for it.

@@ -1,4 +1,4 @@
-"""Any number of real, distinct adapters from a few: copies that differ in single last bits.
+"""Makes any number of distinct adapters from a few, by changing single last bits.
 
 A copy has its own digest, files and place in every cache, and decodes as its original does.
 """

@@ -1,4 +1,6 @@
-"""Send a trace through a gateway as it says, whatever the answers do (open loop)."""
+"""Sends the requests of a trace through a gateway at their times, independent of the answers (open
+loop).
+"""
 
 from __future__ import annotations
 
@@ -90,13 +92,13 @@ async def _one(
     reason = ""
     try:
         answer = client.generate(model, prompt, sampling, first_token_s=first_token_s)
-        async with aclosing(answer) as pieces:
-            async for piece in pieces:
-                if piece.token_ids and first_s is None:
+        async with aclosing(answer) as chunks:
+            async for chunk in chunks:
+                if chunk.token_ids and first_s is None:
                     first_s = time.monotonic() - begin_s
-                num_output += len(piece.token_ids)
-                if piece.timings:
-                    engine_s = piece.timings.queue_s + piece.timings.prefill_s
+                num_output += len(chunk.token_ids)
+                if chunk.timings:
+                    engine_s = chunk.timings.queue_s + chunk.timings.prefill_s
     except LoraplexError as error:
         reason = error.reason
     end_s = time.monotonic() - begin_s

@@ -1,4 +1,4 @@
-"""Logs of real requests as traces, as S-LoRA section 7.3 makes one from those of Chatbot Arena.
+"""Reads logs of real requests as traces, in the way of S-LoRA section 7.3 for Chatbot Arena.
 
 A log is a CSV file with a header and the columns `timestamp`, `model`, `input_length` and
 `output_length`, in any order and next to others. Rows may be in any order as well.

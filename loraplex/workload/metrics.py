@@ -1,4 +1,4 @@
-"""What a run of a trace says: throughput, latency, and the S-LoRA paper's SLO figures."""
+"""Results of a trace: throughput, latency, and the SLO figures of the S-LoRA paper."""
 
 from __future__ import annotations
 

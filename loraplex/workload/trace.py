@@ -1,10 +1,10 @@
-"""Seeded traces: when requests arrive, for which adapter, how long they are.
+"""Seeded traces: arrival times, adapters and lengths of requests.
 
 The synthetic workload is the one of the S-LoRA paper (section 7.2): each adapter has a Gamma
 process of its own, with a rate by a power law, and lengths are uniform. As an option, arrivals are
 those of S-LoRA's released script: one Gamma process for all, whose arrivals draw their adapters.
-Arrivals and lengths are drawn from streams of their own, so that changing the lengths leaves the
-arrivals as they were.
+Arrivals and lengths are drawn from separate random streams, so that changing the lengths does not
+change the arrivals.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What every server needs once."""
+"""Code that every server needs."""

@@ -1,7 +1,8 @@
-"""How many calls of one tenant a server answers in a second.
+"""Limits how many calls per second a server answers for one tenant.
 
-A call beyond the rate waits for its time, and one that would wait too long is refused. Refusals
-wait as well: a client that asks again at once would otherwise cost as much as one that is answered.
+A call above the rate is delayed until the rate allows it, and refused if the delay would be too
+long. Refusals are delayed as well, because a client that retries immediately would otherwise cost
+as much as one that is served.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TypeGuard
 
-from loraplex.errors import ResourceExhausted
+from loraplex.errors import LoraplexError, ResourceExhausted, codes_of
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import (
     CALL_BURST,
     CALLS_PER_S,
     MAX_CALL_WAIT_S,
+    REFUSED_CALLS,
     SERVICE_KEY_IDS,
 )
 from loraplex_services.common.recent import Recent
@@ -23,7 +26,7 @@ from loraplex_services.common.recent import Recent
 MAX_TENANTS = 10_000
 REFUSAL_DELAY_S = 1.0
 MAX_DELAYED = 1000
-"""Refusals that wait in one process; further ones are sent at once."""
+"""Refusals that are delayed in one process; further ones are sent immediately."""
 
 
 class CallRates:
@@ -66,18 +69,30 @@ _DELAYED_REASONS = frozenset({"TOO_MANY_CALLS", "TOO_MANY_WAITING", "TOO_MANY_WR
 
 
 class DelayedRefusals:
-    """Holds back the refusals of calls that are too many. They hold no message in the meantime."""
+    """Holds back refusals: those of calls that are too many, and those of a tenant whose calls are
+    refused more often than its rate allows. They hold no message in the meantime."""
 
-    def __init__(self) -> None:
+    def __init__(self, rates: CallRates) -> None:
+        self._rates = rates
         self._num_delayed = 0
 
-    async def delay(self, error: Exception) -> None:
-        """Wait a moment if `error` says that the caller sends too much."""
-        is_delayed = isinstance(error, ResourceExhausted) and error.reason in _DELAYED_REASONS
-        if not is_delayed or self._num_delayed >= MAX_DELAYED:
+    async def delay(self, error: Exception, caller: Caller | None = None) -> None:
+        """Wait a moment if `error` says that the caller sends too much, and until a refusal is
+        within the rate of a known caller's tenant, at most `MAX_CALL_WAIT_S`."""
+        if self._num_delayed >= MAX_DELAYED or not _is_refusal(error):
             return
         self._num_delayed += 1
         try:
+            if error.reason in _DELAYED_REASONS:
+                await asyncio.sleep(REFUSAL_DELAY_S)
+            elif caller is not None:
+                await self._rates.wait(caller, REFUSED_CALLS)
+        except ResourceExhausted:
             await asyncio.sleep(REFUSAL_DELAY_S)
         finally:
             self._num_delayed -= 1
+
+
+def _is_refusal(error: Exception) -> TypeGuard[LoraplexError]:
+    """Whether it is the caller's fault."""
+    return isinstance(error, LoraplexError) and codes_of(error).http < 500

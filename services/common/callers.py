@@ -1,4 +1,4 @@
-"""Who is calling: set by the auth check of a server, read by its handlers."""
+"""The caller of a request: set by the auth check of a server, read by its handlers."""
 
 from __future__ import annotations
 

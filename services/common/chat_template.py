@@ -1,4 +1,4 @@
-"""The chat template that a model's files name, and the Jinja environment that it is written for."""
+"""The chat template that a model's files contain, and the Jinja environment for it."""
 
 from __future__ import annotations
 

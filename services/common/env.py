@@ -1,7 +1,8 @@
-"""Every LORAPLEX_* variable, once: name, type, default, readers and meaning.
+"""The table of all LORAPLEX_* variables: name, type, default, readers and meaning.
 
-A service reads its settings in its `config.py` and touches the environment nowhere else. No name
-ends in _PORT or _HOST: Kubernetes injects such names. docs/reference/settings.md is made of it.
+A service reads its settings in its `config.py` and reads the environment nowhere else. No name ends
+in _PORT or _HOST, because Kubernetes injects such names. docs/reference/settings.md is generated
+from this table.
 """
 
 from __future__ import annotations
@@ -120,20 +121,17 @@ SERVICE_NAMES: Setting[tuple[str, ...]] = Setting(
 HTTP_CERT = path_setting(
     "LORAPLEX_HTTP_CERT",
     "up gateway",
-    "PEM file of the HTTP server's certificate chain; without it, the server speaks plain HTTP.",
-)
-HTTP_KEY = path_setting(
-    "LORAPLEX_HTTP_KEY", "up gateway", "PEM file of that certificate's private key."
+    "PEM file of the HTTP server's certificate chain, with the private key in it or beside it, as "
+    "`tls.key` is beside `tls.crt`; unset = plain HTTP.",
 )
 
 # Registry: where adapters are stored
 REGISTRY_LISTEN = listen_setting(
-    "LORAPLEX_REGISTRY_LISTEN", "up registry", "Address of the gRPC server.", "127.0.0.1:50052"
-)
-REGISTRY_SERVICE_LISTEN = listen_setting(
-    "LORAPLEX_REGISTRY_SERVICE_LISTEN",
-    "registry",
-    "Second gRPC address, for services only, which must show a certificate signed by LORAPLEX_CA.",
+    "LORAPLEX_REGISTRY_LISTEN",
+    "up registry",
+    "Address of the gRPC server. `,mtls:HOST:PORT` after it adds one for services only, which must "
+    "show a certificate signed by LORAPLEX_CA.",
+    "127.0.0.1:50052",
 )
 OBJECTS: Setting[str] = Setting(
     "LORAPLEX_OBJECTS",
@@ -173,15 +171,9 @@ MAX_REQUEST_S: Setting[float] = Setting(
 )
 TOOL_CALL_PARSER = choice_setting(
     "LORAPLEX_TOOL_CALL_PARSER",
-    "auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm harmony none",
+    "auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm gemma4 harmony none",
     "gateway",
     "Notation of tool calls; `auto` = the one that the chat template shows.",
-)
-REASONING_PARSER = choice_setting(
-    "LORAPLEX_REASONING_PARSER",
-    "auto think none",
-    "gateway",
-    "Whether the text in `<think>` becomes reasoning; `auto` = if the chat template has that mark.",
 )
 LORA_ROOT = path_setting(
     "LORAPLEX_LORA_ROOT",
@@ -384,6 +376,12 @@ FAILPOINT = Switch(
     "registry",
     "Step of a publication at which the process dies, STEP or STEP:COUNT, for tests.",
 )
+REASONING_PARSER = choice_switch(
+    "reasoning-parser",
+    "auto think none",
+    "gateway",
+    "Whether the text in `<think>` becomes reasoning; `auto` = if the chat template has that mark.",
+)
 REPLACE_BASES: Switch[bool] = Switch(
     "replace-bases",
     parse_bool,
@@ -393,5 +391,5 @@ REPLACE_BASES: Switch[bool] = Switch(
 )
 
 _VALUES = tuple(globals().values())
-ALL_SETTINGS = tuple(value for value in _VALUES if isinstance(value, Setting))
+ALL_SETTINGS = tuple(value for value in _VALUES if type(value) is Setting)
 ALL_SWITCHES = tuple(value for value in _VALUES if isinstance(value, Switch))

@@ -1,4 +1,4 @@
-"""How the gateway opens gRPC channels to its neighbours."""
+"""Opens the gateway's gRPC channels to registry and workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 class OpenChannel(Protocol):
-    """Opens the way to an address."""
+    """Opens a channel to an address."""
 
     def __call__(self, address: str) -> grpc.aio.Channel: ...
 
@@ -55,7 +55,7 @@ class SecureChannels:
     """Channels with TLS; Unix sockets stay plain. Each reads the files as they are by then."""
 
     def __init__(self, tls: TlsFiles, server_name: str = "") -> None:
-        """`server_name`: expected in the server's certificate in place of its address."""
+        """`server_name`: the name expected in the server's certificate instead of its address."""
         self._tls = tls
         self._rotation = tls.rotation()
         self._version = 0

@@ -1,4 +1,4 @@
-"""Around every handler: who calls, limits, and which status an exception becomes.
+"""Wraps every gRPC handler: identifies the caller, enforces limits and maps exceptions to statuses.
 
 The caller is checked before its message is received, and the message's size before it is parsed.
 """
@@ -43,7 +43,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, auth: Auth | None) -> None:
-        self._shared = _Shared(auth, OpenCalls(), CallRates(), DelayedRefusals(), LargeMessages())
+        rates = CallRates()
+        refusals = DelayedRefusals(rates)
+        self._shared = _Shared(auth, OpenCalls(), rates, refusals, LargeMessages())
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         """Handlers of methods, made when first called."""
 
@@ -87,8 +89,8 @@ def _rewrapped(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHand
 
 
 def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler for a method that needs no key. Its streams are counted, because strangers
-    may open them."""
+    """A handler for a method that needs no key. Its streams are counted, because unauthenticated
+    callers may open them."""
     if not handler.response_streaming:
         return cast("grpc.RpcMethodHandler[Any, Any]", handler)
     inner = handler.unary_stream or handler.stream_stream
@@ -143,13 +145,15 @@ class _Call:
     async def admitted(self, context: Context) -> AsyncIterator[None]:
         """Check who calls and how often, and count the call in the meantime. What is raised within
         ends the call with its status."""
+        caller = None
         try:
             caller = await _identify(self.method, self.shared.auth, context)
             with self.shared.open_calls.counted(self.method, caller):
                 await self.shared.rates.wait(caller, limits_of(self.method).num_calls)
                 yield
         except Exception as error:
-            await self.shared.refusals.delay(error)
+            is_counted = limits_of(self.method).num_calls > 0
+            await self.shared.refusals.delay(error, None if is_counted else caller)
             await _abort(error, self.method, context)
 
     def parsed(self, raw: bytes) -> Any:

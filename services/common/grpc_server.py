@@ -1,4 +1,4 @@
-"""The gRPC server of every service: health, reflection, limits, drain."""
+"""The gRPC server of every service, with health checks, reflection, limits and drain."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Service = tuple[Callable[[Any, grpc.aio.Server], None], object, str]
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """The files of a server that speaks TLS."""
+    """The files of a server with TLS."""
 
     cert: Path
     """PEM chain of the server."""

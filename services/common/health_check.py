@@ -1,4 +1,4 @@
-"""Asking another server's health service."""
+"""Asks the health service of another server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The child's side of a `ProcessPool`: answers jobs on stdin until stdin closes.
+"""The child's side of a `ProcessPool`: answers jobs from stdin until stdin closes.
 
 Frames both ways are a 4-byte big-endian length and that many bytes. The first frame is the setup
 that all jobs share; its answer says that the process is ready.

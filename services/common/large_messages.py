@@ -1,7 +1,7 @@
-"""Keeps the large messages of one tenant from stopping the event loop for the others.
+"""Keeps the large messages of one tenant from blocking the event loop for others.
 
-To parse a large message takes the event loop milliseconds that nothing can interrupt. Each tenant
-therefore has a small share of the loop's time for them: after each one, its next one waits.
+Parsing a large message blocks the event loop for milliseconds. Each tenant therefore has a small
+share of the loop's time for large messages: after each one, its next one waits.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ class LargeMessages:
         asyncio.get_running_loop().call_soon(self._rest, caller.tenant, time.thread_time())
 
     def _rest(self, tenant: str, begin_s: float) -> None:
-        """Called once the task that took the turn waits."""
+        """Called when the task that is being served waits."""
         rest_s = (time.thread_time() - begin_s) / self._share
         asyncio.get_running_loop().call_later(rest_s, self._turns.give, tenant)

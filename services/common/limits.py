@@ -1,4 +1,4 @@
-"""What a caller can make large, and how large: one table for gRPC and HTTP.
+"""The limits on everything that a caller can make large: one table for gRPC and HTTP.
 
 Servers check a caller's key before they receive its message, and the message's size before they
 parse it: a parsed message takes up to 33 times the memory of its bytes. `docs/reference/limits.md`
@@ -81,6 +81,8 @@ LIST_CALLS = 10
 TEXT_BYTES_PER_CALL = 4 * KIB
 """A request for the tokens of a text, or for the text of tokens, counts as one call, and as one
 more for each of these."""
+REFUSED_CALLS = 5
+"""What a refused request for tokens counts as: otherwise nothing would bound their number."""
 USAGE_CALLS = 20
 """What a report of usage counts as."""
 
@@ -169,7 +171,7 @@ KEY_LIFETIME_S = NumberLimits(0, 100 * YEAR_S)
 WAIT_S = NumberLimits(0, YEAR_S)
 """How long a tag waits until its adapter is loaded."""
 KEPT_VERSIONS = NumberLimits(0, 1000)
-"""Versions of a row of updates that are kept; 0 = all."""
+"""`keep_versions` of an upload; 0 = all versions are kept."""
 EPHEMERAL_S = NumberLimits(0, 30.0 * 24 * 3600)
 """How long an ephemeral version lives; 0 = it is none."""
 QUOTA = NumberLimits(0, float(1 << 62))
@@ -187,7 +189,7 @@ MAX_CACHE_SALT_CHARS = 256
 MAX_REQUEST_ID_CHARS = 256
 MAX_TRACE_CHARS = 256
 MAX_SPLIT_KEY_CHARS = 1024
-MAX_ADAPTERS_PER_REQUEST = 64
+MAX_ADAPTERS_PER_REQUEST = 8
 MAX_SEQUENCES_PER_REQUEST = 1024
 """Prompts times choices of one HTTP request."""
 MAX_SMALL_MESSAGE_BYTES = 64 * KIB
@@ -222,6 +224,10 @@ MAX_RESPONSE_METADATA = 16
 """Entries of `metadata` of a response, with keys of 64 and values of 512 characters."""
 MAX_OPEN_UPLOADS_PER_TENANT = 1000
 """Uploads that a tenant has begun and not finished."""
+MAX_OPENINGS = 32
+"""Uploads that one registry begins at a time; each takes several writes to the object store."""
+MAX_OPENINGS_PER_TENANT = 4
+"""Uploads of one tenant that begin at a time; further ones wait until one has."""
 MAX_UPLOAD_STREAMS = 32
 """Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
 MAX_UPLOAD_STREAMS_PER_TENANT = 8
@@ -233,10 +239,15 @@ MAX_CHARS_PER_TOKEN = 128
 natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
 MAX_TOKEN_IDS_PER_FIELD = 4096
 """Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
+MAX_PROMPT_LOGPROBS = 256 * KIB
+"""Logprobs of prompt tokens in the answer to one request, candidates and choices included. While a
+worker and a gateway convert these, they do nothing else; each thousand takes the worker 5 ms."""
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 128
 MAX_GRAMMAR_CHARS = 128 * KIB
 """Characters of a grammar, also of one that is made of the schemas of tools."""
+MAX_COMPILED_GRAMMAR_BYTES = 16 * MIB
+"""Memory of a compiled grammar. 4,000 options or a schema of 1,000 properties take 4 to 6 MiB."""
 
 
 MAX_WRONG_KEYS_PER_PEER = 60

@@ -1,4 +1,4 @@
-"""Logging, configured once per process: JSON lines in pods, short text on a terminal.
+"""Configures logging of a process: JSON lines in pods, short text on a terminal.
 
 Messages name an event, fields go into `extra`: `logger.info("loaded", extra={"digest": digest})`.
 Never log prompts, completions or token ids.

@@ -55,7 +55,7 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
         self.port = 0
 
-    async def start(self, listen: str, setting: str = "LORAPLEX_METRICS_LISTEN") -> None:
+    async def start(self, listen: str) -> None:
         """Listen on `HOST:PORT`. Raises InvalidRequest naming the setting if it is taken."""
         host, _, port = listen.rpartition(":")
         try:
@@ -64,7 +64,9 @@ class MetricsServer:
             )
         except OSError as error:
             raise InvalidRequest.field(
-                setting, listen, f"cannot listen on {listen}: {error.strerror}; choose another port"
+                "LORAPLEX_METRICS_LISTEN",
+                listen,
+                f"cannot listen on {listen}: {error.strerror}; choose another port",
             ) from None
         self.port = self._server.sockets[0].getsockname()[1]
         logger.info("metrics listening", extra={"port": self.port})
@@ -105,7 +107,7 @@ class MetricsServer:
         return 404, _TEXT, b"try /metrics, /healthz or /readyz\n"
 
     async def _debug(self, head: bytes) -> Answer:
-        """The stacks of this process, or a profile; only for who shows the service token."""
+        """The stacks of this process, or a profile; only for callers with the service token."""
         target, _, rest = head.decode("latin-1").split(" ", 1)[1].partition(" ")
         if not is_service_token(_bearer_token(rest), self._service_token):
             return 401, _TEXT, b"show the service token: authorization: Bearer TOKEN\n"

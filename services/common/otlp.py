@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry's SDK, sent to a collector in batches by a thread of its own.
+"""Sends spans of OpenTelemetry's SDK to a collector, in batches on a separate thread.
 
 Only `open_tracer` imports this. The SDK reads the standard variables for the endpoint, the sampler,
 the batches and the resource. If the collector is unreachable, spans are dropped beyond the SDK's

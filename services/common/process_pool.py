@@ -1,4 +1,4 @@
-"""A pool of processes for work on what tenants send: templates, grammars, tokenizers, headers.
+"""A pool of processes for work on untrusted input: templates, grammars, tokenizers, headers.
 
 Such input can take long, need much memory or crash the library that reads it. Each job runs in a
 process with a memory limit and a time limit, tenants get the processes in rotation, and a job that
@@ -20,9 +20,13 @@ from loraplex_services.common.piped_process import start_module
 from loraplex_services.common.recent import Recent
 from loraplex_services.common.tenant_slots import TenantSlots
 
+SPARE_AFTER_S = 0.2
+"""While a job takes longer than that, another process is kept ready."""
 REFUSED_S = 30.0
 """How long a job is refused after it failed."""
 MAX_REFUSED = 1024
+END_S = 5.0
+"""How long a process that has closed its pipe may take to end."""
 
 
 class JobFailed(Exception):
@@ -37,7 +41,8 @@ class JobFailed(Exception):
 
 
 class ProcessPool:
-    """Runs jobs in processes of one module. They start when they are first needed."""
+    """Runs jobs in processes of one module. They start when they are first needed. One more is kept
+    ready while a long job runs, so that another tenant's job does not wait for a start."""
 
     def __init__(self, module: str, limits: PoolLimits, setup: bytes = b"") -> None:
         """`setup` is the first frame that each process gets."""
@@ -54,6 +59,11 @@ class ProcessPool:
         """When a job failed, and whether it was late."""
         self._answers: Recent[Hashable, bytes] = Recent(limits.num_answers)
         self._is_closed = False
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a process waits for a job."""
+        return bool(self._idle)
 
     async def ask(self, tenant: str, job: bytes, key: Hashable = None) -> bytes:
         """The answer to a job.
@@ -115,6 +125,7 @@ class ProcessPool:
     async def _answer(
         self, process: asyncio.subprocess.Process, job: bytes, key: Hashable
     ) -> bytes:
+        spare = asyncio.get_running_loop().call_later(SPARE_AFTER_S, self._add_spare)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 return await _exchange(process, job)
@@ -125,6 +136,22 @@ class ProcessPool:
             if key is not None:
                 self._refused.put(key, (_now_s(), is_late))
             raise JobFailed(is_late=is_late, is_repeated=False) from None
+        finally:
+            spare.cancel()
+
+    def _add_spare(self) -> None:
+        if self._limits.keeps_processes and not self.has_idle and not self._is_closed:
+            self._run(self._started_spare())
+
+    async def _started_spare(self) -> None:
+        """Start a process that waits for a job, if there is a slot for it and none waits already.
+        The tenant without a name holds the slot in the meantime."""
+        with contextlib.suppress(LoraplexError):
+            await self._slots.take("", self._limits.work)
+            if self.has_idle:
+                self._slots.give("")
+            else:
+                await self._replace("")
 
     def _idle_one(self) -> asyncio.subprocess.Process | None:
         """A process that waits for a job, which is not idle any more; None if there is none."""
@@ -206,9 +233,16 @@ async def _collect(process: asyncio.subprocess.Process) -> None:
 
 
 async def _ran_out_of_cpu(process: asyncio.subprocess.Process) -> bool:
-    """Whether a process that does not answer any more ended by the timer of its job."""
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()  # changes nothing for one that has ended already
+    """Whether a process that does not answer any more ended by the timer of its job.
+
+    It is killed only if it does not end by itself: to kill a process that has ended makes Python
+    collect its exit status where asyncio does not see it.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
     return await process.wait() == -signal.SIGPROF
 
 

@@ -1,4 +1,4 @@
-"""A mapping of bounded length, for what is remembered by keys that a stranger may choose."""
+"""A mapping of bounded size, for keys that untrusted callers choose."""
 
 from __future__ import annotations
 
@@ -10,29 +10,37 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """The entries used last; the one used longest ago makes space for a new one."""
+    """The entries used last; those used longest ago make space for a new one."""
 
-    def __init__(self, max_entries: int) -> None:
-        self._max_entries = max_entries
-        self._entries: OrderedDict[K, V] = OrderedDict()
+    def __init__(self, max_size: float) -> None:
+        """`max_size`: of all entries together, in the unit of the sizes that `put` is given."""
+        self._max_size = max_size
+        self._size = 0.0
+        self._entries: OrderedDict[K, tuple[V, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
         """The value, which counts as used now, or None."""
-        value = self._entries.get(key)
-        if value is not None:
-            self._entries.move_to_end(key)
-        return value
-
-    def put(self, key: K, value: V) -> None:
-        """Remember a value. Mutates: may drop the entry that was used longest ago."""
-        self._entries[key] = value
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
         self._entries.move_to_end(key)
-        if len(self._entries) > self._max_entries:
-            self._entries.popitem(last=False)
+        return entry[0]
+
+    def put(self, key: K, value: V, size: float = 1.0) -> None:
+        """Remember a value, unless it alone is too large. Mutates: may drop the entries that were
+        used longest ago."""
+        self.drop(key)
+        if size > self._max_size:
+            return
+        self._entries[key] = value, size
+        self._size += size
+        while self._size > self._max_size:
+            self.drop(next(iter(self._entries)))
 
     def drop(self, key: K) -> None:
         """Forget an entry, if there is one."""
-        self._entries.pop(key, None)
+        _, size = self._entries.pop(key, (None, 0.0))
+        self._size -= size

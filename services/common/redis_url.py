@@ -1,4 +1,4 @@
-"""Clients of the metadata server from a URL: plain, TLS, Unix socket, or through Sentinel."""
+"""Makes clients of the metadata server from a URL: plain, TLS, Unix socket, or through Sentinel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class BoundedRedis(redis.asyncio.Redis):
 
 
 def is_closed_transport(error: RuntimeError) -> bool:
-    """Whether uvloop says that the peer closed a connection: asyncio raises ConnectionError."""
+    """Whether an error of uvloop means that the peer closed a connection; asyncio raises
+    ConnectionError."""
     return "the handler is closed" in str(error)
 
 

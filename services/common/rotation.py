@@ -1,7 +1,7 @@
-"""Notices that certificate files were replaced, as cert-manager and its like do in time.
+"""Notices that certificate files were replaced, as cert-manager does regularly.
 
-Looked at when it matters, before a handshake or a new connection: there is nothing to wait for and
-no thread. What runs on open connections continues.
+The files are checked before a handshake or a new connection, so no thread is needed. Calls on open
+connections continue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How services know each other: by a certificate (mTLS), or by a secret that they all have.
+"""Authentication between services: by a certificate (mTLS) or by a shared secret.
 
-The secret travels as `authorization: Bearer <token>`. Its file may hold several, one per line: the
-first is shown, all are accepted, so that it can be changed while everything runs.
+The secret travels as `authorization: Bearer <token>`. Its file may contain several tokens, one per
+line. The first is sent and all are accepted, so that the token can be changed without downtime.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loraplex_services.common.tls import is_service
 
 
 class ServiceAuth:
-    """An `Auth` that lets in services: who shows a certificate of theirs, or knows the token."""
+    """An `Auth` that admits services: callers with a service's certificate or the token."""
 
     def __init__(self, token: str, names: Collection[str] = ()) -> None:
         """`token` is what `read_service_token` gave; `names` are those of services' certificates,

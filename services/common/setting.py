@@ -38,55 +38,45 @@ class Setting(Generic[T]):
     """Never shown; also read from the file named by `<name>_FILE`."""
 
     def read(self, environ: Mapping[str, str]) -> T:
-        """The value, or the default where unset or empty.
+        """The value, or the default where none is given.
 
         Raises:
-            InvalidRequest: naming the variable.
+            InvalidRequest: naming the variable or the switch.
         """
-        text = environ.get(self.name, "")
-        if self.secret and not text:
-            text = self._from_file(environ)
-        if not text:
+        text = self._text(environ)
+        if text is None:
             return self.default
         try:
             return self.parse(text)
         except ValueError as error:
-            shown = "(secret)" if self.secret else text
-            raise InvalidRequest.field(self.name, shown, str(error)) from None
+            raise InvalidRequest.field(*self._shown(text), str(error)) from None
 
-    def _from_file(self, environ: Mapping[str, str]) -> str:
+    def _text(self, environ: Mapping[str, str]) -> str | None:
+        """What the environment says; a blank variable says nothing."""
+        return environ.get(self.name) or (self._from_file(environ) if self.secret else None)
+
+    def _shown(self, text: str) -> tuple[str, str]:
+        """Field and value of an error."""
+        return self.name, "(secret)" if self.secret else text
+
+    def _from_file(self, environ: Mapping[str, str]) -> str | None:
         path = environ.get(f"{self.name}_FILE", "")
         try:
-            return Path(path).read_text().strip() if path else ""
+            return Path(path).read_text().strip() or None if path else None
         except OSError as error:
             raise InvalidRequest.field(
                 f"{self.name}_FILE", path, f"cannot be read: {error.strerror}"
             ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Switch(Generic[T]):
-    """One switch of LORAPLEX_DEBUG. The fields are those of `Setting`."""
+class Switch(Setting[T]):
+    """One switch of LORAPLEX_DEBUG."""
 
-    name: str
-    parse: Callable[[str], T]
-    default: T
-    readers: str
-    doc: str
+    def _text(self, environ: Mapping[str, str]) -> str | None:
+        return debug_switches(environ).get(self.name)
 
-    def read(self, environ: Mapping[str, str]) -> T:
-        """The value, or the default if the list does not have the switch.
-
-        Raises:
-            InvalidRequest: naming the switch.
-        """
-        text = debug_switches(environ).get(self.name)
-        if text is None:
-            return self.default
-        try:
-            return self.parse(text)
-        except ValueError as error:
-            raise InvalidRequest.field(DEBUG_LIST, f"{self.name}={text}", str(error)) from None
+    def _shown(self, text: str) -> tuple[str, str]:
+        return DEBUG_LIST, f"{self.name}={text}"
 
 
 def debug_switches(environ: Mapping[str, str]) -> dict[str, str]:

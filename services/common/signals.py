@@ -1,4 +1,4 @@
-"""Stopping a server process: the first SIGTERM or SIGINT drains, a second one kills."""
+"""Stops a server process on signals: the first SIGTERM or SIGINT drains, the second one kills."""
 
 from __future__ import annotations
 

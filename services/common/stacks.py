@@ -1,7 +1,7 @@
-"""Where a process is: its threads and its tasks at one moment, or its threads over some seconds.
+"""Shows what a process is doing: its threads and tasks now, or its threads over some seconds.
 
-SIGUSR2 prints the first, and the server of `metrics.py` answers with either. Both show names of
-files and functions only, no values, and therefore nothing that a client sent.
+SIGUSR2 prints the former, and the server of `metrics.py` returns either. Both show only names of
+files and functions and no values, so they contain nothing that a client sent.
 """
 
 from __future__ import annotations

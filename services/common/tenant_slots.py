@@ -1,7 +1,7 @@
-"""A bounded number of slots that tenants get one after another.
+"""A bounded number of slots that tenants get in rotation.
 
 While several tenants wait, each gets a slot in rotation, however many requests one of them has
-queued. No tenant holds all slots at one time: one stays within reach of the others.
+queued. No tenant holds all slots at the same time, so one remains for the others.
 """
 
 from __future__ import annotations

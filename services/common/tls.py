@@ -1,4 +1,4 @@
-"""The certificate of a service and the CA of its peers, for its servers and for its own calls."""
+"""The certificate of a service and the CA of its peers, for its servers and its calls."""
 
 from __future__ import annotations
 
@@ -65,38 +65,38 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles:
     Raises:
         InvalidRequest: a file is missing, or one of certificate and key is.
     """
-    return TlsFiles(_file(environ, env.CA), *_pair(environ, env.CERT, env.KEY))
-
-
-def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
-    """TLS files that LORAPLEX_HTTP_CERT and LORAPLEX_HTTP_KEY name.
-
-    Raises:
-        InvalidRequest: a file is missing, one of the two is, or they do not belong together.
-    """
-    cert, key = _pair(environ, env.HTTP_CERT, env.HTTP_KEY)
-    if cert is not None:
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
-        except ssl.SSLError as error:
-            raise InvalidRequest.field(
-                env.HTTP_CERT.name,
-                str(cert),
-                f"is no PEM certificate of the key in {env.HTTP_KEY.name} ({error.reason})",
-            ) from None
-    return TlsFiles(cert=cert, key=key)
-
-
-def _pair(
-    environ: Mapping[str, str], of_cert: Setting[Path | None], of_key: Setting[Path | None]
-) -> tuple[Path | None, Path | None]:
-    cert, key = _file(environ, of_cert), _file(environ, of_key)
+    cert, key = _file(environ, env.CERT), _file(environ, env.KEY)
     if (cert is None) != (key is None):
-        missing = of_cert if cert is None else of_key
+        missing = env.CERT if cert is None else env.KEY
         raise InvalidRequest.field(
             missing.name, "", "a certificate and its key go together; set both"
         )
-    return cert, key
+    return TlsFiles(_file(environ, env.CA), cert, key)
+
+
+def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
+    """TLS files of the HTTP server: LORAPLEX_HTTP_CERT and its key, in the same file or beside it.
+
+    A Secret of Kubernetes has the two side by side, as `tls.crt` and `tls.key`.
+
+    Raises:
+        InvalidRequest: the file is missing, or there is no key that belongs to it.
+    """
+    cert = _file(environ, env.HTTP_CERT)
+    if cert is None:
+        return PLAIN
+    beside = cert.with_suffix(".key")
+    key = beside if beside.is_file() else cert
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
+    except ssl.SSLError as error:
+        raise InvalidRequest.field(
+            env.HTTP_CERT.name,
+            str(cert),
+            f"must be a PEM certificate whose key is in the same file or in {beside} "
+            f"({error.reason or error})",
+        ) from None
+    return TlsFiles(cert=cert, key=key)
 
 
 def _file(environ: Mapping[str, str], setting: Setting[Path | None]) -> Path | None:
@@ -107,7 +107,7 @@ def _file(environ: Mapping[str, str], setting: Setting[Path | None]) -> Path | N
 
 
 def is_service(peer_names: Collection[str], allowed: Collection[str]) -> bool:
-    """Whether a caller that showed a certificate with these names is a service of the house.
+    """Whether a caller with a certificate for these names is one of our services.
 
     Args:
         allowed: names that services have; empty = every certificate of the CA is one.

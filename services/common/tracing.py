@@ -1,6 +1,6 @@
 """Spans of requests, exported by OTLP if the standard OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
-Without it, nothing of OpenTelemetry is imported, and a traceparent is passed on as it came. No span
+Without it, OpenTelemetry is not imported, and a traceparent is passed on unchanged. No span
 contains text or token ids.
 """
 

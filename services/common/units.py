@@ -1,4 +1,4 @@
-"""Text of flags and variables to values. Each parser raises ValueError saying what it accepts."""
+"""Parses the text of flags and variables. Each parser raises ValueError with what it accepts."""
 
 from __future__ import annotations
 

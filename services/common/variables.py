@@ -1,4 +1,4 @@
-"""The variables of `env.py` taken together: what each service reads, and what no service reads."""
+"""Checks over the variables of `env.py`: which service reads what, and names that none reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
-from loraplex_services.common.setting import Setting, Switch, debug_switches
+from loraplex_services.common.setting import Setting, debug_switches
 
 _SERVICE_LINK = re.compile(
     r"_(HOST|SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
@@ -32,6 +32,8 @@ GONE = {
     "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
     "LORAPLEX_HOST_CACHE_BYTES": "it is no longer read; on CUDA, an eighth of the host's memory, "
     "at most 4 GiB, is pinned for packed adapters",
+    "LORAPLEX_HTTP_KEY": "the private key is in the file of LORAPLEX_HTTP_CERT now, or beside it "
+    "with the ending .key",
     "LORAPLEX_LOAD_FORMAT": _NOW_A_SWITCH.format("load-format"),
     "LORAPLEX_LOG_FORMAT": _NOW_A_SWITCH.format("log-format"),
     "LORAPLEX_MAX_BATCH": "it is called LORAPLEX_MAX_NUM_SEQS now",
@@ -50,7 +52,10 @@ GONE = {
     "LORAPLEX_OVERLAP": _NOW_A_SWITCH.format("overlap"),
     "LORAPLEX_POLICY": _NOW_A_SWITCH.format("policy"),
     "LORAPLEX_PREFIX_CACHE": _NOW_A_SWITCH.format("prefix-cache"),
-    "LORAPLEX_REASONING": "it is called LORAPLEX_REASONING_PARSER now",
+    "LORAPLEX_REASONING": _NOW_A_SWITCH.format("reasoning-parser"),
+    "LORAPLEX_REASONING_PARSER": _NOW_A_SWITCH.format("reasoning-parser"),
+    "LORAPLEX_REGISTRY_SERVICE_LISTEN": "the address follows the first one now: "
+    "LORAPLEX_REGISTRY_LISTEN=HOST:PORT,mtls:HOST:PORT",
     "LORAPLEX_REPLACE_BASES": _NOW_A_SWITCH.format("replace-bases"),
     "LORAPLEX_STEP_TIMEOUT_S": _NOW_A_SWITCH.format("step-timeout-s"),
     "LORAPLEX_STEP_TRACE": _NOW_A_SWITCH.format("step-trace"),
@@ -79,8 +84,7 @@ def refuse_unreadable(environ: Mapping[str, str]) -> None:
 
 def check_values(environ: Mapping[str, str], services: Collection[str]) -> None:
     """Read what services read and `loraplex up` does not. Raises InvalidRequest for a bad value."""
-    settings: list[Setting[object] | Switch[object]] = [*env.ALL_SETTINGS, *env.ALL_SWITCHES]
-    for setting in settings:
+    for setting in (*env.ALL_SETTINGS, *env.ALL_SWITCHES):
         readers = set(setting.readers.split())
         if "up" not in readers and {*services, "all"} & readers:
             setting.read(environ)
@@ -131,7 +135,7 @@ def _header(first: str) -> list[str]:
     return [f"| {first} | default | read by | meaning |", "|---|---|---|---|"]
 
 
-def _row(name: str, setting: Setting[object] | Switch[object]) -> str:
+def _row(name: str, setting: Setting[object]) -> str:
     default = shown(setting.default)
     return f"| {name} | {default and f'`{default}`'} | {setting.readers} | {setting.doc} |"
 

@@ -1,6 +1,7 @@
-"""Virtual token counters: which of several tenants has been served least. Pure.
+"""Virtual token counters: order tenants by the service that they have received. Pure.
 
-Gateways order the requests that wait for any worker by them, and workers those that they were sent.
+Gateways order their waiting requests by these counters, and workers the requests that they were
+sent.
 """
 
 from __future__ import annotations

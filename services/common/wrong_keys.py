@@ -1,4 +1,4 @@
-"""Bounds the wrong keys that one peer may have looked up.
+"""Limits how many wrong keys of one peer are looked up.
 
 Only keys that the server has not seen yet are refused to such a peer: the others need no lookup, so
 that clients behind the same address as an attacker keep working.

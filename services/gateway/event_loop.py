@@ -1,7 +1,7 @@
 """The gateway's event loop and its clock, which a simulation replaces.
 
-uvloop is used if it is installed: with 200 streams it saves a quarter of a millisecond of a
-first token, and a third of the slowest ones.
+uvloop is used if it is installed. With 200 streams, it shortens the median first token by a quarter
+of a millisecond and the slowest ones by a third.
 """
 
 from __future__ import annotations

@@ -187,6 +187,9 @@ class Gateway:
             self._follow_workers(),
             self._concurrency.run(),
             self._usage_reports.run(),
+            self._generation.usage.recent.history.run(
+                lambda: (self._controller.num_running, self._controller.num_waiting)
+            ),
             Stager(self._resolver, self._fleet, self._registry).run(),
             *(
                 [self._rate_limit_store.run()]

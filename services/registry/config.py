@@ -16,8 +16,8 @@ from loraplex_services.common.tls import TlsFiles, tls_files
 class RegistryConfig:
     """What a registry process needs to know."""
 
-    listen: tuple[str, ...]
-    """Addresses of the gRPC API, HOST:PORT or unix:/path."""
+    listen: str
+    """Address of the gRPC API, HOST:PORT or unix:/path."""
     service_listen: str
     """One more address, for services that show a certificate; "" = none."""
     service_names: tuple[str, ...]
@@ -44,9 +44,10 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
     """Raises InvalidRequest naming the variable that is wrong."""
     state_dir = env.STATE_DIR.read(environ) or default_state_dir(environ)
     objects_url = env.OBJECTS.read(environ) or (state_dir / "objects").absolute().as_uri()
+    listen, service_listen = _listeners(environ)
     return RegistryConfig(
-        listen=tuple(part.strip() for part in env.REGISTRY_LISTEN.read(environ).split(",")),
-        service_listen=_service_listen(environ),
+        listen=listen,
+        service_listen=service_listen,
         service_names=env.SERVICE_NAMES.read(environ),
         tls=tls_files(environ),
         metrics_listen=env.METRICS_LISTEN.read(environ),
@@ -63,12 +64,18 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
     )
 
 
-def _service_listen(environ: Mapping[str, str]) -> str:
-    listen = env.REGISTRY_SERVICE_LISTEN.read(environ)
-    if listen and not tls_files(environ).proves_services:
-        description = f"needs {env.CA.name}, {env.CERT.name} and {env.KEY.name}"
-        raise InvalidRequest.field(env.REGISTRY_SERVICE_LISTEN.name, listen, description)
-    return listen
+def _listeners(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The address for everyone, and the one for services only, "" if there is none."""
+    listen = env.REGISTRY_LISTEN.read(environ)
+    everyone, comma, rest = listen.partition(",")
+    scheme, _, services = rest.strip().partition(":")
+    if comma and (scheme != "mtls" or "," in services):
+        description = "expected one address, or ADDRESS,mtls:HOST:PORT"
+        raise InvalidRequest.field(env.REGISTRY_LISTEN.name, listen, description)
+    if services and not tls_files(environ).proves_services:
+        description = f"mtls: needs {env.CA.name}, {env.CERT.name} and {env.KEY.name}"
+        raise InvalidRequest.field(env.REGISTRY_LISTEN.name, listen, description)
+    return everyone.strip(), services
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:

@@ -1,4 +1,4 @@
-"""Reading and changing documents in the object store, by create-only and compare-and-set."""
+"""Reads and changes documents in the object store, by create-only and compare-and-set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of the object store. Every key of the registry is made here.
+"""The keys of all objects that the registry stores.
 
 loraplex.json                                   {"layout": 1}
 blobs/sha256/<2>/<hex>                          manifests and files, named by their content

@@ -1,4 +1,4 @@
-"""The documents of the registry, as they lie in the object store and in the index.
+"""The documents of the registry, as stored in the object store and in the index.
 
 Each carries `generation`, which rises by one with every change of the same document: the index
 keeps the highest it has seen, whatever order changes arrive in.
@@ -215,25 +215,6 @@ class SignatureRecord:
     created_s: float
     public_key: str = ""
     """PEM of the key by which the registry verified it; "" = it has not."""
-
-
-@dataclass(frozen=True, slots=True)
-class CertificateRecord:
-    """How near one version on a served base is to a reference of that base."""
-
-    base_id: str
-    reference: str
-    probe_sha256: str
-    num_tokens: int
-    mean_kl: float
-    """In nats per token, as `max_kl` is."""
-    max_kl: float
-    top1_agreement: float
-    actor: str
-    created_s: float
-    quantization: str = ""
-    """Of the served base, at load; "" = served as it is published."""
-    by_operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The worker's own engine and the gateway's own admission and router under a virtual clock."""
+"""Runs the worker's engine and the gateway's admission and router under a virtual clock."""

@@ -1,4 +1,4 @@
-"""How long things take: a linear model of steps, copies and fetches, as a JSON file."""
+"""The cost model of a simulation: linear in the sizes of steps, copies and fetches; a JSON file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step, a copy, a fetch and a request's way, and what is moved."""
+    """Seconds of a step, a copy, a fetch and a request's transport, and the bytes moved."""
 
     step_s: float
     """Time of every step."""
@@ -105,7 +105,7 @@ class Costs:
         return self.load_s + self.load_byte_s * num_bytes
 
     def fetch(self, num_bytes: int) -> float:
-        """Seconds until an adapter asked for lies on disk."""
+        """Seconds until a requested adapter is on disk."""
         return self.fetch_s + self.fetch_byte_s * num_bytes
 
     def outside(self, rng: random.Random) -> float:

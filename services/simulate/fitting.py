@@ -36,7 +36,7 @@ DEFAULTS = Costs(
     block_bytes=2 << 20,
     tokens_per_block=16,
 )
-"""Costs that a step trace does not show: loads if there were none, fetches, the way in."""
+"""Costs that a step trace does not contain: loads if there were none, fetches, transport."""
 
 STEP_FIELDS = ("idle", "rows", "prompts", "tokens", "kv_tokens", "adapter_bytes")
 

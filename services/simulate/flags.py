@@ -1,4 +1,4 @@
-"""The command line of `loraplex simulate`, and what it describes."""
+"""The command line of `loraplex simulate`."""
 
 from __future__ import annotations
 
@@ -169,9 +169,9 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Simula
         arena_bytes=arena_bytes,
         max_lora_rank=max(rank_mix(args.ranks)),
         max_resident=args.max_resident,
-        max_step_tokens=args.max_num_batched_tokens,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         max_step_s=args.max_step,
-        max_running=min(args.max_num_seqs, args.max_num_batched_tokens),
+        max_num_seqs=min(args.max_num_seqs, args.max_num_batched_tokens),
         max_loras=args.max_loras or None,
         policy=args.policy,
         cluster_size=args.cluster_size,
@@ -182,7 +182,7 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Simula
     if args.direct:
         return fleet
     # One admission controller stands for all gateways of such a fleet.
-    batch_capacity = max(AdmissionLimits().max_running, args.workers * engine.max_running)
+    batch_capacity = max(AdmissionLimits().max_running, args.workers * engine.max_num_seqs)
     return dataclasses.replace(fleet, admission=AdmissionLimits(batch_capacity, batch_capacity))
 
 

@@ -1,4 +1,4 @@
-"""The gateway's own admission and router before simulated workers. On a virtual event loop."""
+"""The gateway's admission and router in front of simulated workers, on a virtual event loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Due:
 
 
 class SimulatedGateway:
-    """Lets requests in and says where they run."""
+    """Admits requests and chooses their workers."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class SimulatedGateway:
         self._replica_counts.end(key)
 
     def step_ended(self) -> None:
-        """Some worker has news. All tell theirs together, no more often than one does."""
+        """Some worker has events. All workers report together, no more often than one would."""
         if self._controller is not None and self._controller.num_waiting and self._is_due():
             self._controller.workers_changed()
 

@@ -1,4 +1,4 @@
-"""Least squares with no negative coefficient. Small and dense; standard library only."""
+"""Least squares with non-negative coefficients, for small dense problems. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Costs that were not measured: a roofline of Llama bases in float16 on two GPUs of S-LoRA's paper.
+"""Costs from a roofline: Llama bases in float16 on the two GPUs of the S-LoRA paper.
 
 A step reads the weights, the cache and the distinct adapters once, at the memory's rate, and
-computes its tokens at the rate of large products. For exploring; only the order of settings, and
-ratios within one model, mean something.
+computes its tokens at the rate of large products. Only the order of settings and ratios within one
+model are meaningful.
 """
 
 from __future__ import annotations

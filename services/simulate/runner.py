@@ -1,4 +1,4 @@
-"""Replaces a worker's runner, and computes only how long a step would take."""
+"""Replaces a worker's runner and computes only the duration of a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCopy:
-    """A copy that ends when the clock says so; what it leaves is itself."""
+    """A copy that ends at a time of the virtual clock; its result is itself."""
 
     path: Path
     num_blocks: int
@@ -97,12 +97,12 @@ class TimedRunner:
 
     @property
     def next_copy_s(self) -> float:
-        """When the next copy under way ends; infinite when there is none."""
+        """When the next copy ends; infinite when there is none."""
         self._copies = [copy for copy in self._copies if not copy.done()]
         return min((copy.end_s for copy in self._copies), default=math.inf)
 
     def pack_adapter(self, path: Path) -> Any:
-        """Never asked for: adapters come packed."""
+        """Not used, because simulated adapters are already packed."""
         raise AssertionError(path)
 
     def copy_adapter(self, path: Path, blocks: Sequence[int], step_s: float = 0.0) -> SimulatedCopy:

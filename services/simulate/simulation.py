@@ -1,4 +1,4 @@
-"""Run a trace through simulated workers. Deterministic: equal arguments give equal outcomes."""
+"""Runs a trace through simulated workers. Deterministic: equal arguments give equal outcomes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SimulatedFleet:
     """Settings of every worker; `arena_bytes` is its arena."""
     num_workers: int = 1
     on_disk: bool = False
-    """Adapters lie on every worker's disk already."""
+    """Adapters are already on every worker's disk."""
     deadline_s: float | None = None
     """Deadline of every request, from its arrival; None = no deadline."""
     first_token_s: float | None = None
@@ -100,7 +100,7 @@ class _Flight:
 
 
 class Simulation:
-    """A trace on its way through a fleet."""
+    """A trace that runs through a fleet."""
 
     def __init__(self, fleet: SimulatedFleet, ranks: Sequence[int]) -> None:
         """`ranks`: of each adapter of the trace."""
@@ -132,16 +132,13 @@ class Simulation:
             self._loop = loop
             runner.run(self._play(trace))
         assert not self._flights, "requests left over"
+        for worker in self._workers:
+            worker.engine.check_integrity()
         self.tally.steps = sum(w.view().load.steps for w in self._workers)
         self.tally.preemptions = sum(w.engine.scheduler.num_preemptions for w in self._workers)
         self.tally.place_idle_s = sum(worker.place_idle_s for worker in self._workers)
         self.tally.new_idle_s = sum(worker.new_idle_s for worker in self._workers)
         return [self._outcomes[number] for number in range(len(trace))]
-
-    def check_integrity(self) -> None:
-        """Assert that every worker's blocks and slots are accounted for."""
-        for worker in self._workers:
-            worker.engine.check_integrity()
 
     async def _play(self, trace: Sequence[TracedRequest]) -> None:
         loop = self._loop
@@ -208,7 +205,7 @@ class Simulation:
             self._timer = self._loop.call_at(moment_s, self._take_turns)
 
     def _take_turns(self) -> None:
-        """All turns until something else is to happen."""
+        """Run all workers until the next event."""
         self._timer = None
         while self._turns:
             moment_s, index = self._turns[0]

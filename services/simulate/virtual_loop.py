@@ -1,4 +1,4 @@
-"""An event loop whose time passes only when nothing is left to do. No sockets, no threads."""
+"""An event loop whose time advances only when nothing is left to do. No sockets, no threads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Run it here and now: threads would bring an order of their own."""
+        """Run it synchronously: the order of threads would not be deterministic."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))

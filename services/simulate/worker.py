@@ -23,7 +23,7 @@ from loraplex_services.worker.types.messages import (
 STALLED_WAIT_S = 0.1
 """Sleep of the engine's loop while every request waits for something."""
 DEADLOCK_STALLS = 10_000
-"""After this many sleeps in a row without news, none will come."""
+"""After this many consecutive sleeps without an event, none will come."""
 
 
 SIMULATED_POLICIES: Policies = {
@@ -38,7 +38,7 @@ class SimulatedWorker:
     """An engine, its clock, and what its API server would do: fetch adapters, deliver commands."""
 
     def __init__(self, index: int, costs: Costs, config: EngineConfig, *, on_disk: bool) -> None:
-        """`on_disk`: every adapter lies on the worker's disk already; nothing is fetched."""
+        """`on_disk`: every adapter is already on the worker's disk, and nothing is fetched."""
         self.index = index
         self.worker_id = f"worker-{index}"
         self._costs = costs
@@ -46,7 +46,7 @@ class SimulatedWorker:
         self.clock = VirtualClock()
         self._runner = TimedRunner(costs, config.arena_bytes, self.clock, seed=index)
         self.engine = Engine(self._runner, config, self.clock, SIMULATED_POLICIES)
-        self._max_running = config.max_running
+        self._max_running = config.max_num_seqs
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()
         self._fetched: set[str] = set()
@@ -62,7 +62,7 @@ class SimulatedWorker:
         self._asked: frozenset[str] = frozenset()
         """Adapters of those in flight."""
         self._output: StepOutput | None = None
-        """Output of the step under way."""
+        """Output of the current step."""
         self._view: WorkerView | None = None
         self.place_idle_s = 0.0
         """Over all slots: how long one was free for a request that waited for a copy."""
@@ -107,11 +107,11 @@ class SimulatedWorker:
 
     @property
     def next_turn_s(self) -> float:
-        """When the step under way ends or the next one begins."""
+        """When the current step ends or the next one begins."""
         return self.next_step_s if self._output is None else self.clock.now_s
 
     def take_turn(self) -> StepOutput | None:
-        """End the step under way, which gives its output, and begin the next one if it is time."""
+        """End the current step, which yields its output, and begin the next one if it is time."""
         output, now_s = self._output, self.next_turn_s
         if output is not None:
             self._take_in(output)

@@ -1,4 +1,4 @@
-"""One child process, started again whenever it ends, until it is stopped."""
+"""One child process, which is restarted whenever it ends until it is stopped."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, variables
 from loraplex_services.common.addresses import is_loopback
 from loraplex_services.common.setting import Setting
-from loraplex_services.common.units import Memory, integer
+from loraplex_services.common.units import integer
 
 _VARIABLE = re.compile(r"\bLORAPLEX_([A-Z_]+)\b(?!=)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -25,7 +25,9 @@ LISTENERS = {
     "--grpc-port": env.GATEWAY_LISTEN,
     "--registry-port": env.REGISTRY_LISTEN,
 }
-"""Which variable stands in for which flag."""
+"""The variable that corresponds to each flag."""
+WORKER_SETTINGS = tuple(s for s in env.ALL_SETTINGS if s.readers == "up worker")
+"""What workers read, and flags of the same names set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +43,14 @@ class Listener:
 class UpConfig:
     """What to run and where."""
 
-    model: str
-    """Absolute folder, hub id or s3:// address."""
-    served_model_name: str
-    """"" = chosen by the worker."""
     state_dir: Path
     listeners: Mapping[str, Listener]
     """Where to listen, by the flag of the port: --http-port, --grpc-port, --registry-port."""
     metrics_listen: str
     """First of a row of ports, one a child; "" = nowhere."""
     num_workers: int
-    device: str
-    dtype: str
-    attention_backend: str
-    model_impl: str
-    kv_memory: Memory
-    gpu_memory_utilization: float | None
-    """None = chosen by the worker."""
-    max_loras: int | None
-    """None = no limit."""
-    max_lora_rank: int
-    lora_dtype: str
-    quantization: str
-    kv_cache_dtype: str
-    max_model_len: int | None
-    """None = that of the base."""
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    tensor_parallel: int
-    fully_sharded_loras: bool
+    worker: Mapping[str, str]
+    """Variables of workers for which flags were given; the base is always one of them."""
     drain_s: float
     auth: str
     insecure: bool
@@ -92,32 +73,22 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
             return setting.read(environ)
         return _parsed("--" + flag.replace("_", "-"), text, setting.parse)
 
+    worker = {}
+    for setting in WORKER_SETTINGS:
+        flag = setting.name.removeprefix("LORAPLEX_").lower()
+        given(flag, setting)  # raises for the flag, or else for the variable
+        if getattr(args, flag) is not None:
+            worker[setting.name] = getattr(args, flag)
+    worker[env.MODEL.name] = _model(given("model", env.MODEL))
     config = UpConfig(
-        model=_model(given("model", env.MODEL)),
-        served_model_name=given("served_model_name", env.SERVED_MODEL_NAME),
         state_dir=_state_dir(given("state_dir", env.STATE_DIR), environ),
         listeners={flag: _listener(flag, args, environ) for flag in LISTENERS},
         metrics_listen=_no_socket(env.METRICS_LISTEN, environ),
         num_workers=_num_workers(args.workers, environ),
-        device=given("device", env.DEVICE),
-        dtype=given("dtype", env.DTYPE),
-        attention_backend=given("attention_backend", env.ATTENTION_BACKEND),
-        model_impl=given("model_impl", env.MODEL_IMPL),
-        kv_memory=given("kv_memory", env.KV_MEMORY),
-        gpu_memory_utilization=given("gpu_memory_utilization", env.GPU_MEMORY_UTILIZATION),
-        max_loras=given("max_loras", env.MAX_LORAS),
-        max_lora_rank=given("max_lora_rank", env.MAX_LORA_RANK),
-        lora_dtype=given("lora_dtype", env.LORA_DTYPE),
-        quantization=given("quantization", env.QUANTIZATION),
-        kv_cache_dtype=given("kv_cache_dtype", env.KV_CACHE_DTYPE),
-        max_model_len=given("max_model_len", env.MAX_MODEL_LEN),
-        max_num_seqs=given("max_num_seqs", env.MAX_NUM_SEQS),
-        max_num_batched_tokens=given("max_num_batched_tokens", env.MAX_NUM_BATCHED_TOKENS),
-        tensor_parallel=given("tensor_parallel", env.TENSOR_PARALLEL),
-        fully_sharded_loras=args.fully_sharded_loras or env.FULLY_SHARDED_LORAS.read(environ),
+        worker=worker,
         drain_s=given("drain_s", env.DRAIN_S),
         auth=env.AUTH.read(environ),
-        insecure=args.insecure or env.INSECURE.read(environ),
+        insecure=given("insecure", env.INSECURE),
         log_level=env.LOG_LEVEL.read(environ),
         log_format=env.LOG_FORMAT.read(environ),
     )
@@ -127,7 +98,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
 
 
 def named_as_given(message: str, argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """A child's message, which names variables, with the flags that stand for them here.
+    """A child's message with the names of variables replaced by their flags.
 
     A variable keeps its name where it was set and the flag was not given.
     """
@@ -161,7 +132,7 @@ def _listener(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -
 
 def _no_socket(setting: Setting[str], environ: Mapping[str, str]) -> str:
     listen = setting.read(environ)
-    if listen.startswith("unix:"):
+    if listen.startswith("unix:") or "," in listen:
         raise InvalidRequest.field(setting.name, listen, "loraplex up needs HOST:PORT")
     return listen
 
@@ -270,7 +241,7 @@ def make_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(heading)
         for name, metavar, text in flags:
             if metavar is None:
-                group.add_argument(name, action="store_true", help=text)
+                group.add_argument(name, action="store_const", const="true", help=text)
             else:
                 group.add_argument(name, metavar=metavar, help=text)
     return parser

@@ -1,4 +1,4 @@
-"""Started between supervisor and child: ties the child's life to the supervisor's, then becomes it.
+"""Runs between supervisor and child: makes the child end with the supervisor, then executes it.
 
 The kernel keeps the death signal across exec, so the child itself needs to know nothing.
 """
@@ -18,7 +18,7 @@ def main(parent_pid: int, module: str, *arguments: str) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        sys.exit("the supervisor is gone")
+        sys.exit("the supervisor has ended")
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 

@@ -1,4 +1,4 @@
-"""What must be installed before a stack can run: the packages of the extra `local`."""
+"""Checks that the packages of the extra `local`, which a stack needs, are installed."""
 
 from __future__ import annotations
 

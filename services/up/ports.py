@@ -1,4 +1,4 @@
-"""Ports of the stack, chosen and checked before any child starts."""
+"""Chooses and checks the ports of the stack before any child starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The state folder: one owner at a time, stamped with its layout, kept across restarts."""
+"""The state folder of `loraplex up`: locked by one owner, with a layout version, kept across
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ class StateDir:
         return self.path / "cache"
 
     def release(self) -> None:
-        """Give the lock back; the file stays. Sockets that lie elsewhere go, with their folder."""
+        """Release the lock; the file remains. Sockets in another folder are deleted with it."""
         if self.sockets.parent != self.path:
             shutil.rmtree(self.sockets, ignore_errors=True)
         self._lock.close()

@@ -1,4 +1,4 @@
-"""Start the children, say when all answer, and take them down in order."""
+"""Starts the children, reports when all of them answer, and stops them in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loraplex_services.up.wiring import ChildSpec
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-TELL_EVERY_S = 15.0
+LOG_EVERY_S = 15.0
 _KNOWN_EXITS = range(2, 8)
 """Exit codes of docs/reference/commands.md; a signal or a traceback says nothing more than 1."""
 KILL_MARGIN_S = 5.0
@@ -95,11 +95,11 @@ class Supervisor:
 async def _wait_ready(child: Child) -> None:
     """Return once the child is ready. Mutates `child.was_ready`."""
     clock = asyncio.get_running_loop().time
-    started_s = told_s = clock()
+    started_s = logged_s = clock()
     while not await is_serving(child.spec.health):
-        if clock() - told_s > TELL_EVERY_S:
-            told_s = clock()
-            waited_s = round(told_s - started_s)
+        if clock() - logged_s > LOG_EVERY_S:
+            logged_s = clock()
+            waited_s = round(logged_s - started_s)
             logger.warning("still waiting", extra={"child": child.spec.name, "waited_s": waited_s})
         await asyncio.sleep(POLL_S)
     child.was_ready = True

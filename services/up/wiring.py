@@ -84,7 +84,8 @@ def addresses_of(listeners: Mapping[str, Listener]) -> Addresses:
 
 
 def _with_metrics(specs: list[ChildSpec], listen: str) -> list[ChildSpec]:
-    """One address stands for the first of as many ports in a row; port 0 is any, for each."""
+    """One address means that many consecutive ports, beginning with its port; port 0 means any port
+    for each."""
     if not listen:
         return specs
     host, _, port = listen.rpartition(":")
@@ -107,24 +108,7 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
         "TMPDIR": str(state.scratch),
         "LORAPLEX_WORKER_LISTEN": listen,
         "LORAPLEX_STATE_DIR": str(state.cache / name),
-        "LORAPLEX_MODEL": config.model,
-        "LORAPLEX_SERVED_MODEL_NAME": config.served_model_name,
-        "LORAPLEX_DEVICE": config.device,
-        "LORAPLEX_DTYPE": config.dtype,
-        "LORAPLEX_ATTENTION_BACKEND": config.attention_backend,
-        "LORAPLEX_MODEL_IMPL": config.model_impl,
-        "LORAPLEX_KV_MEMORY": str(config.kv_memory),
-        "LORAPLEX_GPU_MEMORY_UTILIZATION": str(config.gpu_memory_utilization or ""),
-        "LORAPLEX_MAX_LORAS": str(config.max_loras or ""),
-        "LORAPLEX_MAX_LORA_RANK": str(config.max_lora_rank),
-        "LORAPLEX_LORA_DTYPE": config.lora_dtype,
-        "LORAPLEX_QUANTIZATION": config.quantization,
-        "LORAPLEX_KV_CACHE_DTYPE": config.kv_cache_dtype,
-        "LORAPLEX_MAX_MODEL_LEN": str(config.max_model_len or ""),
-        "LORAPLEX_MAX_NUM_SEQS": str(config.max_num_seqs),
-        "LORAPLEX_MAX_NUM_BATCHED_TOKENS": str(config.max_num_batched_tokens),
-        "LORAPLEX_TENSOR_PARALLEL": str(config.tensor_parallel),
-        "LORAPLEX_FULLY_SHARDED_LORAS": "true" if config.fully_sharded_loras else "false",
+        **config.worker,
     }
     return ChildSpec(name, "loraplex_services.worker", environ, listen)
 
@@ -136,12 +120,13 @@ def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> di
         "LORAPLEX_METADATA",
         "LORAPLEX_WORKERS",
         # Those of the tools in this shell: within one machine services talk in plain.
-        *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY", "LORAPLEX_REGISTRY_SERVICE_LISTEN"),
+        *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"),
     )
     shared = {name: value for name, value in environ.items() if name not in private}
     root = str(Path(loraplex_services.__path__[0]).parent)
     shared["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))
     shared["PYTHONSAFEPATH"] = "1"
+    shared.setdefault("GRPC_VERBOSITY", "ERROR")  # its notes on forks tell users nothing
     shared["LORAPLEX_OBJECTS"] = environ.get("LORAPLEX_OBJECTS") or f"file://{state.objects}"
     shared["LORAPLEX_DRAIN_S"] = f"{config.drain_s:g}"
     shared["LORAPLEX_INSECURE"] = "true" if config.insecure else "false"

@@ -52,7 +52,7 @@ def blocks_for(arena_bytes: int, block_bytes: int) -> int:
     """How many blocks fit.
 
     Raises:
-        InvalidRequest: when not even two do: a sequence and nothing else.
+        InvalidRequest: if fewer than two blocks fit.
     """
     num_blocks = arena_bytes // block_bytes
     if num_blocks < 2:

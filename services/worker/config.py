@@ -14,7 +14,6 @@ from loraplex_services.common import env
 from loraplex_services.common.addresses import is_local
 from loraplex_services.common.service_token import read_service_token
 from loraplex_services.common.tls import TlsFiles, tls_files
-from loraplex_services.common.units import Memory
 from loraplex_services.worker.types.messages import EngineConfig
 
 MAX_RESIDENT = 4096
@@ -37,7 +36,7 @@ class WorkerConfig:
     base_id: str
     objects_url: str
     cache_dir: Path | None
-    """None = a temporary folder, which goes when the worker ends."""
+    """None = a temporary folder, which is deleted when the worker ends."""
     cache_bytes: int
     drain_s: float
     step_timeout_s: float
@@ -46,61 +45,8 @@ class WorkerConfig:
     service_names: tuple[str, ...]
     """Names in the certificates of services; empty = any certificate of the CA is one."""
     tls: TlsFiles
-    device: str
-    dtype: str
-    attention_backend: str
-    model_impl: str
-    load_format: str
-    kv_memory: Memory
-    gpu_memory_utilization: float
-    """0 = not set."""
-    max_lora_rank: int
-    max_loras: int | None
-    max_model_len: int
-    """0 = that of the base."""
-    max_step_tokens: int
-    max_running: int
-    policy: str
-    cluster_size: int
-    prefix_cache: bool
-    overlap: str
-    drafts: bool
-    adapter_dtype: str
-    quantization: str
-    kv_cache_dtype: str
-    tensor_parallel: int
-    fully_sharded_loras: bool
-
-    def engine(self, model_dir: Path) -> EngineConfig:
-        """The part that the engine process gets."""
-        return EngineConfig(
-            model_dir=str(model_dir),
-            device=self.device,
-            dtype=self.dtype,
-            arena_bytes=self.kv_memory.num_bytes,
-            arena_share=self.kv_memory.share,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            attention_backend=self.attention_backend,
-            model_impl=self.model_impl,
-            load_format=self.load_format,
-            max_lora_rank=self.max_lora_rank,
-            max_resident=MAX_RESIDENT,
-            max_model_len=self.max_model_len,
-            max_step_tokens=self.max_step_tokens,
-            max_step_s=MAX_STEP_S,
-            max_running=self.max_running,
-            max_loras=self.max_loras,
-            policy=self.policy,
-            cluster_size=self.cluster_size,
-            prefix_cache=self.prefix_cache,
-            overlap=self.overlap,
-            drafts=self.drafts,
-            adapter_dtype=self.adapter_dtype,
-            quantization=self.quantization,
-            kv_cache_dtype=self.kv_cache_dtype,
-            tensor_parallel=self.tensor_parallel,
-            fully_sharded_loras=self.fully_sharded_loras,
-        )
+    engine: EngineConfig
+    """What the engine process is started with, without the folder of the base."""
 
     @property
     def base_aliases(self) -> tuple[str, ...]:
@@ -111,7 +57,7 @@ class WorkerConfig:
     @property
     def max_request_adapters(self) -> int:
         """Adapters in one request: a set must fit a step, and leave slots for others."""
-        return min(MAX_RESIDENT // 2, self.max_loras or MAX_RESIDENT)
+        return min(MAX_RESIDENT // 2, self.engine.max_loras or MAX_RESIDENT)
 
 
 def from_env(environ: Mapping[str, str]) -> WorkerConfig:
@@ -125,7 +71,6 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
             "LORAPLEX_OBJECTS", "", "must name the object store: file:///path or s3://bucket/prefix"
         )
     base_id = env.SERVED_MODEL_NAME.read(environ) or base_id_of(model)
-    max_step_tokens = env.MAX_NUM_BATCHED_TOKENS.read(environ)
     return WorkerConfig(
         listen=env.WORKER_LISTEN.read(environ),
         metrics_listen=env.METRICS_LISTEN.read(environ),
@@ -140,24 +85,36 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         service_token=_service_token(environ),
         service_names=env.SERVICE_NAMES.read(environ),
         tls=tls_files(environ),
+        engine=_engine(environ),
+    )
+
+
+def _engine(environ: Mapping[str, str]) -> EngineConfig:
+    kv_memory = env.KV_MEMORY.read(environ)
+    max_num_batched_tokens = env.MAX_NUM_BATCHED_TOKENS.read(environ)
+    return EngineConfig(
         device=env.DEVICE.read(environ),
         dtype=env.DTYPE.read(environ),
+        cpu_isa=env.CPU_ISA.read(environ),
         attention_backend=env.ATTENTION_BACKEND.read(environ),
         model_impl=env.MODEL_IMPL.read(environ),
         load_format=env.LOAD_FORMAT.read(environ),
-        kv_memory=env.KV_MEMORY.read(environ),
+        arena_bytes=kv_memory.num_bytes,
+        arena_share=kv_memory.share,
         gpu_memory_utilization=env.GPU_MEMORY_UTILIZATION.read(environ) or 0.0,
         max_lora_rank=env.MAX_LORA_RANK.read(environ),
+        max_resident=MAX_RESIDENT,
         max_loras=env.MAX_LORAS.read(environ),
         max_model_len=env.MAX_MODEL_LEN.read(environ) or 0,
-        max_step_tokens=max_step_tokens,
-        max_running=min(env.MAX_NUM_SEQS.read(environ), max_step_tokens),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=min(env.MAX_NUM_SEQS.read(environ), max_num_batched_tokens),
+        max_step_s=MAX_STEP_S,
         policy=env.POLICY.read(environ),
         cluster_size=env.CLUSTER_SIZE.read(environ),
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
         drafts=env.SPECULATION.read(environ),
-        adapter_dtype=env.LORA_DTYPE.read(environ),
+        lora_dtype=env.LORA_DTYPE.read(environ),
         quantization=env.QUANTIZATION.read(environ),
         kv_cache_dtype=env.KV_CACHE_DTYPE.read(environ),
         tensor_parallel=env.TENSOR_PARALLEL.read(environ),

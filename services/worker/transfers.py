@@ -1,7 +1,7 @@
-"""Between host and device in stream order: nothing here waits for a step that is under way.
+"""Copies between host and device in stream order, without waiting for a running step.
 
-A copy from or to memory that is not pinned waits for all that the stream has been given, which on
-a GPU is the step before. Pinned memory goes back to its pool when the copy is done.
+A copy from or to memory that is not pinned waits for all work on the stream, which on a GPU is the
+previous step. Pinned memory returns to its pool when the copy is done.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from loraplex.api.fields import shared_fields
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import (
     AdapterSet,
@@ -18,7 +19,6 @@ from loraplex.api.request import (
     TokenPrompt,
     UpdatePolicy,
     WorkerRequest,
-    shared_fields,
 )
 from loraplex.api.request_wire import (
     generate_request_from_proto,

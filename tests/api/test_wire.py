@@ -172,7 +172,7 @@ def test_residency_arrives_as_it_was_sent(tier: Tier) -> None:
 
 
 def test_load_arrives_as_it_was_sent() -> None:
-    load = WorkerLoad(1, 2, 3, 4, 5, 0.5, 6.0, 7, 8, 9, is_full=True)
+    load = WorkerLoad(1, 2, 3, 4, 5, 0.5, 6.0, 7, 8, 9, is_full=True, idle_blocks=11)
     assert wire.load_from_proto(wire.load_to_proto(load)) == load
 
 

@@ -244,6 +244,9 @@ def test_keys_are_made_listed_and_revoked(registry: Any) -> None:
     lines = registry("keys", "list", "--json").stdout.splitlines()
     assert made["key_id"] in {json.loads(line)["key_id"] for line in lines}
     assert registry.json("keys", "revoke", made["key_id"])["revoked"] is True
+    mistyped = ("keys", "create", "--tenant", "acne")
+    assert "first key of tenant acne" in registry(*mistyped).stderr
+    assert registry(*mistyped).stderr == ""
 
 
 def test_tenants_bases_audit_and_upkeep(registry: Any, adapter: Path) -> None:

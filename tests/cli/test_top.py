@@ -26,7 +26,7 @@ RECENT = RecentLoad(
 
 
 def _worker(number: int, *, is_away: bool = False) -> WorkerStatus:
-    load = WorkerLoad(running_requests=number, free_blocks=25, total_blocks=100)
+    load = WorkerLoad(running_requests=number, free_blocks=25, idle_blocks=21, total_blocks=100)
     return WorkerStatus(f"worker-{number}", "a:1", "base", not is_away, not is_away, False, load, 9)
 
 
@@ -49,7 +49,7 @@ def test_it_shows_rates_latency_errors_and_the_worker_that_is_away_first() -> No
     assert "first token p50 20.0 ms, p95 200.0 ms; whole p50 1.50 s, p95 3.00 s" in text
     assert "errors    9: queue_full 7, deadline_infeasible 2" in text
     assert text.index("worker-0  away") < text.index("worker-1  ready")
-    assert "75%" in text
+    assert "75%" in text and "21%" in text
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,16 @@ import asyncio
 
 import pytest
 
-from loraplex.errors import NotFound, ResourceExhausted
+from loraplex.errors import InvalidRequest, LoraplexError, NotFound, ResourceExhausted
 from loraplex_services.common import call_rates
 from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Caller
-from loraplex_services.common.limits import CALL_BURST, CALLS_PER_S, MAX_CALL_WAIT_S
+from loraplex_services.common.limits import (
+    CALL_BURST,
+    CALLS_PER_S,
+    MAX_CALL_WAIT_S,
+    REFUSED_CALLS,
+)
 
 pytestmark = pytest.mark.hostile
 
@@ -79,7 +84,7 @@ async def test_only_refusals_of_too_many_calls_wait_and_only_so_many(
 ) -> None:
     monkeypatch.setattr(call_rates, "MAX_DELAYED", 2)
     monkeypatch.setattr(call_rates, "REFUSAL_DELAY_S", 3600.0)
-    refusals, many = DelayedRefusals(), ResourceExhausted("no", reason="TOO_MANY_CALLS")
+    refusals, many = DelayedRefusals(CallRates()), ResourceExhausted("no", reason="TOO_MANY_CALLS")
     held = [asyncio.create_task(refusals.delay(many)) for _ in range(2)]
     await asyncio.sleep(0)
     async with asyncio.timeout(10):
@@ -93,3 +98,25 @@ async def test_only_refusals_of_too_many_calls_wait_and_only_so_many(
     async with asyncio.timeout(10):
         monkeypatch.setattr(call_rates, "REFUSAL_DELAY_S", 0.0)
         await refusals.delay(many)
+
+
+async def test_a_tenant_that_is_refused_again_and_again_waits_for_its_refusals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    refusals = DelayedRefusals(CallRates(Clock()))
+    globex = _caller("globex")
+    for _ in range(CALL_BURST // REFUSED_CALLS):
+        await refusals.delay(InvalidRequest("no"), globex)
+    await refusals.delay(LoraplexError("a fault of the server"), globex)
+    assert not slept
+    await refusals.delay(InvalidRequest("no"), globex)
+    assert slept == [pytest.approx(REFUSED_CALLS / CALLS_PER_S)]
+    await refusals.delay(InvalidRequest("no"), _caller("acme"))
+    await refusals.delay(InvalidRequest("no"), LOCAL)
+    assert len(slept) == 1, "others do not wait"

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -291,6 +292,22 @@ async def test_write_that_a_full_disk_refuses_leaves_no_file(
             else:
                 await store.put_if_absent("c", b"y")
     assert [path for path in (tmp_path / ".tmp").iterdir() if path.is_file()] == []
+
+
+@pytest.mark.hostile
+async def test_reads_do_not_wait_for_writes_that_the_disk_holds_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path.as_uri())
+    await store.put("read", b"x")
+    goes_on = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: goes_on.wait())
+    writes = [asyncio.create_task(store.put(f"written-{n}", b"y")) for n in range(100)]
+    await asyncio.sleep(0)
+    assert (await store.get("read")).data == b"x"
+    assert not any(write.done() for write in writes)
+    goes_on.set()
+    await asyncio.gather(*writes)
 
 
 @pytest.mark.hostile

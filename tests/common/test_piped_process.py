@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from loraplex_services.common.piped_process import start_module
+from loraplex_services.common.piped_process import NICE, start_module
 
 
 async def test_a_file_in_the_current_folder_is_not_taken_for_a_module(
@@ -18,3 +19,11 @@ async def test_a_file_in_the_current_folder_is_not_taken_for_a_module(
     process = await start_module("json.tool")
     answer, _ = await process.communicate(b"[1]")
     assert (process.returncode, answer.split()) == (0, [b"[", b"1", b"]"])
+
+
+@pytest.mark.hostile
+async def test_a_server_comes_before_the_processes_that_it_starts(tmp_path: Path) -> None:
+    process = await start_module("json.tool")
+    own, other = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (os.getpid(), process.pid))
+    await process.communicate(b"[1]")
+    assert other == min(19, own + NICE)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from loraplex_services.common import process_pool
 from loraplex_services.common.limits import PoolLimits
 from loraplex_services.common.process_pool import JobFailed, ProcessPool
 
@@ -22,6 +24,8 @@ with Path(read_setup().decode()).open("a") as started:
 def answer(job):
     if job == b"die":
         os._exit(1)
+    if job.startswith(b"open "):  # a pipe, which waits for a reader
+        open(job[5:], "wb").close()
     return str(os.getpid()).encode()
 
 serve(answer, 0.0)
@@ -33,6 +37,7 @@ LIMITS = PoolLimits("jobs", num_processes=2, memory_bytes=1 << 30, timeout_s=30.
 async def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ProcessPool]:
     (tmp_path / "jobs_of_this_test.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process_pool, "SPARE_AFTER_S", 0.0)
     pool = ProcessPool("jobs_of_this_test", LIMITS, str(tmp_path / "started").encode())
     yield pool
     await pool.close()
@@ -50,3 +55,19 @@ async def test_where_a_job_costs_its_process_another_is_started_beside_the_idle_
     later = await asyncio.gather(pool.ask("a", b"pid"), pool.ask("b", b"pid"))
     assert len(set(idle) & set(later)) == 1
     assert len((tmp_path / "started").read_text().splitlines()) == 3
+
+
+@pytest.mark.hostile
+async def test_beside_a_long_job_another_process_is_started_before_a_tenant_needs_it(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    job = asyncio.create_task(pool.ask("a", b"open " + bytes(tmp_path / "pipe")))
+    async with asyncio.timeout(20):
+        while not pool.has_idle:
+            await asyncio.sleep(0.01)
+    started = (tmp_path / "started").read_text().split()
+    other = await pool.ask("b", b"pid")
+    with (tmp_path / "pipe").open("rb"):
+        busy = await job
+    assert sorted(started) == sorted([busy.decode(), other.decode()])

@@ -254,7 +254,7 @@ def test_with_mtls_each_service_has_a_secret_of_its_own_and_starts_with_its_file
 def test_with_mtls_the_gateway_dials_the_port_that_demands_certificates() -> None:
     documents = render(K8S / "overlays" / MTLS)
     registry = _environment(documents, "registry")
-    listen = registry["LORAPLEX_REGISTRY_SERVICE_LISTEN"].rpartition(":")[2]
+    listen = registry["LORAPLEX_REGISTRY_LISTEN"].rpartition(",mtls:0.0.0.0:")[2]
     gateway = _environment(documents, "gateway")
     assert gateway["LORAPLEX_REGISTRY_ADDRESS"] == f"registry:{listen}"
     assert set(registry["LORAPLEX_SERVICE_NAMES"].split(",")) == set(SERVICES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 SWITCHES += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 PICTURES = os.environ.get("CONSOLE_PICTURES", "")
-"""Folder for pictures of the page, such as docs/images; empty = none are kept."""
+"""Folder for pictures of the page; empty = none are kept."""
+SIZES = {"wide": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844}}
 
 pytestmark = [
     pytest.mark.browser,
@@ -117,20 +119,20 @@ def test_the_page_shows_the_stack_and_asks_several_adapters_by_keyboard_alone(
 
 def _take_pictures(page: Page) -> None:
     _keep_busy(page)
-    page.set_viewport_size({"width": 1280, "height": 1000})
+    page.set_viewport_size(SIZES["wide"])
+    page.click("nav a[href='#playground']")
+    page.click("#run")
+    page.wait_for_selector("#compare:not([hidden])")
+    page.select_option("#left", label="reverse")
+    page.select_option("#right", label="upper")
     for scheme in ("light", "dark"):
-        for name in ("operate", "adapters", "playground"):
-            page.click(f"nav a[href='#{name}']")
-            if name == "playground":
-                page.click("#run")
-                page.wait_for_selector("#compare:not([hidden])")
-                page.select_option("#left", label="reverse")
-                page.select_option("#right", label="upper")
-            page.wait_for_timeout(500)
-            _picture(page, f"console-{name}-{scheme}")
-        page.goto(page.url.partition("#")[0] + "#adapters/default/upper")
-        page.wait_for_selector("#adapter dl")
-        _picture(page, f"console-adapter-{scheme}")
+        for size, viewport in SIZES.items():
+            page.set_viewport_size(viewport)
+            for name in ("operate", "adapters", "adapters/default/upper", "playground"):
+                page.evaluate(f"location.hash = '#{name}'")
+                page.wait_for_timeout(1200)
+                shown = "adapter" if "/" in name else name
+                _picture(page, f"console-{shown}-{scheme}-{size}-10")
         page.click("#theme")
 
 
@@ -139,6 +141,11 @@ def test_an_adapter_has_a_page_on_which_its_tags_are_moved(page: Page, stack: St
     page.wait_for_selector("#adapter dl")
     shown = page.text_content("#adapter") or ""
     assert "sha256:" in shown and "KiB" in shown and "curl" in shown
+    while not re.search(r"Last 30 days\d+ requests.*Last used20\d\d-", shown):
+        page.wait_for_timeout(1000)  # gateways report what was used every five seconds
+        page.reload()
+        page.wait_for_selector("#adapter dl")
+        shown = page.text_content("#adapter") or ""
     page.on("dialog", lambda dialog: dialog.accept())
     page.fill("#adapter input[aria-label=Tag]", "prod")
     page.fill("#adapter input[aria-label=Versions]", "v1")
@@ -164,6 +171,10 @@ def test_every_control_has_a_name_and_both_modes_fit_a_phone(page: Page) -> None
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.set_viewport_size({"width": 375, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == 375
+    page.goto(page.url.partition("#")[0] + "#adapters/default/upper")
+    page.wait_for_selector("#adapter dl")
+    assert page.evaluate("document.documentElement.scrollWidth") == 375
+    page.goto(page.url.partition("#")[0] + "#operate")
     page.reload()
     page.wait_for_selector("#worker-list article")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"

@@ -1,13 +1,15 @@
 """The memory of the gateway and the registry stays within their pods under every attack.
 
 What counts is the resident memory of a service with all processes that it started, because that is
-what a pod is killed for. A limit on the address space (`ulimit -v`) would count what is mapped and
-never touched: the stacks of threads, the arenas of the C library, shared libraries.
+what a pod is killed for. In addition both run with an address space as large as their pod's
+memory (`ulimit -v`): a single large allocation fails there even if it is never touched. With the C
+library's usual number of arenas, which map memory that is never used, the registry would need more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ import pytest
 from benchmarks.serving.isolation import Tenants, attack, isolated_stack
 from benchmarks.serving.isolation_attacks import ATTACKS, STRANGERS
 from benchmarks.serving.isolation_traffic import ordinary_traffic
-from benchmarks.serving.process_memory import PeakMemory
+from benchmarks.serving.process_memory import PeakMemory, service_processes
 from tests.deploy.kustomize import containers, render
 
 pytestmark = [pytest.mark.hostile, pytest.mark.long, pytest.mark.e2e]
@@ -26,12 +28,6 @@ pytestmark = [pytest.mark.hostile, pytest.mark.long, pytest.mark.e2e]
 BASE = Path(__file__).parents[2] / "deploy" / "k8s" / "base"
 ATTACK_S = 20.0
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def tenants() -> Iterator[Tenants]:
-    with isolated_stack() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +40,18 @@ def pod_bytes() -> dict[str, int]:
             limit = next(c for c in containers(document) if c["name"] == name)
             limits[name] = int(limit["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
     return limits
+
+
+@pytest.fixture(scope="module")
+def tenants(pod_bytes: dict[str, int]) -> Iterator[Tenants]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_ARENA_MAX", "2")
+        with isolated_stack() as made:
+            services = dict(service_processes())
+            for name in ("gateway", "registry"):
+                limit = pod_bytes[name]
+                resource.prlimit(services[name], resource.RLIMIT_AS, (limit, limit))
+            yield made
 
 
 def check(memory: PeakMemory, pod_bytes: dict[str, int]) -> None:

@@ -85,8 +85,7 @@ def test_services_with_certificates_need_no_token(tmp_path: Path) -> None:
                 LORAPLEX_AUTH="keys",
                 LORAPLEX_ADMIN_KEY_FILE=str(key_file),
                 LORAPLEX_SERVICE_NAMES="gateway",
-                LORAPLEX_REGISTRY_LISTEN=f"127.0.0.1:{people}",
-                LORAPLEX_REGISTRY_SERVICE_LISTEN=f"127.0.0.1:{services}",
+                LORAPLEX_REGISTRY_LISTEN=f"127.0.0.1:{people},mtls:127.0.0.1:{services}",
             )
         )
         stack.enter_context(

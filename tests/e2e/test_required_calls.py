@@ -52,6 +52,10 @@ TEMPLATES = {
         "[gMASK]<sop>{% if tools %}" + NAMES + " Use <tool_call>name"
         "<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>{% endif %}" + MESSAGES
     ),
+    "gemma": (
+        "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}"
+        "{% if tools %}<|tool>" + NAMES + "<tool|>{% endif %}{# <|tool_call>call: #}"
+    ),
     "silent": MESSAGES,
 }
 

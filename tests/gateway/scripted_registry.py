@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import grpc
@@ -44,6 +44,7 @@ class ScriptedRegistry(registry_pb2_grpc.RegistryServiceServicer):
         tenant: str = "default",
         base_id: str = "base",
         visibility: registry_pb2.Visibility = registry_pb2.VISIBILITY_PRIVATE,
+        labels: Mapping[str, str] | None = None,
         announce: bool = True,
     ) -> registry_pb2.AdapterVersion:
         """Publish a version and move `latest` to it; without `announce` watchers hear nothing."""
@@ -56,6 +57,7 @@ class ScriptedRegistry(registry_pb2_grpc.RegistryServiceServicer):
             created_unix_s=1.7e9,
             max_rank=8,
             visibility=visibility,
+            adapter_labels=labels,
         )
         self.versions[tenant, name, version] = made
         if announce:

@@ -79,6 +79,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.ready = True
         self.draining = False
         self.prefill_tokens_per_s = 0.0
+        self.held: tuple[worker_pb2.AdapterResidency, ...] = ()
+        """Adapters that a new watcher hears of."""
+        self.free_blocks = self.idle_blocks = self.total_blocks = 0
         self.die_after_tokens: int | None = None
         """The sessions break once that many tokens were sent."""
         self.stands_at: int | None = None
@@ -165,8 +168,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 running_requests=self.num_live,
                 steps=self._step,
                 prefill_tokens_per_s=self.prefill_tokens_per_s,
+                free_blocks=self.free_blocks,
+                idle_blocks=self.idle_blocks,
+                total_blocks=self.total_blocks,
+                step_s=self.step_s,
             ),
-            adapters=adapters,
+            adapters=self.held if full else adapters,
             base_id=self.base_id,
         )
 

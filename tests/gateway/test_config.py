@@ -61,15 +61,18 @@ def test_with_keys_other_machines_may_connect(tmp_path: Path) -> None:
     assert config.service_token == "s" * 32
 
 
-def test_certificate_and_key_of_http_must_be_a_pair(tmp_path: Path) -> None:
+def test_the_key_of_http_is_in_the_file_of_its_certificate_or_beside_it(tmp_path: Path) -> None:
     one, other = Authority(tmp_path / "a").issue("one"), Authority(tmp_path / "b").issue("other")
-    pair = {"LORAPLEX_HTTP_CERT": str(one.cert), "LORAPLEX_HTTP_KEY": str(one.key)}
-    assert from_env(GOOD | pair).http_tls.cert == one.cert
-    for changes, variable in (
-        ({"LORAPLEX_HTTP_KEY": ""}, "LORAPLEX_HTTP_KEY"),
-        ({"LORAPLEX_HTTP_CERT": str(tmp_path)}, "LORAPLEX_HTTP_CERT"),
-        ({"LORAPLEX_HTTP_KEY": str(other.key)}, "LORAPLEX_HTTP_CERT"),
-    ):
+    both, beside, alone, wrong = (tmp_path / f"{name}.crt" for name in "abcd")
+    both.write_bytes(one.cert.read_bytes() + one.key.read_bytes())
+    for cert in (beside, alone, wrong):
+        cert.write_bytes(one.cert.read_bytes())
+    beside.with_suffix(".key").write_bytes(one.key.read_bytes())
+    wrong.with_suffix(".key").write_bytes(other.key.read_bytes())
+    for good, key in ((both, both), (beside, beside.with_suffix(".key"))):
+        files = from_env(GOOD | {"LORAPLEX_HTTP_CERT": str(good)}).http_tls
+        assert (files.cert, files.key) == (good, key)
+    for bad in (alone, wrong, tmp_path):
         with pytest.raises(InvalidRequest) as caught:
-            from_env(GOOD | pair | changes)
-        assert caught.value.violations[0].field == variable
+            from_env(GOOD | {"LORAPLEX_HTTP_CERT": str(bad)})
+        assert caught.value.violations[0].field == "LORAPLEX_HTTP_CERT"

@@ -48,7 +48,7 @@ def address() -> Iterator[str]:
 def test_completes_and_streams(address: str) -> None:
     with BlockingInference(address, Credentials()) as client:
         assert client.complete("upper", "x").text == "AB"
-        assert [piece.text for piece in client.generate("upper", "x")] == ["A", "B"]
+        assert [chunk.text for chunk in client.generate("upper", "x")] == ["A", "B"]
         assert [model.id for model in client.models()] == ["m0", "m1", "m2"]
 
 

@@ -58,8 +58,8 @@ async def test_error_in_the_middle_keeps_the_pieces_before_it() -> None:
     texts = []
     async with serving(gateway) as address, InferenceClient(address, Credentials()) as client:
         with pytest.raises(ResourceExhausted) as caught:
-            async for piece in client.generate("upper", "ab"):
-                texts.append(piece.text)
+            async for chunk in client.generate("upper", "ab"):
+                texts.append(chunk.text)
     assert texts == ["A"]
     assert caught.value.retry_after_s == 2.0
 

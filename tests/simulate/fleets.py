@@ -38,8 +38,8 @@ def engine_config(**changes: Any) -> EngineConfig:
         "arena_bytes": 4096 * COSTS.block_bytes,
         "max_lora_rank": 256,
         "max_resident": 1024,
-        "max_step_tokens": 512,
-        "max_running": 64,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 64,
     }
     return make_config(**{**fields, **changes})
 

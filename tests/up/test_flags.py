@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.common import env
 from loraplex_services.common.units import Memory
 from loraplex_services.up.flags import Listener, named_as_given, parse
 
@@ -19,8 +21,8 @@ def test_defaults_are_loopback_one_worker_and_the_documented_ports() -> None:
     assert list(config.listeners.values()) == [
         Listener("127.0.0.1", p) for p in (8080, 50051, 50052)
     ]
-    assert (config.num_workers, config.device, config.dtype) == (1, "auto", "auto")
-    assert (config.max_lora_rank, config.tensor_parallel, config.drain_s) == (256, 1, 20.0)
+    assert (config.num_workers, config.drain_s) == (1, 20.0)
+    assert config.worker == {"LORAPLEX_MODEL": BASE}, "workers have defaults of their own"
     assert config.state_dir == Path("/x/loraplex")
 
 
@@ -31,8 +33,7 @@ def test_state_defaults_to_the_home_folder() -> None:
 def test_flags_win_over_variables_and_the_last_over_the_first() -> None:
     environ = {"LORAPLEX_MODEL": BASE, "LORAPLEX_KV_MEMORY": "1GiB", "LORAPLEX_DEVICE": "cpu"}
     config = parse(["--kv-memory", "1MiB", "--kv-memory", "24MiB"], environ)
-    assert config.kv_memory == Memory(24 << 20)
-    assert config.device == "cpu"
+    assert config.worker == {"LORAPLEX_MODEL": BASE, "LORAPLEX_KV_MEMORY": "24MiB"}
 
 
 def test_listen_variables_stand_in_for_host_and_ports() -> None:
@@ -54,13 +55,13 @@ def test_workers_variable_is_a_number_here() -> None:
 
 def test_model_folder_becomes_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(BASE).parent)
-    assert parse(["--model", "base"], {}).model == BASE
+    assert parse(["--model", "base"], {}).worker["LORAPLEX_MODEL"] == BASE
 
 
 def test_a_gguf_file_and_a_folder_with_one_are_models(tmp_path: Path) -> None:
     (tmp_path / "base.gguf").touch()
     for model in (tmp_path / "base.gguf", tmp_path):
-        assert parse(["--model", str(model)], {}).model == str(model)
+        assert parse(["--model", str(model)], {}).worker["LORAPLEX_MODEL"] == str(model)
     (tmp_path / "other.gguf").touch()
     with pytest.raises(InvalidRequest, match="name one"):
         parse(["--model", str(tmp_path)], {})
@@ -68,7 +69,7 @@ def test_a_gguf_file_and_a_folder_with_one_are_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["acme/tiny-llama", "s3://bucket/model"])
 def test_other_models_pass_through(model: str) -> None:
-    assert parse(["--model", model], {}).model == model
+    assert parse(["--model", model], {}).worker["LORAPLEX_MODEL"] == model
 
 
 @pytest.mark.parametrize(
@@ -142,24 +143,28 @@ def test_open_host_needs_keys_or_insecure(argv: list[str], environ: dict[str, st
     assert {listener.host for listener in listeners.values()} == {"0.0.0.0"}
 
 
+def _worker(*argv: str) -> Mapping[str, str]:
+    return parse([*MODEL, *argv], {}).worker
+
+
 def test_limits_of_a_step_have_the_names_that_vllm_users_know() -> None:
-    config = parse([*MODEL, "--max-num-seqs", "8", "--max-num-batched-tokens", "64"], {})
-    assert (config.max_num_seqs, config.max_num_batched_tokens) == (8, 64)
-    assert parse([*MODEL, "--lora-dtype", "int8"], {}).lora_dtype == "int8"
-    config = parse([*MODEL, "--max-model-len", "4096", "--gpu-memory-utilization", "0.85"], {})
-    assert (config.max_model_len, config.gpu_memory_utilization) == (4096, 0.85)
+    worker = _worker("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+    assert (env.MAX_NUM_SEQS.read(worker), env.MAX_NUM_BATCHED_TOKENS.read(worker)) == (8, 64)
+    assert env.LORA_DTYPE.read(_worker("--lora-dtype", "int8")) == "int8"
+    worker = _worker("--max-model-len", "4096", "--gpu-memory-utilization", "0.85")
+    assert env.MAX_MODEL_LEN.read(worker) == 4096
+    assert env.GPU_MEMORY_UTILIZATION.read(worker) == 0.85
 
 
 def test_the_arena_is_given_in_bytes_or_percent() -> None:
-    assert parse(MODEL, {}).kv_memory == Memory()
-    assert parse([*MODEL, "--kv-memory", "85%"], {}).kv_memory == Memory(share=0.85)
-    from_variable = parse(MODEL, {"LORAPLEX_KV_MEMORY": "12.5%"}).kv_memory
-    assert str(from_variable) == "12.5%"
+    assert env.KV_MEMORY.read(_worker("--kv-memory", "85%")) == Memory(share=0.85)
+    assert env.KV_MEMORY.read(_worker("--kv-memory", "24MiB")) == Memory(24 << 20)
+    with pytest.raises(InvalidRequest, match="LORAPLEX_KV_MEMORY"):
+        parse(MODEL, {"LORAPLEX_KV_MEMORY": "120%"})
 
 
 def test_the_cache_is_kept_as_computed_or_in_int8() -> None:
-    assert parse([*MODEL, "--kv-cache-dtype", "auto"], {}) == parse(MODEL, {})
-    assert parse([*MODEL, "--kv-cache-dtype", "int8"], {}).kv_cache_dtype == "int8"
+    assert env.KV_CACHE_DTYPE.read(_worker("--kv-cache-dtype", "int8")) == "int8"
     with pytest.raises(InvalidRequest, match="--kv-cache-dtype"):
         parse([*MODEL, "--kv-cache-dtype", "fp8"], {})
 

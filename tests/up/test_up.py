@@ -98,6 +98,10 @@ def test_ready_stack_answers_refuses_a_second_owner_and_drains(tmp_path: Path) -
         assert up.process.wait(60) == 0
         assert up.process.stdout is not None
         assert up.process.stdout.read() == "", "the ready line is the only one"
+        [day] = (up.state / "objects" / "usage").iterdir()
+        counts = json.loads(day.read_bytes())["counts"]
+        requests = {key: number for key, number in counts.items() if key.endswith("\nrequests")}
+        assert requests == {"default\nloraplex-demo\nrequests": 1}, "what was used outlives a stop"
 
 
 def _family(up: Up) -> list[psutil.Process]:

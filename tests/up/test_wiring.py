@@ -61,10 +61,13 @@ def test_every_wired_variable_is_known_and_legal(state: StateDir) -> None:
             setting.read(spec.environ)
 
 
-def test_flags_reach_the_worker(state: StateDir) -> None:
+def test_flags_and_variables_reach_the_worker(state: StateDir) -> None:
+    given = {"LORAPLEX_DEVICE": "cpu", "LORAPLEX_MAX_LORAS": "9"}
     argv = ["--kv-memory", "24MiB", "--dtype", "float32", "--max-loras", "3", "--drain-s", "2.5"]
     argv += ["--attention-backend", "vanilla", "--model-impl", "transformers"]
-    environ = _specs(state, [*argv, "--served-model-name", "tiny"], {})["worker-0"].environ
+    argv += ["--served-model-name", "tiny", "--fully-sharded-loras"]
+    environ = _specs(state, argv, given)["worker-0"].environ
+    assert env.FULLY_SHARDED_LORAS.read(environ) and env.DEVICE.read(environ) == "cpu"
     assert env.MODEL.read(environ) == BASE
     assert env.SERVED_MODEL_NAME.read(environ) == "tiny"
     assert env.KV_MEMORY.read(environ) == Memory(24 << 20)

@@ -40,7 +40,7 @@ def make_config(**others: object) -> EngineConfig:
         "arena_bytes": 0,
         "max_lora_rank": 64,
         "max_resident": 8,
-        "max_step_tokens": 64,
-        "max_running": 16,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 16,
     }
     return EngineConfig(**{**fields, **others})

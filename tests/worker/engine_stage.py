@@ -37,7 +37,7 @@ def write_files(root: Path) -> Path:
 def make_runner(
     files: Path,
     arena_bytes: int = 1 << 20,
-    max_num_tokens: int = 64,
+    max_num_batched_tokens: int = 64,
     overlap: str = "off",
     dtype: str = "float32",
 ) -> TorchRunner:
@@ -47,7 +47,7 @@ def make_runner(
         dtype=dtype,
         arena_bytes=arena_bytes,
         max_resident=8,
-        max_num_tokens=max_num_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         overlap=overlap,
         executors=(AtOnce(), AtOnce()),
     )
@@ -70,8 +70,8 @@ class Stage:
 
     def __post_init__(self) -> None:
         config = make_config(
-            max_step_tokens=self.max_step_tokens,
-            max_running=min(16, self.max_step_tokens),
+            max_num_batched_tokens=self.max_step_tokens,
+            max_num_seqs=min(16, self.max_step_tokens),
             prefix_cache=self.prefix_cache,
             drafts=self.drafts,
         )

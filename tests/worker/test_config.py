@@ -18,7 +18,7 @@ GOOD = {"LORAPLEX_MODEL": "org/model", "LORAPLEX_OBJECTS": "file:///objects"}
 def test_by_default_only_this_machine_can_connect() -> None:
     config = from_env(GOOD)
     assert is_local(config.listen) and config.base_id == "org/model"
-    assert config.max_loras is None and config.worker_id.startswith(socket.gethostname())
+    assert config.engine.max_loras is None and config.worker_id.startswith(socket.gethostname())
 
 
 def test_reading_settings_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

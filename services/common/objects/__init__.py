@@ -1,4 +1,4 @@
-"""The object store: the one truth that every service shares, behind one small interface."""
+"""The object store that holds the persistent state of all services, behind one interface."""
 
 from loraplex_services.common.objects.opening import open_store
 from loraplex_services.common.objects.store import (

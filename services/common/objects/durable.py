@@ -1,4 +1,4 @@
-"""Writing to a disk so that it is there after a crash: whole writes, folders synced with names."""
+"""Writes files so that they survive a crash: complete files, with folders synced."""
 
 from __future__ import annotations
 

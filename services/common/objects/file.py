@@ -5,7 +5,8 @@
     <root>/.locks/   one file per key stripe, held with flock while a document is replaced
 
 An object appears by `link` (create only) or `rename` (replace), so readers see all of it or none.
-File and folder are synced before a write returns.
+File and folder are synced before a write returns. Writes have threads of their own: a read, such as
+that of a caller's key, does not wait while others have the disk write.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +45,7 @@ _LIST_BATCH = 1000
 _SYNC_BYTES = 16 << 20
 """The disk starts on a blob while the rest of it arrives, instead of at its end."""
 _TEMPORARY_MAX_AGE_S = 24 * 3600.0
+_NUM_WRITERS = 4
 
 T = TypeVar("T")
 
@@ -56,6 +59,7 @@ class FileStore:
         self._root = root
         self._temporary = root / ".tmp"
         self._locks = root / ".locks"
+        self._writers = ThreadPoolExecutor(_NUM_WRITERS, "object-writes")
         try:
             # Weights are private, and documents contain hashes of keys.
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -88,19 +92,19 @@ class FileStore:
             with self._locked(key):
                 self._replace(self._write_temporary(data), key)
 
-        await _in_thread(write)
+        await self._written(write)
 
     async def put_if_absent(self, key: str, data: bytes) -> str:
-        return await _in_thread(self._create, key, data)
+        return await self._written(self._create, key, data)
 
     async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
-        return await _in_thread(self._compare_and_set, key, data, etag)
+        return await self._written(self._compare_and_set, key, data, etag)
 
     def writer(self) -> BlobWriter:
         return _FileWriter(self)
 
     async def compose(self, key: str, segments: Sequence[Segment]) -> None:
-        await _in_thread(self._compose, key, segments)
+        await self._written(self._compose, key, segments)
 
     async def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         walk = self._walk(self._root, "", prefix, start_after)
@@ -115,11 +119,12 @@ class FileStore:
         await self.delete_if_older(key, float("inf"))
 
     async def delete_if_older(self, key: str, modified_s: float) -> bool:
-        return await _in_thread(self._delete_if_older, key, modified_s)
+        return await self._written(self._delete_if_older, key, modified_s)
 
     async def clock_s(self) -> float:
         def touch() -> float:
-            path = self._write_temporary(b"")
+            path = self._temporary / secrets.token_hex(16)
+            path.touch(exist_ok=False)
             modified_s = path.stat().st_mtime
             path.unlink()
             return modified_s
@@ -127,7 +132,11 @@ class FileStore:
         return await _in_thread(touch)
 
     async def close(self) -> None:
-        return None
+        self._writers.shutdown(wait=False)
+
+    async def _written(self, work: Callable[..., T], *args: object) -> T:
+        with _as_store_error():
+            return await asyncio.get_running_loop().run_in_executor(self._writers, work, *args)
 
     def _path(self, key: str) -> Path:
         parts = key.split("/")
@@ -294,12 +303,13 @@ class _FileWriter:
         self._syncing: asyncio.Future[None] | None = None
 
     async def write(self, *data: bytes) -> None:
-        await _in_thread(self._append, data)
+        await self._store._written(self._append, data)
         self._unsynced_bytes += sum(map(len, data))
         if self._unsynced_bytes >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
             await self._synced()
             self._unsynced_bytes = 0
-            self._syncing = asyncio.ensure_future(_in_thread(os.fsync, self._file.fileno()))
+            sync = self._store._written(os.fsync, self._file.fileno())
+            self._syncing = asyncio.ensure_future(sync)
 
     def _append(self, chunks: Sequence[bytes]) -> None:
         for chunk in chunks:
@@ -320,7 +330,7 @@ class _FileWriter:
             with self._store._locked(key):
                 self._store._replace(self._path, key)
 
-        await _in_thread(finish)
+        await self._store._written(finish)
 
     async def abort(self) -> None:
         if self._syncing is not None:

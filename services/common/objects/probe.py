@@ -1,7 +1,7 @@
-"""What a store must be able to do before a registry may write to it, tried for real at start.
+"""Checks at start, by real operations, that a store can do what the registry needs.
 
-Some S3 servers accept conditional headers and ignore them: two publishers would then overwrite each
-other in silence. Better not to start.
+Some S3 servers accept conditional headers and ignore them. Two publishers could then overwrite each
+other unnoticed, so the registry does not start on such a store.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Objects in a bucket: `s3://bucket/prefix`, through boto3 in threads.
 
-Conditional writes are single-part and sent once: where the answer is lost or says 'conflict', the
-document is read back, and holding our own bytes (they carry a random write id) means success.
-Entity tags are opaque; whether a server wants them quoted is found out by the start probe. Every
-upload carries its MD5, the one checksum that most servers verify; where the probe finds that the
-server does not, the MD5 that it answers is compared. Content is checked by SHA-256 wherever it is
-used.
+Conditional writes are single-part and sent once. If the answer is lost or reports a conflict, the
+document is read back; if it contains our own bytes, which carry a random write id, the write
+succeeded. Entity tags are opaque, and the start probe finds out whether a server expects them
+quoted. Every upload carries its MD5, the one checksum that most servers verify. If the probe finds
+that a server does not verify it, the MD5 in the server's answer is compared. Content is checked by
+SHA-256 wherever it is used.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class S3Store:
             raise
 
     def _upload(self, key: str, file: IO[bytes]) -> None:
-        """Send a spooled file: at once if it is small, else in parts."""
+        """Send a spooled file: in one request if it is small, otherwise in parts."""
         file.seek(0)
         first = file.read(PART_BYTES)
         if len(first) < PART_BYTES:
@@ -326,7 +326,7 @@ class S3Store:
 
 
 class _SpooledWriter:
-    """Collects a blob in a temporary file, since S3 wants to know sizes beforehand."""
+    """Collects a blob in a temporary file, since S3 needs the size beforehand."""
 
     def __init__(self, store: S3Store) -> None:
         self._store = store

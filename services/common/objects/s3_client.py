@@ -1,4 +1,4 @@
-"""boto3 as the S3 store uses it, and what its errors say."""
+"""Configures boto3 for the S3 store and interprets its errors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What an object store must do. `file.py` and `s3.py` do it; one contract suite checks both.
+"""The interface of object stores. `file.py` and `s3.py` implement it; one contract suite checks
+both.
 
-Two kinds of objects live in a store. *Documents* are small JSON texts that change only by
-conditional writes (`put_if_absent`, `put_if_match`); every document carries a random `write_id`,
-so that two writes never hold the same bytes and an entity tag never comes back. *Blobs* are of any
-size, named by their content, written whole and never changed.
+A store contains two kinds of objects. *Documents* are small JSON texts that change only by
+conditional writes (`put_if_absent`, `put_if_match`); every document carries a random `write_id`, so
+that two writes never have the same bytes and an entity tag is never reused. *Blobs* have any size,
+are named by their content, and never change.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a listing says."""
+    """One entry of a listing."""
 
     key: str
     size: int
@@ -81,7 +82,7 @@ class Segment:
 
 
 class BlobWriter(Protocol):
-    """Bytes on their way into the store. Nothing is visible before `commit` returns."""
+    """A write in progress. Nothing is visible before `commit` returns."""
 
     async def write(self, *data: bytes) -> None:
         """Append, one after another."""
@@ -151,14 +152,14 @@ class ObjectStore(Protocol):
 
 @runtime_checkable
 class QuotesEtags(Protocol):
-    """A store whose server wants etags in conditions either quoted or bare."""
+    """A store whose server expects etags in conditions either quoted or unquoted."""
 
     quote_etags: bool
 
 
 @runtime_checkable
 class ChecksUploads(Protocol):
-    """A store to which bytes travel far enough to be damaged on their way."""
+    """A store behind a network, where bytes may be damaged in transit."""
 
     async def find_upload_check(self, key: str) -> bool:
         """Find out how damage is noticed, writing `key`; False = it would not be."""
@@ -173,7 +174,7 @@ def blob_key(sha256: str) -> str:
 async def read_chunks(
     store: ObjectStore, key: str, offset: int, length: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yield `length` bytes of an object from `offset` on, in pieces of at most CHUNK_BYTES.
+    """Yield `length` bytes of an object from `offset` on, in chunks of at most CHUNK_BYTES.
 
     Raises ObjectStoreError if the object ends early.
     """

@@ -1,1 +1,1 @@
-"""Which request starts, waits or is refused: queue, rate limits, dispatch window."""
+"""Decides which request starts, waits or is refused: queue, rate limits, dispatch window."""

@@ -1,7 +1,7 @@
-"""How much of the workers' batches one tenant may fill while others are there.
+"""Limits how much of the workers' batches one tenant fills while others are present.
 
 A tenant that is alone may fill them. Once another tenant has sent a request, no tenant gets more
-than half, so that the next request of the other finds a free place instead of waiting until a
+than half, so that the next request of the other tenant finds a free slot and need not wait until a
 sequence of the first one ends. An operator sets another limit with `registry tenants set
 --max-concurrent`."""
 

@@ -1,4 +1,4 @@
-"""Limits how many sequences of a tenant run at all gateways together, by leases.
+"""Limits how many sequences of a tenant run at all gateways together, through leases.
 
 Each gateway asks for as many sequences as it could use. It gets what the others do not want, and an
 equal part of the limit as soon as the others' running requests leave space. Leases never exceed the
@@ -33,7 +33,7 @@ class TenantConcurrency:
         self._rate_limit_store = rate_limit_store
         self._sequences = sequences
         self._limits: dict[str, int] = {}
-        """Limit of each tenant that holds or wants a lease."""
+        """Limit of each tenant that holds or needs a lease."""
         self._wanted: dict[str, int] = {}
         """Sequences of each such tenant that wait or run here."""
 
@@ -57,7 +57,7 @@ class TenantConcurrency:
             self._wanted[tenant] -= num_sequences
 
     async def run(self) -> None:
-        """Renew the leases until cancelled: they expire, and other gateways want their part."""
+        """Renew the leases until cancelled: they expire, and other gateways need their part."""
         while True:
             await asyncio.sleep(ASK_INTERVAL_S)
             for tenant in list(self._limits):

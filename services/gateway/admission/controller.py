@@ -1,4 +1,4 @@
-"""Admits requests: the pure queue, a clock, and one future per waiting request."""
+"""Admits requests: combines the pure queue with a clock and one future per waiting request."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""How many prompt tokens the gateway sends to workers ahead of their first token. Pure.
+"""Computes how many prompt tokens the gateway may send to workers ahead of their first token. Pure.
 
-Workers need slightly more than they can start, so that a free slot is filled at once. What is
-beyond that would wait at a worker, where this gateway can no longer reorder, refuse or move it. The
-window is therefore what gets its first token within a fraction of a second, by Little's law, and
-never so small that a worker runs dry. Requests that fit into a batch may exceed it, up to the
-prompts that workers compute in the same time: a batch that is filled in one step is blocked for
-that step, and its requests end together.
+Workers need slightly more requests than they can start, so that a free slot is filled immediately.
+Further requests would wait at a worker, where this gateway can no longer reorder, refuse or move
+them. The window is therefore what gets its first token within a fraction of a second, by Little's
+law, and never so small that a worker becomes idle. Requests that fit into a batch may exceed it, up
+to the prompts that workers compute in the same time: a batch that is filled in one step is blocked
+for that step, and its requests end together.
 
-Requests whose adapters are not loaded yet wait for the load and not for steps. They have a wide
-window of their own, so that requests that are ready can pass them.
+Requests whose adapters are not loaded yet wait for the load and not for steps. They have a
+separate, larger window, so that requests that are ready can pass them.
 
-A tenant does not wait because others filled the window: its own prompt tokens may fill another
-one, and its first request always goes. The workers' fair scheduling lets it overtake there.
+Each tenant has such a window of its own, so that no tenant waits because others have filled theirs.
+A tenant with nothing in flight may always send one request. The workers' fair scheduling lets it
+overtake there.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Decides which requests run, wait or are refused: a pure queue under a given clock.
 
 Bounds: running sequences, running sequences of one tenant, waiting requests, and prompt tokens in
-flight, which are those of running requests that have no first token yet. The last bound keeps the
-queue here, where it is fair over all workers, and gives the workers only their next few steps
-(`dispatch_window.py`).
+flight, which are those of running requests that have no first token yet. The last bound keeps
+requests waiting here, where the order is fair over all workers, and sends workers only what their
+next few steps need (`dispatch_window.py`).
 
-The tenant served least (virtual token counters) goes first, with its most urgent request, then with
-its oldest. A priority orders the requests of one tenant only: anybody may send any priority, so it
-must not put a tenant before others. What holds a tenant back delays no other tenant: its own limit,
-or its own prompts in flight, which may stay there for long where a worker compiles their grammars.
-Where the running sequences are too many, the next request is waited for, so that small requests do
-not starve large ones.
+The least-served tenant (virtual token counters) goes first, with the oldest of its most urgent
+requests. A priority orders only the requests of one tenant: anybody may send any priority, so it
+must not put a tenant before others. A tenant that has reached its own limit or filled its own
+window delays no other tenant. If the running sequences are too many, the queue waits for the next
+request to fit, so that small requests do not starve large ones.
 """
 
 from __future__ import annotations

@@ -8,8 +8,11 @@ _NEW_SHARE = 0.1
 """Weight of the newest request in moving means."""
 _NEW_ERROR_SHARE = 0.02
 """Weight of a new prediction error: requests of one batch have similar errors."""
-_DEVIATIONS_OF_LENGTH, _DEVIATIONS_OF_TIME = 2.0, 3.0
+_DEVIATIONS_OF_LENGTH = 2.0
+_DEVIATIONS_OF_TIME = 3.0
+"""Number of mean deviations by which an estimate exceeds the mean."""
 _FIRST_ERROR = 0.05
+"""Relative prediction error that is assumed before the first prediction was checked."""
 
 
 @dataclass(frozen=True, slots=True)

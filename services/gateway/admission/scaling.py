@@ -1,4 +1,4 @@
-"""The gauges for autoscalers; they exist for a base even if it has no worker."""
+"""Gauges for autoscalers, which exist for a base even if it has no worker."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Lease:
         return amount - taken
 
     def wish(self, need: float, rate: float) -> float:
-        """What to ask for beyond `need`: what the next second will want, within one lease."""
+        """What to request beyond `need`: the expected use of the next second, within one lease."""
         return min(self.recent, max(capacity_of(rate) - need, 0.0))
 
     def put(self, amount: float, rate: float) -> float:

@@ -1,4 +1,4 @@
-"""The console's adapters: pages of the list, one adapter with its history, and what may be changed.
+"""The adapters in the console: pages of the list, one adapter with its history, and changes to it.
 
 The list comes from the gateway's own copy of the registry. One adapter is read from the registry,
 and changed there, with the caller's own key.
@@ -36,7 +36,7 @@ MAX_VERSIONS = 50
 MAX_MOVES = 10
 """Moves of each tag that a page shows."""
 _LISTED_AT_ONCE = 500
-"""Adapters looked at before other work of the gateway gets its turn."""
+"""Number of adapters that are processed before the event loop runs other work."""
 _NO_STORE = {"cache-control": "no-store"}
 
 Devices = Mapping[str, int]
@@ -56,7 +56,7 @@ class AdapterQuery:
     """Which adapters, in which order."""
 
     search: str = ""
-    """Part of a name, a tenant or a tag."""
+    """Part of a name, a tenant, a tag or a label as key=value."""
     base: str = ""
     tag: str = ""
     resident: bool = False
@@ -68,8 +68,9 @@ class AdapterQuery:
         """True if the list contains an adapter."""
         tags = [tag.tag for tag in listing.tags]
         needle = self.search.strip().lower()
+        texts = (_full_name(listing), *tags, *_labels(listing.versions[0]))
         return (
-            (not needle or any(needle in text.lower() for text in (_full_name(listing), *tags)))
+            (not needle or any(needle in text.lower() for text in texts))
             and self.base in ("", listing.versions[0].base_id)
             and (not self.tag or self.tag in tags)
             and not (self.resident and not any(v.digest in devices for v in listing.versions))
@@ -181,7 +182,8 @@ class AdapterEndpoints:
     async def _in_registry(
         self, api_key: str, listing: Listing, versions: Iterable[dict[str, Any]]
     ) -> dict[str, Any]:
-        """What the registry alone knows: size, creator, labels, parent, and the tags' history."""
+        """What only the registry knows: size, creator, labels, parent, the tags' history, and what
+        the caller's tenant used within 30 days."""
         name = _full_name(listing)
         facts = {}
         async with self._registry(api_key) as registry:
@@ -209,7 +211,14 @@ class AdapterEndpoints:
                 ]
                 for tag in listing.tags
             }
+            days = await registry.usage(model=name)
         return {
+            "usage": {
+                "requests": sum(day.requests for day in days),
+                "errors": sum(day.errors for day in days),
+                "generated_tokens": sum(day.generated_tokens for day in days),
+                "last_day": max((day.day for day in days), default=""),
+            },
             "versions": [each | facts.get(each["number"], {}) for each in versions],
             "history": history,
         }
@@ -267,6 +276,7 @@ def _row(listing: Listing, devices: Devices, requests: Mapping[str, int]) -> dic
         "requests": requests.get(_full_name(listing), 0),
         "num_workers": max(devices.get(version.digest, 0) for version in listing.versions),
         "tags": [_tag(tag) for tag in listing.tags],
+        "labels": _labels(listing.versions[0]),
     }
 
 
@@ -280,6 +290,10 @@ def _version(version: Version, devices: Devices) -> dict[str, Any]:
         "public": version.is_public,
         "num_workers": devices.get(version.digest, 0),
     }
+
+
+def _labels(version: Version) -> list[str]:
+    return [f"{key}={value}" for key, value in version.labels]
 
 
 def _tag(tag: Tag) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.console import state
+from loraplex_services.gateway.pipeline.history import RANGES
 from loraplex_services.gateway.pipeline.recent import RecentRequests
 from loraplex_services.gateway.registry.keyring import is_admin, sees_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
@@ -35,6 +37,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+_NO_STORE = {"cache-control": "no-store"}
 
 
 class ConsoleEndpoints:
@@ -64,6 +67,7 @@ class ConsoleEndpoints:
         return [
             _page("/", "index.html", files["index.html"]),
             Route("/console/state", self.state, methods=["GET"]),
+            Route("/console/history", self.history, methods=["GET"]),
             *pages,
         ]
 
@@ -84,17 +88,29 @@ class ConsoleEndpoints:
         if is_admin(caller):
             sees_all = sees_all_adapters(caller)
             labels = self._resolver.snapshot.labels(None if sees_all else caller.tenant)
+            recent = self._recent.load()
+            requests = {each.model: each.requests for each in recent.models}
             views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
             shown |= {
-                "workers": [state.worker_state(view, labels, sees_all) for view in views],
+                "workers": [state.worker_state(view, labels, requests, sees_all) for view in views],
                 "num_resident": state.num_resident(views),
                 "num_adapters": self._resolver.snapshot.num_adapters,
                 "running": self._controller.num_running,
                 "waiting": self._controller.num_waiting,
-                "totals": state.totals(),
-                "recent": state.recent_state(self._recent.load()) if sees_all else None,
+                "recent": state.recent_state(recent, sees_all),
             }
-        return JSONResponse(shown, headers={"cache-control": "no-store"})
+        return JSONResponse(shown, headers=_NO_STORE)
+
+    async def history(self, request: Request) -> Response:
+        """What the charts of a range show. Only admins see it."""
+        caller = await self._caller(request)
+        if not is_admin(caller):
+            raise PermissionDenied("the load is shown to keys with the scope admin")
+        name = request.query_params.get("range", "5m")
+        if name not in RANGES:
+            raise InvalidRequest.field("range", name[:32], f"must be one of {', '.join(RANGES)}")
+        shown = state.history_state(self._recent.history, name, sees_all_adapters(caller))
+        return JSONResponse(shown, headers=_NO_STORE)
 
 
 def _page(path: str, name: str, content: bytes) -> Route:

@@ -1,15 +1,15 @@
-"""AdminService: what this gateway knows about workers and adapters, for operators."""
+"""AdminService: reports what this gateway knows about workers and adapters to operators."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from loraplex.api.residency import Tier
+from loraplex.api.residency import Tier, WorkerLoad
 from loraplex.api.wire import load_to_proto, recent_load_to_proto, residency_to_proto
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
@@ -103,8 +103,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 class ShownLabels:
     """The adapters that a caller may see."""
 
-    names: Mapping[str, str]
-    """tenant/name:vN by digest."""
+    names: Mapping[str, Sequence[str]]
+    """tenant/name:vN by digest, newest first."""
     shows_unnamed: bool
     """Whether digests without a name, which may be other tenants', are shown too."""
 
@@ -114,7 +114,11 @@ class ShownLabels:
 
 
 def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.WorkerState:
-    """State of one worker; with `labels` also the adapters that it holds and the caller may see."""
+    """State of one worker; with `labels` also the adapters that it holds and the caller may see.
+
+    What a worker did and held before it was lost is not shown.
+    """
+    adapters = view.adapters.values() if view.connected else ()
     state = admin_pb2.WorkerState(
         worker_id=view.worker_id if view.base_id else "",
         address=view.address,
@@ -122,17 +126,20 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
         connected=view.connected,
         ready=view.ready,
         draining=view.draining,
-        load=load_to_proto(view.load),
-        num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in view.adapters.values()),
+        load=load_to_proto(view.load if view.connected else WorkerLoad()),
+        num_adapters_on_device=sum(r.tier is Tier.DEVICE for r in adapters),
         dtype=view.dtype,
         kernels=view.kernels,
         quantization=view.quantization,
     )
     if labels is not None:
-        held = [r for r in view.adapters.values() if labels.shows(r.digest)]
-        for residency in held:
-            ref = labels.names.get(residency.digest, "")
-            state.adapters.add(ref=ref, residency=residency_to_proto(residency))
+        for residency in (each for each in adapters if labels.shows(each.digest)):
+            names = labels.names.get(residency.digest, ())
+            state.adapters.add(
+                ref=names[0] if names else "",
+                num_other_refs=max(len(names) - 1, 0),
+                residency=residency_to_proto(residency),
+            )
     return state
 
 

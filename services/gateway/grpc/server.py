@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from loraplex.api.request import shared_fields
+from loraplex.api.fields import shared_fields
 from loraplex.api.request_wire import generate_request_from_proto
 from loraplex.api.wire import (
     finish_reason_to_proto,

@@ -12,7 +12,7 @@ from loraplex.api.wire import pooling_from_proto, served_by_to_proto, usage_to_p
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import inference_pb2
 from loraplex_services.common.callers import current_caller
-from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
+from loraplex_services.gateway.pipeline.embedding import NO_OUTPUT, Finish, Pooled
 from loraplex_services.gateway.pipeline.pooling import labels_of
 from loraplex_services.gateway.pipeline.scoring import PromptScore
 from loraplex_services.gateway.request import GenerateCall, beginning_hash
@@ -52,15 +52,16 @@ def _calls(
 ) -> list[GenerateCall]:
     request_id, tenant = secrets.token_hex(8), current_caller.get().tenant
     return [
-        vector_call(
-            f"{request_id}-{index}",
-            tenant,
-            request.model,
-            prompt,
-            pooling,
+        GenerateCall(
+            request_id=f"{request_id}-{index}",
+            tenant=tenant,
+            model=request.model,
+            prompt=prompt,
+            sampling=NO_OUTPUT,
             split_key=beginning_hash(prompt),
             timeout_s=timeout_s,
             trace=trace,
+            pooling=pooling,
         )
         for index, prompt in enumerate(_prompts(request))
     ]

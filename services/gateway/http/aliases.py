@@ -1,4 +1,4 @@
-"""The calls by which vLLM's users load and unload adapters, if the operator allows them.
+"""The calls with which vLLM's users load and unload adapters, if the operator allows them.
 
 Loading publishes a folder of this machine in the registry, with the caller's key; unloading deletes
 what was published this way.

@@ -1,4 +1,4 @@
-"""Runs one parsed request and sends its answer, whole or as a stream, whatever the API."""
+"""Runs one parsed request and sends its answer, complete or as a stream, for every API."""
 
 from __future__ import annotations
 
@@ -158,18 +158,19 @@ async def _chunks(
 async def _with_outcome_counted(
     chunks: AsyncGenerator[Mapping[str, Any]],
 ) -> AsyncGenerator[Mapping[str, Any]]:
-    """Count the outcome of a stream."""
+    """Count the outcome of a stream. An error is counted where it is answered."""
     outcome = "cancelled"
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
         outcome = "ok"
-    except LoraplexError as error:
-        outcome = error.reason.lower()
+    except Exception:
+        outcome = ""
         raise
     finally:
-        REQUESTS.labels("http", outcome).inc()
+        if outcome:
+            REQUESTS.labels("http", outcome).inc()
 
 
 async def _complete_response(

@@ -1,4 +1,4 @@
-"""The HTTP app: its routes, and one completion from request body to response."""
+"""The HTTP app: its routes, and the way of a completion from request body to response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import loraplex
-from loraplex.errors import LoraplexError, ResourceExhausted, codes_of
+from loraplex.errors import LoraplexError, codes_of
 from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.common.limits import CALL_BURST, LIST_CALLS, TEXT_BYTES_PER_CALL
@@ -77,19 +77,18 @@ class AppContext:
     """None if callers need no key."""
     rates: CallRates = field(default_factory=CallRates)
     """Call rates of reads."""
-    refusals: DelayedRefusals = field(default_factory=DelayedRefusals)
+    refusals: DelayedRefusals = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "refusals", DelayedRefusals(self.rates))
 
     async def caller(self, request: Request) -> Caller:
         """The caller of a request, which is in its state from then on.
 
         Raises: Unauthenticated, PermissionDenied, ResourceExhausted after too many wrong keys.
         """
-        try:
-            keys = self.keys
-            caller = LOCAL if keys is None else await keys.caller(authorization_of(request))
-        except ResourceExhausted as error:
-            await self.refusals.delay(error)
-            raise
+        keys = self.keys
+        caller = LOCAL if keys is None else await keys.caller(authorization_of(request))
         request.state.caller = caller
         return caller
 
@@ -97,11 +96,7 @@ class AppContext:
         """The caller of a request that reads lists and reports, once it is within its tenant's
         rate. Raises as `caller`, and ResourceExhausted for too many reads."""
         caller = await self.caller(request)
-        try:
-            await self.rates.wait(caller, num_calls)
-        except ResourceExhausted as error:
-            await self.refusals.delay(error)
-            raise
+        await self.rates.wait(caller, num_calls)
         return caller
 
     async def text_reader(self, request: Request) -> Caller:
@@ -143,7 +138,7 @@ class OpenAIEndpoints:
         if self._context.shows_metrics:
             routes.append(Route("/metrics", self.metrics, methods=["GET"]))
         handlers: dict[Any, Any] = {
-            LoraplexError: _on_error,
+            LoraplexError: self._on_refusal,
             HTTPException: _on_http_error,
             ClientDisconnect: _on_disconnect,
             Exception: _on_crash,
@@ -191,6 +186,10 @@ class OpenAIEndpoints:
         """GET /metrics; if keys are required, for admins only."""
         require_admin(await self._context.caller(request))
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _on_refusal(self, request: Request, error: Exception) -> Response:
+        await self._context.refusals.delay(error, getattr(request.state, "caller", None))
+        return await _on_error(request, error)
 
     async def _complete(self, request: Request, parse: Parse) -> Any:
         caller = await self._context.caller(request)

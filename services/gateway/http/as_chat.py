@@ -1,4 +1,4 @@
-"""Requests of other APIs as chats: one set of rules, with the names that the caller used."""
+"""Converts requests of other APIs to chats, and keeps the field names of the caller for errors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ChatMessages:
             self._messages.append({"role": "user", "content": _Text(text)})
 
     def thought(self, text: str) -> None:
-        """A thought, which opens a turn unless the turn consists of thoughts so far."""
+        """Reasoning, which begins a turn unless the turn consists only of reasoning so far."""
         turn = self._turn()
         if turn["content"] is not None or "tool_calls" in turn:
             turn = self._new_turn()

@@ -1,4 +1,4 @@
-"""One answer as a sequence of thoughts, texts and calls, for APIs that number them."""
+"""Represents an answer as a sequence of reasoning, text and calls, for APIs that number them."""
 
 from __future__ import annotations
 
@@ -60,14 +60,17 @@ class AnswerBlocks:
         if delta.content:
             events += self._grow(BlockKind.TEXT, delta.content)
         for call in delta.calls:
-            events += self._open_new(BlockKind.CALL, call)
+            events += self.open_new(BlockKind.CALL, call)
             events += self._grow(BlockKind.CALL, call.arguments)
             events += self.close()
         return events
 
-    def open_empty(self, kind: BlockKind) -> list[BlockEvent]:
-        """Open a block without content."""
-        return self._open_new(kind)
+    def open_new(self, kind: BlockKind, call: ToolCall | None = None) -> list[BlockEvent]:
+        """Close the open block and open one without content."""
+        events = self.close()
+        self._open = Block(len(self.blocks), kind, call=call)
+        self.blocks.append(self._open)
+        return [*events, BlockEvent(BlockStep.OPENED, self._open)]
 
     def close(self) -> list[BlockEvent]:
         """Close the open block, if there is one."""
@@ -76,13 +79,7 @@ class AnswerBlocks:
 
     def _grow(self, kind: BlockKind, text: str) -> list[BlockEvent]:
         is_open = self._open is not None and self._open.kind is kind
-        events = [] if is_open else self._open_new(kind)
+        events = [] if is_open else self.open_new(kind)
         block = self.blocks[-1]
         block.text += text
         return [*events, BlockEvent(BlockStep.GREW, block, text)]
-
-    def _open_new(self, kind: BlockKind, call: ToolCall | None = None) -> list[BlockEvent]:
-        events = self.close()
-        self._open = Block(len(self.blocks), kind, call=call)
-        self.blocks.append(self._open)
-        return [*events, BlockEvent(BlockStep.OPENED, self._open)]

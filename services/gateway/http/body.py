@@ -1,7 +1,7 @@
-"""Reads the fields of a JSON body: right type or a 400 that names the field.
+"""Reads the typed fields of a JSON body; a wrong type is a 400 that names the field.
 
-A field that is not read is refused unless its value is null or the default of the field,
-so that no setting is ever dropped in silence.
+A field that is not read is refused unless its value is null or the default of the field, so that no
+setting is ignored unnoticed.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Origin:
 
 
 def origin_of(request: Request, tenant: str) -> Origin:
-    """Where a request of a tenant comes from."""
+    """The origin of a tenant's request."""
     return Origin(
         request_id=request.state.request_id,
         tenant=tenant,

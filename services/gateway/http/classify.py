@@ -1,4 +1,4 @@
-"""/classify, in vLLM's shape: bodies in, labels and their probabilities out."""
+"""/classify in vLLM's shape: returns labels and their probabilities."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def classes_body(
 
 
 def shown_scores(call: ClassifyCall, score: PromptScore) -> list[float]:
-    """Probabilities, or logits if those are asked for or there is nothing else."""
+    """Probabilities, or logits if they are requested or the problem is a regression."""
     return list((score.probabilities if call.use_activation else ()) or score.logits)

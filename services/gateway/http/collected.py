@@ -1,4 +1,4 @@
-"""The memory of answers that are collected before they are sent.
+"""Accounts for the memory of answers that are collected before they are sent.
 
 A token with twenty logprobs takes thousands of bytes until its answer is complete. Requests with
 many choices and long answers would otherwise fill the memory of a gateway.

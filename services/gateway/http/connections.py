@@ -1,4 +1,4 @@
-"""HTTP connections that wait for a request or for the client to read, limited in number and time.
+"""Limits HTTP connections in number, and in the time that they wait for a request or a reader.
 
 uvicorn keeps a connection until its first request is complete, however long that takes.
 """
@@ -32,7 +32,7 @@ class TimedProtocol(H11Protocol):
     _num_unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connects. Closes at once if there are too many connections."""
+        """A client connects. Closes the connection if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > MAX_HTTP_CONNECTIONS:
             transport.close()

@@ -1,4 +1,4 @@
-"""/v1/embeddings: bodies in, vectors out as numbers or as base64 of little-endian float32."""
+"""/v1/embeddings: returns vectors as numbers or as base64 of little-endian float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.calls import Origin, split_key_of
 from loraplex_services.gateway.http.prompts import parse_inputs
-from loraplex_services.gateway.pipeline.embedding import Finish, Pooled, vector_call
+from loraplex_services.gateway.pipeline.embedding import NO_OUTPUT, Finish, Pooled
 from loraplex_services.gateway.request import GenerateCall
 
 POOLINGS = {"": Pooling.DEFAULT, "last": Pooling.LAST, "mean": Pooling.MEAN}
@@ -72,15 +72,16 @@ def vector_calls(
 ) -> tuple[GenerateCall, ...]:
     """A call per prompt of one HTTP request."""
     return tuple(
-        vector_call(
-            origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{index}",
-            origin.tenant,
-            model,
-            prompt,
-            pooling,
+        GenerateCall(
+            request_id=origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{index}",
+            tenant=origin.tenant,
+            model=model,
+            prompt=prompt,
+            sampling=NO_OUTPUT,
             split_key=split_key_of(fields, origin, prompt),
             timeout_s=origin.timeout_s,
             trace=origin.trace,
+            pooling=pooling,
             truncate_prompt_tokens=truncate_prompt_tokens,
         )
         for index, prompt in enumerate(prompts)

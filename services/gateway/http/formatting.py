@@ -1,4 +1,4 @@
-"""What the responses of completions and chat share: common fields, usage, collected choices."""
+"""Parts that responses of completions and chat share: common fields, usage, collected choices."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ResponseInfo:
         return {"usage": {**usage, "total_tokens": prompt + completion}}
 
     def weights(self, index: int, spans: Iterable[WeightSpan]) -> dict[str, Any]:
-        """The field of a choice that says which weights computed its tokens; none for the base."""
+        """The field of a choice that names the weights of its tokens; none for the base."""
         labels = self.of_choice(index).labels
         if not labels:
             return {}

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex.errors import LoraplexError, PermissionDenied, codes_of
+from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
 from loraplex_services.common.addresses import is_loopback
 from loraplex_services.common.limits import MAX_BODY_S
 from loraplex_services.common.wrong_keys import current_peer, peer_of_host
@@ -76,6 +76,9 @@ class Guard:
         if self._hosts and scope["path"] not in _PROBES and not self._hosts.allows(host):
             await _refuse(send_with_id, _bad_host(), scope["path"])
             return
+        if "transfer-encoding" in headers and "content-length" in headers:
+            await _refuse(send_with_id, _two_lengths(), scope["path"])
+            return
         await self._app(scope, intake, send_with_id)
 
 
@@ -125,11 +128,17 @@ def _bad_host() -> LoraplexError:
     )
 
 
+def _two_lengths() -> LoraplexError:
+    """A proxy in front that reads such a request otherwise would take its end for another one."""
+    return InvalidRequest("send content-length or transfer-encoding, and not both")
+
+
 async def _refuse(send: Send, error: LoraplexError, path: str) -> None:
     body = error_body(error, path)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
     ]
     start = {"type": "http.response.start", "status": codes_of(error).http, "headers": headers}
     await send(start)

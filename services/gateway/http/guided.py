@@ -1,4 +1,4 @@
-"""The ways in which OpenAI's and vLLM's clients ask for constrained output."""
+"""Parses the fields with which OpenAI's and vLLM's clients constrain the output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Reads JSON bodies. Large ones wait for each other, so that they leave memory and the event loop
-to all other requests."""
+"""Reads JSON bodies. Large bodies are read one after another, so that they leave memory and the
+event loop to other requests.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class TokenNames:
     as_ids: bool = False
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """A token by itself, and its bytes."""
+        """The text of a single token, and its bytes."""
         if not self.as_ids:
             return token_text(self.tokens, token_id)
         shown = f"token_id:{token_id}"
@@ -84,7 +84,7 @@ def prompt_logprob_maps(
 
 
 def chat_logprobs(names: TokenNames, text_delta: TextDelta) -> dict[str, Any]:
-    """`content` with token, logprob, bytes and the alternatives that were asked for."""
+    """`content` with token, logprob, bytes and the requested alternatives."""
     content = []
     for entry in text_delta.logprobs:
         shown = _chat_token(names, entry.token_id, entry.logprob)

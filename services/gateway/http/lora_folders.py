@@ -1,6 +1,6 @@
-"""Adapters in folders of this machine, published when a caller loads or names them.
+"""Publishes adapters from folders of this machine when a caller loads or names them.
 
-Folders outside the one that the operator opened are out of reach. Everything is done with the
+Folders outside the one that the operator allowed cannot be read. All registry calls use the
 caller's own key.
 """
 
@@ -121,7 +121,7 @@ def _may_publish(caller: Caller) -> bool:
 
 
 def _without_path(error: LoraplexError, path: Path) -> LoraplexError:
-    """The error without the place of the folder on this machine. Mutates: error."""
+    """The error without the path of the folder on this machine. Mutates: error."""
 
     def cut(text: str) -> str:
         return text.replace(f"{path}/", "").replace(str(path), path.name)

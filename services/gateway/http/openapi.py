@@ -1,4 +1,4 @@
-"""GET /openapi.json: the document of all endpoints, made from the code that serves them."""
+"""GET /openapi.json: generates the document of all endpoints from the code that serves them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""/pause, /resume and /is_paused, as trainers call vLLM: for all models or for one adapter.
+"""/pause, /resume and /is_paused, as trainers call them on vLLM: for all models or for one adapter.
 
-Only this gateway is concerned: trainers call every server that they know.
+A pause applies only to this gateway; trainers call every server that they know.
 """
 
 from __future__ import annotations

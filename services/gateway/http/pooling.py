@@ -1,4 +1,4 @@
-"""/pooling, in vLLM's shape: an adapter's classes, or the vectors of a base or adapter."""
+"""/pooling in vLLM's shape: classes of an adapter with a head, otherwise vectors."""
 
 from __future__ import annotations
 

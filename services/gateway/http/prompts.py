@@ -1,4 +1,4 @@
-"""Prompts of OpenAI request bodies: texts, token ids, conversations."""
+"""Parses the prompts of OpenAI request bodies: texts, token ids, conversations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parse_prompts(field: str, value: Any, add_special_tokens: bool) -> list[Prom
     if are_ids(value):
         return [TokenPrompt(tuple(value))]
     if len(value) > MAX_PROMPTS:
-        raise InvalidRequest.field(field, len(value), f"at most {MAX_PROMPTS} prompts at once")
+        raise InvalidRequest.field(field, len(value), f"at most {MAX_PROMPTS} prompts")
     return [_listed_prompt(field, item, add_special_tokens) for item in value]
 
 

@@ -1,4 +1,4 @@
-"""Bodies of /v1/score and /v1/rerank, in vLLM's, Jina's and Cohere's shapes."""
+"""Parses bodies of /v1/score and /v1/rerank, in vLLM's, Jina's and Cohere's shapes."""
 
 from __future__ import annotations
 

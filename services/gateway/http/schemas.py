@@ -1,4 +1,4 @@
-"""JSON Schemas of bodies: of requests from what their parsers read, of responses from types."""
+"""Makes JSON Schemas of bodies: of requests from their parsers, of responses from types."""
 
 from __future__ import annotations
 

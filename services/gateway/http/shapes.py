@@ -1,4 +1,4 @@
-"""The objects that the endpoints answer with, for the OpenAPI document."""
+"""The objects in the answers of the endpoints, for the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Server-sent events: a streaming response that fails and ends as OpenAI clients expect."""
+"""Server-sent events: a streaming response whose errors and end are those that OpenAI clients
+expect.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from loraplex.errors import LoraplexError, codes_of
-from loraplex_services.gateway.http.errors import error_body, error_headers
+from loraplex.errors import LoraplexError
+from loraplex_services.gateway.metrics import REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +28,13 @@ Renamed = Callable[[LoraplexError], LoraplexError]
 T = TypeVar("T")
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 def compact_json(value: object) -> str:
     """JSON, which has no NaN. Raises: LoraplexError if a number is not finite."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return _encode(value)
     except ValueError:
         raise LoraplexError(
             "the answer has a number that is not finite: the adapter's weights are too large",
@@ -81,8 +86,8 @@ CHUNKS = StreamFormat(last=b"data: [DONE]\n\n")
 class EventStream:
     """An ASGI response that sends chunks as events.
 
-    The status line is sent with the first chunk or comment, so that an error before that has its
-    own status. A later error is sent as one event, after which the stream ends.
+    The status line is sent with the first chunk or comment, so that an error before that is raised
+    and has its own status. A later error is sent as one event, after which the stream ends.
     """
 
     def __init__(
@@ -107,32 +112,29 @@ class EventStream:
         """Send all events; ends early if the client disconnects."""
         comments = asyncio.create_task(self._comment(send))
         try:
-            await until_gone(receive, self._stream(scope, send))
+            await until_gone(receive, self._stream(send))
         except ClientDisconnect:
             logger.debug("client disconnected")
         finally:
             comments.cancel()
 
-    async def _stream(self, scope: Scope, send: Send) -> None:
+    async def _stream(self, send: Send) -> None:
         try:
             async with aclosing(self._chunks) as chunks:
                 async for chunk in chunks:
                     await self._send(send, self._format.event(chunk))
             await self._send(send, self._format.last, more=False)
         except LoraplexError as error:
-            await self._fail(scope, send, self._renamed(error))
+            await self._fail(send, self._renamed(error))
         except Exception:
             logger.exception("stream failed")
-            await self._fail(scope, send, LoraplexError("internal error"))
+            await self._fail(send, LoraplexError("internal error"))
 
-    async def _fail(self, scope: Scope, send: Send, error: LoraplexError) -> None:
-        if self._has_begun:
-            await self._send(send, self._format.event(self._failure(error)), more=False)
-            return
-        headers = {**self._headers, **error_headers(error), "content-type": "application/json"}
-        self._has_begun = True
-        await send(_start(codes_of(error).http, headers))
-        await send({"type": "http.response.body", "body": error_body(error, scope["path"])})
+    async def _fail(self, send: Send, error: LoraplexError) -> None:
+        if not self._has_begun:
+            raise error
+        REQUESTS.labels("http", error.reason.lower()).inc()
+        await self._send(send, self._format.event(self._failure(error)), more=False)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         async with self._sending:

@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate: token ids in, token ids out, as vLLM's training clients call it."""
+"""POST /inference/v1/generate: takes and returns token ids, as vLLM's training clients expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shapes: what a prompt becomes, and back."""
+"""/tokenize and /detokenize in vLLM's shapes."""
 
 from __future__ import annotations
 

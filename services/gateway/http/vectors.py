@@ -1,4 +1,4 @@
-"""Endpoints that read prompts and generate nothing: vectors, classes, scores, rankings."""
+"""Endpoints that read prompts without generating: vectors, classes, scores, rankings."""
 
 from __future__ import annotations
 

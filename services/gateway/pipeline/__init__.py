@@ -1,1 +1,1 @@
-"""One request from call to text: checked, prepared, admitted, generated, detokenized."""
+"""Takes one request from call to text: checks, prepares, admits, generates, detokenizes."""

@@ -1,11 +1,9 @@
-"""Limits of what one call brings besides its prompt, before any work is done for it, from whichever
-API."""
+"""Checks the limits on the fields of a call before any work is done for it, for every API."""
 
 from __future__ import annotations
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import (
-    MAX_ADAPTERS_PER_REQUEST,
     MAX_CACHE_SALT_CHARS,
     MAX_MODEL_CHARS,
     MAX_REQUEST_ID_CHARS,
@@ -28,10 +26,6 @@ def check_call(call: GenerateCall) -> None:
     check_chars("cache_salt", call.cache_salt, MAX_CACHE_SALT_CHARS)
     check_chars("split_key", call.split_key, MAX_SPLIT_KEY_CHARS)
     check_chars("traceparent", call.trace, MAX_TRACE_CHARS)
-    if len(call.adapters) > MAX_ADAPTERS_PER_REQUEST:
-        raise InvalidRequest.field(
-            "adapters", len(call.adapters), f"at most {MAX_ADAPTERS_PER_REQUEST} adapters"
-        )
     for adapter in call.adapters:
         check_chars("adapters.ref", adapter.ref, MAX_MODEL_CHARS)
 

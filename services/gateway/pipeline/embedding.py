@@ -1,4 +1,4 @@
-"""Vectors of prompts, from a base or an adapter."""
+"""Computes vectors of prompts with a base or an adapter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from loraplex.api.output import ServedBy, Usage
-from loraplex.api.pooling import Pooling
-from loraplex.api.request import Prompt
 from loraplex.api.sampling import Sampling
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.gateway.pipeline.generation import Generation
@@ -19,7 +17,8 @@ from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import GenerateCall
 
 NO_OUTPUT = Sampling(max_tokens=0, echo=True)
-"""Only a request with echo may generate no tokens; the echo itself is not used."""
+"""Of calls that end with one vector. Only a request with echo may generate no tokens; the echo
+itself is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +49,6 @@ class Pooled:
     def served_by(self) -> ServedBy:
         """What ran, with the worker of the first call."""
         return self.prepared[0].served_by(self.worker_id)
-
-
-def vector_call(
-    request_id: str,
-    tenant: str,
-    model: str,
-    prompt: Prompt,
-    pooling: Pooling,
-    *,
-    split_key: str = "",
-    timeout_s: float | None = None,
-    trace: str = "",
-    truncate_prompt_tokens: int | None = None,
-) -> GenerateCall:
-    """The call that ends with one vector."""
-    return GenerateCall(
-        request_id=request_id,
-        tenant=tenant,
-        model=model,
-        prompt=prompt,
-        sampling=NO_OUTPUT,
-        split_key=split_key,
-        timeout_s=timeout_s,
-        trace=trace,
-        pooling=pooling,
-        truncate_prompt_tokens=truncate_prompt_tokens,
-    )
 
 
 async def embed_all(
@@ -110,7 +82,7 @@ async def pool_all(generation: Generation, calls: Sequence[GenerateCall]) -> Poo
 
 
 async def _pool(generation: Generation, prepared: PreparedRequest) -> tuple[tuple[float, ...], str]:
-    """A vector, and the worker that it comes from."""
+    """A vector, and the worker that computed it."""
     async with aclosing(generation.run(prepared)) as text_deltas:
         async for text_delta in text_deltas:
             if text_delta.pooled:

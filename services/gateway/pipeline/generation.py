@@ -226,6 +226,7 @@ class Generation:
                     self.usage.recent.first_token(first_token_s)
                     is_first = False
                 _count(prepared.usage, text_delta)
+                self.usage.recent.history.generated(len(text_delta.token_ids))
                 permit.served(len(text_delta.token_ids))
                 yield text_delta
         COMPLETION_TOKENS.labels(base_id).inc(prepared.usage.completion_tokens)

@@ -1,4 +1,4 @@
-"""Metrics by tenant and by adapter, of which any number may exist: a bounded number of labels."""
+"""Metrics by tenant and by adapter with a bounded number of labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that run at this gateway, and what changes them from outside: pauses and tag moves.
+"""The running requests of this gateway, and what changes them from outside: pauses and tag moves.
 
 A request that follows its tag continues with the new version as soon as the workers that run it
 have loaded that; until then it continues with the old one. Nothing else waits for the load."""
@@ -33,11 +33,11 @@ class PauseMode(enum.StrEnum):
     """What becomes of running requests when their model is paused, as in vLLM."""
 
     ABORT = "abort"
-    """They end at once with what they have generated."""
+    """Running requests end immediately with what they have generated."""
     WAIT = "wait"
     """They end as usual, and the pause begins then."""
     KEEP = "keep"
-    """They stand still, and continue afterwards where they were."""
+    """Running requests are paused, and continue afterwards."""
 
 
 class LoadingWorkers(Protocol):

@@ -53,7 +53,7 @@ def scored_ids(
 
 
 def normalizes(adapters: Sequence[RunningAdapter]) -> bool:
-    """Whether vectors have length 1 unless the caller says otherwise."""
+    """Whether vectors are normalised unless the caller sets it."""
     return all(adapter.pooling.normalize is not False for adapter in adapters)
 
 

@@ -1,4 +1,4 @@
-"""A checked request: what admission needs to know of it and what a worker gets."""
+"""A checked request: the facts that admission needs, and the request that a worker gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well pairs of texts fit: an adapter's head reads both, or their vectors are compared."""
+"""Scores pairs of texts: with an adapter's head, or by comparing their vectors."""
 
 from __future__ import annotations
 

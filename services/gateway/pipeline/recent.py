@@ -1,4 +1,4 @@
-"""What the last minute was like: rates, percentiles, failures and the models in use."""
+"""Statistics of the last minute: rates, percentiles, failures and the models in use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from loraplex.api.load import ModelLoad, RecentLoad
 from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.pipeline.history import LoadHistory
 
 WINDOW_S = 60.0
 MAX_ENTRIES = 50_000
@@ -41,6 +42,7 @@ class RecentRequests:
     def __init__(self, now: Callable[[], float] = now_s) -> None:
         self._now = now
         self._begin_s = now()
+        self.history = LoadHistory(now)
         self._ended: deque[Ended] = deque(maxlen=MAX_ENTRIES)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_ENTRIES)
         """When, and after how many seconds."""
@@ -48,6 +50,7 @@ class RecentRequests:
     def first_token(self, after_s: float) -> None:
         """A request got its first token."""
         self._first_tokens.append((self._now(), after_s))
+        self.history.first_token(after_s)
 
     def ended(
         self,
@@ -61,6 +64,8 @@ class RecentRequests:
         """A request ended, or was refused."""
         entry = Ended(self._now(), outcome, model, prompt_tokens, generated_tokens, duration_s)
         self._ended.append(entry)
+        failure = entry.outcome if entry.is_failure else ""
+        self.history.ended(failure, entry.outcome == OK, prompt_tokens)
 
     def load(self) -> RecentLoad:
         """The summary now. Mutates: forgets what is older than the window."""

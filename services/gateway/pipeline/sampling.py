@@ -15,6 +15,7 @@ from loraplex_services.common.limits import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_GRAMMAR_CHARS,
+    MAX_PROMPT_LOGPROBS,
     MAX_TOKEN_IDS_PER_FIELD,
 )
 from loraplex_services.gateway.request import ServedModel, TextRules
@@ -70,6 +71,9 @@ def resolve(
     sampling = _sampling(asked, base, max_tokens, draw_seed, tuple(bad_words))
     if sampling.min_tokens > max_tokens:
         raise _bad("min_tokens", sampling.min_tokens, f"must be at most max_tokens ({max_tokens})")
+    num_choices = _integer("n", asked.n, 1, 1, MAX_CHOICES)
+    if sampling.prompt_logprobs is not None:
+        _check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens, num_choices)
     return ResolvedSampling(
         sampling=sampling,
         text=TextRules(
@@ -78,11 +82,22 @@ def resolve(
             asked.skip_special_tokens is not False,
             sampling.min_tokens,
         ),
-        num_choices=_whole("n", asked.n, 1, 1, MAX_CHOICES),
+        num_choices=num_choices,
         echo=asked.echo,
         scale=_within(_SCALES, "scale", 1.0 if asked.scale is None else asked.scale),
         emits_tokens=max_tokens > 0,
     )
+
+
+def _check_prompt_logprobs(num_top: int, num_prompt_tokens: int, num_choices: int) -> None:
+    """A worker sends those of a prompt in one message. Raises: InvalidRequest."""
+    num_entries = num_prompt_tokens * (1 + num_top) * num_choices
+    if num_entries > MAX_PROMPT_LOGPROBS:
+        why = (
+            f"{num_prompt_tokens} tokens, {num_top} candidates for each and n = {num_choices} "
+            f"make {num_entries} logprobs; ask for at most {MAX_PROMPT_LOGPROBS}"
+        )
+        raise _bad("prompt_logprobs", num_top, why)
 
 
 def check_grammar(grammar: Grammar | None) -> None:
@@ -126,7 +141,7 @@ def _sampling(
     return SamplingParams(
         max_tokens=max(max_tokens, 1),
         seed=_seed(asked.seed, draw_seed),
-        min_tokens=_whole("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
+        min_tokens=_integer("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
         top_k=_top_k(asked.top_k, defaults),
         stop_token_ids=_ids("stop_token_ids", asked.stop_token_ids, vocab_size),
         ignore_eos=asked.ignore_eos,
@@ -216,11 +231,11 @@ def _seed(seed: int | None, draw: Callable[[], int]) -> int:
 def _top_k(value: int | None, defaults: Mapping[str, float]) -> int:
     if value == -1:
         return 0
-    return _whole("top_k", value, int(defaults.get("top_k", 0)), 0, _INT32_MAX)
+    return _integer("top_k", value, int(defaults.get("top_k", 0)), 0, _INT32_MAX)
 
 
 def _logprobs(field: str, value: int | None) -> int | None:
-    return None if value is None else _whole(field, value, 0, 0, MAX_LOGPROBS)
+    return None if value is None else _integer(field, value, 0, 0, MAX_LOGPROBS)
 
 
 def _logprob_token_ids(asked: Sampling, vocab_size: int) -> tuple[int, ...]:
@@ -251,7 +266,7 @@ def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     return checked
 
 
-def _whole(field: str, value: int | None, default: int, least: int, most: int) -> int:
+def _integer(field: str, value: int | None, default: int, least: int, most: int) -> int:
     number = default if value is None else value
     if not least <= number <= most:
         raise _bad(field, number, f"must be an integer from {least} to {most}")

@@ -1,4 +1,4 @@
-"""Scores of prompts: the logits of an adapter's head, and what they mean as probabilities."""
+"""Scores prompts with an adapter's classification head, as logits and probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tenants use: one log line for each request, and counts that go to the registry."""
+"""Counts what tenants use: one log line for each request, and counts for the registry."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Checks API keys with the registry, and caches the answers for a moment.
+"""Checks API keys with the registry and caches the results briefly.
 
-A revoked key works for at most `FRESH_S` longer. While the registry is unavailable, a key that was
-valid when last checked stays valid until it expires, and no longer than a bound.
+A revoked key works for at most `FRESH_S` longer. A key in use is checked again before that, so that
+requests do not wait for a busy registry. While the registry is unavailable, a key that was valid
+when last checked stays valid until it expires, for at most one day.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,6 +22,8 @@ from loraplex_services.common.wrong_keys import WrongKeys
 from loraplex_services.gateway.event_loop import now_s
 
 FRESH_S = 2.0
+CHECK_AGAIN_S = 1.0
+"""Age of an answer at which the registry is asked again while the answer is still used."""
 MAX_KNOWN = 20_000
 MAX_REFUSED = 5_000
 _SCOPES_THAT_RUN = frozenset({"reader", "publisher", "admin", "root"})
@@ -66,6 +70,7 @@ class KeyRing:
         # must not displace good ones.
         self._known: Recent[bytes, _Known] = Recent(MAX_KNOWN)
         self._refused: Recent[bytes, _Refused] = Recent(MAX_REFUSED)
+        self._asking: dict[bytes, asyncio.Task[Caller]] = {}
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
         """The caller of a gRPC method. Raises: Unauthenticated, PermissionDenied."""
@@ -87,16 +92,34 @@ class KeyRing:
         return caller
 
     async def _remembered(self, token: str) -> Caller:
-        """Mutates: known, refused. Raises: Unauthenticated; ResourceExhausted for a peer that sent
-        many wrong keys."""
+        """Raises: Unauthenticated; ResourceExhausted for a peer that sent many wrong keys."""
         key = hashlib.sha256(token.encode()).digest()
         known, refused = self._known.get(key), self._refused.get(key)
         if known is not None and self._is_fresh(known.asked_s):
+            if self._now() - known.asked_s > CHECK_AGAIN_S:
+                self._ask(key, token)
             return self._unexpired(known.caller)
         if refused is not None and self._is_fresh(refused.asked_s):
             raise Unauthenticated(refused.message, reason="INVALID_API_KEY")
         if known is None:
             self._wrong_keys.check()
+        return await asyncio.shield(self._ask(key, token))
+
+    def _ask(self, key: bytes, token: str) -> asyncio.Task[Caller]:
+        """Ask the registry, once for all that wait for the answer."""
+        if key not in self._asking:
+            task = self._asking[key] = asyncio.create_task(self._asked(key, token))
+            task.add_done_callback(lambda task: self._answered(key, task))
+        return self._asking[key]
+
+    def _answered(self, key: bytes, task: asyncio.Task[Caller]) -> None:
+        del self._asking[key]
+        if not task.cancelled():
+            task.exception()  # perhaps nobody waits for it
+
+    async def _asked(self, key: bytes, token: str) -> Caller:
+        """Mutates: known, refused. Raises: Unauthenticated, or why the key cannot be checked."""
+        known = self._known.get(key)
         try:
             caller = await self._check(token)
         except Unauthenticated as error:

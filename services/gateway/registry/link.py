@@ -40,7 +40,7 @@ class RegistryLink:
         metadata: Sequence[tuple[str, str]] = (),
         channel: OpenChannel = open_channel,
     ) -> None:
-        """`metadata` goes with every call, such as a service token."""
+        """`metadata` is sent with every call, such as a service token."""
         self._address = address
         self._open_channel = channel
         self._open()
@@ -74,7 +74,7 @@ class RegistryLink:
     async def read_files(self, label: str, files: Sequence[File]) -> dict[str, bytes]:
         """Contents of some files of a version, by path, equal to their sha256.
 
-        Raises: LoraplexError, such as DataLoss for other bytes than were asked for.
+        Raises: LoraplexError, such as DataLoss if the bytes do not match.
         """
         wanted = {file.path: file for file in files}
         found = {path: bytearray() for path in wanted}
@@ -199,7 +199,7 @@ class RegistryLink:
     async def _replaced(self) -> None:
         """Return when the certificate shown to the registry was replaced.
 
-        Calls that wait on the old channel would otherwise show the old certificate for good.
+        Calls that wait on the old channel would otherwise keep presenting the old certificate.
         """
         while self._channel_version == self._open_channel.version:
             await asyncio.sleep(_RENEW_CHECK_S)

@@ -21,10 +21,9 @@ from loraplex.errors import (
     Violation,
 )
 from loraplex.refs import Ref, parse_ref, why_missing
+from loraplex_services.common.limits import MAX_ADAPTERS_PER_REQUEST
 from loraplex_services.gateway.registry.snapshot import Adapter, RegistrySnapshot, Version
 from loraplex_services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
-
-MAX_ADAPTERS = 8
 
 
 class RegistryLookup(Protocol):
@@ -86,10 +85,9 @@ class Resolver:
         await self._ask(parse_ref(ref), "")
 
     async def _on_base(self, call: GenerateCall) -> Target:
-        if len(call.adapters) > MAX_ADAPTERS:
-            raise InvalidRequest.field(
-                "adapters", len(call.adapters), f"at most {MAX_ADAPTERS} adapters in one request"
-            )
+        if (num_adapters := len(call.adapters)) > MAX_ADAPTERS_PER_REQUEST:
+            description = f"at most {MAX_ADAPTERS_PER_REQUEST} adapters in one request"
+            raise InvalidRequest.field("adapters", num_adapters, description)
         running = []
         for index, asked in enumerate(call.adapters):
             field = f"adapters[{index}].ref"

@@ -1,5 +1,6 @@
-"""The gateway's copy of the registry's versions and tags, and how references resolve in it.
-Pure."""
+"""The gateway's copy of the registry's versions and tags, and the resolution of references in it.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +43,8 @@ class Version:
     """A rotary embedding of the adapter's own, which may lengthen its context."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end its output; empty = the base's."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Its own and those of its adapter, which replace its own."""
 
     @property
     def label(self) -> str:
@@ -122,12 +125,6 @@ class RegistrySnapshot:
             if version is not None and version.visible_to(tenant):
                 yield version
 
-    def listings(self, tenant: str) -> Iterator[Listing]:
-        """The adapters a tenant may run with versions and tags, ordered by tenant and name."""
-        for owner, name in self.perhaps_visible(tenant):
-            if listing := self.listing(owner, name, tenant):
-                yield listing
-
     def listing(self, owner: str, name: str, tenant: str) -> Listing | None:
         """One adapter, if it exists and `tenant` may run it."""
         entry = self._entries.get((owner, name), _Entry())
@@ -140,16 +137,17 @@ class RegistrySnapshot:
             owner, versions[0].name, tuple(versions), tuple(tag for tag in tags if tag.targets)
         )
 
-    def labels(self, tenant: str | None = None) -> dict[str, str]:
+    def labels(self, tenant: str | None = None) -> dict[str, list[str]]:
         """tenant/name:vN of every digest that is not deleted, and that `tenant` may run if one is
-        given."""
-        entries = self._entries.values()
-        versions = (v for entry in entries for v in entry.versions.values() if not v.deleted)
-        return {
-            version.digest: version.label
-            for version in versions
-            if tenant is None or version.visible_to(tenant)
-        }
+        given. The names of one digest are in the order of their publication, newest first."""
+        found: dict[str, list[Version]] = {}
+        for entry in self._entries.values():
+            for version in entry.versions.values():
+                if not version.deleted and (tenant is None or version.visible_to(tenant)):
+                    found.setdefault(version.digest, []).append(version)
+        for versions in found.values():
+            versions.sort(key=lambda version: (-version.created_unix_s, version.label))
+        return {digest: [each.label for each in named] for digest, named in found.items()}
 
     @property
     def num_adapters(self) -> int:

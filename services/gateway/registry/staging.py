@@ -1,4 +1,5 @@
-"""Completes staged tag moves: loads the new version where the old one is, then moves the tag.
+"""Completes staged tag moves: loads the new version on the workers of the old one, then moves the
+tag.
 
 Every gateway does this for every pending tag and chooses the same workers, so that no leader is
 needed: loads are idempotent, and the registry lets exactly one gateway finish the move.

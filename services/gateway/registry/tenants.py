@@ -1,4 +1,4 @@
-"""The limits of tenants, read from the registry and cached for a moment.
+"""The limits of tenants, read from the registry and cached briefly.
 
 While the registry is unavailable the last answer is used. An unknown tenant has no limits.
 """

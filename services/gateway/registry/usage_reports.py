@@ -1,4 +1,4 @@
-"""Sends what tenants used to the registry; a report that failed is sent again."""
+"""Reports what tenants used to the registry, and repeats failed reports."""
 
 from __future__ import annotations
 

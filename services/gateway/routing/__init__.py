@@ -1,1 +1,1 @@
-"""Which worker runs a request, and how a stream continues on another worker."""
+"""Chooses the worker of a request, and continues a stream on another worker."""

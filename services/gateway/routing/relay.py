@@ -1,4 +1,4 @@
-"""Runs one job to its end, on another worker if its worker fails.
+"""Runs one job to its end and continues it on another worker if its worker fails.
 
 Before the first token, a failed job is submitted to another worker. After it, the job is submitted
 again with the tokens already seen as `output_ids`. All sampling state is a function of those
@@ -81,7 +81,7 @@ class RelayedJob:
         self._last = ""
         """Address of the last worker tried."""
         self._stays = False
-        """Whether the next attempt goes there again, where its prefix is cached."""
+        """Whether the next attempt goes to the same worker, where its prefix is cached."""
 
     async def tokens(self) -> AsyncGenerator[Tokens]:
         """Yield each position once and in order. Raises: LoraplexError."""
@@ -135,7 +135,7 @@ class RelayedJob:
                 while True:
                     tokens = self._new_part(await stream.next())
                     if tokens is not None:
-                        yield replace(tokens, digests=adapters.digests)
+                        yield tokens
         finally:
             timer.cancel()
             stream.cancel()

@@ -1,4 +1,5 @@
-"""What may change about a request while it runs: its adapters, and whether it may run at all.
+"""The state of a running request that may change from outside: its adapters, and whether it may
+run.
 
 The choices of a request share one `Steering`. A change interrupts the attempts under way at their
 workers. The relay then submits the request again with the tokens that were emitted, just as after a
@@ -23,7 +24,7 @@ class Interrupted(LoraplexError):
 
 
 class Steering:
-    """The wanted state of one request."""
+    """The desired state of one request."""
 
     def __init__(self, adapters: AdapterSet, *, keeps_prefix: bool = False) -> None:
         """`keeps_prefix`: after a switch, cached KV of the old adapters is used."""
@@ -62,7 +63,7 @@ class Steering:
         self._interrupt()
 
     def hold(self) -> None:
-        """Freeze: no worker is asked for more tokens."""
+        """Pause: no worker computes more tokens."""
         self._may_run.clear()
         self._interrupt()
 

@@ -1,13 +1,14 @@
 """Tokenizers of adapters: the base's, with the tokens and chat template that they add.
 
-The files are fetched once by digest, and what is made of them is kept within a bound. Where a
-tokenizer contradicts the base's, neither it nor its template is used, and the log says why.
+The files are fetched once by digest, and a bounded number of results is kept. If a tokenizer
+contradicts the base's, neither it nor its template is used, and the log says why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class AdapterText:
     async def tokenizer(
         self, served: ServedBase, target: Target, tenant: str = ""
     ) -> BaseTokenizer | IdsOnly:
-        """The base's own for bases, several adapters, and adapters that bring nothing of theirs.
+        """Returns the base's for bases, for several adapters, and for adapters without text files.
 
         `tenant` asks for it: tenants have their adapters' files read in rotation.
 
@@ -121,7 +122,8 @@ class AdapterText:
         if found.chat is not None:
             made = made.with_chat(found.chat)
         shared = (_key(served), found.added) if found.added else ()
-        self._keep(key, _Kept(made, len(found.chat.template) if found.chat else 1, shared))
+        num_bytes = sys.getsizeof(found.chat.template) if found.chat else 1
+        self._keep(key, _Kept(made, num_bytes, shared))
         return made
 
     def _left_aside(self, key: Key, base: BaseTokenizer, label: str, why: str) -> BaseTokenizer:

@@ -1,13 +1,13 @@
-"""How a base writes tool calls and thoughts, detected in its chat template or set explicitly."""
+"""How a base writes tool calls and reasoning, detected in its chat template or set explicitly."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class ToolFormat(enum.StrEnum):
-    """How a model writes the calls it wants made."""
+    """The notation in which a model writes tool calls."""
 
     NONE = "none"
     HERMES = "hermes"
@@ -25,8 +25,25 @@ class ToolFormat(enum.StrEnum):
     HARMONY = "harmony"
     """Messages on channels, of which some go to functions: gpt-oss. Thoughts are messages as
     well."""
+    GEMMA4 = "gemma4"
+    """`<|tool_call>call:name{key:value}<tool_call|>`: Gemma 4."""
     PYTHONIC = "pythonic"
     """`[name(key=value)]` as the whole answer: small Llama 3.2 models and Gemma 3 as prompted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarks:
+    """What stands around a thought."""
+
+    opens: str
+    closes: str
+    title: str = ""
+    """Text right after the opening mark."""
+
+
+THINK = ThoughtMarks("<think>", "</think>")
+CHANNEL = ThoughtMarks("<|channel>", "<channel|>", "thought")
+"""Gemma 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +52,33 @@ class ChatStyle:
 
     tool_format: ToolFormat = ToolFormat.NONE
     thinks: bool = False
-    """Answers may begin with `<think>...</think>`."""
+    """Answers may begin with a thought between marks."""
+    marks: ThoughtMarks = THINK
 
     @property
     def marks_are_special(self) -> bool:
         """True if calls begin with a special token, which plain text leaves out."""
-        special = ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.PHI4_MINI
-        return self.tool_format in special or self.has_channels
+        return self.tool_format in _SPECIAL_MARKS or self.has_channels
 
     @property
     def has_channels(self) -> bool:
         """True if all answers have marks, with and without tools."""
-        return self.tool_format is ToolFormat.HARMONY
+        has_thoughts = self.thinks and self.marks is CHANNEL
+        return self.tool_format is ToolFormat.HARMONY or has_thoughts
+
+
+_SPECIAL_MARKS = (
+    ToolFormat.LLAMA3_JSON,
+    ToolFormat.MISTRAL,
+    ToolFormat.PHI4_MINI,
+    ToolFormat.GEMMA4,
+)
 
 
 def detected(template: str) -> ChatStyle:
     """The style that a chat template uses; "" has none."""
-    return ChatStyle(_tool_format(template), "</think>" in template)
+    marks = CHANNEL if CHANNEL.closes in template else THINK
+    return ChatStyle(_tool_format(template), marks.closes in template, marks)
 
 
 def overridden(style: ChatStyle, tool_format: str, reasoning: str) -> ChatStyle:
@@ -61,15 +88,18 @@ def overridden(style: ChatStyle, tool_format: str, reasoning: str) -> ChatStyle:
         tool_format: "auto" or a `ToolFormat`.
         reasoning: "auto", "think" or "none".
     """
-    return ChatStyle(
-        style.tool_format if tool_format == "auto" else ToolFormat(tool_format),
-        style.thinks if reasoning == "auto" else reasoning == "think",
+    return replace(
+        style,
+        tool_format=style.tool_format if tool_format == "auto" else ToolFormat(tool_format),
+        thinks=style.thinks if reasoning == "auto" else reasoning == "think",
     )
 
 
 def _tool_format(template: str) -> ToolFormat:
     if "<|channel|>" in template:
         return ToolFormat.HARMONY
+    if "<|tool_call>" in template:
+        return ToolFormat.GEMMA4
     if "[TOOL_CALLS]" in template:
         return ToolFormat.MISTRAL
     if "<tool_call>" in template:

@@ -1,4 +1,4 @@
-"""Incremental detokenising: token ids in, text out, never half a character.
+"""Detokenizes incrementally and holds back incomplete characters.
 
 Most tokenizers give every token a fixed run of bytes: byte-level BPE through GPT-2's printable
 alphabet, SentencePiece-style ones through `▁` and `<0xNN>` fallback tokens. For these `TokenBytes`
@@ -33,7 +33,7 @@ class Detokenizer(Protocol):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte."""
+    """GPT-2's printable character for each byte."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     alphabet = {chr(byte): byte for byte in shown}
@@ -228,7 +228,7 @@ class _WindowDetokenizer:
 
 
 def decode_all(tokens: TokenBytes, ids: tuple[int, ...], *, skip_special: bool) -> str:
-    """Text of ids that stand by themselves, such as a prompt given as ids."""
+    """The text of a complete sequence of ids, such as a prompt."""
     detokenizer = tokens.detokenizer(skip_special=skip_special, is_start=True)
     return "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.flush()
 

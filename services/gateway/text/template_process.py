@@ -58,6 +58,7 @@ def render(source: str, variables: dict[str, Any]) -> dict[str, str]:
         said = str(error)
         return {"refused": said if said in source else ""}
     except MemoryError:
+        _compiled.cache_clear()  # other templates must not leave too little for the next one
         return {"error": "it needs too much memory"}
     except Exception as error:
         return {"error": type(error).__name__}

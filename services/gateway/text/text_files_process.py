@@ -17,7 +17,7 @@ from loraplex.adapter_format.added_tokens import AddedToken, added_tokens
 from loraplex.errors import InvalidAdapter
 from loraplex_services.common.chat_template import ChatFormat, chat_format
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
-from loraplex_services.common.limits import TOKENIZER_FILES, PoolLimits
+from loraplex_services.common.limits import TOKENIZER_FILES
 from loraplex_services.common.process_pool import ProcessPool
 
 _MODULE = "loraplex_services.gateway.text.text_files_process"
@@ -36,8 +36,8 @@ class TextFiles:
 class TextFilesReader:
     """Reads files in processes of their own, one adapter at a time."""
 
-    def __init__(self, limits: PoolLimits = TOKENIZER_FILES) -> None:
-        self._pool = ProcessPool(_MODULE, limits)
+    def __init__(self) -> None:
+        self._pool = ProcessPool(_MODULE, TOKENIZER_FILES)
 
     async def read(
         self, tenant: str, base_tokenizer: bytes, files: Mapping[str, bytes]

@@ -1,1 +1,1 @@
-"""Tool calls in chat answers: how models write them, how they are read, and their grammars."""
+"""Tool calls in chat answers: the notations of models, their parsers and their grammars."""

@@ -1,12 +1,11 @@
-"""Splits the text of a chat's answer into thoughts, content and tool calls."""
+"""Splits the text of a chat answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
 import enum
 
+from loraplex_services.gateway.text.chat_style import THINK, ThoughtMarks
 from loraplex_services.gateway.tools.reader import AnswerReader, Delta, settled
-
-_OPENS, _CLOSES = "<think>", "</think>"
 
 
 class _State(enum.Enum):
@@ -23,13 +22,22 @@ class AnswerParser:
     White space next to the marks of a thought is dropped.
     """
 
-    def __init__(self, *, thinks: bool, is_thinking: bool, tools: AnswerReader | None) -> None:
+    def __init__(
+        self,
+        *,
+        thinks: bool,
+        is_thinking: bool,
+        tools: AnswerReader | None,
+        marks: ThoughtMarks = THINK,
+    ) -> None:
         """
         Args:
             thinks: the answer may begin with a thought between marks.
             is_thinking: the prompt ended inside a thought.
             tools: finds calls in what is no thought; None if no tools were offered.
+            marks: around a thought.
         """
+        self._opens, self._closes = marks.opens + marks.title, marks.closes
         self._state = _State.START if thinks or is_thinking else _State.CONTENT
         self._is_thinking = is_thinking
         self._tools = tools
@@ -91,15 +99,16 @@ class AnswerParser:
             delta.content += rest.content
             delta.reasoning += rest.reasoning
             delta.calls += rest.calls
+            delta.thoughts += rest.thoughts
         return delta
 
     def _begin(self) -> bool:
         """Detect whether there is a thought; False while undecided. Mutates: state, buffer."""
         shown = self._buffer.lstrip()
-        if not shown or (_OPENS.startswith(shown) and shown != _OPENS):
+        if not shown or (self._opens.startswith(shown) and shown != self._opens):
             return False
-        if shown.startswith(_OPENS) or self._is_thinking:
-            self._buffer = shown.removeprefix(_OPENS)
+        if shown.startswith(self._opens) or self._is_thinking:
+            self._buffer = shown.removeprefix(self._opens)
             self._state = _State.THINKING
             begin = self._num_chars - len(self._buffer)
             self._thought_chars = (begin, begin)
@@ -112,14 +121,14 @@ class AnswerParser:
         if not self._has_thought:
             self._buffer = self._buffer.lstrip()
             self._has_thought = bool(self._buffer)
-        thought, mark, after = self._buffer.partition(_CLOSES)
+        thought, mark, after = self._buffer.partition(self._closes)
         if mark:
             self._state, self._buffer = _State.THOUGHT, after
             end = self._num_chars - len(after) - len(mark)
             self._thought_chars = (self._thought_chars[0], end)
             self.content_begin = end + len(mark)
             return thought.rstrip()
-        end = settled(self._buffer, _CLOSES)
+        end = settled(self._buffer, self._closes)
         thought, self._buffer = self._buffer[:end], self._buffer[end:]
         return thought
 

@@ -1,10 +1,10 @@
 """Grammars that constrain calls within answers to the schemas, in the notation of the base.
 
-Optional calls stand in free text, or are the alternative to answers that follow a schema: then an
-answer is either calls or that. Required calls stand alone, after the thought if there is one.
+Optional calls may occur within free text. If answers must also follow a schema, an answer is either
+calls or such an answer. Required calls are the whole answer, after the reasoning if there is any.
 The grammars are written in llguidance's Lark. A lazy rule ends at the first mark of a call, after
 which only a call matches. A mark may be a single token, which that library excludes from plain
-text, so that the grammar accepts it both as a token and as characters.
+text, so the grammar accepts it both as a token and as characters.
 
 Source of the idea: structural tags, as in xgrammar and llguidance.
 """
@@ -17,7 +17,13 @@ from typing import Any
 
 from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest
-from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat
+from loraplex_services.gateway.text.chat_style import (
+    CHANNEL,
+    THINK,
+    ChatStyle,
+    ThoughtMarks,
+    ToolFormat,
+)
 from loraplex_services.gateway.tools.call_schemas import (
     SPACING,
     argument,
@@ -26,6 +32,8 @@ from loraplex_services.gateway.tools.call_schemas import (
     one_call,
     required_of,
 )
+from loraplex_services.gateway.tools.gemma_calls import QUOTE
+from loraplex_services.gateway.tools.gemma_grammar import ANY_VALUE, gemma_body
 from loraplex_services.gateway.tools.tag_grammar import coder_body, glm_body
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
@@ -38,7 +46,7 @@ SPACE: /[ \t\r\n]{0,8}/
 """
 _WHOLE_ANSWER = {ToolFormat.LLAMA3_JSON: "{", ToolFormat.PYTHONIC: r"\["}
 """Formats in which an answer is calls or text by its first character."""
-_TEXT_TOKENS = ("<think>", "</think>")
+_TEXT_TOKENS = (THINK.opens, THINK.closes, CHANNEL.opens, CHANNEL.closes)
 
 
 def call_grammar(
@@ -75,7 +83,8 @@ def _grammar(
 ) -> Grammar | None:
     writer = _Writer(style.tool_format, use, find_token)
     if use.must_call:
-        start = writer.required(thinks=style.thinks, is_thinking=is_thinking)
+        marks = style.marks if style.thinks or is_thinking else None
+        start = writer.required(marks, is_thinking=is_thinking)
     elif style.tool_format is ToolFormat.NONE or (answer is None and not use.is_strict):
         return answer
     else:
@@ -122,24 +131,21 @@ class _Writer:
             return self._messages(f"call | {self._header('final')} answer")
         return f"start: answer | calls\ncalls: {self._only_calls()}\n"
 
-    def required(self, *, thinks: bool, is_thinking: bool) -> str:
-        """Calls, after a thought if the base thinks."""
+    def required(self, marks: ThoughtMarks | None, *, is_thinking: bool) -> str:
+        """Calls, after a thought if the base writes them between marks."""
         if self._format is ToolFormat.HARMONY:
             return self._messages("call")
         thought = ""
-        if thinks or is_thinking:
-            closes = self._tokens("</think>")
-            self._rule("thought[lazy]", 'TEXT "</think>"')
-            thought = f"(thought | TEXT ({closes})) SPACE " if closes else "thought SPACE "
-        if thought and not is_thinking:
-            thought = f"(SPACE {self._either('<think>')} {thought})? "
+        if marks is not None:
+            thought = self._up_to(marks.closes, "thought") + " SPACE "
+            if not is_thinking:
+                title = json.dumps(marks.title)
+                thought = f"(SPACE {self._either(marks.opens)} {title} {thought})? "
         return f"start: {thought}SPACE calls SPACE\ncalls: {self._only_calls()}\n"
 
     def _messages(self, last: str) -> str:
         """Harmony: thoughts and remarks, then a message that ends the answer."""
-        tokens = self._tokens("<|end|>")
-        self._rule("ended[lazy]", 'TEXT "<|end|>"')
-        text = f"(ended | TEXT ({tokens}))" if tokens else "ended"
+        text = self._up_to("<|end|>", "ended")
         asides = f"({self._header('analysis')} | {self._header('commentary')})"
         self._rule("aside", f'{asides} {text} {self._either("<|start|>")} "assistant"')
         channel, message = self._either("<|channel|>"), self._either("<|message|>")
@@ -179,6 +185,7 @@ class _Writer:
             ToolFormat.PHI4_MINI: ("<|tool_call|>", "functools"),
             ToolFormat.QWEN3_CODER: ("<function=",),
             ToolFormat.GLM: ("<tool_call>",),
+            ToolFormat.GEMMA4: ("<|tool_call>",),
         }[self._format]
 
     def _outer_marks(self) -> tuple[str, ...]:
@@ -202,6 +209,11 @@ class _Writer:
                 return f"SPACE list ({self._either('<|/tool_call|>')})?"
             case ToolFormat.GLM:
                 return self._one_of(glm_body) + f" SPACE {self._either('</tool_call>')}"
+            case ToolFormat.GEMMA4:
+                self._rule("quote", self._either(QUOTE))
+                self._rule("string", f"quote {self._up_to(QUOTE, 'quoted')}")
+                self._add(ANY_VALUE)
+                return f'"call:" {self._one_of(gemma_body)} {self._either("<tool_call|>")}'
             case _:
                 return self._one_of(coder_body)
 
@@ -273,6 +285,12 @@ class _Writer:
             for number, each in enumerate(optional)
         ]
         return f"({' | '.join(starts)})?" if starts else ""
+
+    def _up_to(self, mark: str, rule: str) -> str:
+        """Text and the mark that ends it, which is a token or characters."""
+        self._rule(f"{rule}[lazy]", f"TEXT {json.dumps(mark)}")
+        tokens = self._tokens(mark)
+        return f"({rule} | TEXT ({tokens}))" if tokens else rule
 
     def _either(self, mark: str) -> str:
         """A mark, as a single token or as characters."""

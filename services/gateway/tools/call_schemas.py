@@ -1,4 +1,4 @@
-"""JSON Schemas of calls, made of the schemas of the functions' arguments."""
+"""Makes JSON Schemas of calls from the schemas of the functions' arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def one_call(schemas: Mapping[str, dict[str, Any]], key: str) -> dict[str, Any]:
 
     Args:
         schemas: of the arguments of each function, by name.
-        key: under which the arguments stand.
+        key: name of the property that contains the arguments.
     """
     _check_size(schemas)
     calls = [
@@ -59,7 +59,7 @@ def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def check_grammar_chars(num_chars: int) -> None:
-    """Raises: InvalidRequest if a grammar of so many characters is too long to go on with.
+    """Raises: InvalidRequest if a grammar has too many characters.
 
     Grammars are made on the event loop, and copy a schema for each of its arguments.
     """

@@ -55,17 +55,20 @@ class HarmonyReader:
         """Kinds that have text; the next message of one begins a paragraph."""
         self._begins = False
         self._delta = Delta()
+        self._num_fed = 0
+        """Characters fed so far; the buffer holds the last of them."""
         self.num_calls = 0
 
     def feed(self, text: str) -> Delta:
         self._buffer += text
+        self._num_fed += len(text)
         while self._buffer and (self._header() if self._kind is None else self._message()):
             pass
         return self._taken()
 
     def finish(self) -> Delta:
         if self._kind is not None or self._is_first:
-            self._say(self._buffer)
+            self._say(self._buffer, self._num_fed - len(self._buffer))
         self._buffer = ""
         self._end()
         return self._taken()
@@ -92,19 +95,23 @@ class HarmonyReader:
 
     def _message(self) -> bool:
         """False while it has not ended. Mutates: kind, buffer."""
+        begin = self._num_fed - len(self._buffer)
         if self._is_plain:
-            self._say(self._buffer)
+            self._say(self._buffer, begin)
             self._buffer = ""
             return False
         shown, mark, self._buffer = cut_at_mark(self._buffer, _ENDS)
-        self._say(shown)
+        self._say(shown, begin)
         if mark:
             self._end()
         return bool(mark)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, begin: int) -> None:
+        """Text of the message; `begin` is where it stands in the answer."""
         if not text:
             return
+        if self._kind is _Kind.THOUGHT:
+            self._delta.thoughts.append((begin, begin + len(text)))
         if self._kind is _Kind.CALL:
             self._arguments += text
             return
@@ -124,7 +131,7 @@ class HarmonyReader:
             if arguments is None:
                 self._kind, text = _Kind.CONTENT, self._arguments
                 self._begins = _Kind.CONTENT in self._begun
-                self._say(text)
+                self._say(text, self._num_fed - len(self._buffer))
             else:
                 call = ToolCall(self.num_calls, new_call_id(), self._name, arguments)
                 self._delta.calls.append(call)

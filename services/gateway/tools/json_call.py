@@ -1,4 +1,4 @@
-"""Reads one call in JSON as it grows: the name of its function, then its arguments."""
+"""Parses one call in JSON incrementally: the name of its function, then its arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finds tool calls in the growing text of an answer.
 
 The result does not depend on how the text was split, so that a stream adds up to the complete
-answer. A call is emitted when it is complete: an answer that was cut never ends in half a call.
+answer. A call is emitted when it is complete, so a truncated answer never contains a partial call.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    thoughts: list[tuple[int, int]] = field(default_factory=list)
+    """Begin and end of what a reader itself found to be a thought, as character offsets in the
+    text that it was fed."""
 
 
 class AnswerReader(Protocol):
@@ -69,7 +72,7 @@ class Notation:
     starts_with_brace: bool = False
     """An answer that begins with a brace may be a call even without the mark."""
     names_come_first: bool = False
-    """`name{arguments}` may stand for an object."""
+    """Whether a call may be `name{arguments}` instead of an object."""
     id_chars: int = 0
     """Length of call ids; 0 = ours."""
 
@@ -227,7 +230,7 @@ class ToolReader:
 
     @property
     def _goes_by_shape(self) -> bool:
-        """No mark stands before the call."""
+        """There is no mark before the call."""
         return self._notation.starts_with_brace and not self._opening
 
     def _accepts(self, name: str) -> bool:
@@ -285,7 +288,7 @@ def cut_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
 
 
 def new_call_id(num_chars: int = 0) -> str:
-    """Mistral's templates want exactly nine letters or digits."""
+    """Mistral's templates require exactly nine letters or digits."""
     return (
         secrets.token_hex(num_chars)[:num_chars] if num_chars else f"call_{secrets.token_hex(12)}"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from loraplex_services.gateway.text.chat_style import ToolFormat
-from loraplex_services.gateway.tools.glm_calls import GlmReader
+from loraplex_services.gateway.tools.gemma_calls import gemma_call
+from loraplex_services.gateway.tools.glm_calls import glm_call
 from loraplex_services.gateway.tools.harmony import HarmonyReader
 from loraplex_services.gateway.tools.python_calls import PythonReader
 from loraplex_services.gateway.tools.reader import (
@@ -19,6 +20,7 @@ from loraplex_services.gateway.tools.reader import (
     new_call_id,
     valid_json,
 )
+from loraplex_services.gateway.tools.tagged_reader import TaggedReader
 from loraplex_services.gateway.tools.tool_use import ToolUse
 from loraplex_services.gateway.tools.xml_calls import XmlReader
 
@@ -80,7 +82,7 @@ class FirstCallReader:
 
 
 def _without_content(delta: Delta) -> Delta:
-    return Delta(reasoning=delta.reasoning, calls=delta.calls)
+    return Delta(reasoning=delta.reasoning, calls=delta.calls, thoughts=delta.thoughts)
 
 
 def _first_call(delta: Delta) -> Delta:
@@ -96,7 +98,10 @@ def _json_reader(notation: Notation) -> Callable[[ToolUse], AnswerReader]:
 _READERS: dict[ToolFormat, Callable[[ToolUse], AnswerReader]] = {
     **{tool_format: _json_reader(notation) for tool_format, notation in NOTATIONS.items()},
     ToolFormat.QWEN3_CODER: lambda use: XmlReader(use.schemas),
-    ToolFormat.GLM: lambda use: GlmReader(use.schemas),
+    ToolFormat.GLM: lambda use: TaggedReader(
+        "<tool_call>", "</tool_call>", lambda body: glm_call(body, use.schemas)
+    ),
+    ToolFormat.GEMMA4: lambda use: TaggedReader("<|tool_call>", "<tool_call|>", gemma_call),
     ToolFormat.PYTHONIC: lambda use: PythonReader(use.names),
     ToolFormat.HARMONY: lambda use: HarmonyReader(offers_tools=bool(use.tools)),
 }

@@ -75,7 +75,7 @@ def is_new(schema: Mapping[str, Any], seen: set[str]) -> bool:
 
 
 def pointed(reference: str, root: Mapping[str, Any]) -> Any:
-    """What `#/a/b` stands for; None for other references."""
+    """The value that `#/a/b` refers to; None for other references."""
     found: Any = root if reference.startswith("#") else None
     for step in reference.split("/")[1:]:
         found = found.get(step) if isinstance(found, dict) else None

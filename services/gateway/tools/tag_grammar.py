@@ -47,7 +47,7 @@ def _arguments(schema: dict[str, Any], rule: str, opens: str, closes: str) -> tu
 
 def _value(key: str, schema: Any, root: dict[str, Any], rule: str, closes: str) -> str:
     """The rule of one value up to its closing mark. Strings are plain text, unless they are
-    options; what else a schema says of strings is not kept to."""
+    options; other constraints of a schema on strings are not enforced."""
     options = _options(schema, root, set())
     end = json.dumps(closes)
     if options is not None:

@@ -1,4 +1,4 @@
-"""The tools of one chat request, as far as its answer depends on them."""
+"""The tools of a chat request, as far as the answer depends on them."""
 
 from __future__ import annotations
 

@@ -56,8 +56,10 @@ def _first_token_left_s(job: WorkerJob, now_s: float) -> float | None:
     return max(job.first_token_due_s - now_s, 0.001)
 
 
-def tokens_from_wire(event: worker_pb2.TokenEvent, worker_id: str) -> Tokens:
-    """One request's share of a step."""
+def tokens_from_wire(
+    event: worker_pb2.TokenEvent, worker_id: str, digests: tuple[str, ...] = ()
+) -> Tokens:
+    """One request's share of a step, which the adapters `digests` computed."""
     finish = finish_reason_from_proto(event.finish_reason)
     return Tokens(
         token_ids=tuple(event.token_ids),
@@ -65,10 +67,13 @@ def tokens_from_wire(event: worker_pb2.TokenEvent, worker_id: str) -> Tokens:
         logprobs=logprobs_from_proto(event.logprobs) if event.logprobs else (),
         finish_reason=finish,
         stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
-        prompt_logprobs=prompt_logprobs_from_proto(event.prompt_logprobs),
+        prompt_logprobs=(
+            prompt_logprobs_from_proto(event.prompt_logprobs) if event.prompt_logprobs else ()
+        ),
         cached_tokens=event.cached_tokens,
         timings=timings_from_proto(event.timings) if finish is not None else None,
         worker_id=worker_id,
+        digests=digests,
         pooled=tuple(event.pooled),
     )
 

@@ -32,13 +32,14 @@ _MODEL_TIMEOUT_S = 30.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.3, 0.5)
 
 ModelSeen = Callable[[worker_pb2.GetModelResponse], Awaitable[bool]]
-"""Receives a model; returning False asks for it again with its tokenizer files."""
+"""Receives a model; if it returns False, the model is requested again with its tokenizer files."""
 Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """The last view that includes our own requests; one request asks for it several times."""
+    """The last view that includes this gateway's requests; cached because one request reads it
+    several times."""
 
     base: WorkerView
     own: tuple[bool, int, int, bool, frozenset[str]] | None
@@ -196,7 +197,7 @@ class WorkerLink:
             call.cancel()
 
     async def _detect_silence(self) -> None:
-        """Raises: Unavailable if the worker sends nothing for long while the connection stands.
+        """Raises: Unavailable if the worker sends nothing for long although it is connected.
 
         Counts checks instead of seconds, because a gateway that was suspended received nothing.
         """

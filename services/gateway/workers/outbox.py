@@ -1,4 +1,6 @@
-"""What waits to be sent to a worker: notices first, then the jobs of tenants in rotation."""
+"""The messages that wait to be sent to a worker: notices first, then the jobs of tenants in
+rotation.
+"""
 
 from __future__ import annotations
 

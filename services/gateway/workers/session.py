@@ -1,4 +1,4 @@
-"""The session with one worker: every request of this gateway up, one message per step down."""
+"""The session with one worker: sends all requests of this gateway, gets one message per step."""
 
 from __future__ import annotations
 
@@ -167,9 +167,10 @@ class WorkerSession:
                 continue
             if event.token_ids:
                 self.in_flight_tokens -= self._prompt_tokens.pop(event.request_id, 0)
+            tokens = tokens_from_wire(event, self.worker_id, self._digests[event.request_id])
             if event.finish_reason:
                 self._forget(event.request_id)
-            stream.put(tokens_from_wire(event, self.worker_id))
+            stream.put(tokens)
         for failure in events.failures:
             stream = self._streams.get(failure.request_id)
             if stream is not None:

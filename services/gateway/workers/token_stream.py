@@ -1,11 +1,11 @@
 """The queue between a worker's session and the reader of one request.
 
-A reader that is slower than the engine takes several steps as one event. If many requests stream at
-once, or if the whole gateway is late, readers are woken less often and find more each time: a
-message to a client costs nearly the same whether it carries one token or ten. The readers of one
-step are woken one after another, each in its own iteration of the event loop, so that a new request
-need not wait for all of them. First and last tokens are never delayed. Each tenant has its part of
-the messages: the many streams of one do not make those of another come in larger pieces.
+A reader that is slower than the engine receives several steps as one event. If many requests stream
+at the same time, or if the gateway is late, readers are woken less often and receive more each
+time, because a message to a client costs nearly the same with one token as with ten. The readers of
+one step are woken one after another, each in its own iteration of the event loop, so that a new
+request need not wait for all of them. First and last tokens are never delayed. Each tenant has an
+equal part of the messages, so the many streams of one tenant do not delay the tokens of another.
 """
 
 from __future__ import annotations
@@ -179,4 +179,5 @@ def merged(batch: list[Tokens]) -> Tokens:
         cached_tokens=first.cached_tokens,
         timings=last.timings,
         worker_id=last.worker_id,
+        digests=last.digests,
     )

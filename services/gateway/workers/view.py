@@ -49,7 +49,7 @@ class WorkerView:
 
     @property
     def batch_capacity(self) -> int:
-        """Requests of this gateway that it can run at once.
+        """Requests of this gateway that it can run concurrently.
 
         That is the size of its batch without the requests of other gateways; while it is full, the
         requests that it has.

@@ -1,1 +1,1 @@
-"""Who may do what: callers, keys, sharing, tenants, signatures, and the audit log."""
+"""Callers, keys, permissions, sharing, tenants, signatures and the audit log."""

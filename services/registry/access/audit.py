@@ -1,4 +1,4 @@
-"""The audit log: one object per change, written before its acknowledgement, never altered."""
+"""The audit log: one immutable object per change, written before the change is acknowledged."""
 
 from __future__ import annotations
 

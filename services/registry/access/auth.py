@@ -68,14 +68,13 @@ def caller_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
     if config.auth == "keys":
         token = _service_token(config.service_token_file)
         return KeyAuth(keys, token, config.service_names)
-    for address in config.listen:
-        if not is_local(address) and not config.insecure:
-            raise InvalidRequest.field(
-                "LORAPLEX_REGISTRY_LISTEN",
-                address,
-                "other machines could reach it without auth: set LORAPLEX_AUTH=keys, or "
-                "LORAPLEX_INSECURE=1 to allow that",
-            )
+    if not is_local(config.listen) and not config.insecure:
+        raise InvalidRequest.field(
+            "LORAPLEX_REGISTRY_LISTEN",
+            config.listen,
+            "other machines could reach it without auth: set LORAPLEX_AUTH=keys, or "
+            "LORAPLEX_INSECURE=1 to allow that",
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""API keys: `lpx_<id>_<secret>`. The store holds a hash; the secret is shown once."""
+"""Stores API keys (`lpx_<id>_<secret>`) as hashes; the secret is shown once."""
 
 from __future__ import annotations
 

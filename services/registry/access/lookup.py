@@ -1,4 +1,4 @@
-"""What callers may read: references, lists and watches. Reads the objects if there is no index."""
+"""Reads for callers: references, lists and watches. Reads the objects if there is no index."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ async def _shown(
 
 
 def _gone(kind: str, doc: dict[str, Any]) -> dict[str, Any]:
-    """What a caller learns of a version or tag that it may no longer see: only its end."""
+    """What a caller is told about a version or tag that it may no longer see: that it ended."""
     if kind == "tag":
         return to_fields(
             TagRecord(doc["tenant"], doc["name"], doc["tag"], (), doc["generation"], 0.0)

@@ -1,5 +1,4 @@
-"""What may be changed of an adapter, whatever its versions: who may use it, and what is said of
-it."""
+"""Settings of an adapter that apply to all its versions: who may use it, and its description."""
 
 from __future__ import annotations
 

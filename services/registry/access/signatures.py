@@ -1,11 +1,11 @@
 """Signatures of versions, kept as separate documents: the versions themselves never change.
 
-A signature is of the right form and over exactly the version's files, or it is not kept. Where its
-public key is at hand, sent along or named by the tenant's policy, the registry verifies it too.
+A signature is stored only if it has the right form and covers exactly the version's files. If its
+public key is known, because it was sent along or is in the tenant's policy, the registry also
+verifies the signature.
 
-A tenant with signature keys requires a signature by one of them (as sigstore's policies do, any one
-is enough) of what is published from then on, and of what its tags are pointed at. Tags stay where
-they are."""
+A tenant with signature keys requires a signature by any one of them (as sigstore's policies do) of
+each new version and of each version that a tag is moved to. Existing tags do not move."""
 
 from __future__ import annotations
 

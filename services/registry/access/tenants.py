@@ -73,7 +73,7 @@ class Tenants:
     async def begin_upload(self, tenant: str, upload: str, num_bytes: int) -> None:
         """Count an upload that begins, or continues, until it is published or refused.
 
-        Raises: ResourceExhausted if it exceeds the quota with the others that are under way.
+        Raises: ResourceExhausted if it exceeds the quota together with other unfinished uploads.
         """
         uploads = self._catalog.open_uploads
         others = await uploads.num_bytes(tenant, but=upload)
@@ -84,7 +84,7 @@ class Tenants:
         """Raises ResourceExhausted if another version of this size exceeds the quota.
 
         Args:
-            open_bytes: of uploads under way.
+            open_bytes: declared bytes of unfinished uploads.
         """
         limits = await self.get(tenant)
         if not limits.max_bytes and not limits.max_versions:

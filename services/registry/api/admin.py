@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from loraplex.api.registry_wire import tenant_to_proto
+from loraplex.api.registry_wire import certificate_to_proto, tenant_to_proto
 from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.refs import check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
@@ -13,6 +13,8 @@ from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import current_caller
 from loraplex_services.common.limits import (
     MAX_DESCRIPTION_CHARS,
+    MAX_OPENINGS,
+    MAX_OPENINGS_PER_TENANT,
     MAX_UPLOAD_STREAMS,
     MAX_UPLOAD_STREAMS_PER_TENANT,
     check_chars,
@@ -42,6 +44,8 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._openings = TenantSlots(MAX_OPENINGS, max_held=MAX_OPENINGS_PER_TENANT)
+        self._chunk_turns = TenantSlots(MAX_UPLOAD_STREAMS, max_held=1)
         self._upload_streams = TenantSlots(
             MAX_UPLOAD_STREAMS, max_held=MAX_UPLOAD_STREAMS_PER_TENANT
         )
@@ -120,7 +124,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         await self._registry.certificates.keep(found.version, record)
         return pb.SetCertificateResponse(
             version=convert.resolved_to_proto(found),
-            certificate=convert.certificate_to_proto(record),
+            certificate=certificate_to_proto(record),
         )
 
     async def ListCertificates(
@@ -131,7 +135,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
         records = await self._registry.certificates.of(found.version)
         return pb.ListCertificatesResponse(
-            certificates=[convert.certificate_to_proto(record) for record in records]
+            certificates=[certificate_to_proto(record) for record in records]
         )
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Any) -> pb.CreateKeyResponse:

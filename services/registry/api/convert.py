@@ -1,4 +1,4 @@
-"""Between the records of the registry and its protobuf messages."""
+"""Converts between the records of the registry and its protobuf messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from loraplex.api.format_wire import (
     geometry_to_proto,
     violation_to_proto,
 )
-from loraplex.api.registry_wire import targets_to_proto, tenant_limits
+from loraplex.api.registry import Certificate
+from loraplex.api.registry_wire import certificate, targets_to_proto, tenant_limits
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
@@ -36,7 +37,6 @@ from loraplex_services.registry.records import (
     AdapterRecord,
     AuditRecord,
     BaseRecord,
-    CertificateRecord,
     KeyRecord,
     Move,
     SignatureRecord,
@@ -260,6 +260,8 @@ def event_to_proto(event: Mapping[str, Any]) -> pb.AdapterEvent:
         doc["visibility"],
         tuple(doc["shared_with"]),
         doc.get("pullable", False),
+        description=doc.get("description", ""),
+        labels=doc.get("adapter_labels", {}),
     )
     return pb.AdapterEvent(version=version_to_proto(record, sharing))
 
@@ -281,37 +283,13 @@ def signature_to_proto(record: SignatureRecord) -> pb.Signature:
     )
 
 
-def certificate_from_proto(message: pb.Certificate, access: Access) -> CertificateRecord:
+def certificate_from_proto(message: pb.Certificate, access: Access) -> Certificate:
     """A certificate as it was sent, now. Its numbers are checked where it is stored."""
-    return CertificateRecord(
-        base_id=message.base_id,
-        reference=message.reference,
-        probe_sha256=message.probe_sha256,
-        num_tokens=message.num_tokens,
-        mean_kl=message.mean_kl,
-        max_kl=message.max_kl,
-        top1_agreement=message.top1_agreement,
-        actor=access.actor,
-        created_s=now_s(),
-        quantization=message.quantization,
+    return replace(
+        certificate(message),
+        creator=access.actor,
+        created_unix_s=now_s(),
         by_operator=access.sees_all,
-    )
-
-
-def certificate_to_proto(record: CertificateRecord) -> pb.Certificate:
-    """The certificate as it was stored."""
-    return pb.Certificate(
-        base_id=record.base_id,
-        reference=record.reference,
-        probe_sha256=record.probe_sha256,
-        num_tokens=record.num_tokens,
-        mean_kl=record.mean_kl,
-        max_kl=record.max_kl,
-        top1_agreement=record.top1_agreement,
-        created_unix_s=record.created_s,
-        creator=record.actor,
-        quantization=record.quantization,
-        by_operator=record.by_operator,
     )
 
 

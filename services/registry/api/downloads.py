@@ -1,7 +1,7 @@
-"""Sending the files of a version to a reader.
+"""Sends the files of a version to a reader.
 
-Bytes are verified once: by readers that ask to do it themselves, which covers the store, this
-server and the network, or else here.
+Bytes are verified once: by the reader if it asks to do so, which also covers the network, otherwise
+here.
 """
 
 from __future__ import annotations

@@ -38,8 +38,10 @@ class RegistryService(AdminService):
     async def CreateUpload(
         self, request: pb.CreateUploadRequest, context: Any
     ) -> pb.CreateUploadResponse:
+        access = caller_access()
         with refusals_counted():
-            session = await self._open_upload(request, caller_access())
+            async with self._openings.held(access.tenant, "uploads to begin"):
+                session = await self._open_upload(request, access)
         return pb.CreateUploadResponse(
             upload_id=session.upload_id, progress=await self._progress(session)
         )
@@ -77,7 +79,7 @@ class RegistryService(AdminService):
                     "upload_id", "", "the first message must name the upload"
                 )
             session = await self._session(first.upload_id)
-            chunks = _chunks(first, parts)
+            chunks = _chunks(first, self._in_turn(parts))
             state = await self._registry.uploads.receive(session, first.path, first.offset, chunks)
         return pb.UploadPartResponse(progress=convert.progress_to_proto(state))
 
@@ -303,6 +305,16 @@ class RegistryService(AdminService):
         caller_access().require("reader")
         bases = await self._registry.bases.all()
         return pb.ListBasesResponse(bases=[convert.base_to_proto(base) for base in bases])
+
+    async def _in_turn(
+        self, parts: AsyncIterator[pb.UploadPartRequest]
+    ) -> AsyncIterator[pb.UploadPartRequest]:
+        """Pass on one message of a tenant's streams in each cycle of the event loop: receiving one
+        takes the loop a millisecond, for which calls of others wait at each of their steps."""
+        async for part in parts:
+            async with self._chunk_turns.held(caller_access().tenant, "chunks"):
+                await asyncio.sleep(0)
+            yield part
 
     async def _session(self, upload_id: str) -> UploadSession:
         """An upload of the caller's tenant."""

@@ -1,4 +1,4 @@
-"""One registry process, from its first check of the store to its drain."""
+"""Runs one registry process, from the first check of the store to the drain."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from loraplex_services.registry.layout import check_layout_number
 from loraplex_services.registry.maintenance.housekeeping import (
     collect_regularly,
     copy_regularly,
+    copy_usage,
     copy_usage_regularly,
     expire_regularly,
 )
@@ -56,7 +57,7 @@ async def serve() -> None:
         stack.push_async_callback(registry.validations.close)
         running = await grpc_server.start(
             [service(registry)],
-            config.listen,
+            [config.listen],
             auth=caller_auth(config, registry.keys),
             tls=config.tls.server(),
             service_listener=_service_listener(config),
@@ -73,6 +74,7 @@ async def serve() -> None:
         keeper.add_done_callback(lambda _: stopping.set())
         stack.callback(keeper.cancel)
         await grpc_server.serve(running, drain_s=config.drain_s, stopping=stopping)
+        await copy_usage(registry.usage)
         if keeper.done():
             keeper.result()
 

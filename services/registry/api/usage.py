@@ -1,4 +1,4 @@
-"""Conversion of usage, and the checks of what callers ask for."""
+"""Converts usage reports, and checks the requests for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def report_from_proto(request: pb.RecordUsageRequest) -> dict[str, Counts]:
 
 
 def since_from_proto(since: str, today: datetime.date) -> datetime.date:
-    """The first day that is asked for. Raises: InvalidRequest."""
+    """The first requested day. Raises: InvalidRequest."""
     if not since:
         return today - datetime.timedelta(days=_DEFAULT_DAYS - 1)
     first = _day("since", since)

@@ -1,1 +1,1 @@
-"""The index in Redis: what it holds, the scripts that change it, and the watch over it."""
+"""The index in Redis: its contents, the scripts that change it, and the watch over it."""

@@ -1,7 +1,7 @@
-"""The index in Redis: what it holds, under which keys, and the scripts that change it.
+"""The index in Redis: its contents, its keys, and the scripts that change it.
 
-Nothing here is the truth: every document is a copy of an object, and the whole index is rebuilt
-from the objects when it is found empty or behind. All keys, with their prefix `loraplex:` left out:
+Every document here is a copy of an object, and the index is rebuilt from the objects when it is
+empty or behind. All keys, without their prefix `loraplex:`:
 
     epoch                    id of the current index; absent = no index
     rebuild                  lease of a rebuild, its value the epoch being built

@@ -13,9 +13,9 @@ R = TypeVar("R")
 class RequestBatcher(Generic[A, R]):
     """Sends the requests that arrive during a round trip together, as the next one.
 
-    A single request is sent almost at once. Under load each round trip carries all requests that
-    arrived during the one before, so that they share its cost. An answer always belongs to a round
-    trip that began after `ask` was called, and is therefore never stale.
+    A single request is sent almost immediately. Under load each round trip carries all requests
+    that arrived during the one before, so that they share its cost. An answer always belongs to a
+    round trip that began after `ask` was called, and is therefore never stale.
     """
 
     def __init__(

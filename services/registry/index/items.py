@@ -1,4 +1,4 @@
-"""Index entries of each kind of record: their scope, and the events that they cause."""
+"""Index entries of each kind of record: their scope, and the events that a change causes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def arguments_of(
 ) -> list[bytes]:
     """What `apply.lua` takes for one change: what to do as JSON, then the documents as they are.
 
-    Documents are named by their place among them, so that the script need not parse them.
+    Documents are referred to by their position, so that the script need not parse them.
     """
     documents: list[bytes] = []
 
@@ -106,6 +106,8 @@ def _version_event(
         "visibility": adapter.visibility if adapter else PRIVATE,
         "shared_with": adapter.shared_with if adapter else (),
         "pullable": adapter.pullable if adapter else False,
+        "description": adapter.description if adapter else "",
+        "adapter_labels": adapter.labels if adapter else {},
     }
     return IndexEvent(generation, "version", {**doc, **sharing})
 
@@ -134,7 +136,8 @@ def tag_item(record: TagRecord) -> Item:
 
 
 def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) -> Item:
-    """Visibility of an adapter; watchers learn of it through `versions`, the live ones."""
+    """What belongs to an adapter as a whole; watchers are notified through `versions`, the live
+    ones."""
     return Item(
         f"a:{scope_of(record.tenant, record.name)}",
         "adapter",

@@ -1,4 +1,4 @@
-"""The embedded metadata server: a private, real Valkey or Redis, for one machine.
+"""The embedded metadata server: a private Valkey or Redis process, for one machine.
 
 It listens on a Unix socket that only this user can open, keeps nothing on disk (the index is
 rebuilt from the objects), and dies with the registry.

@@ -1,4 +1,4 @@
-"""Uploads under way, in Redis: one hash for each tenant, so that quotas count what they will store.
+"""Unfinished uploads in Redis: one hash for each tenant, so that quotas count what they will store.
 
 If Redis loses them, the uploads that were under way then count no longer.
 """
@@ -12,10 +12,27 @@ import redis.asyncio
 
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.limits import MAX_OPEN_UPLOADS_PER_TENANT
-from loraplex_services.registry.index.redis_calls import text, translated, wait
+from loraplex_services.registry.index.redis_calls import translated, wait
 
 MAX_AGE_S = 24 * 3600.0
 """How long the bytes of an unfinished upload are kept."""
+
+_SUM = """
+local num_uploads, num_bytes = 0, 0
+local entries = redis.call('HGETALL', KEYS[1])
+for i = 1, #entries, 2 do
+  local size, begun_s = string.match(entries[i + 1], '(%d+) (%d+)')
+  if tonumber(begun_s) < tonumber(ARGV[2]) then
+    redis.call('HDEL', KEYS[1], entries[i])
+  elseif entries[i] ~= ARGV[1] then
+    num_uploads, num_bytes = num_uploads + 1, num_bytes + tonumber(size)
+  end
+end
+return {num_uploads, string.format('%.0f', num_bytes)}
+"""
+"""Number and bytes of the uploads of one tenant, but for the upload ARGV[1]; forgets those that
+began before ARGV[2]. In Redis, because a thousand entries would stop the event loop for
+milliseconds."""
 
 
 class OpenUploads:
@@ -25,23 +42,26 @@ class OpenUploads:
         self, client: redis.asyncio.Redis, prefix: str, now: Callable[[], float] = time.time
     ) -> None:
         self._redis = client
+        self._sum = client.register_script(_SUM)
         self._prefix = prefix
         self._now = now
 
     async def num_bytes(self, tenant: str, but: str = "") -> int:
-        """Declared bytes of a tenant's uploads under way, without one of them.
+        """Declared bytes of a tenant's unfinished uploads, except one of them.
 
-        Raises: ResourceExhausted if there are as many of others as there may be.
+        Raises: ResourceExhausted if the others already reach the limit.
         """
-        sizes = await self._sizes(tenant)
-        sizes.pop(but, None)
-        if len(sizes) >= MAX_OPEN_UPLOADS_PER_TENANT:
+        async with translated():
+            num_uploads, num_bytes = await self._sum(
+                keys=[self._key(tenant)], args=[but, self._now() - MAX_AGE_S]
+            )
+        if num_uploads >= MAX_OPEN_UPLOADS_PER_TENANT:
             raise ResourceExhausted(
-                f"tenant {tenant!r} has {len(sizes)} unfinished uploads; finish some, or wait for "
+                f"tenant {tenant!r} has {num_uploads} unfinished uploads; finish some, or wait for "
                 "their end after a day",
                 reason="TOO_MANY_UPLOADS",
             )
-        return sum(sizes.values())
+        return int(num_bytes)
 
     async def note(self, tenant: str, upload: str, num_bytes: int) -> None:
         """An upload begins, or continues."""
@@ -55,16 +75,6 @@ class OpenUploads:
         """An upload is published or refused."""
         async with translated():
             await wait(self._redis.hdel(self._key(tenant), upload))
-
-    async def _sizes(self, tenant: str) -> dict[str, int]:
-        key = self._key(tenant)
-        async with translated():
-            found = await wait(self._redis.hgetall(key))
-            entries = {text(name): text(value).split() for name, value in found.items()}
-            oldest_s = self._now() - MAX_AGE_S
-            if old := [name for name, (_, begun_s) in entries.items() if float(begun_s) < oldest_s]:
-                await wait(self._redis.hdel(key, *old))
-        return {name: int(size) for name, (size, _) in entries.items() if name not in old}
 
     def _key(self, tenant: str) -> str:
         return f"{self._prefix}open-uploads:{tenant}"

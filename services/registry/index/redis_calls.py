@@ -1,4 +1,4 @@
-"""What every call to Redis needs: errors of ours instead of its own, and text instead of bytes."""
+"""Wraps calls to Redis: typed errors, and text instead of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All versions of one adapter, from the index and, if it lacks some, from the objects."""
+"""Reads all versions of one adapter, from the index and, if it lacks some, from the objects."""
 
 from __future__ import annotations
 

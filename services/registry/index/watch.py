@@ -1,4 +1,4 @@
-"""Watching: a snapshot, then every change in order, resumable.
+"""Watches: a snapshot, then every change in order, resumable.
 
 A token is `<epoch>:<sequence>`. Sequences are gapless within an epoch, so a watcher that was
 disconnected gets exactly what it missed; where the index was lost (another epoch), or too much was
@@ -24,7 +24,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Changes in order. `token` is "" inside a snapshot, which cannot be resumed half-way."""
+    """Changes in order. `token` is "" inside a snapshot, which cannot be resumed in the middle."""
 
     events: tuple[dict[str, Any], ...]
     """JSON {kind, doc} as in the index."""

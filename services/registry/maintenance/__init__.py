@@ -1,1 +1,1 @@
-"""Keeping the store and the index in order: garbage collection, rebuilds, snapshots."""
+"""Maintenance of the store and the index: garbage collection, rebuilds, snapshots."""

@@ -1,9 +1,8 @@
-"""Garbage collection: removes bytes that nothing refers to, and nothing else.
+"""Garbage collection: deletes the bytes that nothing refers to.
 
-Age decides, by the clock of the store and never by a lease: an unreferenced blob is deleted only if
-it was not written for an hour, and publishers write a blob again if it is older than half of
-that.
-Between the look and the removal the age is checked once more.
+The age of a blob by the store's clock decides, and never a lease. An unreferenced blob is deleted
+only if it was not written for an hour, and publishers write a blob again if it is older than half
+an hour. The age is checked again just before the deletion.
 """
 
 from __future__ import annotations

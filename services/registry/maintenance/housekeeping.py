@@ -1,4 +1,4 @@
-"""What a registry does regularly: collect garbage, write snapshots, give up late tag moves."""
+"""Regular tasks of a registry: garbage collection, snapshots, expiry of moves and versions."""
 
 from __future__ import annotations
 
@@ -104,11 +104,17 @@ async def copy_usage_regularly(catalog: Catalog, usage: UsageBook) -> None:
         await asyncio.sleep(_CHECK_S)
         try:
             if await catalog.claim_interval("usage", _CHECK_S):
-                await usage.copy(datetime.datetime.now(datetime.UTC).date())
-        except LoraplexError as error:
-            logger.warning("usage not copied", extra={"problem": error.message})
+                await copy_usage(usage)
         except Exception:
             logger.exception("usage not copied")
+
+
+async def copy_usage(usage: UsageBook) -> None:
+    """Copy the usage of the last days to the object store; failures are logged."""
+    try:
+        await usage.copy(datetime.datetime.now(datetime.UTC).date())
+    except LoraplexError as error:
+        logger.warning("usage not copied", extra={"problem": error.message})
 
 
 async def copy_if_due(catalog: Catalog, snapshots: Snapshots) -> bool:

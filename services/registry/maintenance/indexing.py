@@ -1,4 +1,4 @@
-"""Keeps the index equal to the objects: repairs what it missed, rebuilds it if it is lost."""
+"""Keeps the index equal to the objects: repairs missed changes and rebuilds a lost index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of all documents of adapters in one object, so that a rebuild need not read them singly.
+"""Writes all documents of adapters into one object, so that a rebuild need not read them singly.
 
 A store that lists entity tags tells by its listing which document is the one that was copied: the
 same key with the same tag. Tags never come back (every document carries a random `write_id`), so
@@ -89,7 +89,7 @@ class Snapshots:
         for key in reversed(await self._keys()):
             if await self._download(key, file):
                 return _Copies(file)
-            logger.warning("snapshot is damaged or gone", extra={"key": key})
+            logger.warning("snapshot is damaged or missing", extra={"key": key})
         return _Copies(None)
 
     async def _download(self, key: str, file: IO[bytes]) -> bool:
@@ -150,7 +150,7 @@ class Snapshots:
 
 
 class _Packing:
-    """Puts documents into a file and hashes what lies in it."""
+    """Writes documents to a file and computes its hash."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""Which base a quantised or repacked copy was made from, by the names that publishers give copies.
+"""Guesses from the name of a quantised or repacked base which base it was made from.
 
 `unsloth/gemma-3-4b-it-unsloth-bnb-4bit` is `google/gemma-3-4b-it` in four bits. Adapters trained on
 the copy name it, and fit the original.
@@ -34,7 +34,7 @@ def _model(name: str) -> str:
 
 
 def _stem(name: str) -> str:
-    """A name without what says how the weights are stored."""
+    """A name without the parts that describe how the weights are stored."""
     while (shorter := _STORAGE.sub("", name)) != name:
         name = shorter
     return name

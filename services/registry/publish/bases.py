@@ -33,6 +33,8 @@ class Bases:
     async def register(self, base: BaseRecord, *, replace: bool) -> BaseRecord:
         """Record a base; the same id with another geometry is refused unless `replace`.
 
+        Aliases are added to those that are known, and a largest rank that is not given stays.
+
         Raises:
             InvalidRequest: the id is malformed.
             AlreadyExists: the id belongs to another base or to an adapter.
@@ -53,6 +55,7 @@ class Bases:
                 base,
                 generation=current.generation,
                 aliases=base.aliases if changed else _united(current.aliases, base.aliases),
+                max_lora_rank=base.max_lora_rank or current.max_lora_rank,
             )
             if merged == current:
                 return None

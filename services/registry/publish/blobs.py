@@ -1,4 +1,4 @@
-"""The bytes of an upload: where they are, and how they become content-addressed blobs."""
+"""The bytes of an upload: where they are stored, and how they become content-addressed blobs."""
 
 from __future__ import annotations
 

@@ -12,11 +12,12 @@ import math
 import re
 from collections.abc import Sequence
 
+from loraplex.api.registry import Certificate
 from loraplex.errors import InvalidRequest, PermissionDenied, ResourceExhausted
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.audit import Audit
-from loraplex_services.registry.records import CertificateRecord, VersionRecord
+from loraplex_services.registry.records import VersionRecord
 
 MAX_CERTIFICATES = 32
 """Most certificates of one version."""
@@ -30,19 +31,19 @@ class Certificates:
         self._store = store
         self._audit = audit
 
-    async def of(self, version: VersionRecord) -> Sequence[CertificateRecord]:
+    async def of(self, version: VersionRecord) -> Sequence[Certificate]:
         """The certificates of a version, ordered by what they are about."""
         place = version.tenant, version.name, version.version
         prefix = layout.certificates_of(*place)
-        records = await documents.read_folder(self._store, prefix, CertificateRecord)
+        records = await documents.read_folder(self._store, prefix, Certificate)
         return sorted(records, key=_subject)
 
-    async def keep(self, version: VersionRecord, record: CertificateRecord) -> None:
-        """Store one in place of an earlier one about the same.
+    async def keep(self, version: VersionRecord, record: Certificate) -> None:
+        """Store a certificate; it replaces an earlier one about the same measurement.
 
         Raises:
             InvalidRequest: a value cannot be what was measured.
-            PermissionDenied: it would take the place of one by the operator.
+            PermissionDenied: it would replace one by the operator.
             ResourceExhausted: the version has 32.
         """
         _check(record)
@@ -52,7 +53,7 @@ class Certificates:
         sha256 = hashlib.sha256("\n".join(_subject(record)).encode()).hexdigest()
         key = layout.certificate(version.tenant, version.name, version.version, sha256)
 
-        def step(current: CertificateRecord | None) -> CertificateRecord:
+        def step(current: Certificate | None) -> Certificate:
             if current is not None and current.by_operator and not record.by_operator:
                 raise PermissionDenied(
                     "the operator has certified the version for this base, reference and probe; "
@@ -60,9 +61,9 @@ class Certificates:
                 )
             return record
 
-        await documents.change(self._store, key, CertificateRecord, step)
+        await documents.change(self._store, key, Certificate, step)
         await self._audit.write(
-            record.actor,
+            record.creator,
             version.tenant,
             "version.certify",
             f"{version.tenant}/{version.name}:v{version.version}",
@@ -71,14 +72,14 @@ class Certificates:
         )
 
 
-def _subject(record: CertificateRecord) -> tuple[str, ...]:
+def _subject(record: Certificate) -> tuple[str, ...]:
     """What it is about. An empty scheme is left out, as in certificates from before there was one:
     objects are named after this."""
     subject = record.base_id, record.reference, record.probe_sha256
     return (*subject, record.quantization) if record.quantization else subject
 
 
-def _check(record: CertificateRecord) -> None:
+def _check(record: Certificate) -> None:
     """Raises InvalidRequest."""
     for name in ("base_id", "reference"):
         text = getattr(record, name)

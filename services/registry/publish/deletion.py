@@ -1,4 +1,4 @@
-"""Deleting: a version becomes a tombstone, so that its number never means other bytes again."""
+"""Deletes versions: a tombstone remains, so that the number is never reused."""
 
 from __future__ import annotations
 

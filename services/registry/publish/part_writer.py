@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 from loraplex.errors import DataLoss
 from loraplex_services.common.objects import ObjectStore
@@ -17,6 +18,9 @@ MAX_PART_BYTES = 256 << 20
 """What a lost registry costs at most in bytes to send again."""
 _BATCH_BYTES = 2 << 20
 """Checked and written at a time, on a thread."""
+_CHECKER = ThreadPoolExecutor(1, "checks-uploads")
+"""One for all uploads: many at once would take all cores, and the event loop needs one. It checks
+some hundred MB per second."""
 
 
 class PartWriter:
@@ -35,7 +39,7 @@ class PartWriter:
         scan: ArrivingScan | None,
     ) -> None:
         self.end = begin
-        """Where the next chunk goes."""
+        """Offset of the next chunk."""
         self._scan = scan
         self._store = store
         self._place = (upload_id, index)
@@ -51,8 +55,8 @@ class PartWriter:
         self._working: asyncio.Future[None] | None = None
 
     async def write(self, data: bytes, crc32: int) -> None:
-        """Take a chunk. Raises DataLoss if one is damaged, at once or later; those before it
-        are kept."""
+        """Take a chunk. Raises DataLoss if one is damaged, immediately or later; the chunks before
+        it are kept."""
         if self.end - self._begin >= MAX_PART_BYTES:
             await self.finish()
             self._open()
@@ -96,7 +100,8 @@ class PartWriter:
             await self._working
 
     async def _work(self, batch: list[tuple[bytes, int]]) -> None:
-        good = await asyncio.to_thread(self._checked, batch)
+        loop = asyncio.get_running_loop()
+        good = await loop.run_in_executor(_CHECKER, self._checked, batch)
         await self._writer.write(*good)
         self._good_bytes += sum(map(len, good))
         if len(good) < len(batch):

@@ -3,9 +3,10 @@
     session -> parts -> inspect -> blobs -> intent -> version -> visibility, tags
             -> audit, index and event -> acknowledgement
 
-Nothing is visible before the version record, which is created only if there is none. A crash after
-it is rolled forward from the intent, by the next try of the client or of any registry; a crash
-before it leaves only bytes that the collector finds unreferenced. Every step may be repeated."""
+Nothing is visible before the version record, which is created only if there is none. After a crash
+beyond this point, the next attempt of the client or of any registry completes the publication from
+the intent. A crash before it leaves only unreferenced bytes for the garbage collector. Every step
+can be repeated."""
 
 from __future__ import annotations
 
@@ -342,7 +343,7 @@ class Publisher:
     async def _set_visibility(
         self, session: UploadSession, items: list[Item]
     ) -> AdapterRecord | None:
-        """Change the visibility if the upload asks for it; returns the resulting record."""
+        """Change the visibility if the upload requests it; returns the resulting record."""
         options = session.options
 
         def step(current: AdapterRecord | None) -> AdapterRecord | None:
@@ -390,8 +391,8 @@ def _extra_files(record: VersionRecord) -> set[File]:
 def _is_newer(current: TagRecord, version: int) -> bool:
     """Whether the publication of a newer version put the tag where it is.
 
-    Only then is leaving it alone the same as having moved it just before: a move by hand may have
-    been made on the condition that the tag was not moved in between.
+    Only in that case is not moving it equivalent to having moved it just before. A direct move may
+    have been made on the condition that the tag was not moved in between.
     """
     last = current.moves[-1]
     target = last.targets[0].version if last.targets else 0

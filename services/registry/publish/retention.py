@@ -1,8 +1,8 @@
-"""Retires versions: old ones of a row of updates, and ephemeral ones whose time is over.
+"""Deletes old versions of adapters with `keep_versions`, and expired ephemeral versions.
 
-No caller waits for it. What a crash leaves is retired after the next publication of the same name,
-or by the next look at the clock. The bytes are collected later, so that a request which runs with a
-retired version can still move to another worker."""
+No caller waits for it. Versions that remain after a crash are deleted after the next publication of
+the same name, or at the next regular check. The bytes are collected later, so that a running
+request with a deleted version can still move to another worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Retention:
         """Versions, since the registry started."""
 
     def published(self, version: VersionRecord) -> None:
-        """Have the row of updates looked at that a new version belongs to, if any."""
+        """Check later whether older versions must be deleted after this new version."""
         if version.keep_versions:
             self._updated[version.tenant, version.name] = version.keep_versions
             self._wake.set()

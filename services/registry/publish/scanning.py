@@ -7,31 +7,36 @@ file came in several parts, or it is damaged), inspection reads the stored bytes
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from loraplex.adapter_format import parse_header, prefix_bytes
 from loraplex.adapter_format.safetensors_header import LENGTH_BYTES
 from loraplex.adapter_format.tensor_scan import TensorScan
 from loraplex.errors import InvalidAdapter
+from loraplex_services.common.recent import Recent
 
-_MAX_KEPT = 1024
+_MAX_KEPT_BYTES = 16 << 20
+_ENTRY_BYTES = 512
+_NAME_BYTES = 128
+"""Approximate size of an entry, and of the name of a tensor in it, apart from its characters."""
+_MAX_HEADER_BYTES = 1 << 20
+"""Larger headers, of more than 7,000 tensors, are not parsed here: while one is, which takes a
+tenth of a second for each MiB, other threads hardly run. Their files are scanned when they are
+published, after a process has parsed the header."""
 
 
 class Scans:
     """Results for files that arrived recently."""
 
     def __init__(self) -> None:
-        self._zeros: OrderedDict[str, frozenset[str]] = OrderedDict()
+        self._zeros: Recent[str, frozenset[str]] = Recent(_MAX_KEPT_BYTES)
 
     def zero_tensors(self, sha256: str) -> frozenset[str] | None:
         """Names of the all-zero tensors of a file whose values are all finite; None = not known."""
         return self._zeros.get(sha256)
 
     def remember(self, sha256: str, zero_tensors: frozenset[str]) -> None:
-        """Keep a result; the oldest one is forgotten."""
-        self._zeros[sha256] = zero_tensors
-        if len(self._zeros) > _MAX_KEPT:
-            self._zeros.popitem(last=False)
+        """Keep a result, for which older ones may be forgotten."""
+        names_bytes = sum(_NAME_BYTES + len(name) for name in zero_tensors)
+        self._zeros.put(sha256, zero_tensors, _ENTRY_BYTES + names_bytes)
 
 
 class ArrivingScan:
@@ -70,6 +75,10 @@ class ArrivingScan:
         if len(self._head) < min(LENGTH_BYTES, self._file_size):
             return b""
         prefix = prefix_bytes(bytes(self._head[:LENGTH_BYTES]), self._file_size)
+        if prefix > _MAX_HEADER_BYTES:
+            self._gave_up = True
+            self._head.clear()
+            return b""
         if len(self._head) < prefix:
             return b""
         head = bytes(self._head)

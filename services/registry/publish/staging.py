@@ -1,8 +1,8 @@
 """Staged tag moves: the new targets are pending until workers have loaded them.
 
-A gateway that sees a pending tag loads its targets and then finishes the move; the generation it
-saw must still be the tag's, so of several gateways exactly one does. A move by hand cancels what
-is pending.
+A gateway that sees a pending tag loads its targets and then finishes the move. The tag must still
+have the generation that the gateway saw, so exactly one of several gateways succeeds. A direct move
+cancels a pending one.
 """
 
 from __future__ import annotations

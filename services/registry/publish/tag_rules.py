@@ -1,15 +1,17 @@
 """The rules of a tenant for versions that tags point at: a signature, and a certificate by the
-operator of how far a version diverges from its reference on the served base."""
+operator that limits the divergence on the served base.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from loraplex.api.registry import Certificate
 from loraplex.errors import NotCertified
 from loraplex_services.registry.access.signatures import Signatures
 from loraplex_services.registry.access.tenants import Tenants
 from loraplex_services.registry.publish.certificates import Certificates
-from loraplex_services.registry.records import CertificateRecord, VersionRecord
+from loraplex_services.registry.records import VersionRecord
 
 _WAY_OUT = "have the operator run 'registry certify'"
 
@@ -77,12 +79,10 @@ class TagRules:
             )
 
 
-def latest_by_operator(
-    base_id: str, certificates: Iterable[CertificateRecord]
-) -> list[CertificateRecord]:
-    """The last certificate by the operator of each way in which a base is quantised at load."""
-    latest: dict[str, CertificateRecord] = {}
-    for one in sorted(certificates, key=lambda one: one.created_s):
+def latest_by_operator(base_id: str, certificates: Iterable[Certificate]) -> list[Certificate]:
+    """The latest certificate by the operator for each quantisation of the base at load."""
+    latest: dict[str, Certificate] = {}
+    for one in sorted(certificates, key=lambda one: one.created_unix_s):
         if one.by_operator and one.base_id == base_id:
             latest[one.quantization] = one
     return list(latest.values())

@@ -1,4 +1,4 @@
-"""Tags: moved by compare-and-set in the objects, with a record of their last moves."""
+"""Moves tags by compare-and-set in the objects, with a record of their last moves."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class UploadSession:
     """sha256 of files that the tenant referred to already when the session opened. Kept here, so
     that files which the client need not send stay known if the index is lost."""
     damaged: tuple[str, ...] = ()
-    """sha256 of files whose stored bytes turned out to be others: sent all the same, and put in
-    their place."""
+    """sha256 of files whose stored bytes were found to be damaged; they are sent again and
+    replaced."""
 
     @property
     def fingerprint(self) -> str:

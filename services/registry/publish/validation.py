@@ -1,4 +1,4 @@
-"""Validates adapters: small ones in a thread, large ones in processes that tenants share."""
+"""Validates adapters: small ones in a thread, large ones in shared processes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import msgspec
@@ -11,9 +10,6 @@ from loraplex.adapter_format import File, Geometry, Header, Report, parse_header
 from loraplex.errors import InvalidAdapter, Violation
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
 from loraplex_services.common.limits import VALIDATIONS
-
-NICE = 5
-"""The registry comes first where cores are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,6 @@ def _answer(content: bytes) -> bytes:
 
 def main() -> None:
     """Serve jobs until stdin closes."""
-    os.nice(NICE)
     limit_memory(VALIDATIONS.memory_bytes)
     read_setup()
     serve(_answer)

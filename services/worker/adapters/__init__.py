@@ -1,1 +1,1 @@
-"""Adapters on their way from the object store to the device."""
+"""Moves adapters from the object store to the device."""

@@ -1,9 +1,9 @@
-"""Which adapters are on the device: decisions only, no bytes, no tensors, no I/O.
+"""Decides which adapters are on the device. No bytes, no tensors, no I/O.
 
 An adapter known to this worker is on disk (verified), loading, or on the device. Only running
-requests and pins hold an adapter; any other resident is idle: it fills blocks that count as free
-and leaves when something running wants them. Decisions pile up as `Load` and `Evict` actions,
-which the engine carries out in that order before the next step.
+requests and pins hold an adapter. Any other resident adapter is idle: its blocks count as free, and
+it is evicted when a running request needs them. Decisions are collected as `Load` and `Evict`
+actions, which the engine carries out in that order before the next step.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class AdapterCache:
 
     def load(self, digests: Iterable[str], protected: Collection[str], now: float) -> bool:
         """Start loading those of `digests` that are on disk only, reclaiming idle blocks but for
-        adapters that are `protected`. Returns False when room or slots are missing; what fits is
-        loaded."""
+        adapters that are `protected`. Returns False when blocks or slots are missing; those that
+        fit are loaded."""
         return all([self._load(digest, protected, now) for digest in digests])
 
     def _load(self, digest: str, protected: Collection[str], now: float) -> bool:

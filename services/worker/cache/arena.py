@@ -1,12 +1,12 @@
-"""Who owns which block of the device arena. Knows block ids only, never bytes or tensors.
+"""Accounts for the owner of every block of the device arena. Knows block ids only, never tensors.
 
-KV cache and adapter weights share one free list. A block is in exactly one of three places:
+KV cache and adapter weights share one free list. A block is in exactly one of three states:
 
     free  --allocate(owner)-->  owned  --free(owner)-->  retiring  --retire(step)-->  free
                                  owned  --transfer-->  owned by another
 
-A freed block may still be read by steps that were planned while it was owned, so it comes back
-only when the last of them has finished. Where no step is in flight that is at once.
+A freed block may still be read by steps that were planned while it was owned, so it becomes free
+only when the last of them has finished, or immediately if no step is in flight.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Arena:
         """Blocks freed, but still readable by a step in flight."""
         return sum(len(blocks) for _, blocks in self._retiring)
 
+    @property
+    def last_planned(self) -> int:
+        """The last step that was given blocks; -1 = none was."""
+        return self._last_planned
+
     def allocate(self, owner: str, count: int) -> list[int]:
         """Give `count` blocks to `owner`, ascending, so that neighbours are copied at once. The
         caller has made sure that they are free."""
@@ -45,11 +50,6 @@ class Arena:
         for block in blocks:
             self._owners[block] = owner
         return blocks
-
-    @property
-    def last_planned(self) -> int:
-        """The last step that was given blocks; -1 = none was."""
-        return self._last_planned
 
     def free(self, owner: str, blocks: Sequence[int], last_used: int | None = None) -> None:
         """Take `blocks` back from `owner`; they become free once no step in flight has them.
@@ -62,6 +62,7 @@ class Arena:
             assert holder == owner, f"{owner} frees block {block} of {holder}"
         last_used = self._last_planned if last_used is None else last_used
         if last_used > self._last_retired:
+            # Filed under the last step planned, perhaps a later one, to keep the queue in order.
             self._retiring.append((self._last_planned, list(blocks)))
         else:
             self._free.extend(blocks)

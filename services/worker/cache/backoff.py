@@ -1,4 +1,4 @@
-"""Remember what failed, why, and when to try again. Pure, under the caller's clock."""
+"""Remembers failures and when to try again. Pure, under the caller's clock."""
 
 from __future__ import annotations
 

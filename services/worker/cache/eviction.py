@@ -1,4 +1,4 @@
-"""Which idle adapter is evicted next. A choice among n idle adapters takes O(log n).
+"""Chooses the idle adapter to evict next. A choice among n idle adapters takes O(log n).
 
 `benchmarks/scheduling/eviction.py` measures the order on Zipf and drifting traces. The results are
 in `docs/performance/adapters.md`.

@@ -1,4 +1,4 @@
-"""How many blocks a sequence holds in each KV group. Pure arithmetic."""
+"""Computes how many blocks a sequence holds in each KV group. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class KvLayout:
         return max(0, start - window + 1) // self.tokens_per_block
 
     def missing_blocks(self, request: Request, num_tokens: int) -> int:
-        """Blocks to add, over all groups, before positions [0, num_tokens) and the state have a
-        place."""
+        """Number of blocks, over all groups, that must be added to hold positions [0, num_tokens)
+        and the state."""
         if request.without_cache:
             return 0
         wanted = self.ceil_blocks(num_tokens) * self.num_groups + self.state_blocks

@@ -1,23 +1,23 @@
-"""KV blocks that outlive their request: computed tokens are not computed twice.
+"""Keeps KV blocks after their request has ended, so that tokens are not computed twice.
 
 A full block is known by its KV group and the hash of everything that decides its content:
 
     key_0 = H(root, tokens of block 0),  key_i = H(key_(i-1), tokens of block i)
     root  = H(base, KV format, rope variant, adapter set, tenant, salt)
 
-so that no tenant, adapter set or salt ever meets another's blocks. An activated LoRA joins the
-chain where it is invoked: before that place, blocks are those of the base. In the same way, a
-request that follows its tag may keep blocks that other adapters computed: its own adapters join
-the chain behind those that are still here.
+so that tenants, adapter sets and salts never share blocks with each other. An activated LoRA enters
+the hash chain where it is invoked; the blocks before that position are those of the base. In the
+same way, a request that follows its tag may keep blocks that earlier adapters computed: the new
+adapters enter the chain after the blocks that are still cached.
 
-A block is used by any number of requests, and idle when by none; idle blocks count as free. They
-go one by one, least recently used first and the end of a sequence before its beginning, so what is
-left stays reachable.
+A block is idle when no request uses it; idle blocks count as free. They are evicted one by one,
+least recently used first, and the end of a sequence before its beginning, so that the remaining
+blocks can still be found.
 
-Where the base has recurrent layers, a prefix can be used as far as there is a snapshot of its state
-(`state_snapshots.py`). Snapshots are taken at two places of a request: at the last whole block of
-what is known when it starts, which the next turn of a conversation begins with; and where it leaves
-what was computed before, as others with the same beginning will.
+If the base has recurrent layers, a prefix can be used up to the last snapshot of its state
+(`state_snapshots.py`). Snapshots are taken at two positions of a request: after the last full block
+of its prompt, with which the next turn of a conversation begins, and where it diverges from what
+was computed before, because other requests with the same beginning will diverge there too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Key = tuple[int, bytes]
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """A full block whose content its key fixes."""
+    """A full block whose content is determined by its key."""
 
     key: Key
     block: int
@@ -74,7 +74,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
         """Idle blocks by number, least recently used first."""
         self._passed: OrderedDict[int, CachedBlock] = OrderedDict()
-        """Idle blocks that lie behind the window of the request that left them."""
+        """Idle blocks behind the attention window of the request that released them."""
         self.states = StateSnapshots(arena, layout.state_blocks)
         self.token_s = DEFAULT_TOKEN_S
 

@@ -1,7 +1,7 @@
-"""Who gives up blocks when something running wants them: idle adapters or idle prefixes.
+"""Frees blocks for running requests: from idle adapters or from idle prefixes.
 
-Both fill blocks that count as free. Each offers its cheapest item; what costs least per block,
-expected, goes first:
+The blocks of both count as free. Each cache offers its cheapest item, and the item with the least
+expected loss per block is evicted first:
 
     expected loss per block = probability of reuse * seconds to restore / blocks
 """
@@ -17,13 +17,13 @@ from loraplex_services.worker.cache.arena import Arena
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Something idle that could go."""
+    """An idle item that could be evicted."""
 
     num_blocks: int
     restore_s: float
-    """To have it back: a copy for an adapter, a prefill for a prefix."""
+    """Seconds to restore it: a copy for an adapter, a prefill for a prefix."""
     reuse: float
-    """Probability that it is wanted again; only ratios matter."""
+    """Probability that it is used again; only ratios matter."""
 
     @property
     def loss_per_block(self) -> float:
@@ -32,10 +32,10 @@ class Offer:
 
 
 def reuse_probability(idle_s: float) -> float:
-    """Falls with the time something has lain idle.
+    """Decreases with idle time.
 
-    Popularity is heavy-tailed, so that the chance of a use in the next moment falls about like
-    one over the time since the last one.
+    Popularity is heavy-tailed, so the probability of a use in the next moment decreases about like
+    the reciprocal of the time since the last one.
     """
     return 1.0 / (1.0 + max(0.0, idle_s))
 
@@ -48,7 +48,7 @@ class Idle(Protocol):
         ...
 
     def offer(self, protected: Collection[str], now: float) -> Offer | None:
-        """What would go next; None when nothing is idle."""
+        """The item that would be evicted next; None when nothing is idle."""
         ...
 
     def give_up(self, protected: Collection[str]) -> None:
@@ -63,7 +63,8 @@ class Reclaimer:
         self._arena = arena
         self._sources: list[Idle] = []
         self.spared: Collection[str] = ()
-        """Adapters of requests that start soon, given up only if all else would not be enough."""
+        """Adapters of requests that start soon, which are evicted only if everything else is not
+        enough."""
 
     def add(self, *sources: Idle) -> None:
         """Take idle blocks from these as well."""

@@ -1,4 +1,4 @@
-"""Where the recurrent state of a sequence lies in blocks of the arena. No tensors.
+"""The layout of the recurrent state of a sequence in blocks of the arena. No tensors.
 
 A layer keeps one matrix for each of its heads, and the last inputs of its convolution. They are cut
 into cells of equal size: one for each head, and as many as the convolution's inputs fill. A block

@@ -1,12 +1,12 @@
-"""Recurrent states that outlive their request: what the prefix cache needs of recurrent layers.
+"""Keeps recurrent states after their request has ended, for the prefix cache.
 
-KV of any number of tokens can be used again, but a state is that after one number of tokens. A
-snapshot is the state after some whole blocks of a sequence, known by the prefix hash of the last of
-them. It is written where it stays, by the step that computes it, and never copied: who begins
-there reads it, and writes to blocks of its own.
+KV can be reused up to any token, but a state only at the token after which it was computed. A
+snapshot is the state after some full blocks of a sequence, identified by the prefix hash of the
+last one. The step that computes it writes it to its final blocks, so it is never copied. A request
+that starts from it reads it and writes to its own blocks.
 
-A snapshot is used by requests that have not begun to compute from it, and idle otherwise. Idle
-snapshots count as free.
+A snapshot is in use while a request is going to start from it, and idle otherwise. Idle snapshots
+count as free.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Snapshot:
 
 
 class StateSnapshots:
-    """Implements `reclaimer.Idle`: the least recently used goes first."""
+    """Implements `reclaimer.Idle`: the least recently used is evicted first."""
 
     def __init__(self, arena: Arena, num_blocks: int) -> None:
         """`num_blocks` of each; 0 = the base has no recurrent layers."""

@@ -1,4 +1,4 @@
-"""Whether a request may run with its adapters, and what they change for it. No torch."""
+"""Checks whether a request may run with its adapters, and applies what they change. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class BaseFacts:
-    """What holds for requests whose adapters say nothing else."""
+    """The facts of the base, which apply to requests unless their adapters change them."""
 
     vocab_size: int
     context_tokens: int

@@ -1,4 +1,4 @@
-"""Adapters on their way into the arena: fetched, then packed and copied while steps run.
+"""Carries out the loads of adapters into the arena: packed and copied while steps run.
 
 The cache decides what is loaded. This module carries it out and reports the results.
 """
@@ -32,7 +32,7 @@ Failures = list[tuple[str, LoraplexError]]
 
 
 class AdapterLoads:
-    """The packs and copies that are under way. No method blocks except `await_copies`."""
+    """The packs and copies in progress. No method blocks except `await_copies`."""
 
     def __init__(self, runner: Runner, cache: AdapterCache, times: ServiceTimes) -> None:
         self._runner = runner
@@ -41,13 +41,13 @@ class AdapterLoads:
         self._packing: dict[str, tuple[AdapterFetched, Pending[int]]] = {}
         self._copying: list[tuple[Load, Pending[Copied]]] = []
         self._pins: dict[str, bool] = {}
-        """Whether to pin adapters that are wanted as soon as they are packed."""
+        """Whether to pin adapters that are to be loaded as soon as they are packed."""
         self._awaited_since_s: dict[str, float] = {}
-        """Adapters that requests asked for before they were on disk."""
+        """Adapters that requests needed before they were on disk, and since when."""
         self._copies_s: list[float] = []
         self._loaded: list[str] = []
         self.refused: dict[str, LoraplexError] = {}
-        """Why adapters that were wanted ahead of requests are not loaded."""
+        """Why adapters that were to be loaded ahead of requests are not."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when a pack or a copy has ended."""
 
@@ -74,7 +74,7 @@ class AdapterLoads:
         self._awaited_since_s.pop(digest, None)
 
     def gone(self, digest: str) -> None:
-        """The files are leaving: what is packed of them will not be asked for."""
+        """The files are being deleted, so results of packing are dropped."""
         self._packing.pop(digest, None)
         self._pins.pop(digest, None)
 
@@ -103,8 +103,8 @@ class AdapterLoads:
         there was nothing to wait for, or it would have taken too long, as measured recently.
 
         Args:
-            num_rows: of the step, without what is being copied. num_wanted: requests that would
-            join the step. A step never waits for adapters that are copied
+            num_rows: requests of the step whose adapters are there.
+            num_wanted: requests that would join it. A step never waits for adapters that are copied
                 ahead of requests that cannot start yet.
             step_s: how long a step takes.
         """
@@ -132,8 +132,8 @@ class AdapterLoads:
     def refusals(
         self, requests: Sequence[Request], base: BaseFacts
     ) -> list[tuple[Request, LoraplexError]]:
-        """Requests whose adapters are all here and that may not run with them. The others learn
-        what their adapters are to them."""
+        """Requests whose adapters are all here and that may not run with them. Applies to the
+        others what their adapters change."""
         refused: list[tuple[Request, LoraplexError]] = []
         for request in requests:
             digests = request.adapters.digests
@@ -151,7 +151,9 @@ class AdapterLoads:
 
     def _packed(self, now: float) -> Failures:
         failures: Failures = []
-        for command, pending in [e for e in self._packing.values() if e[1].done()]:
+        for command, pending in list(self._packing.values()):
+            if not pending.done():
+                continue
             del self._packing[command.digest]
             pin = self._pins.pop(command.digest, None)
             num_blocks = _result(pending)
@@ -173,9 +175,11 @@ class AdapterLoads:
 
     def _copied(self, now: float) -> Failures:
         failures: Failures = []
-        for entry in [entry for entry in self._copying if entry[1].done()]:
-            self._copying.remove(entry)
-            load, pending = entry
+        under_way, self._copying = self._copying, []
+        for load, pending in under_way:
+            if not pending.done():
+                self._copying.append((load, pending))
+                continue
             try:
                 copied = pending.result()
                 self._runner.enter_adapter(load.slot, copied)

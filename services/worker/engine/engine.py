@@ -1,10 +1,9 @@
 """One worker's engine: intake -> residency -> plan -> launch -> collect -> tokens, one call of
 `step` each.
 
-Where the runner overlaps steps, `step` launches one and then collects the one before it, which has
-run in the meantime: docs/internals/architecture.md, "Overlap". Composes scheduler, cache, arena and
-runner and is the only place where they meet. No I/O but the runner's; time comes from an injected
-clock.
+If the runner overlaps steps, `step` launches one step and then collects the previous one, which has
+run in the meantime (docs/internals/architecture.md, "Overlap"). The engine composes scheduler,
+cache, arena and runner. It does no I/O except the runner's, and time comes from an injected clock.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def _limits(config: EngineConfig, runner: Runner) -> SchedulerLimits:
     info = runner.model_info()
     can_draft = info.verifies_drafts and not (runner.overlaps or runner.state_blocks)
     return SchedulerLimits(
-        config.max_step_tokens,
-        config.max_running,
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
         config.max_loras,
         rope_switch_len=info.rope_switch_len,
         max_step_s=config.max_step_s,
@@ -154,7 +153,7 @@ class Engine:
             self._info.vocab_size,
             self._info.eos_token_ids,
         )
-        self._stats = EngineStats(config.max_running)
+        self._stats = EngineStats(config.max_num_seqs)
         self._outputs = OutputProcessor(self.scheduler, self._grammars, self._info.eos_token_ids)
         self._loads = AdapterLoads(runner, self.cache, self.scheduler.times)
         self._residency_errors: dict[str, LoraplexError] = {}
@@ -169,7 +168,7 @@ class Engine:
 
     @property
     def adapter_loads(self) -> AdapterLoads:
-        """Loads under way. The loop sets its `wake`."""
+        """Loads in progress. The loop sets its `wake`."""
         return self._loads
 
     @property
@@ -185,7 +184,7 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """True while any request waits or runs, or a step is under way."""
+        """True while any request waits or runs, or a step is in flight."""
         return bool(self.scheduler.has_work or self._grammars.num_opening or self._in_flight)
 
     @property

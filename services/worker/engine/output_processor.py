@@ -26,7 +26,7 @@ class OutputProcessor:
         self._eos_token_ids = eos_token_ids
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self._sums: dict[str, list[float]] = {}
-        """Sums of the hidden states of prompts whose mean is wanted, as far as computed."""
+        """Partial sums of the hidden states of prompts with mean pooling."""
         self._failures: list[Failure] = []
 
     def process(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:

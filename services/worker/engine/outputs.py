@@ -1,11 +1,11 @@
-"""Between messages and requests: what comes in, when a request ends, what is reported."""
+"""Converts between messages and requests: submissions, ends of requests, reports."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex.api.fields import shared_fields
 from loraplex.api.output import FinishReason, Timings
-from loraplex.api.request import shared_fields
 from loraplex.api.residency import AdapterResidency, Tier
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.types.messages import ResidencyChange, Submit, WireError

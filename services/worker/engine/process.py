@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex_services.common.env import CPU_ISA, LOG_FORMAT, LOG_LEVEL, STEP_TRACE
+from loraplex_services.common.env import LOG_FORMAT, LOG_LEVEL, STEP_TRACE
 from loraplex_services.common.log import setup_logging
 from loraplex_services.common.process import die_with_parent
 from loraplex_services.common.stacks import print_stacks_on_signal
@@ -147,26 +147,8 @@ def build_engine(config: EngineConfig) -> Engine:
 
     runner = build_runner(
         Path(config.model_dir),
-        device=config.device,
-        dtype=config.dtype,
-        arena_bytes=config.arena_bytes,
-        arena_share=config.arena_share,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_lora_rank=config.max_lora_rank,
-        max_resident=config.max_resident,
-        max_model_len=config.max_model_len,
-        max_num_tokens=config.max_step_tokens,
-        max_num_rows=config.max_running,
-        load_format=config.load_format,
-        cpu_isa=CPU_ISA.read(os.environ),
-        attention_backend=config.attention_backend,
-        model_impl=config.model_impl,
-        overlap=config.overlap,
-        adapter_dtype=config.adapter_dtype,
-        quantization=config.quantization,
-        kv_cache_dtype=config.kv_cache_dtype,
+        **config.runner_fields(),
         num_ranks=config.tensor_parallel,
-        fully_sharded_loras=config.fully_sharded_loras,
         on_rank_end=_end_as_rank,
     )
     if (path := STEP_TRACE.read(os.environ)) is not None:
@@ -189,7 +171,7 @@ def main() -> int:
     try:
         return _serve(server)
     except ServerGone:
-        logger.info("API server process gone")
+        logger.info("the API server process has ended")
         return 0
     except RankLost as error:
         logger.error("the group of ranks is broken", extra={"reason": str(error)})
@@ -207,7 +189,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _unexpected(error: Exception) -> InvalidRequest:
-    """What an engine says that ended in a way that nothing foresees."""
+    """The message of an engine that ended with an unexpected error."""
     first_line = str(error).partition("\n")[0]
     why = (
         f"cannot be loaded ({type(error).__name__}: {first_line}); copy or download the base "

@@ -44,13 +44,15 @@ class EngineStats:
 
     def load(self, scheduler: Scheduler, reclaimer: Reclaimer, arena: Arena) -> WorkerLoad:
         """The load now."""
+        idle_blocks = reclaimer.idle_blocks()
         return WorkerLoad(
             running_requests=scheduler.num_running,
             max_running_requests=self._max_running,
             is_full=scheduler.is_full,
             waiting_requests=scheduler.num_waiting,
             queued_tokens=scheduler.queued_tokens,
-            free_blocks=arena.num_free + arena.num_retiring + reclaimer.idle_blocks(),
+            free_blocks=arena.num_free + arena.num_retiring + idle_blocks,
+            idle_blocks=idle_blocks,
             total_blocks=arena.num_blocks,
             step_s=self._step_s,
             prefill_tokens_per_s=self._prefill_tokens_per_s,

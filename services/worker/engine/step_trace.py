@@ -1,4 +1,4 @@
-"""A runner that writes down what each step and each copy held and how long it took.
+"""A runner that records the contents and the duration of each step and each copy.
 
 One JSON object per line. A first line describes the arena; `{"step_s": ...}` lines are steps,
 `{"load_s": ...}` lines copies of adapters. No prompt, token or name is written.

@@ -1,1 +1,1 @@
-"""Constrained output: the API server checks grammars, the engine follows them."""
+"""Constrained output: the API server checks grammars, and the engine follows them."""

@@ -1,13 +1,15 @@
-"""The process that tries grammars before an engine sees them.
+"""The process that compiles grammars before the engine does.
 
-A grammar comes from a stranger, and the library that reads it may recurse as deep as it nests. So
-it is compiled here first, on a stack much smaller than the engine's, with a memory limit, and in a
-process that its parent kills when it takes too long: what passes is safe there, and what does not
-takes nothing with it. Jobs and answers are JSON.
+Grammars are untrusted, and the library that reads them recurses as deeply as they nest. A grammar
+is therefore compiled here first, on a stack much smaller than the engine's, with a memory limit,
+and in a process that its parent kills when it takes too long. A grammar that passes is safe in the
+engine. The memory of the compiled grammar is measured here too, because the engine keeps it while
+the request waits and runs. Jobs and answers are JSON.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +20,12 @@ from llguidance import LLTokenizer
 from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
 from loraplex_services.common.job_process import limit_memory, read_setup, serve
-from loraplex_services.common.limits import GRAMMARS
-from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
+from loraplex_services.common.limits import GRAMMARS, MAX_COMPILED_GRAMMAR_BYTES
+from loraplex_services.worker.grammars.compiling import (
+    bad_grammar,
+    compile_grammar,
+    read_vocabulary,
+)
 from loraplex_services.worker.types.messages import WireError
 
 STACK_BYTES = 2 << 20
@@ -57,11 +63,40 @@ def main() -> None:
 def _fault(grammar: Grammar, vocabulary: LLTokenizer | LoraplexError) -> LoraplexError | None:
     if isinstance(vocabulary, LoraplexError):
         return vocabulary
+    before = _heap_bytes()
     try:
-        compile_grammar(grammar, vocabulary)
+        matcher = compile_grammar(grammar, vocabulary)
     except LoraplexError as error:
         return error
+    num_bytes = _heap_bytes() - before
+    del matcher  # it was alive until its size was known
+    if num_bytes > MAX_COMPILED_GRAMMAR_BYTES:
+        most = MAX_COMPILED_GRAMMAR_BYTES >> 20
+        what = f"takes {num_bytes >> 20} MiB compiled, and at most {most} are allowed"
+        return bad_grammar(grammar, f"it {what}: simplify it")
     return None
+
+
+class _HeapUse(ctypes.Structure):
+    """The C library's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _heap_bytes() -> int:
+    """Bytes that this process has allocated; 0 where the C library is not glibc."""
+    measure = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if measure is None:
+        return 0
+    measure.restype = _HeapUse
+    use = measure()
+    return int(use.uordblks + use.hblkhd)
 
 
 if __name__ == "__main__":

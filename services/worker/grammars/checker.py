@@ -1,4 +1,4 @@
-"""Checks grammars in processes that tenants share, and remembers the results."""
+"""Checks grammars in shared processes and remembers the results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Compiles a grammar and a tokenizer into a matcher, within limits on size, time and memory.
 
-The library is llguidance: it reads every form that is served, walks tokens instead of bytes, and
-bounds its own work by fuel. What it cannot bound is the depth of its recursion, which is why the
-API server process tries an unknown grammar in another process first (see `check_process`).
+The library is llguidance, which supports every kind of grammar that is served and limits its own
+work. It cannot limit the depth of its recursion, so the API server process first compiles an
+unknown grammar in another process (see `check_process`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _one_of(options: Sequence[str]) -> str:
 
 
 def _one_line(reason: str) -> str:
-    """The line of a multi-line reason that says what is wrong, shortened."""
+    """The line of a multi-line error message that names the problem, shortened."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason given"]
     said = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
     line = (said or lines)[0]

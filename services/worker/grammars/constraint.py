@@ -1,10 +1,10 @@
-"""One request's state in its grammar, computed outside the engine's loop.
+"""The state of one request in its grammar, computed outside the engine's loop.
 
-A place is a pure function of the output: a request that was preempted keeps it, one that comes
-from another worker finds it again by following the tokens already emitted.
+The state is a function of the output alone. A preempted request keeps it, and a request from
+another worker recomputes it from the tokens that were already emitted.
 
-Matchers speak the base's tokens. A token that only an adapter has stands for the base's tokens
-that write the same bytes: it may come where all of them may, one after another.
+Matchers use the base's tokens. A token that only an adapter has is spelled with base tokens of the
+same bytes, and is allowed where these are allowed one after another.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def resume(follower: AdapterMatcher, grammar: Grammar, output_ids: Sequence[int]
     """Let `follower`, which is at the start, follow the output so far.
 
     Raises:
-        InvalidRequest: the output is not a beginning of the grammar, or is complete already.
+        InvalidRequest: the output is not a prefix of the grammar, or is already complete.
     """
     if output_ids and not (follower.consume(output_ids) and not follower.is_finished):
         raise InvalidRequest.field(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -23,8 +24,9 @@ from loraplex_services.worker.types.request import Request
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILED = 256
-"""Grammars kept compiled; the least recently used goes first."""
+MAX_COMPILED_S = 4.0
+"""Processor time that the grammars kept compiled took; the least recently used goes first. A second
+of it takes 50 to 150 MiB, and most grammars take a few milliseconds."""
 MASK_GRACE_S = 0.002
 """How long a step waits for masks begun in the step before: most take microseconds. It does not
 wait for a grammar whose last mask took longer, so a hard grammar delays no other request."""
@@ -45,7 +47,7 @@ class Grammars:
         except Unsupported as error:
             self._vocabulary = error
         self._eos_ids = tuple(eos_ids)
-        self._compiled: Recent[Grammar, LLMatcher] = Recent(MAX_COMPILED)
+        self._compiled: Recent[Grammar, LLMatcher] = Recent(MAX_COMPILED_S)
         self._compiled_lock = threading.Lock()
         self._opening: dict[str, tuple[Request, Future[GrammarConstraint]]] = {}
         self._followed: dict[str, tuple[Request, GrammarConstraint]] = {}
@@ -119,9 +121,10 @@ class Grammars:
         with self._compiled_lock:
             matcher = self._compiled.get(grammar)
         if matcher is None:
+            begin_s = time.thread_time()
             matcher = compile_grammar(grammar, self._vocabulary)
             with self._compiled_lock:
-                self._compiled.put(grammar, matcher)
+                self._compiled.put(grammar, matcher, time.thread_time() - begin_s)
         follower = AdapterMatcher(matcher.deep_copy(), self._vocabulary, own, self._eos_ids)
         resume(follower, grammar, output_ids)
         submit = functools.partial(self._maskers.submit, tenant)

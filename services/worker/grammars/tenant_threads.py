@@ -1,7 +1,7 @@
-"""A few threads that tenants get one after another, for work that one of them can make slow.
+"""A few threads that tenants get in rotation, for work that one tenant can make slow.
 
-A tenant has at most all threads but one. However hard its grammars are, another tenant's work
-begins at once as long as only one tenant sends such work.
+A tenant gets at most all threads but one. However slow its grammars are, the work of another tenant
+begins immediately as long as only one tenant sends slow work.
 """
 
 from __future__ import annotations

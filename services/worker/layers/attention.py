@@ -1,4 +1,6 @@
-"""Self-attention of one decoder layer: project, normalise heads, rotate, attend, project."""
+"""Self-attention of one decoder layer: projections, head norms, rotary embedding, attention, output
+projection.
+"""
 
 from __future__ import annotations
 
@@ -79,6 +81,6 @@ class SelfAttention:
         return torch.cat((pairs[:, :, 0].flatten(1), others), dim=-1), pairs[:, :, 1].flatten(1)
 
     def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
-        """Each head by itself; `[T, heads * D]`."""
+        """Normalises each head separately; `[T, heads * D]`."""
         heads = x.view(len(x), -1, self._head_dim)
         return norm.forward(heads, batch.lora).flatten(1)

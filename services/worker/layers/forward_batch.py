@@ -1,4 +1,4 @@
-"""What one forward pass reads besides weights: an explicit argument of every layer."""
+"""The inputs of one forward pass besides weights: an explicit argument of every layer."""
 
 from __future__ import annotations
 

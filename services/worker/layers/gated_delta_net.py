@@ -1,4 +1,4 @@
-"""A recurrent layer: project, advance the state, normalise and gate what it says, project."""
+"""A recurrent layer: projections, update of the state, gated norm, output projection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of Gemma 4, which differ from those of other families in every part."""
+"""The layers of Gemma 4, which differ from those of all other families."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Gemma4Attention:
         return self._o.forward(self._backend.forward(q, k, v, batch.attention), batch.lora)
 
     def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
-        """Each head by itself; `[T, heads * D]`."""
+        """Normalises each head separately; `[T, heads * D]`."""
         heads = x.reshape(len(x), -1, self._head_dim)
         return norm.forward(heads, batch.lora).flatten(1)
 

@@ -1,5 +1,6 @@
-"""The experts of a layer as grouped products on a GPU: nothing waits for the device, so a CUDA
-graph can hold them."""
+"""The experts of a layer as grouped products on a GPU, without waiting for the device, so that a
+CUDA graph can contain them.
+"""
 
 from __future__ import annotations
 

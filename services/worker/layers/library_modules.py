@@ -1,4 +1,4 @@
-"""What takes the place of linears, embedding and attention in a model of the transformers library.
+"""Replaces linears, embedding and attention in a model of the transformers library.
 
 The library's forward pass has no argument for adapters or for a paged cache. What a pass reads is
 therefore set on one object that all of these modules share, for the length of the pass.

@@ -2,8 +2,8 @@
 
     y = gain(row) * (W x + sum coef * scale * B (A x)) + bias + bias_delta(row)
 
-`gain` is DoRA's; the bias is an argument and never part of the base product, so that a gain cannot
-touch it.
+`gain` is DoRA's. The bias is added separately and is not part of the base product, because a gain
+must not scale it.
 """
 
 from __future__ import annotations

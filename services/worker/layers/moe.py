@@ -61,8 +61,8 @@ class ExpertMlps(Protocol):
 
 
 class LoopedExperts:
-    """One expert after the other, over the rows that were sent to it: on any device, and with
-    adapters on experts. The host asks the device once who was chosen."""
+    """Computes one expert after another over the rows that were routed to it, on any device and
+    with adapters on experts. The host reads the chosen experts from the device once."""
 
     def __init__(self, experts: Sequence[Expert], gate: Gate) -> None:
         self.experts = experts

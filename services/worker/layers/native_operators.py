@@ -1,4 +1,4 @@
-"""Layers' pieces over the compiled kernels: float32 or bfloat16 on a CPU."""
+"""The operators of layers over the compiled kernels: float32 or bfloat16 on a CPU."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class TiledLinear:
 
 
 class NativeNorm:
-    """A norm in one pass; batches whose adapters train norms take the torch way."""
+    """A norm in one pass; batches whose adapters train norms use torch."""
 
     def __init__(self, native: Native, site_id: int, weight: NormWeight) -> None:
         self._native = native

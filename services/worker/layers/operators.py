@@ -1,4 +1,6 @@
-"""What layers compute with, chosen once a runner: plain torch here, C++ in `native_operators`."""
+"""The operators that layers are built from, chosen once per runner: plain torch here, C++ in
+`native_operators`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
 
 
 class Operators(Protocol):
-    """Makers of the pieces that layers are put together from."""
+    """Makers of the components of layers."""
 
     name: str
     """Name in logs and in the numerics fingerprint."""
@@ -63,7 +65,7 @@ class Operators(Protocol):
         ...
 
     def add_lora(self) -> AddLora:
-        """The low-rank update, and rows that adapters bring of their own."""
+        """The low-rank update, and rows of weights that adapters replace."""
         ...
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:

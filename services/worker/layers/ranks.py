@@ -1,4 +1,4 @@
-"""What layers need of the other tensor-parallel ranks: sums, and the parts of wide rows."""
+"""What layers need from the other tensor-parallel ranks: sums, and the parts of wide rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OneRank:
 
 
 class GatheredLinear:
-    """A base linear whose outputs are divided among the ranks and brought together on rank 0."""
+    """A base linear whose outputs are divided among the ranks and gathered on rank 0."""
 
     def __init__(self, own: BaseLinear, out_features: int, ranks: Ranks) -> None:
         """

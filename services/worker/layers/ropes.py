@@ -1,4 +1,4 @@
-"""The rotary embeddings of all layers, the base's and those of adapters in their slots."""
+"""The rotary embeddings of all layers, of the base and of adapters in their slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BASE_ROWS = 2
 
 
 class Ropes:
-    """Which table row a token turns by, and the tables, one for each kind of layer."""
+    """The table row that rotates each token, and the tables, one for each kind of layer."""
 
     def __init__(self, layers: Sequence[RopeConfig], device: torch.device) -> None:
         kinds = list(dict.fromkeys(layers))
@@ -24,7 +24,8 @@ class Ropes:
         self._slots: set[int] = set()
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for adapters' own, in slots below `num_slots`."""
+        """Reserve rows for adapters with rotary embeddings of their own, in slots below
+        `num_slots`."""
         for rotary in self._rotaries:
             rotary.reserve(BASE_ROWS + 2 * num_slots)
 

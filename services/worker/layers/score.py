@@ -1,4 +1,4 @@
-"""The classification heads of adapters, on the last hidden state: no base has one."""
+"""The classification heads of adapters, applied to the last hidden state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers' pieces over Triton kernels: any dtype on a GPU."""
+"""The operators of layers over Triton kernels: any dtype on a GPU."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TritonLora:
 
 
 class TritonNorm:
-    """A norm in one launch; batches whose adapters train norms take the torch way."""
+    """A norm in one launch; batches whose adapters train norms use torch."""
 
     def __init__(self, site_id: int, weight: NormWeight) -> None:
         self._portable = RmsNorm(site_id, weight)

@@ -1,7 +1,7 @@
-"""Reads Hugging Face's `config.json` exactly once.
+"""Reads Hugging Face's `config.json`.
 
-Names of Hugging Face stop here. Whatever a family does not read and that is not known to be
-harmless is refused by name: a field that changes the arithmetic must not be ignored.
+Names of Hugging Face are not used beyond this module. A field that a family does not read and that
+is not known to be harmless is refused by name, because it might change the arithmetic.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ModelConfigReader:
         return float(value)
 
     def optional_number(self, key: str, default: float | None) -> float | None:
-        """A number, or None if the file says null."""
+        """A number, or None if the value in the file is null."""
         if self.is_null(key) or (key not in self._raw and default is None):
             self._seen.add(key)
             return None

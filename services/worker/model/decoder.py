@@ -34,7 +34,7 @@ class Mlp(Protocol):
 
 
 class Mixer(Protocol):
-    """Attention, or what some layers have in its place."""
+    """Attention, or the recurrent operator of layers without attention."""
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""

@@ -1,4 +1,4 @@
-"""Which file serves which `model_type`."""
+"""The table of model families: which file serves which `model_type`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from loraplex_services.worker.model import (
     qwen3_5,
     qwen_moe,
 )
+from loraplex_services.worker.model.build import Builder, LayerNames
 from loraplex_services.worker.model.config_reader import (
     ModelConfigReader,
     eos_token_ids,
@@ -34,33 +35,41 @@ from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.load import Weights, tensor_names
 from loraplex_services.worker.types.model_config import ModelConfig
 
+_USUAL_NAMES = LayerNames()
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """How to read a config and build a model."""
 
     read_config: Callable[[ModelConfigReader, tuple[int, ...]], ModelConfig]
-    build: Callable[[ModelConfig, Weights, Operators], Decoder]
+    names: LayerNames = _USUAL_NAMES
+    assemble: Callable[[Builder], Decoder] = Builder.build
+    """Of another function for layers that are not made of attention and one dense MLP."""
+
+    def build(self, config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+        """The model with its weights."""
+        return self.assemble(Builder(config, weights, operators, self.names))
 
 
 FAMILIES = {
-    "gemma2": Family(gemma2.read_config, gemma2.build),
-    "gemma3_text": Family(gemma3.read_config, gemma3.build),
-    "gemma4_text": Family(gemma4.read_config, gemma4.build),
-    "gemma4_unified_text": Family(gemma4.read_unified_config, gemma4.build),
-    "gpt_oss": Family(gpt_oss.read_config, gpt_oss.build),
-    "llama": Family(llama.read_config, llama.build),
-    "ministral3": Family(ministral3.read_config, ministral3.build),
-    "mistral": Family(mistral.read_config, mistral.build),
-    "mixtral": Family(mixtral.read_config, mixtral.build),
-    "phi3": Family(phi3.read_config, phi3.build),
-    "qwen2": Family(qwen2.read_config, qwen2.build),
-    "qwen2_moe": Family(qwen_moe.read_qwen2_config, qwen_moe.build),
-    "qwen3": Family(qwen3.read_config, qwen3.build),
-    "qwen3_5_moe_text": Family(qwen3_5.read_moe_config, qwen3_5.build),
-    "qwen3_5_text": Family(qwen3_5.read_config, qwen3_5.build),
-    "qwen3_moe": Family(qwen_moe.read_qwen3_config, qwen_moe.build),
-    "qwen3_next": Family(qwen3_5.read_next_config, qwen3_5.build),
+    "gemma2": Family(gemma2.read_config, gemma2.NAMES),
+    "gemma3_text": Family(gemma3.read_config, gemma2.NAMES),
+    "gemma4_text": Family(gemma4.read_config, assemble=gemma4.assemble),
+    "gemma4_unified_text": Family(gemma4.read_unified_config, assemble=gemma4.assemble),
+    "gpt_oss": Family(gpt_oss.read_config, assemble=gpt_oss.assemble),
+    "llama": Family(llama.read_config),
+    "ministral3": Family(ministral3.read_config),
+    "mistral": Family(mistral.read_config),
+    "mixtral": Family(mixtral.read_config, assemble=mixtral.assemble),
+    "phi3": Family(phi3.read_config, phi3.NAMES),
+    "qwen2": Family(qwen2.read_config),
+    "qwen2_moe": Family(qwen_moe.read_qwen2_config, assemble=qwen_moe.assemble),
+    "qwen3": Family(qwen3.read_config),
+    "qwen3_5_moe_text": Family(qwen3_5.read_moe_config, assemble=qwen3_5.assemble),
+    "qwen3_5_text": Family(qwen3_5.read_config, assemble=qwen3_5.assemble),
+    "qwen3_moe": Family(qwen_moe.read_qwen3_config, assemble=qwen_moe.assemble),
+    "qwen3_next": Family(qwen3_5.read_next_config, assemble=qwen3_5.assemble),
 }
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.model.build import Builder, LayerNames
+from loraplex_services.worker.model.build import LayerNames
 from loraplex_services.worker.model.config_reader import ModelConfigReader
-from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import (
     FULL,
     SLIDING,
@@ -62,8 +59,3 @@ def read_gemma(
         embed_scale=config.hidden_size**0.5,
         attention_scale=reader.number("query_pre_attn_scalar", 256) ** -0.5,
     )
-
-
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
-    """The model with its weights."""
-    return Builder(config, weights, operators, NAMES).build()

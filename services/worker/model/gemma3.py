@@ -1,16 +1,14 @@
-"""Gemma 3, text: five window layers to each full one, a rotary embedding each, head norms."""
+"""Gemma 3, text: five windowed layers for each full one, with different rotary embeddings, and head
+norms.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.model.build import Builder
 from loraplex_services.worker.model.config_reader import ModelConfigReader
-from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.gemma2 import DEFAULTS, NAMES, read_gemma
-from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.gemma2 import DEFAULTS, read_gemma
 from loraplex_services.worker.model.plain import FULL, SLIDING, read_layer_types, windows_of
 from loraplex_services.worker.model.rope_config import rope_from_params
 from loraplex_services.worker.types.model_config import ModelConfig, RopeConfig
@@ -54,8 +52,3 @@ def _used(params: dict[str, Any] | None) -> dict[str, Any]:
     """transformers looks for `truncate` (of yarn) next to the two, not in them, so it has no effect
     there."""
     return {key: value for key, value in (params or {}).items() if key != "truncate"}
-
-
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
-    """The model with its weights."""
-    return Builder(config, weights, operators, NAMES).build()

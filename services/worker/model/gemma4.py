@@ -22,12 +22,10 @@ from loraplex_services.worker.layers.gemma4 import (
     SideExperts,
 )
 from loraplex_services.worker.layers.mlp import ACTIVATIONS
-from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder, gated_mlp
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.gemma2 import DEFAULTS
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import (
     FULL,
     SLIDING,
@@ -199,16 +197,15 @@ def _read_moe(reader: ModelConfigReader) -> MoeConfig:
     )
 
 
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+def assemble(builder: Builder) -> Decoder:
     """The model with its weights.
 
     Raises:
         Unsupported: on a GPU.
     """
-    if operators.name == "triton":
+    if builder.operators.name == "triton":
         why = "has layers of two shapes, which this build computes on CPUs only; use --device cpu"
         raise Unsupported.field("device", "cuda", why)
-    builder = Builder(config, weights, operators)
     return builder.build(make_layer=_layer, layer_inputs=_inputs(builder))
 
 

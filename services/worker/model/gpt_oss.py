@@ -18,11 +18,9 @@ from loraplex_services.worker.layers.moe import (
     LoopedExperts,
     SparseMlp,
 )
-from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.mxfp4 import take_mxfp4
 from loraplex_services.worker.model.plain import (
     FULL,
@@ -48,7 +46,7 @@ ROPE: dict[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Where a config says nothing."""
+"""Used if the config lacks the field."""
 REPEATED = ("initial_context_length", "experts_per_token")
 """What published files say a second time, under another name."""
 
@@ -90,9 +88,9 @@ def _check_quantisation(reader: ModelConfigReader) -> None:
         raise reader.refuse("quantization_config", found, "is not served; only mxfp4 is")
 
 
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+def assemble(builder: Builder) -> Decoder:
     """The model with its weights."""
-    return Builder(config, weights, operators).build(_mlp)
+    return builder.build(_mlp)
 
 
 def _mlp(builder: Builder, layer: int) -> SparseMlp:

@@ -1,9 +1,9 @@
-"""Bases without a family here, run by the class that the transformers library has for them.
+"""Serves bases without a family here with the class of the transformers library.
 
-The library's forward pass stays as it is. Its linears and its embedding are replaced by sites that
-adapters can change, and its attention goes to our paged cache through the library's registry of
-attention functions. How each layer calls attention is learnt from one pass over two tokens. What
-cannot be served in this way is refused, naming the reason.
+The library's forward pass is not changed. Its linears and its embedding are replaced by sites that
+adapters can change, and its attention uses the paged cache through the library's registry of
+attention functions. One pass over two tokens shows how each layer calls attention. A base that
+cannot be served in this way is refused with the reason.
 """
 
 from __future__ import annotations

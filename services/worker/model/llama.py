@@ -1,14 +1,12 @@
-"""Llama 2, 3 and 3.x: grouped queries, rotary scaling, optional biases, tied or own head."""
+"""Llama 2, 3 and 3.x: grouped-query attention, rotary scaling, optional biases, tied or separate
+head.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.model.build import Builder
 from loraplex_services.worker.model.config_reader import ModelConfigReader
-from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import read_plain
 from loraplex_services.worker.types.model_config import ModelConfig
 
@@ -22,8 +20,3 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
         o_bias=has_bias,
         mlp_bias=reader.flag("mlp_bias", False),
     )
-
-
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
-    """The model with its weights."""
-    return Builder(config, weights, operators).build()

@@ -1,4 +1,4 @@
-"""Weights by name: from safetensors files, memory-mapped, or made up.
+"""Loads weights by name: from memory-mapped safetensors files, or random ones.
 
 A model takes what it needs by name and shape and then calls `finish`; what is missing, of another
 shape or left over is refused by name.

@@ -1,14 +1,10 @@
-"""Ministral 3: Mistral without a window, with yarn, and queries that grow with the position."""
+"""Ministral 3: Mistral without a window, with YaRN, and queries that are scaled by position."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.model.build import Builder
 from loraplex_services.worker.model.config_reader import ModelConfigReader
-from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
 from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.types.model_config import ModelConfig, QueryScale
@@ -46,8 +42,3 @@ def _query_scale(reader: ModelConfigReader, params: dict[str, object]) -> QueryS
     if not isinstance(context_len, int) or context_len < 1:
         raise reader.refuse(f"rope_parameters.{CONTEXT_LEN}", context_len, "must be an integer")
     return QueryScale(float(beta), context_len)
-
-
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
-    """The model with its weights."""
-    return Builder(config, weights, operators).build()

@@ -1,14 +1,10 @@
-"""Mistral: Llama with one sliding window for every layer, or none."""
+"""Mistral: Llama with one sliding window for every layer, or with none."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.model.build import Builder
 from loraplex_services.worker.model.config_reader import ModelConfigReader
-from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
 from loraplex_services.worker.types.model_config import ModelConfig
 
@@ -24,8 +20,3 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     if not reader.is_null("sliding_window"):
         window = reader.integer("sliding_window", WINDOW_WHEN_ABSENT)
     return replace(config, windows=(window,) * config.num_layers)
-
-
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
-    """The model with its weights."""
-    return Builder(config, weights, operators).build()

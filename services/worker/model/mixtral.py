@@ -1,14 +1,12 @@
-"""Mixtral: Mistral with eight experts a layer, two of them active."""
+"""Mixtral: Mistral with eight experts per layer, of which two are active."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
 from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
 from loraplex_services.worker.types.model_config import ModelConfig, MoeConfig
@@ -30,7 +28,6 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     return replace(config, moe=moe, windows=(window,) * config.num_layers)
 
 
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+def assemble(builder: Builder) -> Decoder:
     """The model with its weights."""
-    builder = Builder(config, weights, operators)
     return builder.build(lambda builder, layer: sparse_mlp(builder, layer, NAMES))

@@ -1,4 +1,4 @@
-"""Four-bit weights of the microscaling format MXFP4, widened when a base is loaded.
+"""Dequantises four-bit weights of the microscaling format MXFP4 when a base is loaded.
 
 Numbers of one sign, two exponent and one mantissa bit lie in pairs, the first in the lower half of
 a byte. Each 32 of them share a power of two, stored as exponent + 127. Half precision holds every

@@ -1,4 +1,4 @@
-"""Quantise a full-precision base when it is loaded: `--quantization`.
+"""Quantises a full-precision base when it is loaded: `--quantization`.
 
 Linears become int8 with a scale for each row, or int4 with a scale for each group of inputs. The
 head becomes int8 in both: it is as sensitive as it is large. Embeddings, norms, biases and the
@@ -105,7 +105,7 @@ def int4(weight: Tensor) -> CodedWeight:
 
 
 def _some(scales: Tensor) -> Tensor:
-    """Ones in the place of zeros: their codes are all zero."""
+    """Replaces zeros by ones; the codes of such rows are all zero."""
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.model.build import Builder, LayerNames
+from loraplex_services.worker.model.build import LayerNames
 from loraplex_services.worker.model.config_reader import ModelConfigReader
-from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
 from loraplex_services.worker.types.model_config import ModelConfig
 
@@ -24,8 +21,3 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     reader.get("original_max_position_embeddings")  # written without scaling, too
     window = reader.get("sliding_window")
     return replace(config, windows=(window,) * config.num_layers)
-
-
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
-    """The model with its weights."""
-    return Builder(config, weights, operators, NAMES).build()

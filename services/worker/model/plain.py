@@ -1,4 +1,4 @@
-"""The fields that all families spell alike; each family starts here and changes what differs."""
+"""Reads the config fields that all families share; each family changes what differs."""
 
 from __future__ import annotations
 

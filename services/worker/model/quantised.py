@@ -1,4 +1,4 @@
-"""The weights of a quantised base: codes where a kernel reads them, dequantised elsewhere."""
+"""The weights of a quantised base: kept quantised if a kernel reads them, otherwise dequantised."""
 
 from __future__ import annotations
 

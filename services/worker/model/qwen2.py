@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.model.build import Builder
 from loraplex_services.worker.model.config_reader import ModelConfigReader
-from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import (
     FULL,
     SLIDING,
@@ -37,8 +33,3 @@ def read_windows(reader: ModelConfigReader, num_layers: int) -> tuple[int | None
     if not is_sliding and SLIDING in types:
         raise reader.refuse("layer_types", SLIDING, "contradicts use_sliding_window: false")
     return windows_of(types, window)
-
-
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
-    """The model with its weights."""
-    return Builder(config, weights, operators).build()

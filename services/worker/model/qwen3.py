@@ -1,14 +1,10 @@
-"""Qwen 3: normalised query and key heads, head size of its own, no biases by default."""
+"""Qwen 3: normalised query and key heads, a separate head size, no biases by default."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.model.build import Builder
 from loraplex_services.worker.model.config_reader import ModelConfigReader
-from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import Defaults, read_plain
 from loraplex_services.worker.model.qwen2 import read_windows
 from loraplex_services.worker.types.model_config import ModelConfig
@@ -28,8 +24,3 @@ def read_config(
         o_bias=has_bias,
         windows=read_windows(reader, config.num_layers),
     )
-
-
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
-    """The model with its weights."""
-    return Builder(config, weights, operators).build()

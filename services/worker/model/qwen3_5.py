@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.gated_delta_net import GatedDeltaNet, Split
-from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder, Modules, dense_mlp
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder, Mixer, Mlp
@@ -120,9 +119,9 @@ def _read_recurrence(reader: ModelConfigReader, num_layers: int) -> RecurrenceCo
     )
 
 
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+def assemble(builder: Builder) -> Decoder:
     """The model with its weights."""
-    return Builder(config, weights, operators).build(_mlp, _mixer)
+    return builder.build(_mlp, _mixer)
 
 
 def _mlp(builder: Builder, layer: int) -> Mlp:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model import qwen2, qwen3
 from loraplex_services.worker.model.build import Builder, dense_mlp
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder, Mlp
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
 from loraplex_services.worker.types.model_config import ModelConfig, MoeConfig
 
@@ -49,13 +47,14 @@ def read_moe(
     )
 
 
-def build(config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
+def assemble(builder: Builder) -> Decoder:
     """The model with its weights."""
+    return builder.build(_mlp)
 
-    def make_mlp(builder: Builder, layer: int) -> Mlp:
-        assert config.moe is not None
-        if layer in config.moe.dense_layers:
-            return dense_mlp(builder, layer)
-        return sparse_mlp(builder, layer, NAMES)
 
-    return Builder(config, weights, operators).build(make_mlp)
+def _mlp(builder: Builder, layer: int) -> Mlp:
+    moe = builder.config.moe
+    assert moe is not None, "read_config sets it"
+    if layer in moe.dense_layers:
+        return dense_mlp(builder, layer)
+    return sparse_mlp(builder, layer, NAMES)

@@ -115,7 +115,7 @@ class ExpertStack:
         self._weights, self._is_read = self._builder.weights.take(name, shape), True
 
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
-        """The next expert's site, whose weight is a view of the stack or in codes."""
+        """The next expert's site, whose weight is a view of the stack, or quantised."""
         if not self._is_read and self._num_filled == 0:
             self.is_coded = self._builder.keeps_codes(modules, num_inputs)
         if self.is_coded:

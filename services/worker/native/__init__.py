@@ -1,1 +1,1 @@
-"""CPU kernels in C++: built by whatever compiler is there, called through ctypes."""
+"""CPU kernels in C++: compiled with any available compiler, called through ctypes."""

@@ -1,7 +1,7 @@
 """The compiled kernels as Python functions over tensors.
 
-Every call releases the GIL and returns when the work is done. Shapes and dtypes are asserted here:
-C++ trusts what it is given.
+Every call releases the GIL and returns when the work is done. Shapes and dtypes are asserted here;
+the C++ code does not check them.
 """
 
 from __future__ import annotations

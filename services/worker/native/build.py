@@ -1,4 +1,4 @@
-"""Compile the kernels: `python -m loraplex_services.worker.native.build`; `--all` for an image.
+"""Compiles the kernels: `python -m loraplex_services.worker.native.build`; `--all` for an image.
 
 One shared library for each instruction set, in the virtual environment (or the user's cache), named
 by a hash of the sources. The sources include no torch headers, so a build takes seconds.

@@ -1,6 +1,6 @@
-"""Small sums against torch when a library is loaded: one that computes wrong is not used.
+"""Compares a library with torch when it is loaded; one with wrong results is not used.
 
-Compilers and processors are many, and a wrong answer is worse than a slow one.
+This guards against errors of compilers and processors that we have not tested.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A weight in codes, as the compiled kernels take it."""
+"""A quantised weight in the form that the compiled kernels read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instruction sets: what this machine has, and which one the kernels use."""
+"""Instruction sets: which ones this machine has, and which one the kernels use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton launches need to know of the place they run in."""
+"""Properties of the device and of Triton that kernel launches depend on."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A step plan becomes tensors, runs through the model and comes back as sampled tokens."""
+"""Turns step plans into tensors, runs the model and returns sampled tokens."""

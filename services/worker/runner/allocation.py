@@ -1,4 +1,4 @@
-"""The arena's memory, and what adapters are kept as in it."""
+"""Allocates the arena's memory, and decides in which dtype adapters are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a base is computed with: Triton, C++ or torch, and by how many threads."""
+"""Chooses the operators of a base (Triton, C++ or torch) and their threads."""
 
 from __future__ import annotations
 

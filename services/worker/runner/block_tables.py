@@ -1,4 +1,4 @@
-"""The block tables of running requests, kept on the device from step to step.
+"""The block tables of running requests, which are kept on the device between steps.
 
 A request keeps one row for as long as it runs, whatever its place in the batch is, and a step
 copies only the entries that are new or have changed. What a step costs here does not depend on the
@@ -104,7 +104,7 @@ class BlockTables:
         return places
 
     def _enter(self, request: Request, rows: Sequence[PlannedRow]) -> TableRow:
-        """A row for a request that has none, or whose tables have begun again."""
+        """A row for a request that has none, or whose tables were started again."""
         held = self._held.get(request)
         if held is None:
             if not self._free:

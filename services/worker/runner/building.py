@@ -62,12 +62,12 @@ from loraplex_services.worker.runner.parallel.group import (
 )
 from loraplex_services.worker.runner.parallel.messages import RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.runner.settings import RunnerSettings
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
+from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.sharding import Shard
 
 if TYPE_CHECKING:  # Triton is not everywhere
@@ -141,12 +141,12 @@ def _build(
     _check_context(config, settings.max_model_len)
     share_threads(model.weight_bytes, operators, torch_device)
     size = ArenaSize(settings.arena_bytes, settings.arena_share, settings.gpu_memory_utilization)
-    largest = settings.max_num_tokens, settings.max_num_rows
+    largest = settings.max_num_batched_tokens, settings.max_num_seqs
     kv = allocate(size, model, operators, torch_dtype, torch_device, largest)
     arena, sites = kv.arena, model.site_weights
     geometry = base_geometry(model_dir, config, sites.table)
     base_key = weights_key(model_dir, geometry, settings.quantization)
-    stored = stored_dtype(settings.adapter_dtype, operators, kv)
+    stored = stored_dtype(settings.lora_dtype, operators, kv)
     layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
     host = _pinned_cache(arena)
     adapters = AdapterWeights(arena, settings.max_resident, model.ropes, layout.ropes, host)
@@ -298,6 +298,16 @@ def _weights(
     return Checkpoint(folder, dtype, device, progress)
 
 
+def _quantization(settings: RunnerSettings) -> str:
+    """What is stored in fewer bits than published: linears, KV cache; "" = nothing."""
+    parts = []
+    if settings.quantization != NONE:
+        parts.append(settings.quantization)
+    if settings.kv_cache_dtype != AUTO:
+        parts.append(f"kv-{settings.kv_cache_dtype}")
+    return "-".join(parts)
+
+
 def _model_info(
     config: ModelConfig,
     layout: AdapterLayout,
@@ -311,10 +321,8 @@ def _model_info(
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
     if attention := operators.attention_maker.name:
         arithmetic += f"-{attention}"
-    if settings.kv_cache_dtype != AUTO:
-        arithmetic += f"-kv-{settings.kv_cache_dtype}"
-    if settings.quantization != NONE:
-        arithmetic += f"-{settings.quantization}"
+    if scheme := _quantization(settings):
+        arithmetic += f"-{scheme}"
     if num_ranks > 1:  # sums have another order
         arithmetic += f"-tp{num_ranks}" + "-full" * layout.fully_sharded
     return ModelInfo(
@@ -325,7 +333,7 @@ def _model_info(
         dtype=dtype_name(dtype),
         device=device.type,
         kernels=operators.name.removeprefix("native-"),
-        quantization="" if settings.quantization == NONE else settings.quantization,
+        quantization=scheme,
         numerics_fingerprint=fingerprint(geometry.fingerprint, device, dtype, arithmetic),
         geometry=geometry,
         rope_switch_len=config.rope_switch_len,

@@ -1,4 +1,4 @@
-"""Pure-decode steps as CUDA graphs: one launch on the host instead of hundreds.
+"""Decode steps as CUDA graphs: one launch on the host instead of hundreds.
 
 A graph is captured for each batch size of a short list: for the base alone, for adapters on
 attention, and for adapters anywhere. It reads its inputs at fixed addresses: `DecodeInputs` holds

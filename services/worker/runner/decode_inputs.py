@@ -1,4 +1,4 @@
-"""What a pure-decode step reads, at fixed addresses, for graphs to be captured over."""
+"""The inputs of a decode step at fixed addresses, over which graphs are captured."""
 
 from __future__ import annotations
 

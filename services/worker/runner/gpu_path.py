@@ -1,4 +1,4 @@
-"""What a runner on a GPU has besides the model: device tables, workspace and captured graphs."""
+"""The parts of a runner that only GPUs need: device tables, workspace and captured graphs."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class InputBuffer:
         self._apply(self._upload(staging), len(changes.places), step.follows.shape[1])
 
     def take_outputs(self, outputs: Tensor) -> None:
-        """Put in the tokens that the step before chose and that only the device knows.
+        """Insert the tokens that the previous step chose and that only the device knows.
 
         Args:
             outputs: int64, of the step before.

@@ -1,4 +1,4 @@
-"""How large the arena becomes: measured once the weights are loaded, never guessed from files."""
+"""Chooses the size of the arena, from memory that is measured after the weights are loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class ArenaSize:
-    """What was asked for; all zero = the default of the device."""
+    """The requested sizes; all zero = the default of the device."""
 
     num_bytes: int = 0
     share: float = 0.0

@@ -1,4 +1,4 @@
-"""Steps that compute prompts as CUDA graphs: segments between which attention runs eagerly.
+"""Steps with prompts as CUDA graphs, with attention running eagerly between them.
 
 A mixed step has as many shapes as there are mixes of prompts and single tokens, but only attention
 looks at where one sequence ends and the next begins. Everything else sees token rows. So a forward

@@ -1,4 +1,5 @@
-"""Which device and dtype a worker computes in, and the name of the arithmetic that follows."""
+"""Chooses a worker's device, dtype and number of threads, and computes the fingerprint of its
+arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vectors of prompts that a step computes, whole or in part."""
+"""The pooled vectors of prompts that a step computes, completely or in part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Scores = Callable[[Tensor, LoraBatch], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """One vector after another, maybe under way to the host."""
+    """The concatenated vectors, possibly still being copied to the host."""
 
     values: Tensor
     """float32, flat."""

@@ -1,4 +1,4 @@
-"""What the largest step needs in addition to the weights and the arena, measured by running it."""
+"""Measures, by running it, how much memory the largest step needs besides weights and arena."""
 
 from __future__ import annotations
 

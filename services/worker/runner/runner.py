@@ -1,6 +1,7 @@
-"""The runner: one base on one device. Makes the batch, calls the model, samples.
+"""The runner of one base on one device: builds the batch, runs the model, samples.
 
-It decides nothing: plans come from the scheduler, blocks and slots from their owners.
+Plans come from the scheduler, and blocks and slots from the caches; the runner makes no such
+decisions.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class TorchRunner:
         return self._followers.copy(path, blocks, step_s, copied)
 
     def await_copies(self, timeout_s: float) -> None:
-        """Wait until no copy is under way, for at most `timeout_s`."""
+        """Wait until no copy is in progress, for at most `timeout_s`."""
         (self._followers or self._adapters).await_copies(timeout_s)
 
     def enter_adapter(self, slot: int, copied: Copied) -> None:
@@ -164,7 +165,7 @@ class TorchRunner:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be launched while the one before it is under way."""
+        """Whether a step may be launched while the previous one runs."""
         return self._order.overlaps
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
-"""What a step computes, as arrays on the host: made in one pass over the plan's rows.
+"""The inputs of a step as arrays on the host, made in one pass over the plan's rows.
 
-Everything that looks at the plan's rows one by one, before the step is launched, is here, so that
-a batch of 256 rows is walked once.
+All code that iterates over the plan's rows before the step is launched is here, so that a batch of
+256 rows is iterated once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepInputs:
     runs: tuple[RowRun, ...]
     """The adapters of the token rows."""
     token_ids: Int64s
-    """`[T]`; 0 stands for a token that only the device knows."""
+    """`[T]`; 0 for a token that only the device knows."""
     starts: Int64s
     """`[n]`: the first position of each planned row."""
     num_tokens: Int64s

@@ -45,7 +45,7 @@ class Heads(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What a step leaves; it may be under way on the device."""
+    """The results of a step, which may still run on the device."""
 
     plan: StepPlan
     choices: Choices
@@ -147,7 +147,7 @@ def select_rows(hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> tuple[Te
 
 
 def take_outputs(input_ids: Tensor, step: StepInputs, outputs: Tensor) -> None:
-    """Put in the tokens that the step before chose and that only the device knows.
+    """Insert the tokens that the previous step chose and that only the device knows.
 
     Args:
         input_ids: int64 `[T]`. Mutated.

@@ -1,7 +1,7 @@
-"""Runs steps in launch order, on a thread or stream of their own if they overlap.
+"""Runs steps in launch order, on a separate thread or stream if they overlap.
 
-On a GPU the stream is the order, and what launches only enqueues. On a CPU it is one thread: torch
-and the kernels let go of the GIL while they compute.
+On a GPU, the stream determines the order, and a launch only enqueues work. On a CPU, one thread
+runs the steps; torch and the kernels release the GIL while they compute.
 """
 
 from __future__ import annotations
@@ -58,5 +58,5 @@ class StepOrder:
         return StepUnderWay(None, lambda: self._executor.submit(lambda: choose(passed.result())))
 
     def between(self, change: Callable[[], T]) -> T:
-        """Do something after all steps launched and before any that comes. Waits for it."""
+        """Run a function after all launched steps and before any later step. Waits for it."""
         return self._executor.submit(change).result()

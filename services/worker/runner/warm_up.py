@@ -1,5 +1,6 @@
 """Eager passes before the first request, so that no kernel is compiled and no library allocates
-while a request waits. They read one block of the arena, whatever is in it, and write none."""
+while a request waits. They read one block of the arena, whatever it contains, and write none.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Seeded draws from rows of scores, and the seam for kernels that do them: torch here, C++ in
-`native/src/draw.cpp` and `truncate.cpp`, Triton in `ops/sampling`."""
+"""Seeded sampling from rows of scores: torch here, C++ in `native/src/draw.cpp` and `truncate.cpp`,
+Triton in `ops/sampling`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from loraplex_services.worker.sampling.masks import MINUS_INF, truncate
 from loraplex_services.worker.sampling.philox import GUMBEL_MAX, GUMBEL_MIN, gumbel
 
 NOISE_TOKENS = 1 << 16
-"""Tokens whose noise is made at once: what it is made of stays in the processor's caches."""
+"""Number of tokens whose noise is computed together, so that intermediates stay in the processor's
+caches."""
 
 
 class DrawOperators(NamedTuple):

@@ -1,4 +1,4 @@
-"""What changes or removes logits before a token is chosen, for all rows of a step at once.
+"""Changes or masks logits before a token is chosen, for all rows of a step together.
 
 Everything here is a function of the request alone: penalties look at the output tokens, never at
 the prompt, so a request that was preempted or moved continues as if nothing had happened.

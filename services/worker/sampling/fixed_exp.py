@@ -1,4 +1,4 @@
-"""Probability masses in fixed point, so that sums of them do not depend on their order.
+"""Probability masses in fixed point, so that their sums do not depend on the order.
 
 A token's mass is e**-depth in units of 2**-34, where depth is how far its score lies below the
 row's best score. Sums of integers are the same in any order and on any device, so every backend

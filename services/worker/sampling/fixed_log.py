@@ -1,4 +1,4 @@
-"""Natural logarithm in fixed point, by integers only.
+"""Natural logarithm in fixed point, with integers only.
 
 Floating-point `log` differs in its last bits between libraries and devices; sums, products and
 shifts of integers do not. Tables and constants come from `decimal`, never from a libm.
@@ -55,7 +55,7 @@ LOGS = tuple(
 
 
 def ln_fixed(value: int) -> int:
-    """ln(value) in units of 2**-38, for 1 <= value < 2**44. The scalar truth."""
+    """ln(value) in units of 2**-38, for 1 <= value < 2**44. The scalar reference."""
     assert 1 <= value < 1 << (MANTISSA_BITS + 1), value
     exponent = value.bit_length() - 1
     mantissa = value << (MANTISSA_BITS - exponent)

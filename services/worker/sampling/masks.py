@@ -1,4 +1,4 @@
-"""Removing unlikely tokens before one is drawn: top_k, top_p and min_p."""
+"""Masks unlikely tokens before one is drawn: top_k, top_p and min_p."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One token that the sampler has to choose."""
+"""A request to the sampler for one token."""
 
 from __future__ import annotations
 

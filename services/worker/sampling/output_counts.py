@@ -1,4 +1,4 @@
-"""How often each token is in a request's output, kept from step to step.
+"""Counts of each token in a request's output, kept between steps.
 
 Counting again would cost a step time that grows with the length of all outputs.
 """

@@ -1,4 +1,4 @@
-"""Gumbel noise that depends on (seed, sample, output position, token id) and on nothing else.
+"""Gumbel noise that depends only on (seed, sample, output position, token id).
 
 Recipe, integers until the last step so that every backend draws the same bits:
 
@@ -9,8 +9,8 @@ Recipe, integers until the last step so that every backend draws the same bits:
 4. g = 38 ln 2 - ln e = -ln(-ln u), in units of 2**-38.
 5. The noise is float32(g >> 14) * 2**-24: one rounding to nearest even, one exact product.
 
-It lies in [-3.14, 22.9]. `gumbel` computes it in torch; `ops/sampling/reference.py` is the truth in
-plain Python.
+It lies in [-3.14, 22.9]. `gumbel` computes it in torch; `ops/sampling/reference.py` is the
+reference in plain Python.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """

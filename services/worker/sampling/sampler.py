@@ -1,12 +1,12 @@
-"""Turns logits into tokens.
+"""Chooses tokens from logits.
 
     token = argmax over allowed ids of logits / T + noise(seed, sample index, position, id)
 
 which draws from softmax(logits / T) exactly (the Gumbel trick). Temperature 0 is the plain argmax.
-Ties go to the lowest id. The noise of a token depends on nothing but its request (see `philox`), so
-neighbours in the batch, preemption and migration change nothing.
+Ties go to the lowest id. The noise of a token depends only on its request (see `philox`), so the
+other requests of a batch, preemption and migration do not change tokens.
 
-TokenLogprob are the model's own: log-softmax of the raw logits, before bias, penalties, masks and
+Logprobs are the model's own: log-softmax of the raw logits, before bias, penalties, masks and
 temperature.
 """
 
@@ -48,7 +48,7 @@ host: asking a device for them would wait for the step."""
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Tokens chosen by a step, which may still be under way on the device."""
+    """Tokens chosen by a step, which may still run on the device."""
 
     token_ids: Tensor
     """int64 `[N]`, on the device."""

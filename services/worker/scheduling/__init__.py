@@ -1,1 +1,1 @@
-"""What the next step computes: admission, order, preemption. No torch."""
+"""Plans the next step: admission, order, preemption. No torch."""

@@ -1,4 +1,4 @@
-"""Allocates and frees the blocks of running requests; preempts some where there are too few."""
+"""Allocates and frees the blocks of running requests, and preempts some if blocks run out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class BlockAllocator:
         self._has_windows = any(window is not None for window in layout.windows)
 
     def wanted(self, shares: dict[str, int]) -> dict[Member, int]:
-        """Positions that must have a place, of each request that may need more blocks.
+        """The number of positions that must be allocated for each request that may need more
+        blocks.
 
         Args:
             shares: tokens of each request that does not decode.
@@ -50,8 +51,8 @@ class BlockAllocator:
         return wanted
 
     def grow_all(self, wanted: dict[Member, int], now: float) -> bool:
-        """Find blocks for all of `wanted`, those that came first first. False, changing nothing
-        but what lies behind windows, when there are not enough."""
+        """Allocate blocks for all of `wanted`, in order of arrival. Returns False if there are not
+        enough; then only blocks behind windows have been freed."""
         if self._has_windows:
             self._release_passed(now)
         needs = (self._layout.missing_blocks(m.request, n) for m, n in wanted.items())
@@ -126,7 +127,7 @@ class BlockAllocator:
         ]
 
     def _release_passed(self, now: float) -> None:
-        """Give back what lies behind the windows."""
+        """Free the blocks behind attention windows."""
         for request in self._running:
             if passed := release_behind_windows(self._layout, request):
                 self._prefixes.give_back(request, passed, now, passed=True)

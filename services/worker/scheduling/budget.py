@@ -1,11 +1,11 @@
-"""How many tokens a step computes, and whose.
+"""The token budget of a step, and how requests share it.
 
-Requests that decode come first, a token each. Prompts have the rest of the budget. While requests
-decode, prompts get less, so that these requests do not wait long for their next token: a prompt of
-thousands of tokens would hold up every stream of the worker for as long as it takes.
+Requests that decode come first, with one token each. Prompts share the rest of the budget. While
+requests decode, prompts get less, because a prompt of thousands of tokens would delay every stream
+of the worker for the duration of its step.
 
-Source: Agrawal et al., Sarathi-Serve (stall-free batching); the size of a part comes from the
-steps that were measured here instead of a profile.
+Source: Agrawal et al., Sarathi-Serve (stall-free batching); the size of a chunk comes from steps
+that were measured here instead of from a profile.
 """
 
 from __future__ import annotations

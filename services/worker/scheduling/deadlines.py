@@ -1,4 +1,4 @@
-"""Which requests are given up: past their deadline, or without a chance of a first token in time.
+"""Gives up requests that are past their deadline or cannot have a first token in time.
 
 A request's first token is due at the request's deadline, or at the moment that the request names
 for it if that is sooner. See `early_abort` for the rule.

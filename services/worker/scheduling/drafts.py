@@ -60,7 +60,8 @@ class Drafts:
         self._histories: WeakKeyDictionary[Request, KnownTokens] = WeakKeyDictionary()
         self._kept: OrderedDict[tuple[str, str, AdapterSet], KeptOutputs] = OrderedDict()
         """By tenant, cache salt and adapters, least recently used first. Callers choose the salt,
-        so it alone would let one tenant learn from the speed of drafts what another was told."""
+        so without the tenant in the key, one tenant could learn from the speed of drafts what
+        another generated."""
         self._num_drafted = 0
         self._num_accepted = 0
 

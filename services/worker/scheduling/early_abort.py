@@ -1,4 +1,4 @@
-"""Gives up requests that cannot meet their deadline, so that the tokens of steps go to others.
+"""Gives up requests that cannot meet their deadline, so that steps serve others.
 
 A waiting request expires when it could not have its first token before its deadline even if
 it started now: what remains is less than loading and prefill take, as measured here recently. Work

@@ -1,4 +1,4 @@
-"""Bounds on steps."""
+"""Limits on steps."""
 
 from __future__ import annotations
 

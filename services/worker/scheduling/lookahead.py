@@ -1,9 +1,10 @@
-"""Loads the adapters of requests that start next, while these wait for a slot or for memory.
+"""Loads the adapters of the next requests while these wait for a slot or for memory.
 
-The copies run beside the steps of the batch. So a request that starts when another ends finds its
-adapter on the device, and its slot is not idle for the time of a copy. Few requests are looked at,
-because whatever ends makes room for few: more would take blocks that are wanted again before they
-start, and load adapters twice (`benchmarks/scheduling/prefetch.py`).
+The copies run concurrently with the steps of the batch. A request that starts when another one ends
+then finds its adapter on the device, and its slot is not idle during a copy. Only a few requests
+are considered, because a request that ends frees memory for few. Loading for more of them would
+take blocks that are needed before they start, and load adapters twice
+(`benchmarks/scheduling/prefetch.py`).
 
 Source: S-LoRA section 5.2 (prefetching by the waiting queue), with a bound on memory.
 """
@@ -24,8 +25,8 @@ from loraplex_services.worker.types.request import Request
 NUM_REQUESTS = 4
 """Waiting requests whose adapters are loaded ahead."""
 HORIZON_STEPS = 16
-"""The blocks that running requests may want in so many steps are left to them. A block that is
-being filled cannot be taken back, so a copy should not take longer."""
+"""Number of steps for which running requests keep the blocks that they may need. A block that is
+being filled cannot be reclaimed, so a copy should not take longer than this."""
 
 
 class Lookahead:

@@ -1,4 +1,4 @@
-"""The order in which waiting requests are tried. Policies are pure; the scheduler is given one."""
+"""Policies: the order in which waiting requests are tried. Pure functions."""
 
 from __future__ import annotations
 

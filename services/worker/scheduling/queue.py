@@ -1,13 +1,12 @@
-"""The waiting requests. The cost of a step depends on what has changed, not on how many wait.
+"""The waiting queue. The cost of a step depends on what has changed, not on the number of requests.
 
-Requests of one tenant and priority for one adapter set form a flow: whatever makes the first of
-them wait, an adapter that is not here above all, makes all of them wait. So a step looks at the
-first request of a flow, and further only into those that it takes from.
+Requests of one tenant and priority for one adapter set form a flow. What makes the first of them
+wait, such as a missing adapter, makes all of them wait. A step therefore looks only at the first
+request of a flow, and at further ones only after it has started the first.
 
-Flows stand in a heap of their group, as the policy groups them, and groups in a heap of their own:
-one for those whose adapters are on the device, and one for those that wait for a copy, so that
-these can be left out once no more copies may begin. A flow whose adapters are not even on disk
-stands nowhere.
+The policy assigns flows to groups. Each group has a heap of its flows, and the groups are in two
+heaps: one for flows whose adapters are on the device and one for flows that wait for a copy, which
+can be skipped when no more copies may begin. A flow whose adapters are not on disk is in no heap.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class WaitingQueue:
         self._ready: Groups = RisingHeap(num_rising)
         self._absent: Groups = RisingHeap(num_rising)
         self._passed: list[Flow] = []
-        """Flows of which the latest walk has passed a request."""
+        """Flows of which the latest pass has skipped a request."""
         self._num_pushed = 0
         self.num_tokens = 0
         """Known tokens of all requests; none of them is computed."""
@@ -99,7 +98,7 @@ class WaitingQueue:
         return [entry[-1] for flow in awaited.flows for entry in flow.entries] if awaited else []
 
     def push(self, request: Request) -> None:
-        """Queue a request; its place follows from its priority and arrival."""
+        """Queue a request; its position follows from its priority and arrival."""
         assert request.request_id not in self._entries, request.request_id
         self._num_pushed += 1
         entry = (request.arrival_s, self._num_pushed, request)

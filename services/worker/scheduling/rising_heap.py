@@ -1,4 +1,4 @@
-"""A heap of items whose keys rise while they lie in it, and of which only the first are wanted."""
+"""A heap whose keys may only rise, and of which only the first items are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose rotary embedding is another for long sequences, from token 0 on.
+"""Requests that need another rotary embedding, from token 0 on, because their sequence is long.
 
 Such a request is long when it has more expected tokens than `switch_len`. Nothing that was computed
 before it grew long can be used after: it starts again, as if it had been preempted.

@@ -1,8 +1,8 @@
-"""The running batch, so kept that a step in which everything continues costs little.
+"""The running batch, organised so that a step without changes costs little.
 
-Requests that decode are kept in batch order; those with more than one token to compute (prompts,
-and what a preempted request computes again) apart from them, in order of arrival. Those whose last
-token a step in flight chooses have nothing left to compute.
+Requests that decode are kept in batch order. Those with more than one token to compute (prompts,
+and preempted requests) are kept separately, in order of arrival. Requests whose last token is
+chosen by a step in flight have nothing left to compute.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Decides what the next step computes: any mix of prompt chunks, decoded tokens and adapters.
+"""Plans the next step: any mix of prompt chunks, decoded tokens and adapters.
 
-Owns the waiting queue and the running batch; uses no torch, clock or I/O. Blocks are taken from
-free ones, then from idle adapters and prefixes, and last from the latest request, which is
-recomputed later.
+The scheduler owns the waiting queue and the running batch, and uses no torch, clock or I/O. Blocks
+are taken from the free list, then from idle adapters and prefixes, and last from the newest
+request, which is preempted and recomputed later.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.scheduling.admission import AdmissionTest
 from loraplex_services.worker.scheduling.block_allocator import BlockAllocator
 from loraplex_services.worker.scheduling.budget import TokenBudget
 from loraplex_services.worker.scheduling.deadlines import Deadlines
@@ -30,7 +31,6 @@ from loraplex_services.worker.scheduling.policies import (
     ServiceCounters,
 )
 from loraplex_services.worker.scheduling.queue import WaitingQueue
-from loraplex_services.worker.scheduling.room import Room
 from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
 from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
 from loraplex_services.worker.scheduling.state_planner import StatePlanner
@@ -73,7 +73,7 @@ class Scheduler:
         self._counters = counters
         self._waiting = WaitingQueue(cache.residency_of, policy)
         self._running = RunningBatch()
-        self._room = Room(limits, layout, arena, cache, self._running, counters)
+        self._admission = AdmissionTest(limits, layout, arena, cache, self._running, counters)
         self._allocator = BlockAllocator(layout, arena, prefixes, reclaimer, self._running)
         self._reclaimer = reclaimer
         self._lookahead = Lookahead(layout, arena, cache, reclaimer, self._running)
@@ -130,7 +130,7 @@ class Scheduler:
         self._num_changes += 1
         measure(request, self._limits.rope_switch_len)
         self._waiting.push(request)
-        if (error := self._room.too_large(request)) is not None:
+        if (error := self._admission.too_large(request)) is not None:
             self._lost.append((request, error))
         self._deadlines.watch(request)
 
@@ -305,7 +305,7 @@ class Scheduler:
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
         walk = self._waiting.walk(view, self._cache.take_moved())
         while (request := next(walk, None)) is not None:
-            if not self._room.has_slot(request, now):
+            if not self._admission.has_slot(request, now):
                 self._lookahead.load(request, walk, ahead, now)
                 break
             digests = request.adapters.digests
@@ -317,7 +317,7 @@ class Scheduler:
                 may_repeat = True
                 continue
             request.without_cache = self._uncached.accepts(request)
-            if not self._room.has_memory(request):
+            if not self._admission.has_memory(request):
                 self.is_full = True
                 self._lookahead.load(request, walk, ahead, now)
                 break
@@ -330,7 +330,7 @@ class Scheduler:
                 if num_passed_over >= MAX_PASSED_OVER:
                     walk.skip_flow()
                 continue
-            if is_ready and not self._room.has_too_many_adapters(digests):
+            if is_ready and not self._admission.has_too_many_adapters(digests):
                 row = self._start(request, budget, now)
                 if row is not None:
                     rows.append(row)
@@ -356,7 +356,7 @@ class Scheduler:
 
     def _is_lost(self, request: Request, now: float) -> bool:
         """True if the request must not start; `expired` then returns it."""
-        error = self._room.too_large(request) or self._deadlines.too_late(request, now)
+        error = self._admission.too_large(request) or self._deadlines.too_late(request, now)
         if error is not None:
             self._lost.append((request, error))
         return error is not None

@@ -1,4 +1,4 @@
-"""Where the recurrent states of a step come from and where they go."""
+"""Plans where the recurrent states of a step are read and written."""
 
 from __future__ import annotations
 

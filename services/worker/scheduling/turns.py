@@ -1,10 +1,10 @@
-"""Which requests that decode sit a step out, so that one tenant's do not make the steps of the
-others long.
+"""Decides which decoding requests skip a step, so that one tenant does not make the steps of others
+long.
 
 A step that decodes n tokens takes about `fixed + n * each` seconds, and every stream waits for the
-whole step. While several tenants decode, the one with most requests may therefore make a step half
-as long again as the requests of the others do, and its requests take turns. Where a token more
-costs next to nothing, as in small batches on a GPU, no request sits out.
+whole step. While several tenants decode, the tenant with most requests may therefore lengthen a
+step to at most 1.5 times what the others' requests take, and its requests take turns. Where one
+more token costs almost nothing, as in small batches on a GPU, no request skips a step.
 """
 
 from __future__ import annotations

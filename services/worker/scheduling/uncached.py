@@ -1,11 +1,12 @@
-"""Pooled prompts that are computed without the KV cache: as a whole, in steps of their own.
+"""Pooled prompts that are computed completely in separate steps, without the KV cache.
 
-Nothing is generated from them, so their KV would only be kept for others with the same beginning.
-Where no such beginning is cached, a prompt that fits in one step needs no block of the arena.
+Nothing is generated from them, so their KV would be kept only for other prompts with the same
+beginning. If no such beginning is cached, a prompt that fits in one step needs no block of the
+arena.
 
-Attention has a pass without a cache for a whole batch only, so these prompts do not share a step
-with others. While other requests run, every second step is theirs at most, and it computes no more
-prompt tokens than a step beside streams may.
+Attention has a pass without a cache only for a whole batch, so these prompts do not share a step
+with others. While other requests run, at most every second step is for them, and it computes no
+more prompt tokens than a step with decoding requests.
 """
 
 from __future__ import annotations

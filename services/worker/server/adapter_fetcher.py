@@ -124,7 +124,7 @@ class AdapterFetcher:
             logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
 
     def _tell(self, command: Command) -> None:
-        """Send to the engine unless it has gone; its successor asks for what it needs."""
+        """Send to the engine unless it has ended; the next engine asks for what it needs."""
         if self._client.is_up:
             self._client.send(command)
 

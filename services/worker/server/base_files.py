@@ -1,4 +1,4 @@
-"""The base model's files: where they are, and those of them that gateways speak text with."""
+"""The base model's files: where they are, and which of them gateways need for text."""
 
 from __future__ import annotations
 

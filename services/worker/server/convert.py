@@ -1,4 +1,4 @@
-"""Between wire messages and the worker's own types."""
+"""Converts between wire messages and the worker's types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loraplex_services.worker.types.runner_protocol import ModelInfo
 
 
 def events_to_wire(news: StepNews) -> worker_pb2.StepEvents:
-    """One step's news for one session."""
+    """The events of one step for one session."""
     return worker_pb2.StepEvents(
         step=news.step,
         tokens=[token_to_wire(request_id, output) for request_id, output in news.tokens],
@@ -82,7 +82,7 @@ def model_to_wire(
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
         bos_token_id=bundle.bos_token_id,
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=config.engine.max_lora_rank,
         dtype=info.dtype,
         device=info.device,
         numerics_fingerprint=info.numerics_fingerprint,

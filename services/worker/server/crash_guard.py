@@ -1,9 +1,9 @@
-"""Keeps a request that kills engines from killing more of them.
+"""Prevents a request that crashes engines from crashing more than two.
 
-When an engine dies by itself, every request that was in its batch is a suspect. Gateways send
-them again; a suspect is then let in alone, the next one only after this one's first token. Two
-deaths with the same request in the batch, and it is refused. Requests are known by a hash of
-prompt and adapters, which never leaves this module.
+When an engine crashes, every request in its batch is a suspect. Gateways send them again. A suspect
+is then admitted alone, and the next one only after its first token. A request that was in the batch
+of two crashes is refused. Requests are identified by a hash of prompt and adapters, which never
+leaves this module.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CrashGuard:
         self._held.clear()
 
     def crashed(self, keys: Iterable[CrashKey]) -> None:
-        """An engine died by itself with these requests in its batch."""
+        """An engine crashed with these requests in its batch."""
         for key in set(keys):
             self._deaths[key] = self._deaths.pop(key, 0) + 1
         while len(self._deaths) > MAX_SUSPECTS:

@@ -1,8 +1,8 @@
 """Starts the engine process, exchanges frames with it, and notices when it dies or hangs.
 
-Every start is a new epoch. A dead engine is replaced after a pause that grows with each failure in
-a row. One that refuses its model ends the worker, because starting again would not help, and so do
-MAX_FAILED_STARTS engines that end before the first one is ready.
+Every start is a new epoch. A dead engine is replaced after a pause that grows with each consecutive
+failure. The worker ends if the engine refuses its model, because a restart would not help, or if
+MAX_FAILED_STARTS engines end before one is ready.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EngineListener(Protocol):
         ...
 
     def engine_output(self, output: StepOutput) -> None:
-        """One step's news."""
+        """The output of one step."""
         ...
 
     def engine_entered(self, request_ids: list[str]) -> None:
@@ -64,7 +64,7 @@ class EngineListener(Protocol):
         ...
 
     def engine_down(self, error: LoraplexError) -> None:
-        """The engine is gone, with every request in it."""
+        """The engine has ended, with every request in it."""
         ...
 
     def engine_crashed(self) -> None:
@@ -94,7 +94,7 @@ class EngineClient:
         return self._is_up
 
     def send(self, *commands: Command) -> None:
-        """Queue commands; those of one turn of the event loop travel together.
+        """Queue commands; those of one iteration of the event loop are sent together.
 
         Raises:
             Unavailable: the engine is not up.

@@ -1,5 +1,4 @@
-"""The API server process, which answers at once. The model loads in an engine process in the
-meantime."""
+"""Runs the API server process, which answers while the model still loads in the engine process."""
 
 from __future__ import annotations
 
@@ -12,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import msgspec
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, grpc_server
@@ -119,9 +120,8 @@ async def _run_engine_with(config: WorkerConfig, folder: Path, api_server: ApiSe
     bundle = await asyncio.to_thread(read_tokenizer, model_dir)
     disk = await asyncio.to_thread(DiskCache, folder, config.cache_bytes, api_server.adapter_gone)
     source = AdapterSource(open_store(config.objects_url), disk)
-    client = EngineClient(
-        config.engine(model_dir), api_server, step_timeout_s=config.step_timeout_s
-    )
+    engine = msgspec.structs.replace(config.engine, model_dir=str(model_dir))
+    client = EngineClient(engine, api_server, step_timeout_s=config.step_timeout_s)
     grammars = GrammarChecker(model_dir / "tokenizer.json")
     api_server.connect(client, source, disk, bundle, grammars)
     try:

@@ -1,4 +1,4 @@
-"""Streams of gateways: what each has running here, and the news on its way down."""
+"""Sessions of gateways: the running requests of each, and the events to send to it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class GatewaySession:
             self._news.put_nowait(news)
 
     def end(self, error: LoraplexError) -> None:
-        """End the stream with `error`, after the news that are queued."""
+        """End the stream with `error`, after the queued events."""
         if not self._is_ended:
             self._is_ended = True
             self._news.put_nowait(error)
@@ -81,7 +81,7 @@ class GatewaySession:
             self._news.put_nowait(None)
 
     async def next(self) -> StepNews | None:
-        """The next news; None when the stream is over. Raises the error given to `end`."""
+        """The next events; None when the stream is over. Raises the error given to `end`."""
         if self._is_closing and not self.live and self._news.empty():
             return None
         news = await self._news.get()

@@ -1,4 +1,4 @@
-"""What the span of a request at a worker says: its phases, digests, counts and steps.
+"""The span of a request at a worker: its phases, digests, counts and steps.
 
 The phases follow from the times that the engine reports with a request's last output. For a request
 that is cancelled, as after a stop string, there is no such report: only its `decode` is known.

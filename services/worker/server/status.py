@@ -1,4 +1,4 @@
-"""The worker's state as gateways watch it: a snapshot, then deltas, under an epoch."""
+"""The worker's state for gateways: a snapshot, then deltas, in numbered epochs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter
 from loraplex_services.worker.types.messages import ResidencyChange, WireError
 
 MIN_INTERVAL_S = 0.02
-"""Between two messages to one watcher: news in between travel together."""
+"""Shortest interval between two messages to one watcher; changes in between are sent together."""
 MAX_INTERVAL_S = 1.0
 """A message comes at least so often, as a sign of life."""
 
@@ -95,8 +95,7 @@ class StatusBoard:
             self.touch()
 
     def arrival(self, digest: str) -> asyncio.Future[AdapterResidency]:
-        """Resolves with the next news that an adapter is on the device, or with the error that
-        kept it away."""
+        """Resolves when an adapter is on the device, or with the error that prevented it."""
         waiter: asyncio.Future[AdapterResidency] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(digest, []).append(waiter)
         return waiter
@@ -107,7 +106,7 @@ class StatusBoard:
         self.touch()
 
     def fail_waiters(self, error: LoraplexError) -> None:
-        """The engine is gone: nothing that was waited for will come."""
+        """The engine has ended: fail everything that waits for it."""
         waiting, self._waiters = self._waiters, {}
         for waiters in waiting.values():
             _settle(waiters, error)

@@ -1,4 +1,4 @@
-"""Is this request one that the engine can run? Pure checks, each refusal names its field."""
+"""Checks whether the engine can run a request; each refusal names its field. Pure."""
 
 from __future__ import annotations
 

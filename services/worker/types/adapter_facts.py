@@ -1,4 +1,4 @@
-"""What requests must know of an adapter before they run with it. No torch."""
+"""Facts about an adapter that a request needs before it runs. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     vocab_size: int = 0
     """Tokens of its own embedding and head; 0 = the base's."""
     invocation_tokens: list[int] = []
-    """Activated LoRA: it acts from the last place of the prompt on where these stand."""
+    """Activated LoRA: it acts from the last occurrence of these tokens in the prompt on."""
     alone_because: str = ""
     """What of it cannot be added to another adapter's; "" = nothing."""
     has_gain: bool = False
@@ -21,7 +21,7 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     eos_token_ids: list[int] = []
     """Tokens that end its output; none = the base's."""
     rope_scaling: str = ""
-    """JSON of its own `RopeScaling`; "" = it turns as the base."""
+    """JSON of its own `RopeScaling`; "" = the base's rotary embedding."""
     context_tokens: int = 0
     """Prompt and output together under its own rotary embedding; 0 = the base's."""
     rope_switch_len: int | None = None

@@ -20,55 +20,30 @@ from loraplex.api.residency import AdapterResidency, WorkerLoad
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.runner_protocol import ModelInfo
+from loraplex_services.worker.types.runner_settings import RunnerSettings
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine process is started with, every default resolved by the API server process."""
+class EngineConfig(RunnerSettings, frozen=True, kw_only=True):
+    """What an engine process is started with: what its runner is built with, and what the scheduler
+    goes by. The API server process resolves every default."""
 
-    model_dir: str
-    device: str
-    dtype: str
-    arena_bytes: int
-    """0 = measured once the weights are loaded."""
-    arena_share: float = 0.0
-    gpu_memory_utilization: float = 0.0
-    """See `runner.memory.ArenaSize`."""
-    attention_backend: str = "auto"
-    """`auto`, `vanilla`, `cpu` or `triton`: see `backends.choose_operators`."""
-    model_impl: str = "auto"
-    """`auto`, `native` or `transformers`: see `building.build_runner`."""
-    load_format: str = "auto"
-    max_lora_rank: int
-    max_resident: int
-    max_model_len: int = 0
-    """Longest context in tokens; 0 = that of the base."""
-    max_step_tokens: int
+    model_dir: str = ""
+    """"" until the base has been found."""
+    tensor_parallel: int = 1
+    """Ranks that share the base, each a process; the engine process is rank 0."""
     max_step_s: float = 0.0
     """Target time of steps in which requests decode; see `SchedulerLimits`."""
-    max_running: int
     max_loras: int | None = None
     policy: str = "fair"
     """A key of `engine.POLICIES`."""
     cluster_size: int = 0
     """Number of running adapters from which requests for these go first; 0 = never."""
     prefix_cache: bool = True
-    overlap: str = "off"
-    """`auto`, `on` or `off`: see `steps`."""
     drafts: bool = True
     """Whether a step may verify tokens that are only likely, where that changes no output."""
-    adapter_dtype: str = "auto"
-    """How A and B are kept: `auto`, `float32`, `bfloat16`, `float16` or `int8`."""
-    quantization: str = "none"
-    """What linears of a plain base become when it is loaded: `none`, `int8` or `int4`."""
-    kv_cache_dtype: str = "auto"
-    """How keys and values are kept: `auto` or `int8`."""
-    tensor_parallel: int = 1
-    """Ranks that share the base, each a process; the engine process is rank 0."""
-    fully_sharded_loras: bool = False
-    """Ranks divide both matrices of an adapter's pairs, not one."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +85,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class AdapterFetched(msgspec.Struct, frozen=True, tag="fetched"):
-    """An adapter lies verified in `path`, and stays there until `Gone`."""
+    """A verified adapter is in `path`, and stays there until `Gone`."""
 
     digest: str
     path: str
@@ -239,7 +214,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="output"):
     preemptions: int = 0
     """Requests that have been preempted since the engine started."""
     layer_stall_s: float = 0.0
-    """Time that steps have waited for adapters on their way to the device, since the start."""
+    """Time that steps have waited for adapters that were being copied, since the start."""
 
 
 EngineMessage = EngineReady | EngineRefused | Entered | StepOutput

@@ -1,4 +1,4 @@
-"""What a base model is, in the words of this code; `model.config_reader` reads it from a file."""
+"""The configuration of a base model; `model.config_reader` reads it from a file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceConfig:
-    """Gated delta nets, which some layers have in place of attention: see `ops/recurrence`."""
+    """Gated delta nets, which some layers have instead of attention: see `ops/recurrence`."""
 
     layers: tuple[int, ...]
     """Layers without attention, ascending."""
@@ -152,7 +152,7 @@ class ModelConfig:
     wide_mlps: tuple[int, ...] = ()
     """Layers whose MLP has twice as many neurons."""
     layer_input_size: int = 0
-    """Width of what each layer is told of the tokens next to the residual stream; 0 = nothing."""
+    """Width of the per-layer inputs of each token, in addition to the residual stream; 0 = none."""
     num_layer_input_rows: int = 0
     """Tokens of the table of it."""
 

@@ -1,4 +1,4 @@
-"""The rotary embeddings of a base, and those that an adapter brings in their place. Plain data."""
+"""The rotary embeddings of a base, and those of adapters that replace them. Plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sequence: what was asked for, and its state while it waits and runs. No torch, no grpc."""
+"""One sequence: the request, and its state while it waits and runs. No torch, no grpc."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RELEASED_BLOCK = -1
 
 
 class OwnRope(NamedTuple):
-    """A rotary embedding that a request's adapter brings."""
+    """The rotary embedding of a request's adapter."""
 
     key: str
     """Names it: KV of another cannot be used."""
@@ -79,11 +79,11 @@ class Request:
     constraint: Constraint | None = None
     """Set if the request has a grammar, before it is scheduled."""
     rope: OwnRope | None = None
-    """Set if its adapter brings a rotary embedding; None = the base's."""
+    """Set if its adapter has a rotary embedding; None = the base's."""
     is_long: bool = False
     """Longer than its rotary embedding switches at: its KV is another from token 0 on."""
     own_eos_ids: tuple[int, ...] = ()
-    """Tokens that end the output in place of the base's EOS ids; empty = the base's do."""
+    """Tokens that end the output instead of the base's EOS ids; empty = the base's do."""
     adapters_from: int = 0
     """First position at which its adapters act; above 0 with an activated LoRA only."""
     is_held: bool = False

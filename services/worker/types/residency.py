@@ -1,4 +1,4 @@
-"""What is known of an adapter on this worker, and what the engine does about it."""
+"""The state of an adapter on this worker, and the actions of the engine on it."""
 
 from __future__ import annotations
 

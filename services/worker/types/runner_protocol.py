@@ -1,4 +1,4 @@
-"""What the engine requires of a runner, which computes steps. This module imports no torch."""
+"""The interface of a runner, which computes steps for the engine. No torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelInfo:
     geometry: Geometry
     """What adapters are validated against."""
     quantization: str = ""
-    """At load; "" = the base is served as it is published."""
+    """At load, such as "int8" or "int8-kv-int8"; "" = none."""
     caps_context: bool = False
     """Whether `max_model_len` was set: adapters with a context of their own keep to it as well."""
     rope_switch_len: int | None = None
@@ -85,7 +85,7 @@ class Copied(Protocol):
 
 
 class LaunchedStep(Protocol):
-    """A step that may be under way."""
+    """A step that may still run."""
 
     def choose_tokens(self) -> None:
         """Begin the sampling that the launch has left out, since the plan awaits masks."""
@@ -141,7 +141,7 @@ class Runner(Protocol):
         ...
 
     def await_copies(self, timeout_s: float) -> None:
-        """Return when no copy is under way, or after `timeout_s`."""
+        """Return when no copy is in progress, or after `timeout_s`."""
         ...
 
     def enter_adapter(self, slot: int, copied: Copied) -> None:
@@ -154,7 +154,7 @@ class Runner(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be launched while the one before it is under way."""
+        """Whether a step may be launched while the previous one runs."""
         ...
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

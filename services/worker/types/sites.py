@@ -1,4 +1,4 @@
-"""Places of the model that an adapter can change, as one flat table. Plain data.
+"""The sites of a model, where adapters attach, as one table. Plain data.
 
 A site is where one input meets stacked projections (`qkv`, `o`, `gate_up`, `down`), the
 embedding, the head, or a norm. Modules by their Hugging Face names are row ranges of sites.

@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step, and what the runner returns for each row. No torch."""
+"""The scheduler's decisions for one step, and the runner's results for each row. No torch."""
 
 from __future__ import annotations
 

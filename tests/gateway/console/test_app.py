@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from email.message import Message
 from typing import Any
 
+import openai
 import pytest
 
+from loraplex.api.residency import AdapterResidency, Tier
+from loraplex.api.wire import residency_to_proto
 from loraplex.v1 import registry_pb2
 from loraplex_services.gateway.registry.snapshot import Version
 from tests.gateway.conftest import Stack, eventually
@@ -82,16 +85,58 @@ async def test_state_tells_of_bases_workers_and_load(stack: Stack) -> None:
     assert shown["not_ready_reason"] == ""
     assert [base["id"] for base in shown["bases"]] == ["base"]
     assert [(worker["id"], worker["state"]) for worker in shown["workers"]] == [("w0", "ready")]
-    assert shown["totals"]["completion_tokens"] >= 1
-    bounds = [bound for bound, _ in shown["totals"]["first_token_s"]]
-    assert bounds[-1] is None and bounds[:-1] == sorted(bounds[:-1])
+    assert shown["recent"]["requests"] == 1 and shown["recent"]["tokens_per_s"] > 0
+    assert shown["recent"]["first_token_p50_s"] > 0
+    [model] = shown["recent"]["models"]
+    assert (model["model"], model["errors"]) == ("default/upper", 0)
+
+
+async def test_charts_and_failures_come_from_the_gateway_s_own_history(stack: Stack) -> None:
+    await stack.start()
+    await stack.openai().completions.create(model="base", prompt="abc")
+    with pytest.raises(openai.NotFoundError):
+        await stack.openai().completions.create(model="nobody", prompt="abc")
+    for name in ("5m", "24h"):
+        shown = (await _get(stack, f"/console/history?range={name}")).json()
+        columns = shown["columns"]
+        assert sum(columns["served_per_s"]) > 0 and sum(columns["failed_per_s"]) > 0
+        assert any(each is not None for each in columns["first_token_p50_s"])
+        assert len({len(column) for column in columns.values()}) == 1
+        assert shown["failures"] == [["adapter_not_found", 1]]
+    answer = await _get(stack, "/console/history?range=9y")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "range")
+    assert "24h" in answer.text
+
+
+async def test_a_worker_that_is_gone_shows_no_stale_load(stack: Stack) -> None:
+    stack.registry.put("upper", 1)
+    stack.registry.put("copy", 1).digest = digest_of("upper", 1)
+    await stack.start()
+    await stack.openai().completions.create(model="upper", prompt="abc")
+    held = AdapterResidency(digest_of("upper", 1), Tier.DEVICE, running_requests=1)
+    stack.workers[0].publish(residency_to_proto(held))
+
+    async def workers() -> list[dict[str, Any]]:
+        return (await _get(stack, "/console/state")).json()["workers"]
+
+    await eventually(lambda: any(v.adapters for v in stack.running._fleet.views()))
+    [before] = await workers()
+    [chip] = before["adapters"]
+    assert set(chip["names"]) == {"default/upper:v1", "default/copy:v1"}, "two of one content"
+    await stack.servers["w0"].stop(None)
+    await eventually(lambda: not any(v.connected for v in stack.running._fleet.views()))
+    shown = (await _get(stack, "/console/state")).json()
+    [gone] = await workers()
+    assert shown["not_ready_reason"] == "no worker is ready"
+    assert (gone["state"], gone["running"], gone["total_blocks"]) == ("away", 0, 0)
+    assert (gone["on_device"], gone["adapters"]) == (0, [])
 
 
 async def test_adapters_come_in_pages_that_are_filtered_and_sorted(stack: Stack) -> None:
     for number in range(1, 53):
         stack.registry.put(f"a{number:02d}", 1)
     for number in (1, 2, 3, 4, 5):
-        stack.registry.put("upper", number)
+        stack.registry.put("upper", number, labels={"team": "Search"})
     stack.registry.tag("upper", "prod", {1: 1, 2: 3})
     await stack.start()
 
@@ -105,6 +150,7 @@ async def test_adapters_come_in_pages_that_are_filtered_and_sorted(stack: Stack)
     assert (await names("page=9"))[0] == []
     assert (await names("search=UPP"))[:2] == (["upper"], 1)
     assert (await names("search=prod"))[0] == (await names("tag=prod"))[0] == ["upper"]
+    assert (await names("search=team=sea"))[0] == (await names("search=SEARCH"))[0] == ["upper"]
     assert (await names("sort=versions"))[0][0] == "upper"
     assert (await names("base=other"))[1] == (await names("resident=true"))[1] == 0
     [upper] = (await _get(stack, "/console/adapters?search=upper")).json()["adapters"]
@@ -144,11 +190,12 @@ async def test_with_keys_the_page_is_open_and_the_facts_are_not(stack: Stack) ->
     await stack.start(ready=False)
     await eventually(lambda: stack.running.readiness.missing() == "")
     assert (await _get(stack, "/")).status_code == 200
-    for path in ("/console/state", "/console/adapters"):
+    for path in ("/console/state", "/console/history", "/console/adapters"):
         assert (await _get(stack, path)).status_code == 401
     reader = {"authorization": f"Bearer {READER}"}
     shown = (await _get(stack, "/console/state", **reader)).json()
-    assert (shown["workers"], "totals" in shown) == (None, False)
+    assert (shown["workers"], "recent" in shown) == (None, False)
+    assert (await _get(stack, "/console/history", **reader)).status_code == 403
     found = (await _get(stack, "/console/adapters", **reader)).json()
     assert [adapter["name"] for adapter in found["adapters"]] == ["mine"]
     shown = (await _get(stack, "/console/state", authorization=f"Bearer {ADMIN}")).json()

@@ -53,7 +53,7 @@ async def test_the_page_asks_for_a_key_until_it_has_a_good_one(stack: Stack) -> 
         await page.wait_for_selector("text=mine")
         assert await page.locator("text=theirs").count() == 0
         await page.click("nav a[href='#operate']")
-        await page.wait_for_selector("text=keys with the scope admin")
+        await page.wait_for_selector("text=Use a key with the scope admin to see the workers")
         assert READER not in await page.evaluate("JSON.stringify(localStorage) + document.cookie")
         await page.click("#key")
         await _give(page, ADMIN)

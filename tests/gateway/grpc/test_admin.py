@@ -60,5 +60,5 @@ async def test_workers_that_quantised_a_base_differently_are_not_certified(stack
     stack.workers[1].quantization = "int4"
     await stack.start()
     async with InferenceClient(stack.grpc_address) as client:
-        with pytest.raises(Blocked, match=r"different --quantization \(int4, none\)"):
+        with pytest.raises(Blocked, match=r"--kv-cache-dtype \(int4, none\)"):
             await served_quantization(client, "base")

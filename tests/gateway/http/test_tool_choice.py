@@ -110,6 +110,48 @@ async def test_usage_counts_the_tokens_of_the_thought(
     assert usage.completion_tokens_details.reasoning_tokens == 2 * num_tokens
 
 
+CHANNELS = {
+    "gpt-oss": (
+        "{# <|channel|> #}hi",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>analysis<|message|>"
+        "é<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        "hm\n\né",
+        4,
+    ),
+    "Gemma 4": (
+        "{# <|tool_call> <channel|> #}hi",
+        "<|channel>thought\nhm<channel|>Yes.",
+        "hm",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("base", CHANNELS)
+async def test_thoughts_on_channels_are_told_apart_and_counted(
+    stack: Stack, base: str, stream: bool
+) -> None:
+    template, says, thought, num_tokens = CHANNELS[base]
+    stack.workers[0].files = tokenizer_files(template)
+    await stack.start()
+    _says(stack, says)
+    if stream:
+        answer = await _ask(stack, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in answer]
+        usage = chunks[-1].usage
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        found = [
+            "".join(getattr(d, k, None) or "" for d in deltas) for k in ("reasoning", "content")
+        ]
+    else:
+        whole = await _ask(stack)
+        usage, message = whole.usage, whole.choices[0].message
+        found = [message.reasoning, message.content]
+    assert found == [thought, "Yes."]
+    assert usage.completion_tokens_details.reasoning_tokens == num_tokens
+
+
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
 async def test_past_thoughts_reach_the_template_under_either_name(stack: Stack, field: str) -> None:
     template = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{% endfor %}"

@@ -131,3 +131,15 @@ def test_a_grammar_without_a_form_or_too_long_is_refused(grammar: Grammar) -> No
     with pytest.raises(InvalidRequest) as caught:
         _resolve(grammar=grammar)
     assert caught.value.violations[0].field == "grammar"
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("field", ["prompt_logprobs", "logprobs"])
+def test_logprobs_of_a_long_prompt_in_many_choices_are_refused(field: str) -> None:
+    long = ServedModel("long", vocab_size=100, max_model_len=1 << 17)
+    fields: dict[str, object] = {field: 20, "echo": field == "logprobs"}
+    assert _resolve(12_000, base=long, **fields).sampling.prompt_logprobs == 20
+    for num_tokens, num_choices in ((13_000, 1), (2_000, 7)):
+        with pytest.raises(InvalidRequest, match=r"make 2[79]\d{4} logprobs") as caught:
+            _resolve(num_tokens, base=long, n=num_choices, **fields)
+        assert caught.value.violations[0].field == "prompt_logprobs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import tracemalloc
 from collections import Counter
@@ -26,7 +27,7 @@ from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2, worker_pb2
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import MAX_UNCHECKED_KEY_S, MAX_WRONG_KEYS_PER_PEER
 from loraplex_services.common.wrong_keys import current_peer, peer_of_host
-from loraplex_services.gateway.registry.keyring import FRESH_S, MAX_REFUSED, KeyRing
+from loraplex_services.gateway.registry.keyring import CHECK_AGAIN_S, FRESH_S, MAX_REFUSED, KeyRing
 from tests.gateway.conftest import Stack, eventually
 
 READER = "lpx_reader01_" + "a" * 32
@@ -72,6 +73,30 @@ async def test_answers_are_remembered_for_a_moment() -> None:
     registry.now_s += FRESH_S + 0.1
     await ring.caller(f"bearer {READER}")
     assert registry.num_asked == 2
+
+
+@pytest.mark.hostile
+async def test_a_key_in_use_does_not_wait_for_a_registry_that_others_keep_busy() -> None:
+    registry = RegistryLookup()
+    ring, answers = registry.ring(), asyncio.Event()
+    await ring.caller(f"Bearer {READER}")
+    ask = ring._check
+
+    async def slowly(token: str) -> Caller:
+        await answers.wait()
+        return await ask(token)
+
+    ring._check = slowly
+    registry.now_s += CHECK_AGAIN_S + 0.1
+    for _ in range(3):
+        await ring.caller(f"Bearer {READER}")
+    assert registry.num_asked == 1
+    answers.set()
+    while registry.num_asked < 2:
+        await asyncio.sleep(0)
+    registry.now_s += FRESH_S - 0.1
+    await ring.caller(f"Bearer {READER}")
+    assert registry.num_asked == 2, "the answer that came meanwhile is used"
 
 
 async def test_revoked_key_stops_working() -> None:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import MAX_GRAMMAR_CHARS
-from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat
+from loraplex_services.gateway.text.chat_style import THINK, ChatStyle, ThoughtMarks, ToolFormat
 from loraplex_services.gateway.tools.call_grammar import call_grammar
 from loraplex_services.gateway.tools.readers import reader_of
 from loraplex_services.gateway.tools.schema_values import json_value
@@ -47,6 +47,10 @@ GLM = (
     "<arg_key>days</arg_key>\n<arg_value>{days}</arg_value>\n<arg_key>unit</arg_key>\n"
     "<arg_value>F</arg_value><arg_key>sun/rain</arg_key><arg_value>null</arg_value>\n</tool_call>"
 )
+GEMMA = (
+    '<|tool_call>call:weather{{city:<|"|>Rom"a, <é><|"|>,days:{days},sun/rain:null,'
+    'unit:<|"|>F<|"|>}}<tool_call|>'
+)
 
 
 def _as_json(key: str, days: object) -> str:
@@ -68,6 +72,7 @@ def written(tool_format: ToolFormat, days: object = 2) -> str:
         ToolFormat.PHI4_MINI: f"functools[{_as_json('arguments', days)}]",
         ToolFormat.QWEN3_CODER: CODER.format(days=days),
         ToolFormat.GLM: GLM.format(days=days),
+        ToolFormat.GEMMA4: GEMMA.format(days=days),
         ToolFormat.PYTHONIC: f"[{_python(days)}]",
     }[tool_format]
 
@@ -77,6 +82,8 @@ FORMATS = [each for each in ToolFormat if each not in (ToolFormat.NONE, ToolForm
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|tool_call|>", "<|python_tag|>")
 
+GEMMA_MARKS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
+
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
@@ -85,7 +92,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "bytes.json"))
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in MARKS])
-    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    special = ("[TOOL_CALLS]", *GEMMA_MARKS)
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in special])
     tokenizer.save(str(folder / "tokens.json"))
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in SPECIAL[1:]])
     tokenizer.save(str(folder / "names.json"))
@@ -104,10 +112,11 @@ class Judge:
         *,
         thinks: bool = False,
         is_thinking: bool = False,
+        marks: ThoughtMarks = THINK,
     ):
         self._tokenizer = Tokenizer.from_file(str(path))
         size = self._tokenizer.get_vocab_size()
-        style = ChatStyle(tool_format, thinks)
+        style = ChatStyle(tool_format, thinks, marks)
         grammar = call_grammar(style, use, answer, self._added_id, is_thinking=is_thinking)
         assert grammar is not None
         vocabulary = read_vocabulary(path, size, [EOS_ID])

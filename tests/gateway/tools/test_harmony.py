@@ -119,3 +119,14 @@ def test_with_an_answer_format_an_answer_is_a_call_or_that(tokenizer: Path) -> N
     final = "<|channel|>final<|message|>"
     assert fits(f'{final}{{"x": 1}}') and fits(f"{THOUGHT}{NEXT}{CALL}")
     assert not fits(FINAL) and not fits(f'{final}{{"y": 1}}') and not fits(WRONG)
+
+
+@pytest.mark.parametrize("answer", [answer for answer, *_ in ANSWERS])
+def test_thoughts_are_where_the_reader_says(answer: str) -> None:
+    """The tokens of these places are counted as those of thoughts."""
+    for parts in ([answer], list(answer)):
+        tools = reader_of(ToolFormat.HARMONY, ToolUse((WEATHER, NOW)))
+        assert tools is not None
+        deltas = [*map(tools.feed, parts), tools.finish()]
+        found = "".join(answer[begin:end] for delta in deltas for begin, end in delta.thoughts)
+        assert found == "".join(delta.reasoning for delta in deltas).replace("\n\n", "")

@@ -25,7 +25,6 @@ from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.config import from_env
 from tests.certificates import Authority, Pair
-from tests.servers import free_port
 
 
 @pytest.fixture
@@ -169,6 +168,11 @@ def test_half_a_certificate_and_a_service_api_without_a_ca_are_refused_by_name(
         tls_files({"LORAPLEX_CERT": str(own.cert)})
     with pytest.raises(InvalidRequest, match="LORAPLEX_CA"):
         tls_files({"LORAPLEX_CA": str(tmp_path / "missing.pem")})
-    listen = f"127.0.0.1:{free_port()}"
-    with pytest.raises(InvalidRequest, match="LORAPLEX_REGISTRY_SERVICE_LISTEN"):
-        from_env({"LORAPLEX_REGISTRY_SERVICE_LISTEN": listen, "LORAPLEX_STATE_DIR": str(tmp_path)})
+    for listen, reason in (
+        ("127.0.0.1:1,mtls:127.0.0.1:2", "needs LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY"),
+        ("127.0.0.1:1,127.0.0.1:2", "ADDRESS,mtls:HOST:PORT"),
+        ("127.0.0.1:1,mtls:127.0.0.1:2,mtls:127.0.0.1:3", "ADDRESS,mtls:HOST:PORT"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason) as caught:
+            from_env({"LORAPLEX_REGISTRY_LISTEN": listen, "LORAPLEX_STATE_DIR": str(tmp_path)})
+        assert caught.value.violations[0].field == "LORAPLEX_REGISTRY_LISTEN"

@@ -250,6 +250,10 @@ async def test_what_is_said_of_an_adapter_may_be_changed_and_its_versions_may_no
         after = (await reader.get("sql")).version
         assert (after.description, after.adapter_labels) == ("Writes SQL", {"team": "db"})
         assert (after.labels, after.digest) == (before.labels, before.digest)
+        async for change in reader.watch():
+            if change.version is not None:
+                assert change.version.adapter_labels == {"team": "db"}, "watchers learn of it"
+                break
         await upload(owner, tmp_path, "sql", 2)
         assert [v.version async for v in reader.list(labels={"team": "db"})] == [2]
         assert [v.version async for v in reader.list(labels={"team": "data"})] == []

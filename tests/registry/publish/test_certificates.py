@@ -10,7 +10,6 @@ import pytest
 from loraplex.api.registry import Certificate
 from loraplex.errors import InvalidRequest, NotFound, ResourceExhausted
 from loraplex_services.registry import documents, layout
-from loraplex_services.registry.records import CertificateRecord
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import publish
 
@@ -49,7 +48,7 @@ async def test_each_scheme_has_its_own_and_those_without_one_keep_their_objects(
     subject = "\n".join((MEASURED.base_id, MEASURED.reference, MEASURED.probe_sha256))
     sha256 = hashlib.sha256(subject.encode()).hexdigest()
     key = layout.certificate("acme", "a", 1, sha256)
-    assert await documents.read(served.registry.store, key, CertificateRecord)
+    assert await documents.read(served.registry.store, key, Certificate)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import os
@@ -204,6 +205,15 @@ async def test_a_base_may_not_take_the_name_of_an_adapter(registry: Registry) ->
     await publish(registry, "sql", 1)
     with pytest.raises(AlreadyExists, match="adapter"):
         await registry.bases.register(tiny_base("sql"), replace=False)
+
+
+async def test_a_base_keeps_its_largest_rank_when_it_is_registered_without_one(
+    registry: Registry,
+) -> None:
+    by_gateway = dataclasses.replace(tiny_base("ranked"), max_lora_rank=16)
+    await registry.bases.register(by_gateway, replace=False)
+    by_hand = await registry.bases.register(tiny_base("ranked"), replace=False)
+    assert by_hand.max_lora_rank == 16
 
 
 async def test_without_any_base_an_upload_waits_for_one(tmp_path: Path, metadata_url: str) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from loraplex.adapter_format import parse_header, prefix_bytes
 from loraplex.adapter_format.tensor_scan import TensorScan
+from loraplex_services.common.recent import Recent
 from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.publish import scanning
 from loraplex_services.registry.publish.scanning import ArrivingScan, Scans
 from tests.adapter_format.builders import Tensor, tensor_file
 from tests.registry.house import TENSORS, adapter_files, declared, opened, publish
@@ -52,12 +54,22 @@ def test_a_file_that_is_bad_or_not_whole_has_no_answer(data: bytes) -> None:
     assert _fed(data, 10, size=max(len(data), 1)) is None
 
 
-def test_the_oldest_answer_is_forgotten() -> None:
+@pytest.mark.hostile
+def test_answers_with_many_names_take_the_place_of_others() -> None:
     scans = Scans()
-    for number in range(1025):
-        scans.remember(str(number), frozenset())
-    assert scans.zero_tensors("0") is None
-    assert scans.zero_tensors("1024") == frozenset()
+    names = frozenset(f"{number:0100}" for number in range(45_000))
+    for number in range(5):
+        scans.remember(str(number), names)
+    kept = [scans.zero_tensors(str(number)) is not None for number in range(5)]
+    assert kept == [False, False, False, False, True], "10 MB each"
+
+
+@pytest.mark.hostile
+def test_a_header_that_takes_long_to_parse_is_left_to_the_process_that_validates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scanning, "_MAX_HEADER_BYTES", prefix_bytes(FILE[:8], len(FILE)) - 1)
+    assert _fed(FILE, 10) is None
 
 
 async def test_an_upload_is_scanned_once_while_it_arrives(
@@ -84,5 +96,5 @@ async def test_values_are_scanned_from_the_store_where_no_answer_is_kept(
     registry: Registry,
 ) -> None:
     await publish(registry, "sql", 1)
-    registry.uploads._scans._zeros.clear()
+    registry.uploads._scans._zeros = Recent(0)
     assert (await publish(registry, "other", 1)).version.version == 1

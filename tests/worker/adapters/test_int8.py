@@ -57,7 +57,7 @@ def logprobs(driver):
 @pytest.mark.parametrize("cpu_isa", ["auto", "torch"])
 def test_what_is_served_is_the_rounded_adapter_in_a_quarter_of_float32s_bytes(folders, cpu_isa):
     base, published, left_after_rounding = folders
-    integers = driver_of(base, published, cpu_isa=cpu_isa, adapter_dtype="int8")
+    integers = driver_of(base, published, cpu_isa=cpu_isa, lora_dtype="int8")
     floats = driver_of(base, left_after_rounding, cpu_isa=cpu_isa)
     torch.testing.assert_close(logprobs(integers), logprobs(floats), rtol=1e-4, atol=1e-4)
     table = integers.runner._adapters.weights.table.values()

@@ -83,7 +83,7 @@ def test_a_chosen_dtype_is_that_of_every_matrix(base, tmp_path, cpu_isa, lora_dt
     settings = {"device": "cpu", "dtype": dtype, "arena_bytes": 8 << 20, "cpu_isa": cpu_isa}
     found = []
     for folder, kept in ((published, lora_dtype), (rounded, "float32")):
-        driver = Driver(build_runner(base.folder, adapter_dtype=kept, **settings))
+        driver = Driver(build_runner(base.folder, lora_dtype=kept, **settings))
         driver.load(0, folder)
         table = driver.runner._adapters.weights.table.values()
         expected = TORCH[NAMES[kept]]
@@ -98,5 +98,5 @@ def test_a_chosen_dtype_is_that_of_every_matrix(base, tmp_path, cpu_isa, lora_dt
 def test_a_dtype_that_is_none_is_refused_by_name(base):
     with pytest.raises(InvalidRequest, match="lora_dtype: must be one of auto, float32"):
         build_runner(
-            base.folder, device="cpu", dtype="float32", arena_bytes=8 << 20, adapter_dtype="fp4"
+            base.folder, device="cpu", dtype="float32", arena_bytes=8 << 20, lora_dtype="fp4"
         )

@@ -99,7 +99,9 @@ class Stage:
         costs = {name: getattr(COSTS, name) for name in COSTS.__slots__} | {"load_s": load_s}
         make = OverlappingRunner if overlaps else TimedRunner
         self.runner = make(Costs(**costs), NUM_BLOCKS * BLOCK_BYTES, self.clock)
-        config = make_config(max_resident=5, max_step_tokens=16, max_running=4, policy=policy)
+        config = make_config(
+            max_resident=5, max_num_batched_tokens=16, max_num_seqs=4, policy=policy
+        )
         self.engine = Engine(self.runner, config, self.clock)
         self.live: dict[str, tuple[str, ...]] = {}
         self.num_sent = 0

@@ -79,7 +79,7 @@ def test_preempted_requests_end_with_the_tokens_of_an_undisturbed_run(
     files: Path, overlap: str
 ) -> None:
     arena_bytes = 20 * make_runner(files).block_bytes
-    runner = make_runner(files, arena_bytes=arena_bytes, max_num_tokens=4, overlap=overlap)
+    runner = make_runner(files, arena_bytes=arena_bytes, max_num_batched_tokens=4, overlap=overlap)
     stage = Stage(runner, files, max_step_tokens=4)
     old = submit("old", seed=1, num_prompt=10, max_tokens=150, temperature=0.7)
     young = submit("young", seed=2, num_prompt=220, max_tokens=20, temperature=0.7)
@@ -146,7 +146,7 @@ def test_windows_free_blocks_and_change_no_token(files: Path, tmp_path: Path) ->
     ]
     outputs, most_used = [], []
     for max_step_tokens in (256, 24):
-        runner = make_runner(tmp_path, max_num_tokens=max_step_tokens)
+        runner = make_runner(tmp_path, max_num_batched_tokens=max_step_tokens)
         assert runner.kv_group_windows == (24,)
         stage = Stage(runner, files, max_step_tokens=max_step_tokens)
         used = [stage.blocks_used(*requests)]
@@ -163,6 +163,7 @@ def test_cancelling_frees_the_blocks_within_the_step(stage: Stage) -> None:
     free = stage.step().load.free_blocks
     load = stage.step(Cancel("r")).load
     assert load.free_blocks > free and load.free_blocks == load.total_blocks
+    assert load.idle_blocks > 0, "the prompt stays in the prefix cache"
     assert not stage.engine.has_requests
 
 

@@ -3,8 +3,10 @@
 import logging
 import socket
 
+import msgspec
 import pytest
 
+from loraplex_services.worker.config import from_env
 from loraplex_services.worker.engine import process
 from loraplex_services.worker.engine.process import ServerSocket, build_engine
 from loraplex_services.worker.native.isa import TORCH
@@ -13,19 +15,22 @@ from tests.worker.commands import make_config
 from tests.worker.native.isas import ISAS, native
 from tests.worker.tiny import write_base
 
-ARENA_BYTES = 4 << 20
-
 
 @pytest.mark.parametrize("isa", [*ISAS, TORCH])
-def test_the_environment_forces_an_instruction_set_and_the_log_says_so(
-    isa, monkeypatch, tmp_path, caplog
-):
+def test_the_environment_forces_an_instruction_set_and_the_log_says_so(isa, tmp_path, caplog):
     if isa != TORCH:
         native(isa)  # skips without a compiler
-    monkeypatch.setenv("LORAPLEX_CPU_ISA", isa)
     caplog.set_level(logging.INFO)
     base = write_base(tmp_path / "base")
-    engine = build_engine(make_config(model_dir=str(base), arena_bytes=ARENA_BYTES))
+    environ = {
+        "LORAPLEX_CPU_ISA": isa,
+        "LORAPLEX_MODEL": str(base),
+        "LORAPLEX_OBJECTS": "file:///objects",
+        "LORAPLEX_KV_MEMORY": "4MiB",
+        "LORAPLEX_DTYPE": "float32",
+    }
+    config = from_env(environ).engine
+    engine = build_engine(msgspec.structs.replace(config, model_dir=str(base)))
     assert engine.ready.info.kernels == isa
     assert [m for m in caplog.messages if m.startswith("cpu kernels")][-1] == f"cpu kernels: {isa}"
 

@@ -41,7 +41,7 @@ def files(base: TinyBase) -> Path:
 
 
 def make_runner(files: Path, **settings: object) -> TorchRunner:
-    fields = {"arena_bytes": 2 << 20, "max_num_tokens": 64, "overlap": "off", **settings}
+    fields = {"arena_bytes": 2 << 20, "max_num_batched_tokens": 64, "overlap": "off", **settings}
     return build_runner(
         files / "base",
         device="cpu",
@@ -144,7 +144,9 @@ def test_preempted_requests_end_with_the_tokens_of_an_undisturbed_run(
     files: Path, overlap: str
 ) -> None:
     block_bytes = make_runner(files).block_bytes
-    runner = make_runner(files, arena_bytes=32 * block_bytes, max_num_tokens=4, overlap=overlap)
+    runner = make_runner(
+        files, arena_bytes=32 * block_bytes, max_num_batched_tokens=4, overlap=overlap
+    )
     old = submit("old1", num_prompt=10, max_tokens=150, temperature=0.7)
     young = submit("young2", num_prompt=320, max_tokens=20, temperature=0.7)
     expected = alone_in_small_steps(runner, files, [old, young])

@@ -43,7 +43,7 @@ def test_chunks_and_cached_prefixes_change_no_token(files: Path) -> None:
 
 def test_preempted_requests_end_with_the_tokens_of_an_undisturbed_run(files: Path) -> None:
     block_bytes = make_runner(files).block_bytes
-    runner = make_runner(files, arena_bytes=28 * block_bytes, max_num_tokens=4)
+    runner = make_runner(files, arena_bytes=28 * block_bytes, max_num_batched_tokens=4)
     old = submit("old1", num_prompt=10, max_tokens=150, temperature=0.7)
     young = submit("young2", num_prompt=160, max_tokens=20, temperature=0.7)
     expected = alone_in_small_steps(runner, files, [old, young])

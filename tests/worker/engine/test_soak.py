@@ -57,7 +57,7 @@ class Soak:
         base = tiny.write_base(self.root / "base")
         self.runner = make_runner(base, 1 << 20, self.overlap, self.cpu_isa)
         self.alone = make_runner(base, 1 << 20, "off", self.cpu_isa)
-        config = make_config(max_resident=64, max_running=8)
+        config = make_config(max_resident=64, max_num_seqs=8)
         self.engine = Engine(self.runner, config, time.monotonic)
 
     def folder(self, name: int) -> Path:
@@ -107,7 +107,7 @@ class Soak:
 
     def alone_output(self, number: int, name: int) -> list[int]:
         """What an engine that has just this one adapter says."""
-        config = make_config(max_resident=64, max_running=8, prefix_cache=False)
+        config = make_config(max_resident=64, max_num_seqs=8, prefix_cache=False)
         stage = Soak.__new__(Soak)
         stage.__dict__.update(self.__dict__)
         stage.engine = Engine(self.alone, config, time.monotonic)

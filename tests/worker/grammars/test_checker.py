@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,16 @@ async def test_a_grammar_that_kills_its_reader_is_refused_and_the_next_is_read(
         with pytest.raises(InvalidRequest, match="nests too deeply"):
             await checker.check(chain(3500), VOCAB, EOS)
     await checker.check(Grammar(regex="next"), VOCAB, EOS)
+
+
+@pytest.mark.hostile
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc says what is allocated")
+async def test_a_grammar_that_takes_much_memory_compiled_is_refused(
+    checker: GrammarChecker,
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"takes \d+ MiB compiled, and at most 16"):
+        await checker.check(slow(100_003), VOCAB, EOS)
+    await checker.check(GOOD, VOCAB, EOS)
 
 
 async def test_a_base_without_a_tokenizer_says_so(tmp_path: Path) -> None:

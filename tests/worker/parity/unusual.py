@@ -22,6 +22,17 @@ HEADS = ((7, 1), (3, 3), (5, 1), (6, 2), (9, 3), (1, 1), (8, 2))
 """(query heads, key heads)."""
 RANKS = (1, 2, 3, 5, 7, 16, 31, 64, 255, 256)
 MLP = ["gate_proj", "up_proj", "down_proj"]
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.5},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+)
+OWN_ROPES = ("Gemma2Config", "Gemma3TextConfig", "Phi3Config")
+"""Families that have ropes of other shapes, which the listed bases cover."""
 
 
 def unusual_base(seed: int, folder: Path) -> TinyBase:
@@ -47,6 +58,8 @@ def unusual_base(seed: int, folder: Path) -> TinyBase:
         "rms_norm_eps": rng.choice((1e-5, 1e-6)),
     }
     fields |= _of_family(family, rng, fields)
+    if family not in OWN_ROPES and fields["head_dim"] > 2:  # transformers scales two pairs or more
+        fields["rope_parameters"] = _rope(seed)
     config = getattr(transformers, family)(**fields)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # the others want widths in steps of 16 bytes
@@ -66,6 +79,15 @@ def unusual_base(seed: int, folder: Path) -> TinyBase:
     saved = copy.deepcopy(model).to(dtype)  # rotary tables of the model itself stay float32
     saved.save_pretrained(folder, max_shard_size=rng.choice(("20KB", "10GB")))
     return TinyBase(f"{family}-{seed}", folder, model)
+
+
+def _rope(seed: int) -> dict[str, Any]:
+    """A rotary embedding, drawn apart so that the other draws of a seed stay as they are."""
+    rng = random.Random(f"rope {seed}")
+    rope = {"rope_theta": rng.choice((10000.0, 500000.0)), **rng.choice(ROPES)}
+    if rope["rope_type"] in ("yarn", "llama3"):
+        rope["original_max_position_embeddings"] = rng.choice((32, 64))
+    return rope
 
 
 def _of_family(family: str, rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,9 @@ EOS` is `same` where outputs end as those of `generate` with the adapter's ids; 
 classification heads, with the largest error of a logit against `*ForSequenceClassification`;
 `vector:` rows the largest error of a value against the hidden states of `*Model`.
 
-The bound is 1e-4. Other random bases of odd geometry with several features at once
+The bound is 1e-4. Other random bases of odd geometry and rotary scaling, with several features each
 (`tests/worker/parity/test_unusual.py`, 160 of them on the compiled and the torch path, 61,440
-positions) keep it, too, or are as near to PEFT in float64 as PEFT in float32 is: where attention
+positions) keep it as well, or are as near to PEFT in float64 as PEFT in float32 is: where attention
 amplifies rounding, weights one rounding error away move PEFT's own logprobs by up to 1e-3.
 
 In bfloat16 (`tests/worker/parity/test_bfloat16.py`, twelve bases, 10,000 positions each) the mean

@@ -61,6 +61,7 @@ def test_it_is_a_part_of_the_arithmetic_and_not_of_the_base(folder):
         for name in ("auto", "int8")
     ]
     assert infos[0].numerics_fingerprint != infos[1].numerics_fingerprint
+    assert [info.quantization for info in infos] == ["", "kv-int8"]
     assert infos[0].geometry.fingerprint == infos[1].geometry.fingerprint
 
 

@@ -28,7 +28,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_engine(base: Path, max_step_tokens: int, cpu_isa: str = "auto") -> Engine:
     runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=1 << 20, cpu_isa=cpu_isa)
-    config = make_config(model_dir=str(base), max_step_tokens=max_step_tokens, max_running=8)
+    config = make_config(
+        model_dir=str(base), max_num_batched_tokens=max_step_tokens, max_num_seqs=8
+    )
     return Engine(runner, config, time.monotonic)
 
 

@@ -1,8 +1,9 @@
 // The list of adapters, one page at a time, and the page of one adapter.
 
-import { get, post } from "./api.js";
+import { get, key, post } from "./api.js";
 import { byId, bytes, count, h } from "./dom.js";
 
+const SHOWN_LABELS = 3;
 const FILTERS = ["search", "base", "tag", "resident", "sort"];
 
 /** What the list shows: the fields of the form and the page, as they stand in the address. */
@@ -65,6 +66,7 @@ export class Adapters {
   }
 
   show(found) {
+    const asked = [...queryOfAddress().keys()].some((name) => name !== "sort");
     const text = JSON.stringify(found);
     if (text === this.drawn) return; // what has the focus must not be replaced
     this.drawn = text;
@@ -74,13 +76,13 @@ export class Adapters {
       byId("base").replaceChildren(...bases.map((value) => h("option", { value }, value || "all bases")));
       byId("base").value = chosen;
     }
-    byId("adapter-count").textContent = count(found.total);
+    byId("adapter-count").textContent = found.total.toLocaleString("en");
     byId("page-number").textContent = `${found.page} of ${found.num_pages}`;
     byId("previous").disabled = found.page <= 1;
     byId("next").disabled = found.page >= found.num_pages;
     const rows = found.adapters.map((adapter) => this.row(adapter));
     byId("adapter-rows").replaceChildren(...(rows.length ? rows : [h("tr", {}, h("td", { colSpan: 7, className: "note" },
-      "Nothing here. Publish one: ", h("code", {}, "registry upload DIR --name NAME")))]));
+      ...(asked ? ["No adapter matches. "] : ["Nothing here yet. Publish one: ", h("code", {}, "registry upload DIR --name NAME")])))]));
   }
 
   row(adapter) {
@@ -90,7 +92,8 @@ export class Adapters {
     const more = adapter.num_versions - numbers.length;
     const held = adapter.versions.filter((version) => version.num_workers);
     return h("tr", {},
-      h("td", { className: "name" }, h("a", { href: `#adapters/${full}` }, adapter.name), h("span", {}, ` ${adapter.tenant}`)),
+      h("td", { className: "name" }, h("a", { href: `#adapters/${full}` }, adapter.name), h("span", {}, ` ${adapter.tenant}`),
+        adapter.labels.length ? h("span", { className: "labels" }, adapter.labels.slice(0, SHOWN_LABELS).join("  ")) : null),
       h("td", { className: "number", title: newest.digest }, numbers.join(" "), more > 0 ? ` +${more}` : null),
       h("td", {}, h("ul", { className: "chips", "aria-label": "Tags" }, ...adapter.tags.map(tagChip))),
       h("td", { className: "number" }, String(newest.rank || "–")),
@@ -115,20 +118,21 @@ export class Adapters {
   one(adapter, full) {
     const [newest] = adapter.versions;
     const labels = Object.entries({ ...newest.labels, ...newest.adapter_labels }).map(([name, value]) => `${name}=${value}`);
-    const minute = adapter.last_minute;
+    const used = (use) => `${count(use.requests)} requests, ${count(use.errors)} failed, ${count(use.generated_tokens)} tokens`;
     const facts = [
       ["Digest", h("code", {}, newest.digest)], ["Base", newest.base], ["Rank", String(newest.rank || "–")],
       ["Size", newest.size_bytes ? bytes(newest.size_bytes) : "–"], ["Created", when(newest.created_unix_s)],
       ["Published by", newest.creator || "–"], ["Visible", newest.visibility ?? (newest.public ? "public" : "–")],
       ["Labels", labels.join(", ") || "–"], ["Made from", newest.parent || "–"],
-      ["Last minute", minute ? `${count(minute.requests)} requests, ${count(minute.errors)} failed, ${count(minute.generated_tokens)} tokens` : "no requests"],
+      ["Last minute", adapter.last_minute ? used(adapter.last_minute) : "no requests"],
+      ["Last 30 days", adapter.usage?.requests ? used(adapter.usage) : "no requests"], ["Last used", adapter.usage?.last_day || "–"],
     ];
-    const command = `curl ${location.origin}/v1/completions -H 'content-type: application/json' -d '${JSON.stringify({ model: full, prompt: "Hello", max_tokens: 32 })}'`;
+    const auth = key.get() ? ' -H "authorization: Bearer $LORAPLEX_API_KEY"' : "";
+    const command = `curl ${location.origin}/v1/completions${auth} -H 'content-type: application/json' -d '${JSON.stringify({ model: full, prompt: "Hello", max_tokens: 32 })}'`;
     return [
       h("div", { className: "head" }, h("h2", {}, full), h("p", {}, `${count(adapter.num_versions)} ${adapter.num_versions === 1 ? "version" : "versions"}`),
         h("span", { className: "tools" }, h("button", { className: "primary", type: "button", onclick: () => this.onTry(full) }, "Try it"))),
-      newest.description ? h("p", { className: "description" }, newest.description) : null,
-      adapter.may_change ? this.descriptionForm(full, newest.description ?? "") : null,
+      adapter.may_change ? this.descriptionForm(full, newest.description ?? "") : newest.description ? h("p", {}, newest.description) : null,
       adapter.problem ? h("p", { className: "note error" }, `The registry is unreachable, so this is not all: ${adapter.problem}`) : null,
       h("dl", { className: "panel about" }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
       h("p", { className: "row command" }, h("code", {}, command), copyButton(command, "Copy the command")),

@@ -1,4 +1,4 @@
-// Line charts of the last minutes, drawn as SVG, with a crosshair under the pointer.
+// Line charts of a range up to now, drawn as SVG, with a crosshair under the pointer.
 
 import { h } from "./dom.js";
 
@@ -19,17 +19,23 @@ function roundedUp(value) {
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);
 }
 
+function ago(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  return seconds <= 5400 ? `${Math.round(seconds / 60)} min` : `${+(seconds / 3600).toFixed(1)} h`;
+}
+
 export class Chart {
   /** series: [{name, show}], show turns a value into text. */
-  constructor(title, series, windowS) {
+  constructor(title, series) {
     this.title = title;
     this.series = series;
-    this.windowS = windowS;
+    this.rangeS = 1;
     this.points = [];
     this.pointer = null;
     this.keys = series.map((each, place) => h("span", { className: `key s${place}` }, each.name));
     this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", preserveAspectRatio: "none" });
-    this.element = h("div", { className: "chart" }, h("h3", {}, h("span", {}, title), ...this.keys), this.picture);
+    this.heading = h("span", {}, title);
+    this.element = h("div", { className: "chart" }, h("h3", {}, this.heading, ...this.keys), this.picture);
     this.picture.addEventListener("pointermove", (event) => {
       const box = this.picture.getBoundingClientRect();
       this.pointer = (event.clientX - box.left) / box.width * this.width;
@@ -40,32 +46,32 @@ export class Chart {
 
   get width() { return this.picture.clientWidth || WIDTH; }
 
-  add(timeS, values) {
-    this.points.push({ timeS, values });
-    while (this.points[0].timeS < timeS - this.windowS) this.points.shift();
+  /** points: [{ageS, values}], oldest first; a value is null where there is none. */
+  set(points, rangeS) {
+    this.points = points;
+    this.rangeS = rangeS;
     this.draw();
   }
 
   draw() {
     if (!this.points.length) return;
     const width = this.width;
-    const now = this.points.at(-1).timeS;
     const top = roundedUp(Math.max(...this.points.flatMap((p) => p.values.map((v) => v ?? 0))));
-    const x = (timeS) => width - (now - timeS) / this.windowS * (width - LEFT);
+    const x = (ageS) => width - ageS / this.rangeS * (width - LEFT);
     const y = (value) => 6 + (1 - value / top) * (HEIGHT - BOTTOM - 6);
     const parts = [0, 0.5, 1].flatMap((share) => [
       svg("line", { class: "grid", x1: LEFT, x2: width, y1: y(share * top), y2: y(share * top) }),
       svg("text", { x: LEFT - 6, y: y(share * top) + 4, "text-anchor": "end" }, this.series[0].show(share * top).replace(/(\.\d*[1-9])0+(?= |$)|\.0+(?= |$)/, "$1")),
     ]);
-    parts.push(svg("text", { x: LEFT, y: HEIGHT - 3 }, `−${this.windowS / 60} min`));
+    parts.push(svg("text", { x: LEFT, y: HEIGHT - 3 }, `−${ago(this.rangeS)}`));
     parts.push(svg("text", { x: width, y: HEIGHT - 3, "text-anchor": "end" }, "now"));
     this.series.forEach((_, place) => parts.push(...this.curve(place, x, y)));
     const shown = this.pointed(x) ?? this.points.at(-1);
     if (this.pointer !== null) {
-      parts.push(svg("line", { class: "grid", x1: x(shown.timeS), x2: x(shown.timeS), y1: 0, y2: HEIGHT - BOTTOM }));
+      parts.push(svg("line", { class: "grid", x1: x(shown.ageS), x2: x(shown.ageS), y1: 0, y2: HEIGHT - BOTTOM }));
     }
     shown.values.forEach((value, place) => {
-      if (value !== null) parts.push(svg("circle", { class: `dot s${place}`, cx: x(shown.timeS), cy: y(value), r: 4 }));
+      if (value !== null) parts.push(svg("circle", { class: `dot s${place}`, cx: x(shown.ageS), cy: y(value), r: 4 }));
     });
     this.picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.picture.replaceChildren(...parts);
@@ -74,11 +80,12 @@ export class Chart {
 
   curve(place, x, y) {
     const runs = [[]];
-    for (const { timeS, values } of this.points) {
+    for (const { ageS, values } of this.points) {
       if (values[place] === null) runs.push([]);
-      else runs.at(-1).push([x(timeS), y(values[place])]);
+      else runs.at(-1).push([x(ageS), y(values[place])]);
     }
-    return runs.filter((run) => run.length > 1).flatMap((run) => {
+    return runs.filter((run) => run.length).flatMap((run) => {
+      if (run.length === 1) return [svg("circle", { class: `mark s${place}`, cx: run[0][0], cy: run[0][1], r: 1.6 })];
       const line = run.map(([a, b]) => `${a.toFixed(1)},${b.toFixed(1)}`).join("L");
       const area = `M${line}L${run.at(-1)[0]},${y(0)}L${run[0][0]},${y(0)}Z`;
       const fill = place === 0 ? [svg("path", { class: "area s0", d: area })] : [];
@@ -88,13 +95,14 @@ export class Chart {
 
   pointed(x) {
     if (this.pointer === null) return null;
-    const distance = (point) => Math.abs(x(point.timeS) - this.pointer);
+    const distance = (point) => Math.abs(x(point.ageS) - this.pointer);
     return this.points.reduce((best, point) => (distance(point) < distance(best) ? point : best));
   }
 
-  describe({ values }) {
+  describe({ ageS, values }) {
     const texts = this.series.map((each, place) => `${each.name} ${values[place] === null ? "–" : each.show(values[place])}`);
     texts.forEach((text, place) => { this.keys[place].textContent = text; });
+    this.heading.textContent = this.pointer === null ? this.title : `${this.title}, ${ago(ageS)} ago`;
     this.picture.setAttribute("aria-label", `${this.title} now: ${texts.join(", ")}`);
   }
 }

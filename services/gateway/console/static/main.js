@@ -5,23 +5,23 @@ import { NeedsKey, get, key } from "./api.js";
 import { Chart } from "./charts.js";
 import { byId, count, duration, h } from "./dom.js";
 import { Playground } from "./playground.js";
-import { Rates } from "./rates.js";
-import { showRecent, showWorkers } from "./views.js";
+import { showFailures, showModels, showWorkers } from "./views.js";
 
 const STATE_EVERY_MS = 1000;
 const ADAPTERS_EVERY_MS = 4000;
-const WINDOW_S = 120;
+const HISTORY_EVERY_MS = 3000;
 
 const seconds = (value) => duration(value).join(" ");
-const charts = {
-  throughput: new Chart("Tokens a second", [{ name: "generated", show: count }, { name: "prompt", show: count }], WINDOW_S),
-  latency: new Chart("First token", [{ name: "p50", show: seconds }, { name: "p95", show: seconds }], WINDOW_S),
-  queue: new Chart("Requests", [{ name: "running", show: count }, { name: "waiting", show: count }], WINDOW_S),
-};
-const rates = new Rates(10);
+const charts = [
+  [new Chart("Tokens a second", [{ name: "generated", show: count }, { name: "prompt", show: count }]), ["generated_tokens_per_s", "prompt_tokens_per_s"]],
+  [new Chart("First token", [{ name: "p50", show: seconds }, { name: "p95", show: seconds }]), ["first_token_p50_s", "first_token_p95_s"]],
+  [new Chart("Requests a second", [{ name: "served", show: count }, { name: "failed", show: count }]), ["served_per_s", "failed_per_s"]],
+  [new Chart("Requests at once", [{ name: "running", show: count }, { name: "waiting", show: count }]), ["running", "waiting"]],
+];
 const playground = new Playground(askForKey);
 const adapters = new Adapters(tryModel, showFailure);
 let isAsking = false;
+let showsLoad = false;
 
 /** The page and what it is about: `#adapters/acme/support` is one adapter's. */
 function address() {
@@ -38,6 +38,7 @@ async function turn() {
     if (isHere) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
   document.title = `${subject || page[0].toUpperCase() + page.slice(1)} · Loraplex`;
+  if (page === "operate") await lookAtHistory();
   if (page === "adapters") await adapters.open();
   if (page === "adapter") await adapters.openOne(subject);
   if (page === "playground") await suggest();
@@ -66,26 +67,41 @@ function showState(state) {
   condition.className = `pill ${state.not_ready_reason ? "warn" : "good"}`;
   playground.offer(state.bases);
   showWorkers(state.workers);
-  showRecent(state.recent);
-  byId("charts").hidden = byId("figures").hidden = !state.totals;
-  byId("overview-note").hidden = Boolean(state.totals);
+  showsLoad = Boolean(state.recent);
+  byId("load").hidden = byId("overview").hidden || !showsLoad;
+  byId("figures").hidden = !showsLoad;
+  byId("overview-note").hidden = showsLoad;
   byId("overview-note").textContent = "Use a key with the scope admin to see the load.";
-  if (state.totals) showLoad(state, rates.add(state.time_s, state.totals));
-}
-
-function showLoad(state, now) {
-  charts.throughput.add(state.time_s, [now.tokens, now.prompts]);
-  charts.latency.add(state.time_s, [now.p50, now.p95]);
-  charts.queue.add(state.time_s, [state.running, state.waiting]);
+  if (!showsLoad) return;
+  showModels(state.recent);
+  const now = state.recent;
   const ready = state.workers.filter((worker) => worker.state === "ready").length;
   const figures = [
-    ["tokens/s", count(now.tokens), ""], ["requests/s", count(now.requests), ""],
-    ["first token, p50", ...duration(now.p50)], ["first token, p95", ...duration(now.p95)],
+    ["tokens/s (1 min)", count(now.tokens_per_s), ""], ["requests/s (1 min)", count(now.requests_per_s), ""],
+    ["first token, p50", ...duration(now.first_token_p50_s)], ["first token, p95", ...duration(now.first_token_p95_s)],
     ["adapters on devices", count(state.num_resident), `of ${count(state.num_adapters)}`],
     ["workers ready", count(ready), `of ${state.workers.length}`],
   ];
   byId("figures").replaceChildren(...figures.map(([name, value, unit]) =>
     h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, unit)))));
+}
+
+/** The charts and failures of the range in the address: `#operate?range=1h`. */
+async function lookAtHistory() {
+  const range = new URLSearchParams(location.hash.split("?")[1] ?? "").get("range") ?? "5m";
+  for (const link of document.querySelectorAll("#ranges a")) {
+    if (link.hash.endsWith(`=${range}`)) link.setAttribute("aria-current", "true"); else link.removeAttribute("aria-current");
+  }
+  if (!showsLoad) return;
+  try {
+    const { range_s: rangeS, columns, failures } = await get(`/console/history?range=${encodeURIComponent(range)}`);
+    for (const [chart, names] of charts) {
+      chart.set(columns.age_s.map((ageS, place) => ({ ageS, values: names.map((name) => columns[name][place]) })), rangeS);
+    }
+    showFailures(failures);
+  } catch (error) {
+    showFailure(error);
+  }
 }
 
 async function lookAtState() {
@@ -135,12 +151,15 @@ byId("theme").addEventListener("click", () => {
   setTheme(wanted());
 });
 
-byId("charts").append(...Object.values(charts).map((chart) => chart.element));
+byId("charts").append(...charts.map(([chart]) => chart.element));
 byId("pick").addEventListener("input", suggest);
 addEventListener("hashchange", turn);
 if (key.get()) byId("key").hidden = false;
 await lookAtState();
 await turn();
+setInterval(() => {
+  if (!isAsking && !document.hidden && address()[0] === "operate") lookAtHistory();
+}, HISTORY_EVERY_MS);
 setInterval(() => {
   if (!isAsking && !document.hidden && address()[0] === "adapters") adapters.look();
 }, ADAPTERS_EVERY_MS);

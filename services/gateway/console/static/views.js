@@ -1,9 +1,9 @@
-// Workers with what they hold, and the last minute.
+// Workers with what they hold, failures, and the models in use.
 
 import { byId, bytes, count, duration, h } from "./dom.js";
 
 const CONDITIONS = { ready: "good", draining: "warn", starting: "warn", away: "bad" };
-const SHOWN_CHIPS = 60;
+const [FEWEST_CHIPS, MOST_CHIPS, CHIPS_OF_ALL] = [4, 60, 300];
 
 const drawn = new Map();
 
@@ -20,49 +20,74 @@ export function showWorkers(workers) {
   if (!isNew("workers", workers)) return;
   if (!workers) return list.replaceChildren(h("p", { className: "note" }, "Use a key with the scope admin to see the workers."));
   if (!workers.length) return list.replaceChildren(h("p", { className: "note" }, "No worker is known yet."));
-  list.replaceChildren(...workers.map(worker));
+  const isWell = (each) => Number(each.state === "ready");
+  const order = [...workers].sort((a, b) => isWell(a) - isWell(b)); // trouble first
+  const numChips = Math.min(MOST_CHIPS, Math.max(FEWEST_CHIPS, Math.floor(CHIPS_OF_ALL / workers.length)));
+  list.replaceChildren(...order.map((each) => worker(each, numChips)));
 }
 
-function worker(state) {
-  const used = state.total_blocks - state.free_blocks;
-  const share = state.total_blocks ? Math.round(100 * used / state.total_blocks) : 0;
-  const facts = [
+function worker(state, numChips) {
+  const share = (blocks) => (state.total_blocks ? Math.round(100 * blocks / state.total_blocks) : 0);
+  const [used, cached] = [share(state.used_blocks), share(state.idle_blocks)];
+  const isAway = state.state === "away";
+  const facts = isAway ? [] : [
     ["running", count(state.running)], ["waiting", count(state.waiting)],
     ["per token", state.step_s ? duration(state.step_s).join(" ") : "–"], ["on device", count(state.on_device)],
   ];
-  const more = state.num_adapters - Math.min(state.adapters.length, SHOWN_CHIPS);
+  const more = state.num_adapters - Math.min(state.adapters.length, numChips);
   return h("article", { className: "worker", "aria-label": `Worker ${state.id}` },
     h("h3", {}, state.id, h("code", {}, state.base), h("span", { className: `pill ${CONDITIONS[state.state]}` }, state.state)),
-    h("dl", { className: "facts" }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-    h("div", { className: "use" }, h("span", {}, "Memory in use"),
-      h("progress", { max: Math.max(state.total_blocks, 1), value: used, "aria-label": `Memory of ${state.id}: ${share}% in use` }),
-      h("span", {}, `${share}%`)),
+    isAway ? h("p", { className: "hint" }, "It does not answer. What it runs and holds is unknown.") : null,
+    h("dl", { className: "facts", hidden: isAway }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+    h("div", { className: "use", hidden: isAway }, h("span", {}, "Memory"),
+      meter(`Memory of ${state.id}: ${used}% in use, ${cached}% cached`, used, cached),
+      h("span", {}, `${used}% in use, ${cached}% cached`)),
     state.adapters.length
-      ? h("ul", { className: "chips", "aria-label": "Adapters here" }, ...state.adapters.slice(0, SHOWN_CHIPS).map(chip),
+      ? h("ul", { className: "chips", "aria-label": "Adapters here" }, ...state.adapters.slice(0, numChips).map(chip),
           more > 0 ? h("li", { className: "chip" }, `+${more}`) : null)
-      : h("p", { className: "hint" }, "No adapter here yet: the first request brings it."));
+      : h("p", { className: "hint", hidden: isAway }, "No adapter here yet: the first request brings it."));
+}
+
+/** A bar of two parts; the second one is what goes when its space is needed. */
+function meter(label, used, cached) {
+  const bar = h("div", { className: "meter", role: "img", "aria-label": label });
+  for (const [kind, share] of [["used", used], ["cached", cached]]) {
+    const part = h("span", { className: kind });
+    part.style.width = `${share}%`;
+    bar.append(part);
+  }
+  return bar;
 }
 
 function chip(adapter) {
   const where = { device: "on device", loading: "loading", disk: "on disk" }[adapter.tier];
-  const title = `${adapter.ref}, ${where}, rank ${adapter.rank}${adapter.bytes ? `, ${bytes(adapter.bytes)}` : ""}${adapter.running ? `, ${adapter.running} running` : ""}`;
+  const [name, ...others] = adapter.names.map((each) => each.replace(/^default\//, ""));
+  const title = `${[name, ...others].join(", ")}: ${where}, rank ${adapter.rank}${adapter.bytes ? `, ${bytes(adapter.bytes)}` : ""}${adapter.running ? `, ${adapter.running} running` : ""}`;
+  const text = `${name}${others.length ? ` +${others.length}` : ""}`;
+  const inside = name.includes(":v") ? h("a", { href: `#adapters/${adapter.names[0].split(":")[0]}` }, text) : text;
   return h("li", { className: `chip ${adapter.tier}${adapter.running ? " busy" : ""}`, title, "aria-label": title },
-    adapter.ref.replace(/^default\//, ""), adapter.pinned ? "📌" : null, adapter.running ? h("b", {}, String(adapter.running)) : null);
+    inside, adapter.pinned ? "📌" : null, adapter.running ? h("b", {}, String(adapter.running)) : null);
 }
 
-/** Failures and models of the last minute. */
-export function showRecent(recent) {
-  byId("recent").hidden = !recent || byId("overview").hidden;
-  if (!recent || !isNew("recent", recent)) return;
-  byId("recent-count").textContent = `${count(recent.requests)} requests`;
-  const nothing = (text, columns) => h("tr", {}, h("td", { colSpan: columns, className: "note" }, text));
-  byId("failure-rows").replaceChildren(...(recent.failures.length
-    ? recent.failures.map(([reason, number]) => h("tr", {}, h("td", { className: "error" }, reason), h("td", { className: "number" }, count(number))))
+const nothing = (text, columns) => h("tr", {}, h("td", { colSpan: columns, className: "note" }, text));
+
+/** Failures of the chosen range by reason; null = the key may not see them. */
+export function showFailures(failures) {
+  byId("failures").hidden = !failures;
+  if (!failures || !isNew("failures", failures)) return;
+  byId("failure-rows").replaceChildren(...(failures.length
+    ? failures.map(([reason, number]) => h("tr", {}, h("td", { className: "error" }, reason), h("td", { className: "number" }, count(number))))
     : [nothing("No request failed or was refused.", 2)]));
-  byId("model-rows").replaceChildren(...(recent.models.length
-    ? recent.models.map((each) => h("tr", {},
+}
+
+/** The models of the last minute. */
+export function showModels({ models }) {
+  byId("models").hidden = !models;
+  if (!models || !isNew("models", models)) return;
+  byId("model-rows").replaceChildren(...(models.length
+    ? models.map((each) => h("tr", {},
       h("td", { className: "name" }, each.model.includes("/") ? h("a", { href: `#adapters/${each.model}` }, each.model) : each.model),
       h("td", { className: "number" }, count(each.requests)), h("td", { className: each.errors ? "number error" : "number" }, count(each.errors)),
       h("td", { className: "number" }, count(each.generated_tokens))))
-    : [nothing("No requests.", 4)]));
+    : [nothing("No request within the last minute.", 4)]));
 }

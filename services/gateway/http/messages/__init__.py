@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: bodies become chats, answers become content blocks and events."""
+"""Anthropic's Messages API: converts bodies to chats, and answers to content blocks and events."""

@@ -1,4 +1,4 @@
-"""/v1/messages and its count of tokens."""
+"""The endpoints /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as the content blocks and events of the Messages API."""
+"""Formats answers as the content blocks and events of the Messages API."""
 
 from __future__ import annotations
 

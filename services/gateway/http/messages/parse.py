@@ -1,4 +1,4 @@
-"""Bodies of /v1/messages as chats."""
+"""Converts bodies of /v1/messages to chats."""
 
 from __future__ import annotations
 

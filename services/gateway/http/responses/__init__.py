@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: bodies become chats, answers become items and events."""
+"""OpenAI's Responses API: converts bodies to chats, and answers to items and events."""

@@ -1,4 +1,4 @@
-"""/v1/responses: create, count, read, continue and delete."""
+"""The endpoints of /v1/responses: create, count, read, continue and delete."""
 
 from __future__ import annotations
 

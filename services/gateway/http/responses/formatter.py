@@ -1,4 +1,4 @@
-"""Answers as the items and events of the Responses API."""
+"""Formats answers as the items and events of the Responses API."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ResponsesFormatter:
         self._is_over = True
         if self._blocks.blocks:
             return self._blocks.close()
-        return [*self._blocks.open_empty(BlockKind.TEXT), *self._blocks.close()]
+        return [*self._blocks.open_new(BlockKind.TEXT), *self._blocks.close()]
 
     def _finished(self) -> dict[str, Any]:
         is_cut = self._finish_reason is FinishReason.LENGTH

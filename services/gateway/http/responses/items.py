@@ -1,4 +1,4 @@
-"""Input items of the Responses API as the messages of a chat."""
+"""Converts input items of the Responses API to the messages of a chat."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _add_message(messages: ChatMessages, body: Body, field: str) -> None:
 
 
 def full_name(namespace: str, name: str) -> str:
-    """The name under which the model knows a function of a namespace."""
+    """The name of a namespace's function that the model is shown."""
     return f"{namespace}__{name}"
 
 

@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses as chats."""
+"""Converts bodies of /v1/responses to chats."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ResponsesCall:
     previous_id: str
     stores: bool
     encodes_thoughts: bool
-    """Thoughts are also sent in encoded form, for callers who send them back."""
+    """Whether reasoning is also sent in encoded form, for callers that send it back."""
     shows_logprobs: bool
     namespaces: Mapping[str, tuple[str, str]]
     """Namespace and name of each function that is in a namespace."""

@@ -1,4 +1,4 @@
-"""Responses that a gateway keeps in memory, so that later requests can continue them."""
+"""Keeps responses in the gateway's memory, so that later requests can continue them."""
 
 from __future__ import annotations
 

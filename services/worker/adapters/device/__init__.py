@@ -1,1 +1,1 @@
-"""Images to blocks of the arena and rows of the device tables."""
+"""Copies images to blocks of the arena and enters adapters into the device tables."""

@@ -1,4 +1,5 @@
-"""What an adapter's image takes from the base: DoRA's gains, and differences from its weights.
+"""The parts of an image that depend on the base's weights: DoRA's gains, and differences from
+weights.
 
 Computed in the engine process, concurrently with steps, once for each image.
 """
@@ -97,7 +98,7 @@ class SiteValues:
 
 
 class _Rows:
-    """Some rows of the base's weight, with what the adapter has in their place or beyond them."""
+    """Some rows of the base's weight, or the adapter's where it replaces or adds rows."""
 
     def __init__(
         self, base: WeightRows, begin: int, num_own: int, changed: ChangedRows | None = None
@@ -194,7 +195,7 @@ def _difference(weight: Tensor, own: _Rows, dtype: torch.dtype) -> ChangedRows:
 def _overlaid(
     changed: ChangedRows | None, ids: tuple[int, ...], rows: Tensor, dtype: torch.dtype
 ) -> ChangedRows:
-    """What lies under single rows, and the rows `[len(ids), width]` in place of those of `ids`."""
+    """The weight below single rows, and the rows `[len(ids), width]` that replace `ids`."""
     by_id = dict(zip(changed.row_ids, tensor_of(changed.rows), strict=True)) if changed else {}
     by_id |= dict(zip(ids, rows.to(dtype), strict=True))
     order = sorted(by_id)

@@ -57,7 +57,7 @@ class CopyEvents:
     """
 
     def __init__(self, index: ImageIndex, events: Sequence[Event], stalls: StallTimer) -> None:
-        """`events`: for each block, one that comes after its copy."""
+        """`events`: for each block, one that is recorded after its copy."""
         self._last_blocks = last_blocks(index)
         self._events = events
         self._stalls = stalls
@@ -70,11 +70,11 @@ class CopyEvents:
         return self._num_waited == len(self._events)
 
     def wait(self, site_id: int) -> None:
-        """Let what comes next in the current stream read the adapter at a site."""
+        """Let later work on the current stream read the adapter at a site."""
         self._wait(self._last_blocks.get(site_id, -1) + 1)
 
     def wait_all(self) -> None:
-        """Let what comes next in the current stream read, or overwrite, all blocks."""
+        """Let later work on the current stream read, or overwrite, all blocks."""
         self._wait(len(self._events))
 
     def _wait(self, num_blocks: int) -> None:

@@ -1,7 +1,7 @@
-"""Loads adapters into the arena, concurrently with steps: two threads of the engine process.
+"""Loads adapters into the arena concurrently with steps, on two threads of the engine process.
 
-One copies images, without holding the GIL; one packs what needs the base's weights and so could
-not be packed by the API server process.
+One thread copies images, without holding the GIL. The other packs adapters that need the base's
+weights and that the API server process could therefore not pack.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CopiedImage:
 
 
 class AtOnce(Executor):
-    """Runs what it is given before it returns: for tools, and tests of what comes when."""
+    """Runs tasks synchronously, for tools and for tests of the order of events."""
 
     def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]  # as inherited
         """A future that is done."""
@@ -86,7 +86,7 @@ class AdapterLoader:
         return self._last_copy
 
     def await_copies(self, timeout_s: float) -> None:
-        """Return when no copy is under way, or after `timeout_s`."""
+        """Return when no copy is in progress, or after `timeout_s`."""
         if self._last_copy is not None:
             wait([self._last_copy], timeout_s)  # one thread: the others ended before it
 

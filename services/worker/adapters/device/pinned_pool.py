@@ -1,4 +1,4 @@
-"""Which images are in pinned host memory, and in which of its blocks. Accounting only.
+"""Accounts for images in pinned host memory and the blocks that they use.
 
 Blocks are as large as the arena's, so images of all sizes fill the pool without gaps. An image is
 identified by the hash in its head, whatever folder it came from. The least recently used image is
@@ -40,9 +40,3 @@ class PinnedPool:
     def drop(self, sha256: bytes) -> None:
         """Forget an image."""
         self._blocks.free(sha256.hex(), self._images.pop(sha256))
-
-    def check_integrity(self) -> None:
-        """Assert that every block is free or of one image."""
-        self._blocks.check_integrity()
-        owned = {sha256.hex(): set(blocks) for sha256, blocks in self._images.items() if blocks}
-        assert self._blocks.blocks_by_owner() == owned, "images and owners differ"

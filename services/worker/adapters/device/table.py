@@ -1,4 +1,5 @@
-"""What each resident adapter adds at each site, as views of the arena that are made when asked for.
+"""The tensors that each resident adapter adds at each site, as views of the arena that are made on
+demand.
 
 Kernels on a GPU read records instead of views, so most adapters there need none.
 """
@@ -76,7 +77,7 @@ class AdapterTable(Mapping[tuple[int, int], SiteDelta]):
 
 @dataclass(slots=True)
 class EnteredAdapter:
-    """One adapter, where it lies in the arena."""
+    """One adapter and its blocks in the arena."""
 
     arena: ArenaBuffer
     index: ImageIndex
@@ -92,12 +93,12 @@ class EnteredAdapter:
 
     @property
     def in_torch(self) -> frozenset[int]:
-        """Sites whose deltas no record describes."""
+        """Sites whose deltas are not described by a record."""
         return frozenset(self.index.records.sites_without)
 
     @property
     def trains_norms(self) -> bool:
-        """Whether the adapter brings a norm's weight."""
+        """Whether the adapter replaces a norm's weight."""
         norm = Role.NORM.value
         return any(
             role.role == norm for site_id in self.in_torch for role in self.sites[site_id].roles
@@ -133,8 +134,8 @@ class EnteredAdapter:
         )
 
     def _scales_of(self, site_id: int) -> Tensor:
-        """float32 `[rank]`, a view of one vector for all sites, which is copied to the device when
-        the first of them is asked for."""
+        """float32 `[rank]`, a view of one vector for all sites, which is copied to the device at
+        the first use."""
         if self._scales is None:
             sites = self.sites.values()
             flat = torch.from_numpy(np.array(rank_scales(sites), np.float32))

@@ -1,6 +1,6 @@
-"""AdapterWeights: copies images into arena blocks and keeps the tables that kernels read.
+"""Copies images into arena blocks and keeps the tables that kernels read.
 
-It decides nothing: which adapter gets which slot and blocks is `AdapterCache`'s business.
+`AdapterCache` decides which adapter gets which slot and blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AdapterWeights:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which steps have waited for copies under way."""
+        """Seconds for which steps have waited for unfinished copies."""
         return 0.0 if self._host is None else self._host.stalls.total_s
 
     def copy(

@@ -1,1 +1,1 @@
-"""Adapters from the object store to verified, packed files on the local disk."""
+"""Turns adapters in the object store into verified, packed files on the local disk."""

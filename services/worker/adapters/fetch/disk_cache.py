@@ -46,7 +46,8 @@ class DiskAdapter:
 
 
 class DiskCache:
-    """Owns the folders. Leased adapters stay; of the others the least recently used goes first.
+    """Owns the folders. Leased adapters are kept; of the others, the least recently used is deleted
+    first.
 
     `on_gone(digest)` is called before an adapter's files are deleted.
     """
@@ -66,11 +67,6 @@ class DiskCache:
     def close(self) -> None:
         """Let another process have the folder."""
         os.close(self._lock_fd)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all adapters."""
-        return self._num_bytes
 
     def adapters(self) -> list[DiskAdapter]:
         """All adapters, the least recently used first."""

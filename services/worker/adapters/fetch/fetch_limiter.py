@@ -1,4 +1,4 @@
-"""Limits how many adapters are fetched at once, and orders those that wait."""
+"""Limits how many adapters are fetched at the same time, and orders the waiting ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool of packing processes. One runs from the start; others start when first needed."""
+"""The pool of packing processes. One runs from the start; others start when they are needed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Turns a digest into a verified folder on this machine. Runs in the API server process.
 
-Every byte is checked against the digest before it counts: the manifest against the digest itself,
-each file against the manifest. Then the adapter is validated against this worker's base, as the
-registry did against the base it knew, and packed into the image that the engine copies. Hashing and
-writing run in threads, the rest in processes of their own (`pack_pool.py`). What an earlier run
-left on disk is verified and, where need be, packed when it is first asked for.
+The manifest is verified against the digest, and each file against the manifest. Then the adapter is
+validated against this worker's base and packed into the image that the engine copies. Hashing and
+writing run in threads, the rest in separate processes (`pack_pool.py`). Folders of an earlier run
+are verified, and packed if necessary, when they are first requested.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ class AdapterSource:
         self._pool: Preparing | None = None
         self._clock = clock
         self._backoff = Backoff()
-        self._flights: dict[str, asyncio.Task[DiskAdapter]] = {}
+        self._under_way: dict[str, asyncio.Task[DiskAdapter]] = {}
         self._limiter = FetchLimiter(MAX_FETCHES, disk.is_leased)
         self._closing: list[asyncio.Task[None]] = []
 
     def pack_with(self, pool: Preparing) -> None:
-        """Who checks and packs, once the engine has said for what base."""
+        """The processes that verify and pack, once the engine has reported its base."""
         old, self._pool = self._pool, pool
         if old is not None:
             self._closing.append(asyncio.create_task(old.close()))
@@ -88,29 +87,29 @@ class AdapterSource:
             return adapter
         if (error := self._backoff.blocked(digest, self._clock())) is not None:
             raise error
-        if digest not in self._flights:
-            flight = asyncio.create_task(self._fly(digest))
-            self._flights[digest] = flight
-            flight.add_done_callback(lambda done: self._fetched(digest, done))
-        return await asyncio.shield(self._flights[digest])
+        if digest not in self._under_way:
+            attempt = asyncio.create_task(self._prepared(digest))
+            self._under_way[digest] = attempt
+            attempt.add_done_callback(lambda done: self._fetched(digest, done))
+        return await asyncio.shield(self._under_way[digest])
 
     async def close(self) -> None:
         """Stop fetching."""
-        flights = list(self._flights.values())
-        for flight in flights:
-            flight.cancel()
-        await asyncio.gather(*flights, *self._closing, return_exceptions=True)
+        attempts = list(self._under_way.values())
+        for attempt in attempts:
+            attempt.cancel()
+        await asyncio.gather(*attempts, *self._closing, return_exceptions=True)
         if self._pool is not None:
             await self._pool.close()
         await self._store.close()
 
-    def _fetched(self, digest: str, flight: asyncio.Task[DiskAdapter]) -> None:
-        del self._flights[digest]
-        if not flight.cancelled():
-            flight.exception()  # all callers may have gone, and none would read it
+    def _fetched(self, digest: str, attempt: asyncio.Task[DiskAdapter]) -> None:
+        del self._under_way[digest]
+        if not attempt.cancelled():
+            attempt.exception()  # all callers may have gone, and none would read it
 
-    async def _fly(self, digest: str) -> DiskAdapter:
-        """One fetch; failures are remembered and paused upon."""
+    async def _prepared(self, digest: str) -> DiskAdapter:
+        """One attempt. After a failure, the next one has to wait for its back-off."""
         begin_s = self._clock()
         try:
             async with self._limiter.slot(digest):

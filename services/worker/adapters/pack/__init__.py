@@ -1,1 +1,1 @@
-"""PEFT tensors to images that a device can use without further work."""
+"""Turns PEFT tensors into images that a device can use without further work."""

@@ -1,4 +1,4 @@
-"""What a verified adapter folder contains, checked against the base. Reads headers only."""
+"""Checks the contents of a verified adapter folder against the base. Reads headers only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loraplex_services.worker.types.sites import HEAD, SiteTable
 
 
 class ModuleReader:
-    """Adapter folder -> the modules it changes, each of them a place of the base."""
+    """Adapter folder -> the modules that it changes, each of which exists in the base."""
 
     def __init__(self, geometry: Geometry, sites: SiteTable, max_rank: int) -> None:
         self._geometry = geometry

@@ -1,9 +1,9 @@
-"""An adapter as it will lie in the arena: an index of its tiles, and the bytes of its blocks.
+"""The image of an adapter: an index of its tiles, and the bytes of its arena blocks.
 
     magic (8) · length of the index (8) · sha256 of all that follows (32) · index · zeros · blocks
 
 The index is msgpack; the blocks begin at a multiple of 64 bytes, and the last one ends with its
-last tile. Loading an image is copying it. No torch.
+last tile. To load an image, it is only copied. No torch.
 """
 
 from __future__ import annotations

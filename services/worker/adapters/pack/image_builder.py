@@ -1,4 +1,4 @@
-"""Fills one image: an adapter's values, as one rank has them, go to their tiles."""
+"""Fills one image: writes an adapter's values, as one rank has them, to their tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of GPU kernels in an adapter's image: made when it is packed. No torch."""
+"""Makes the records of GPU kernels in an adapter's image, when it is packed. No torch."""
 
 from __future__ import annotations
 

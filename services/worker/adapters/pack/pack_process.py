@@ -1,7 +1,7 @@
 """A child of the API server process that verifies and packs adapters.
 
-Files from outside are parsed here, and neither on the API server's event loop nor in the engine.
-Jobs come on stdin and answers leave on stdout, as lines of JSON; the first line describes the base.
+Untrusted files are parsed here, and neither on the API server's event loop nor in the engine. Jobs
+come on stdin and answers leave on stdout, as lines of JSON; the first line describes the base.
 """
 
 from __future__ import annotations
@@ -26,13 +26,9 @@ from loraplex_services.worker.adapters.pack.pack_messages import (
 from loraplex_services.worker.adapters.pack.packing import NeedsBase, Packer
 from loraplex_services.worker.types.messages import WireError
 
-NICE = 5
-"""Steps go first where cores are short."""
-
 
 def main() -> None:
     """Answer every line until stdin closes."""
-    os.nice(NICE)
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=PackSetup)
     reader = ModuleReader(setup.geometry, setup.layout.sites, setup.layout.max_rank)
     packer = Packer(reader, setup.layout)

@@ -1,7 +1,8 @@
-"""Packs a verified adapter folder into its image, without torch: packing processes stay small.
+"""Packs a verified adapter folder into its image. Without torch, so that packing processes stay
+small.
 
-What needs the base's own weights (DoRA's gains, differences from the base) comes from
-`BaseValues`, which only the engine's process has.
+Values that depend on the base's weights (DoRA's gains, differences from the base) come from
+`BaseValues`, which only the engine process has.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class NeedsBase(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChangedRows:
-    """Rows of a site's weight in place of the base's."""
+    """Rows of a site's weight that replace the base's."""
 
     row_ids: tuple[int, ...]
     """Ascending; of an embedding or head, token ids."""
@@ -58,7 +59,7 @@ class BaseValues(Protocol):
     """Values that follow from an adapter and the base together."""
 
     def changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
-        """The rows of a weight that the module replaces; None if it brings none."""
+        """The rows of a weight that the module replaces; None if there are none."""
         ...
 
     def value(self, part: Part, site_id: int, read: Read) -> Values:

@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank has of an adapter: its part of each site's plan. Shapes only.
+"""The part of each site's plan that one tensor-parallel rank has. Shapes only.
 
 Where a site's outputs are divided, A is whole on every rank and B and all vectors are cut by
 output. Where its inputs are divided, A is cut by input and B is whole, because each rank's product

@@ -1,4 +1,4 @@
-"""What an adapter brings to each site, and in which order it is packed: shapes only."""
+"""What an adapter adds at each site, and the order in which it is packed. Shapes only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Role(enum.Enum):
     BIAS = "bias"
     """`[1, out]`: trained bias minus the base's."""
     NORM = "norm"
-    """`[1, width]`: a norm's weight in place of the base's."""
+    """`[1, width]`: a norm's weight that replaces the base's."""
     ROWS = "rows"
     """`[changed, width]`: rows of a weight that replace the base's; of the embedding, the head, or
     a whole linear."""
@@ -38,7 +38,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One matrix to pack, and its place in the site's matrix of that role."""
+    """One matrix to pack, and its position in the site's matrix of that role."""
 
     module: AdapterModule
     role: Role

@@ -1,4 +1,4 @@
-"""Where an adapter's matrices lie in its blocks. Pure arithmetic.
+"""Assigns the matrices of an adapter to positions in its blocks. Pure arithmetic.
 
 Matrices are cut into tiles of at most 16 rows; rows longer than a block are cut into pieces of
 columns first. A tile starts at a multiple of 64 bytes and never crosses a block, so an adapter
@@ -80,7 +80,7 @@ class TileLayout:
         return tuple(tiles), position
 
     def _fit(self, position: int, row_bytes: int, rows_left: int) -> tuple[int, int]:
-        """The next aligned position with room for a row, and how many rows go there."""
+        """The next aligned position with space for a row, and how many rows fit there."""
         position += -position % TILE_ALIGN_BYTES
         room = self._block_bytes - position % self._block_bytes
         if room < row_bytes:

@@ -1,6 +1,6 @@
-"""Published tensors as numpy arrays, and from one float type to another. No torch.
+"""Reads published tensors as numpy arrays and converts between float types. No torch.
 
-numpy knows no bfloat16: such an array holds the bits as uint16.
+numpy has no bfloat16, so such an array contains the bits as uint16.
 """
 
 from __future__ import annotations

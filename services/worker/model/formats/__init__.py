@@ -1,1 +1,1 @@
-"""Layouts of quantised weights in files, one module each: files -> `CodedWeight`."""
+"""Readers of quantised weights, one module for each file format; the result is a `CodedWeight`."""

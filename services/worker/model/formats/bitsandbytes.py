@@ -1,4 +1,4 @@
-"""What bitsandbytes saves: four bits with a table and a scale for each block, and int8 by rows.
+"""The formats of bitsandbytes: four bits with a table and a scale for each block, and int8 by rows.
 
 In four bits, blocks run over the flattened weight. Their scales (`absmax`) may be eight-bit codes
 themselves, with a table, an offset, and scales for blocks of their own.

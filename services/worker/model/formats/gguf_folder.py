@@ -1,5 +1,5 @@
-"""A GGUF file as a folder in Hugging Face layout: names, config and tokenizer are translated, and
-the blocks of tensors are copied as they are.
+"""Converts a GGUF file to a folder in Hugging Face layout: translates names, config and tokenizer,
+and copies the blocks of tensors unchanged.
 
 `python -m loraplex_services.worker.model.formats.gguf_folder FILE FOLDER` writes it, in a process
 of its own: the API server process has neither the gguf library nor transformers.
@@ -103,7 +103,8 @@ class GgufFile:
         return value
 
     def check_keys(self) -> None:
-        """Refuse keys of the architecture that nobody read: they may change the arithmetic."""
+        """Refuse keys of the architecture that were not read, because they may change the
+        arithmetic."""
         known = {f"{self.architecture}.{key}" for key in _HARMLESS_KEYS} | self._seen
         for key in sorted(self._fields):
             if key.startswith(f"{self.architecture}.") and key not in known and self.get(key):

@@ -1,4 +1,4 @@
-"""What the readers of all layouts share: tensors as they are stored, codes packed into words."""
+"""Helpers of all readers: stored tensors, and codes that are packed into words."""
 
 from __future__ import annotations
 

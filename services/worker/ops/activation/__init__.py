@@ -1,1 +1,1 @@
-"""The gate of a gated MLP."""
+"""The activation of a gated MLP."""

@@ -1,4 +1,4 @@
-"""The slow truth: the gate of a gated MLP by its formula, in float64."""
+"""Reference in float64: the activation of a gated MLP by its formula."""
 
 from __future__ import annotations
 

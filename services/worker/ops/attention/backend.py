@@ -1,8 +1,9 @@
-"""The attention interface, after the attention page of TensorRT-LLM's PyTorch backend.
+"""The attention interface, which follows the one of TensorRT-LLM's PyTorch backend.
 
 A backend is one `AttentionBackend` for each layer, built with the model, and one
 `AttentionMetadata` for each step, filled by the runner and completed by `prepare`. Names of fields
-and arguments are that page's. `docs/internals/attention-backends.md` builds one.
+and arguments are those of TensorRT-LLM. `docs/internals/attention-backends.md` shows how to write a
+backend.
 """
 
 from __future__ import annotations

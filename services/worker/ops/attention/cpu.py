@@ -1,4 +1,4 @@
-"""Attention in C++: ragged, paged, contexts and generations alike.
+"""Paged attention in C++ for ragged batches of contexts and generations.
 
 `native/src/attention_tiles.cpp` in bfloat16 where the library has dot products of it,
 `native/src/attention.cpp` elsewhere.

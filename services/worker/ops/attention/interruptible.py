@@ -1,8 +1,8 @@
-"""Attention that a capture of a forward pass leaves out.
+"""Attention that the capture of a forward pass leaves out.
 
 A forward pass that is captured in several graphs ends one graph before each layer's attention and
-begins the next one after it. The model does not know: it calls its attention backend as always, and
-the metadata of such a pass takes the call instead.
+begins the next one after it. The model calls its attention backend as always, and the metadata of
+such a pass handles the call instead.
 """
 
 from __future__ import annotations

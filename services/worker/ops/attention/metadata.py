@@ -1,4 +1,4 @@
-"""One batch as attention sees it, with the fields of TensorRT-LLM's attention page."""
+"""The attention metadata of one batch, with the field names of TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class AttentionMetadata:
 
     @property
     def seq_lens_cuda(self) -> Tensor:
-        """`seq_lens` on the device of `position_ids`; copied when it is first asked for."""
+        """`seq_lens` on the device of `position_ids`; copied at its first use."""
         if self._seq_lens_cuda is None:
             device = self.seq_lens.device if self.position_ids is None else self.position_ids.device
             self._seq_lens_cuda = to_device(self.seq_lens, device)

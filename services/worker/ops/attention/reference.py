@@ -1,4 +1,4 @@
-"""The slow truth: one dense softmax for each head over a whole sequence, in float64."""
+"""Reference in float64: one dense softmax for each head over a complete sequence."""
 
 from __future__ import annotations
 

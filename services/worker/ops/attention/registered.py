@@ -1,4 +1,4 @@
-"""Attention backends that other packages register, as entry points of their distributions."""
+"""Attention backends that other packages register as entry points."""
 
 from __future__ import annotations
 

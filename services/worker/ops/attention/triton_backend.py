@@ -76,7 +76,7 @@ class TritonAttentionMetadata(AttentionMetadata):
     _partial: PartialSums | None = field(init=False, default=None)
 
     def prepare(self) -> None:
-        """Compute tables, places and sizes from the predefined fields."""
+        """Compute block tables, cache positions and sizes from the predefined fields."""
         if self.is_dummy_attention:
             return
         params = self.kv_cache_params
@@ -108,7 +108,7 @@ class TritonAttentionMetadata(AttentionMetadata):
         self.decode_rows = _rows_in_order(self.num_contexts, self.num_generations, device)
 
     def prepare_idle(self) -> None:
-        """Launches the kernels, which write no key: no token has a place."""
+        """Launches the kernels without writing keys, because no token has a cache position."""
         self.prepare()
         self.places = tuple(torch.full_like(places, -1) for places in self.places)
 
@@ -181,7 +181,7 @@ def _rows_in_order(first: int, num_rows: int, device: torch.device) -> Tensor:
 
 
 def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int32 `[sequences, longest]`; places after a sequence's last block are never read."""
+    """int32 `[sequences, longest]`; entries after a sequence's last block are never read."""
     lens = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     width = int(lens.max(initial=0))
     table = np.zeros((len(rows), width), dtype=np.int32)

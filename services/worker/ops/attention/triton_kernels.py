@@ -310,8 +310,8 @@ def attend_generations(
 
 @triton.jit
 def _even_programs(num_pairs, num_programs):
-    """How many of the programs work: so many that all have the same number of pairs, unless few are
-    left over. A last round of a few programs would leave the memory idle."""
+    """The number of programs that work, chosen so that all have the same number of pairs unless few
+    are left over. A last wave of a few programs would leave the memory idle."""
     rounds = tl.maximum(tl.cdiv(num_pairs, num_programs), 1)
     few_left = 4 * num_pairs <= 5 * num_programs
     return tl.where(few_left, num_programs, tl.cdiv(num_pairs, rounds))
@@ -386,7 +386,7 @@ def append(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Write new keys and values to their places in the cache. Grid: (token, KV head).
+    """Write new keys and values to their positions in the cache. Grid: (token, KV head).
 
     `places [tokens]` int64: block * TOKENS + slot, or -1 for a padding row.
     """

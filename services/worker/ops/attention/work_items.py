@@ -1,8 +1,9 @@
-"""How the keys of generations are cut into items of similar size, and the workspace to join them.
+"""Divides the keys of generations into items of similar size, and has the workspace to combine
+them.
 
-One sequence of 32,768 tokens among short ones must not make them wait for a single program, so
-programs share items instead of sequences. The cuts depend on the number of keys that a row sees and
-on the number of generations in the step, whose order and lengths change nothing.
+One sequence of 32,768 tokens must not make the step wait for a single program, so programs share
+items instead of sequences. The division depends only on the number of keys of a row and on the
+number of generations in the step.
 """
 
 from __future__ import annotations

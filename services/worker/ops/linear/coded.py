@@ -1,4 +1,4 @@
-"""A weight kept as small codes, whatever file format it came in.
+"""A quantised weight in one form, whatever its file format.
 
 W[o, order[i]] = (value(codes[o, i]) - zeros[o, g]) * scales[o, g]        g = i // group_size
 """
@@ -48,12 +48,6 @@ class CodedWeight:
         """Columns."""
         return self.codes.shape[1]
 
-    def rows(self, begin: int, end: int) -> CodedWeight:
-        """Rows [begin, end); shares memory."""
-        own = slice(begin, end)
-        zeros = None if self.zeros is None else self.zeros[own]
-        return replace(self, codes=self.codes[own], scales=self.scales[own], zeros=zeros)
-
     def dequantised(self) -> Tensor:
         """float32 `[out, in]`: exactly what the codes say, rounded once."""
         if self.table is not None:
@@ -73,13 +67,8 @@ def joined(parts: list[CodedWeight]) -> CodedWeight | None:
     """The weights stacked by outputs, each with its own scales; None if they differ in what a
     kernel reads once for all rows."""
     first = parts[0]
-    for part in parts[1:]:
-        alike = part.codes.dtype is first.codes.dtype and part.group_size == first.group_size
-        alike = alike and (part.zeros is None) == (first.zeros is None)
-        alike = alike and part.scales.shape[1] == first.scales.shape[1]
-        alike = alike and _equal(part.table, first.table) and _equal(part.order, first.order)
-        if not alike:
-            return None
+    if not all(_are_alike(part, first) for part in parts[1:]):
+        return None
     scales = [part.scales for part in parts]
     if len({part.scales.dtype for part in parts}) > 1:
         scales = [part.float() for part in scales]
@@ -89,6 +78,17 @@ def joined(parts: list[CodedWeight]) -> CodedWeight | None:
         codes=torch.cat([part.codes for part in parts]),
         scales=torch.cat(scales),
         zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
+def _are_alike(a: CodedWeight, b: CodedWeight) -> bool:
+    return (
+        a.codes.dtype is b.codes.dtype
+        and a.group_size == b.group_size
+        and (a.zeros is None) == (b.zeros is None)
+        and a.scales.shape[1] == b.scales.shape[1]
+        and _equal(a.table, b.table)
+        and _equal(a.order, b.order)
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights in codes over the C++ library (`native/src/gemm_codes.cpp`)."""
+"""Products with quantised weights in the C++ library (`native/src/gemm_codes.cpp`)."""
 
 from __future__ import annotations
 
@@ -45,13 +45,6 @@ class CodedLinear:
             min(weight.group_size, self.in_features),
             block_size,
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of codes, scales and zero points."""
-        own = self._weight
-        zeros_bytes = 0 if own.zeros is None else own.zeros.nbytes
-        return own.codes.nbytes + own.scales.nbytes + zeros_bytes
 
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""

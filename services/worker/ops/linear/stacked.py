@@ -1,4 +1,4 @@
-"""Linears that share an input but not a format: their outputs side by side."""
+"""Stacked linears that share an input but not a format; their outputs are concatenated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base model's linear layer, without bias. Quantised bases plug in here."""
+"""The base model's linear layer, without bias, and the interface of quantised ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The low-rank update of a long run, as library products.
 
 The tokens of a long prompt use one adapter. A GPU's library then reads x once for all of a site's
-slices and adds to y in one pass; tiles that any mix of adapters fits into do neither as fast.
+slices and adds to y in one pass, which is faster than the kernel for any mix of adapters.
 `runs.dense_runs` says which runs are long.
 """
 
@@ -95,7 +95,7 @@ def _joined(tiles: Sequence[Tile]) -> list[Tile]:
 
 
 def _follows(before: Tile, tile: Tile) -> bool:
-    """Whether a tile's first row comes right after another's last one."""
+    """Whether a tile's first row directly follows another's last one."""
     return (
         (before.row_end, before.col_begin, before.col_end)
         == (tile.row_begin, tile.col_begin, tile.col_end)

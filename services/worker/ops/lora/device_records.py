@@ -1,4 +1,5 @@
-"""An adapter's update of one part of a site as rows of integers, which GPU kernels walk. No torch.
+"""Encodes an adapter's update of one part of a site as rows of integers that GPU kernels read. No
+torch.
 
 A part is what one module adds to: outputs [begin, begin + length) of a site. Every record is
 `RECORD_WORDS` int64. Two numbers in a word are the low and the high 32 bits.
@@ -13,8 +14,8 @@ A part is what one module adds to: outputs [begin, begin + length) of a site. Ev
 Elements count from the arena's start, in the adapters' dtype, for vectors in float32. A group
 is a rectangle of both matrices: where tiles are cut, groups are.
 
-Records are made once, when an adapter is packed, and then count from the blocks of its image.
-Entering it adds where the blocks lie, in one pass of numpy.
+Records are made once, when an adapter is packed, with positions relative to the blocks of its
+image. Entering the adapter adds the positions of the blocks in the arena, in one pass of numpy.
 """
 
 from __future__ import annotations

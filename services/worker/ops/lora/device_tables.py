@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,11 +21,7 @@ from loraplex_services.worker.ops.lora.device_records import (
     RECORD_WORDS,
     AdapterRecords,
     OutputRange,
-    RecordBuilder,
-    Rectangle,
-    SiteMatrices,
 )
-from loraplex_services.worker.ops.lora.tables import SiteDelta, Tile
 from loraplex_services.worker.transfers import copy_into
 
 
@@ -86,23 +82,6 @@ class DeviceTables:
         """Parts of the site that has most."""
         return max(len(shape.parts) for shape in self.shapes)
 
-    def enter(self, slot: int, deltas: Mapping[int, SiteDelta], in_torch: Set[int]) -> None:
-        """Make and write an adapter's records from views of the arena, for tests and measurements.
-
-        Args:
-            deltas: by site id; tiles are views of the arena.
-            in_torch: sites whose deltas kernels do not apply (embeddings, norms, replaced rows).
-
-        Raises:
-            ResourceExhausted: as `enter_records`.
-        """
-        builder = RecordBuilder(self.parts)
-        for site_id, delta in deltas.items():
-            if site_id not in in_torch:
-                builder.add_site(site_id, matrices_of(delta, self.arena.data_ptr()))
-        trains_norms = any(delta.norm for delta in deltas.values())
-        self.enter_records(slot, builder.build(), (0,), in_torch, trains_norms)
-
     def enter_records(
         self,
         slot: int,
@@ -116,7 +95,7 @@ class DeviceTables:
         Args:
             adapter: made for the parts of these tables.
             starts: byte offset in the arena of each block that the records count from.
-            in_torch: as in `enter`.
+            in_torch: sites whose deltas kernels do not apply (embeddings, norms, replaced rows).
             trains_norms: whether the adapter brings a norm's weight.
 
         Raises:
@@ -158,7 +137,7 @@ class DeviceTables:
         return self._held[slot].max_vectors
 
     def trains_norms(self, slot: int) -> bool:
-        """Whether the adapter brings a norm's weight."""
+        """Whether the adapter replaces a norm's weight."""
         return self._held[slot].trains_norms
 
 
@@ -173,34 +152,6 @@ class Held:
     trains_norms: bool
     max_groups: int
     max_vectors: int
-
-
-def matrices_of(delta: SiteDelta, arena_address: int) -> SiteMatrices:
-    """What records say of a delta, with the arena as its only block."""
-
-    def rectangles(tiles: Sequence[Tile]) -> list[Rectangle]:
-        return [
-            Rectangle(
-                tile.row_begin,
-                tile.row_end,
-                tile.col_begin,
-                tile.col_end,
-                0,
-                tile.data.data_ptr() - arena_address,
-                tile.data.itemsize,
-            )
-            for tile in tiles
-        ]
-
-    return SiteMatrices(
-        delta.slices,
-        rectangles(delta.a),
-        rectangles(delta.b),
-        rectangles(delta.gains),
-        rectangles(delta.lora_biases),
-        rectangles(delta.biases),
-        delta.scales.tolist() if delta.is_int8 else (),
-    )
 
 
 class Segments:

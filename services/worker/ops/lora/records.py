@@ -1,4 +1,5 @@
-"""What the C++ kernel reads: an adapter as one vector of 64-bit words, and a step's row runs.
+"""The records that the C++ kernel reads: an adapter as a vector of 64-bit words, and a step's row
+runs.
 
 A record is: number of sites; for each site its entry's word offset, or 0. An entry is rank, address
 of the float32 scales, numbers of tiles of each kind, then the tiles, six words each.
@@ -33,7 +34,7 @@ class Records:
         self._row_slots: set[int] = set()
 
     def address(self, slot: int) -> int:
-        """Where the slot's record lies; valid until the slot is forgotten."""
+        """Address of the slot's record; valid until the slot is removed."""
         record = self._records.get(slot)
         if record is None:
             sites = range(self._num_sites)
@@ -47,12 +48,12 @@ class Records:
         return record.data_ptr()
 
     def trains_norms(self, slot: int) -> bool:
-        """Whether the slot's adapter brings a norm's weight."""
+        """Whether the slot's adapter replaces a norm's weight."""
         self.address(slot)
         return slot in self._norm_slots
 
     def replaces_rows(self, slot: int) -> bool:
-        """Whether the slot's adapter brings rows of some weight."""
+        """Whether the slot's adapter replaces rows of some weight."""
         self.address(slot)
         return slot in self._row_slots
 

@@ -1,4 +1,4 @@
-"""The slow truth: one row, one adapter, one slice at a time, in float64."""
+"""Reference in float64: one row, one adapter, one slice at a time."""
 
 from __future__ import annotations
 

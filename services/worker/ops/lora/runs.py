@@ -66,7 +66,7 @@ def dense_runs(runs: Sequence[RowRun]) -> tuple[RowRun, ...]:
 
 
 def cut_at_tiles(runs: Sequence[RowRun]) -> list[RowRun]:
-    """Split runs so that each lies in one row tile, ordered by tile."""
+    """Split runs so that each is within one row tile, ordered by tile."""
     cut = [
         RowRun(run.slot, run.coef, max(run.begin, begin), min(run.end, begin + TILE_ROWS))
         for run in runs

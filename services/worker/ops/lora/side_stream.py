@@ -1,7 +1,8 @@
-"""Shrink during the base product: a second stream that forks off the step's and joins it again.
+"""A second CUDA stream, on which shrink runs concurrently with the base product.
 
-Under capture the fork and the join become edges of the graph. Nothing is allocated on the side: x
-and the planes belong to the step's stream, which waits before it uses either again.
+It forks off the step's stream and joins it again; in a capture, these become edges of the graph.
+Nothing is allocated on the second stream: x and the intermediates belong to the step's stream,
+which waits before it uses them again.
 """
 
 from __future__ import annotations

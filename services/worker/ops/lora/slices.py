@@ -1,4 +1,4 @@
-"""How an adapter's modules share a site. Plain data, without torch: packing needs no more."""
+"""How an adapter's modules share a site. Plain data without torch, because packing uses it."""
 
 from __future__ import annotations
 

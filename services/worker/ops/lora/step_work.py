@@ -1,4 +1,4 @@
-"""A step's runs on the device, at fixed addresses, and the groups that they list in every part."""
+"""A step's row runs on the device, at fixed addresses, and the groups listed for every part."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ class StepWork:
     """The lists of one step, and the workspace of its updates."""
 
     def __init__(self, tables: DeviceTables, size: WorkSize, runs: Tensor | None = None) -> None:
-        """`runs`: int32 `[max_runs, 4]` on the device that somebody else fills, in place of
-        `fill`."""
+        """`runs`: int32 `[max_runs, 4]` on the device that the caller fills, instead of `fill`."""
         device, num_parts = tables.arena.device, len(tables.parts)
         self.tables = tables
         self.max_runs = max(MIN_RUNS, power_of_two(size.num_runs))
@@ -135,7 +134,7 @@ def static_work(tables: DeviceTables, max_rows: int, runs: Tensor) -> StepWork:
 
 
 def fits_static_work(tables: DeviceTables, runs: Sequence[RowRun]) -> bool:
-    """Whether captured steps have room for these runs, which are cut at tiles."""
+    """Whether these runs, split at tiles, fit the lists of captured steps."""
     return (
         len(runs) <= MIN_RUNS
         and sum(tables.max_groups(run.slot) for run in runs) <= GRAPH_GROUPS

@@ -45,9 +45,9 @@ class SiteDelta:
     biases: tuple[Tile, ...] = ()
     """float32 `[1, out]`: trained bias minus the base's; 0 elsewhere."""
     norm: tuple[Tile, ...] = ()
-    """float32 `[1, width]`: a norm's weight (offset included) in place of the base's."""
+    """float32 `[1, width]`: a norm's weight (offset included) that replaces the base's."""
     rows: tuple[Tile, ...] = ()
-    """`[changed, width]`: rows of the weight in place of the base's."""
+    """`[changed, width]`: rows of the weight that replace the base's."""
     row_ids: Tensor | None = None
     """int64 `[changed]`, ascending: whose rows these are."""
     num_rows: int = 0

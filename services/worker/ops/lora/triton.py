@@ -1,4 +1,4 @@
-"""The low-rank update on GPUs. Nothing returns to the host in between.
+"""Launches of the low-rank update on GPUs, without synchronizing with the host.
 
 `StepWork` lists a step's groups once for all sites. Then each site takes one launch with its base
 product (`MAX_FUSED_ROWS` and fewer rows), or two launches around a library's product. Counts stay

@@ -1,4 +1,4 @@
-"""Triton programs of the low-rank update. Layouts, words and grids: README.md.
+"""Triton programs of the low-rank update. Data structures and grids: README.md.
 
 An adapter's rank rows come in groups of at most 16. A step lists, for each part of each site, the
 groups of its adapters: their token rows, and where their rows of A and B lie. The update of a part

@@ -1,4 +1,4 @@
-"""The Triton program that lists a step's groups, and what it shares with those that use the lists.
+"""The Triton program that lists a step's groups, and helpers for programs that read the lists.
 
 See README.md for the words of records and lists.
 """

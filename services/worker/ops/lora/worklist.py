@@ -1,4 +1,4 @@
-"""Which adapters each row of a batch uses, and where kernels find them."""
+"""The adapters of each row of a batch, and where kernels find them."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class LoraBatch:
 
     @cached_property
     def trains_norms(self) -> bool:
-        """Whether some adapter brings a norm's weight."""
+        """Whether some adapter replaces a norm's weight."""
         facts = self.tables or self.records
         return facts is not None and any(facts.trains_norms(run.slot) for run in self.runs)
 
     @cached_property
     def _may_replace_rows(self) -> bool:
-        """False if no adapter brings rows of any weight, which is nearly always."""
+        """False if no adapter replaces rows of any weight, which is the usual case."""
         if self.tables is not None:
             return any(self.tables.in_torch(run.slot) for run in self.runs)
         if self.records is not None:
@@ -84,7 +84,7 @@ class LoraBatch:
         return True
 
     def replaces_rows(self, site_id: int) -> bool:
-        """Whether some adapter brings rows of the site's weight of its own."""
+        """Whether some adapter replaces rows of the site's weight."""
         if not self._may_replace_rows:
             return False
         deltas = (self.table.get((run.slot, site_id)) for run in self.runs)

@@ -1,4 +1,4 @@
-"""The slow truth: one pair of a token and an expert at a time, in float64."""
+"""Reference in float64: one pair of a token and an expert at a time."""
 
 from __future__ import annotations
 

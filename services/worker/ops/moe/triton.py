@@ -1,4 +1,4 @@
-"""The products of a mixture of experts on GPUs, without asking the host who was chosen.
+"""The products of a mixture of experts on GPUs, without reading the chosen experts on the host.
 
 `pairs.py` orders pairs of token and expert by expert. `grouped_linear` multiplies each expert's
 pairs by its weight: a fixed number of programs share the tiles (expert, block of pairs, block of

@@ -1,1 +1,1 @@
-"""Root-mean-square normalization with the residual added on the way."""
+"""Root-mean-square normalization, including the addition of the residual."""

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalization in torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NormWeight:
 
 
 class Norm(Protocol):
-    """x / rms(x) * (weight + offset), computed in float32; adapters may bring their own weight."""
+    """x / rms(x) * (weight + offset), computed in float32; adapters may replace the weight."""
 
     def forward(self, x: Tensor, lora: LoraBatch, update: Tensor | None = None) -> Tensor:
         """`[T, ..., H]` -> fresh `[T, ..., H]`; `lora` runs over the T rows.

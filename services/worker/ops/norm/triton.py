@@ -1,4 +1,4 @@
-"""RMSNorm on GPUs: one read of the row, the residual updated in the same launch."""
+"""RMSNorm on GPUs: reads the row once and updates the residual in the same launch."""
 
 from __future__ import annotations
 

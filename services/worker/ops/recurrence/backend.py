@@ -1,4 +1,4 @@
-"""What layers without attention call, and the states of the sequences of a step."""
+"""The interface of recurrent layers, and the states of the sequences of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StateBatch:
     """int64 `[spans, cells]`."""
 
     def layer_cells(self, place: int) -> slice:
-        """The cells of the layer at a place among those with a state."""
+        """The cells of the layer with this index among the layers with a state."""
         return slice(place * self.layout.layer_cells, (place + 1) * self.layout.layer_cells)
 
 

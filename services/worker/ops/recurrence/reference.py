@@ -1,4 +1,4 @@
-"""Slow and obvious: float64, one token, one head at a time."""
+"""Reference in float64: one token and one head at a time."""
 
 from __future__ import annotations
 

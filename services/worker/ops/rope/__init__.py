@@ -1,1 +1,1 @@
-"""Rotary embedding, and the cache write that follows it."""
+"""Rotary position embedding, and the cache write that follows it."""

@@ -1,4 +1,4 @@
-"""The slow truth: one token, one head and one pair of components at a time, in float64."""
+"""Reference in float64: one token, one head and one pair of components at a time."""
 
 from __future__ import annotations
 

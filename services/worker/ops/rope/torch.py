@@ -37,7 +37,7 @@ class Rotary:
         self._base = self._frequencies[0].clone(), float(self._factors[0])
 
     def reserve(self, num_rows: int) -> None:
-        """Make room for rows, before anything knows the table's address."""
+        """Allocate rows, before anything uses the table's address."""
         num_new = num_rows - len(self._factors)
         assert num_new >= 0, (num_rows, len(self._factors))
         new_rows = self._frequencies.new_zeros(num_new, self._num_pairs)
@@ -125,7 +125,7 @@ def _llama3(plain: Tensor, params: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(config: RopeConfig, plain: Tensor, params: Mapping[str, Any]) -> Tensor:
-    """Dimensions that turn often are kept, slow ones interpolated, a ramp in between."""
+    """High-frequency dimensions are kept, low ones interpolated, with a ramp in between."""
     context = params["original_max_position_embeddings"]
 
     def dimension(num_rotations: float) -> float:

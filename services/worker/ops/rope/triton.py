@@ -1,5 +1,6 @@
-"""Rotary embedding on GPUs: queries are rotated in place, keys and values written to the cache, in
-one launch."""
+"""Rotary embedding on GPUs: rotates queries in place and writes keys and values to the cache, in
+one launch.
+"""
 
 from __future__ import annotations
 

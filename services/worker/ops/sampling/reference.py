@@ -1,4 +1,4 @@
-"""The slow truth: the draw of one token at a time, in Python's integers.
+"""Reference: draws one token at a time, with Python integers.
 
 The algorithm is Philox4x32-10 (Salmon et al. 2011) and the Gumbel-max trick. The constants and the
 roundings are those of `sampling/philox.py`, which explains them.

@@ -1,4 +1,4 @@
-"""A seeded draw on GPUs, without asking the host how many tokens could win.
+"""Seeded sampling on GPUs, without synchronizing with the host.
 
 The noise is that of `sampling/philox.py`, bit for bit: integers until the last step, see there and
 `sampling/fixed_log.py`.

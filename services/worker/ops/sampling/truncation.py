@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p on GPUs without sorting: which tokens of a row may still be drawn.
+"""top_k, top_p and min_p on GPUs without sorting.
 
 The result is that of `sampling.masks.truncate`, token for token. One program works on one row:
 
@@ -43,7 +43,7 @@ LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 @triton.jit
 def depth_units(scores, best):
-    """u of `fixed_exp`: how far scores lie below the best one, int32."""
+    """u of `fixed_exp`: the distance of scores to the best one, int32."""
     depths = best - scores
     return (tl.where(depths < DEEPEST, depths, DEEPEST) * SCALE).to(tl.int32)
 

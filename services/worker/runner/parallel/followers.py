@@ -1,4 +1,4 @@
-"""Rank 0's view of the other ranks: starts them, sends them its steps, and notices their end."""
+"""Rank 0's view of the other ranks: starts them, sends them steps, and notices when one ends."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Followers:
         return copy.whole
 
     def await_copies(self, timeout_s: float) -> None:
-        """Return when no copy is under way, or after `timeout_s`."""
+        """Return when no copy is in progress, or after `timeout_s`."""
         if self._last_copy is not None:
             wait([self._last_copy], timeout_s)  # ranks copy in order
 
@@ -210,7 +210,7 @@ class Followers:
 
 @dataclass(slots=True)
 class GroupCopy:
-    """An adapter on its way into the arenas of all ranks."""
+    """An adapter that is being copied into the arenas of all ranks."""
 
     num_left: int
     """Ranks that have not ended theirs."""

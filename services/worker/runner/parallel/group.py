@@ -1,4 +1,6 @@
-"""How a group of ranks comes together: who may, how they meet, and when they are ready."""
+"""Forms a group of ranks: checks whether a base can be divided, connects the ranks, and waits until
+they are ready.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def lead(
     """Rank 0 of a group whose other ranks are starting.
 
     Raises:
-        LoraplexError: a rank cannot serve its part, or is not like the others.
+        LoraplexError: a rank cannot serve its part, or differs from the others.
         RankLost: a rank ended or came too late.
     """
     meeting = followers.rendezvous, followers.timeout_s

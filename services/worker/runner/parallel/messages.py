@@ -3,7 +3,7 @@
     rank 0 -> rank   one RankStart, then what to do, in the order in which rank 0 does it
     rank -> rank 0   RankReady or RankRefused, then CopyDone for each Copy
 
-They hold ids and places, never weights or activations: those move through collectives.
+They contain ids and positions. Activations are exchanged by collectives.
 """
 
 from __future__ import annotations

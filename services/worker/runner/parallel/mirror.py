@@ -1,4 +1,4 @@
-"""Steps on their way to the other ranks: what rank 0 has read of a plan, as small messages.
+"""Encodes the steps that rank 0 executes as small messages for the other ranks.
 
 Block tables travel as differences, so that a message does not grow with the contexts.
 """

@@ -53,7 +53,7 @@ LAST_WORDS_S = 5.0
 
 
 class FollowingRank:
-    """Does what rank 0 says."""
+    """Carries out the messages of rank 0."""
 
     def __init__(self, runner: TorchRunner, rank_zero: RankSocket) -> None:
         self._runner = runner

@@ -59,7 +59,6 @@ def test_blocks_hold_the_image_whatever_was_copied_before(arena, tier):
         copy_events, expected_s = tier.copy(image, blocks, step_s=1.0)
         assert copy_events is None and expected_s == 0.0
         assert held(arena, blocks, len(data)) == data
-    tier._pool.check_integrity()
 
 
 def test_neighbouring_blocks_are_one_copy_where_the_slab_s_are_neighbours(arena, tier, monkeypatch):

@@ -13,6 +13,7 @@ ACTS = st.tuples(st.sampled_from(("load", "drop")), st.integers(0, 7))
 def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
     pool = PinnedPool(NUM_BLOCKS)
     recent: list[int] = []
+    held: dict[int, set[int]] = {}
     for act, number in acts:
         name, size = bytes([number]), sizes[number]
         found = pool.find(name)
@@ -27,10 +28,12 @@ def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
             assert blocks is None
             continue
         assert blocks is not None and len(set(blocks)) == size
+        held[number] = set(blocks)
         recent.append(number)
         while sum(sizes[other] for other in recent) > NUM_BLOCKS:
             recent.pop(0)
-        pool.check_integrity()
+        owned = [block for other in recent for block in held[other]]
+        assert len(owned) == len(set(owned)) and set(owned) <= set(range(NUM_BLOCKS))
 
 
 def test_an_image_that_is_asked_for_again_stays_longer():

@@ -11,11 +11,11 @@ from loraplex_services.worker.adapters.device import base_values
 from loraplex_services.worker.adapters.device.base_values import dora_gain, embedding_gain
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora.device_records import RecordBuilder
-from loraplex_services.worker.ops.lora.device_tables import matrices_of
 from loraplex_services.worker.ops.lora.site_parts import site_parts
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD
 from tests.worker.loading import adapter_blocks, load_adapter
+from tests.worker.ops.lora.entering import matrices_of
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 
@@ -132,13 +132,13 @@ def test_the_gain_of_an_embedding_is_by_column_and_does_not_depend_on_chunks(mon
 @pytest.mark.parametrize("feature", [*FEATURES, "int8"])
 def test_records_made_at_packing_say_what_the_views_say(base, folders, feature):
     """Kernels on a GPU read the records of the image; here they are made anew from the views."""
-    adapter_dtype = "int8" if feature == "int8" else "auto"
+    lora_dtype = "int8" if feature == "int8" else "auto"
     runner = build_runner(
         base.folder,
         device="cpu",
         dtype="float32",
         arena_bytes=4 << 20,
-        adapter_dtype=adapter_dtype,
+        lora_dtype=lora_dtype,
     )
     folder = folders["rank-64-all-linear" if feature == "int8" else feature]
     load_adapter(runner, 3, folder, scattered(runner, adapter_blocks(runner, folder)))

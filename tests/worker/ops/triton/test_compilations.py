@@ -84,8 +84,8 @@ class Steps:
             arena_bytes=64 << 20,
             max_resident=16,
             max_lora_rank=max(RANKS),
-            max_num_tokens=MAX_STEP_TOKENS,
-            max_num_rows=320,
+            max_num_batched_tokens=MAX_STEP_TOKENS,
+            max_num_seqs=320,
             attention_backend="triton",
         )
         self._rng = random.Random(0)

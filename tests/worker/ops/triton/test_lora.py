@@ -16,6 +16,7 @@ from loraplex_services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense
 from loraplex_services.worker.ops.lora.step_work import StepWork, work_size
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from tests.worker.ops.lora.entering import enter_deltas
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta, slots_of_mix
 
 SITE, NUM_SITES, NUM_ADAPTERS = 1, 3, 3
@@ -41,7 +42,7 @@ def build(rng, shape, dtype, device, block_bytes, ranks=(1, 3, 16, 17, 64), int8
     stored = torch.int8 if int8 else dtype
     tables = DeviceTables(arena.data.view(-1), stored, shapes, 8, 4000)
     for slot, delta in deltas.items():
-        tables.enter(slot, {SITE: delta}, set())
+        enter_deltas(tables, slot, {SITE: delta})
     return tables, {(slot, SITE): delta for slot, delta in deltas.items()}
 
 
@@ -104,7 +105,7 @@ def test_rows_that_combine_adapters_add_up(device):
     plain = {key: SiteDelta(d.slices, d.a, d.b, d.scales) for key, d in table.items()}
     for slot in range(NUM_ADAPTERS):
         tables.remove(slot)
-        tables.enter(slot, {SITE: plain[slot, SITE]}, set())
+        enter_deltas(tables, slot, {SITE: plain[slot, SITE]})
     x, y = torch.randn(4, 20, device=device), torch.zeros(4, 20, device=device)
     expected = y.clone()
     reference.add_lora(expected, x, SITE, LoraBatch(runs, plain))
@@ -166,7 +167,7 @@ def plain_tables(dtype, device, num_rows, num_inputs, parts, ranks):
             b += arena.put((torch.randn(rank, part.length) / 4).to(dtype), i * rank, part.begin)
         scales = torch.full((rank * len(parts),), 0.5, device=device)
         table[slot, SITE] = SiteDelta(tuple(slices), tuple(a), tuple(b), scales)
-        tables.enter(slot, {SITE: table[slot, SITE]}, set())
+        enter_deltas(tables, slot, {SITE: table[slot, SITE]})
     assert width == sum(part.length for part in parts)
     return tables, table
 

@@ -28,6 +28,7 @@ from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.types.model_config import ClampedSwiglu
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
+from tests.worker.ops.lora.entering import enter_deltas
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.ops.triton.reads import note_reads
@@ -197,8 +198,8 @@ def test_adapters_on_experts_are_added_and_others_leave_the_kernels_alone(
         part = OutputRange(0, 0, 2 * width)
         shapes = [SiteShape(hidden, (part,))] * 7
         tables = DeviceTables(arena.data.view(-1), torch.float32, shapes, 2, 200)
-        tables.enter(0, {2: deltas[0]}, {2})
-        tables.enter(1, {other: deltas[1]}, set())
+        enter_deltas(tables, 0, {2: deltas[0]}, {2})
+        enter_deltas(tables, 1, {other: deltas[1]})
     x = torch.randn(9, hidden).to(device)
     chosen = random_choices(9, num_experts, 2, torch.Generator().manual_seed(1)).to(device)
     weights = torch.rand(9, 2).to(device)

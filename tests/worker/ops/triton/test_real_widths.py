@@ -20,6 +20,7 @@ from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteSh
 from loraplex_services.worker.ops.lora.runs import RowRun, dense_runs
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from tests.worker.ops.lora.entering import enter_deltas
 from tests.worker.ops.triton.adapters import PackedArena
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.ops.triton.test_attention import make_step, run_step
@@ -80,7 +81,7 @@ class Stage:
         shape = SiteShape(self.num_inputs, parts, is_aligned=True, may_be_cut=False)
         self.tables = DeviceTables(arena.data.view(-1), torch.bfloat16, [shape], len(RANKS), 4000)
         for slot, delta in enumerate(deltas):
-            self.tables.enter(slot, {0: delta}, set())
+            enter_deltas(self.tables, slot, {0: delta})
         self.table = {(slot, 0): delta for slot, delta in enumerate(deltas)}
         self.lora = fast.DeviceLora(self.tables)
 

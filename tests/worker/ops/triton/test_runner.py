@@ -17,9 +17,9 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.gpu_path import site_masks
 from loraplex_services.worker.runner.profiling import run_largest_step
-from loraplex_services.worker.runner.settings import RunnerSettings
 from loraplex_services.worker.runner.warm_up import idle_batch
 from loraplex_services.worker.types.request import Request
+from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import adapter_blocks, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
@@ -257,7 +257,7 @@ def test_a_dtype_of_adapters_that_the_kernels_do_not_read_is_refused(folders, de
     settings = {"arena_bytes": 2 << 20, "max_resident": 4, "attention_backend": "triton"}
     with pytest.raises(Unsupported, match="lora_dtype: these kernels read adapters in the model's"):
         build_runner(
-            folders[0], device=device.type, dtype="float32", adapter_dtype="bfloat16", **settings
+            folders[0], device=device.type, dtype="float32", lora_dtype="bfloat16", **settings
         )
 
 

@@ -141,7 +141,7 @@ class Forced:
             arena_bytes=geometry.arena_bytes,
             max_resident=8,
             max_lora_rank=256,
-            max_num_tokens=1024,
+            max_num_batched_tokens=1024,
             attention_backend=backend,
         )
         self._runner.arena.data.fill_(0xFF)  # NaN wherever nothing is written

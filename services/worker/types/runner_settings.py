@@ -1,12 +1,13 @@
-"""What a runner is built with; the same on every rank."""
+"""The parameters of a runner, which are the same on every rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerSettings:
+class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a base is computed, and what its runner holds."""
 
     device: str = "auto"
@@ -31,13 +32,13 @@ class RunnerSettings:
     """Adapters that may be loaded at once; slots are below it."""
     max_model_len: int = 0
     """Longest context in tokens; 0 = that of the base."""
-    max_num_tokens: int = 2048
+    max_num_batched_tokens: int = 2048
     """The most positions of one step."""
-    max_num_rows: int = 256
+    max_num_seqs: int = 256
     """The most requests of one step."""
     overlap: str = "off"
-    """See `StepOrder`."""
-    adapter_dtype: str = "auto"
+    """`auto`, `on` or `off`: see `StepOrder`."""
+    lora_dtype: str = "auto"
     """How A and B are kept: `int8` = as integers with a factor for each rank row; a floating-point
     type, or `auto` (see `allocation.stored_dtype`)."""
     quantization: str = "none"
@@ -46,3 +47,7 @@ class RunnerSettings:
     """How keys and values are kept: `auto` = in the model's dtype, or `int8`."""
     fully_sharded_loras: bool = False
     """Divide both matrices of an adapter's pairs among the ranks, not one."""
+
+    def runner_fields(self) -> dict[str, Any]:
+        """The fields of this class alone, by name."""
+        return {name: getattr(self, name) for name in RunnerSettings.__struct_fields__}

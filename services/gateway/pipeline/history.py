@@ -1,0 +1,178 @@
+"""The load of the last day at this gateway, in steps, for charts over a chosen range.
+
+Each range has steps of its own, so that a chart has at most 144 points and nothing is merged when
+it is drawn. All of them together take less than a megabyte. A restart begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+SAMPLE_S = 1.0
+"""Between two looks at the requests that run and wait."""
+MAX_REASONS = 50
+"""Reasons of failures that are listed."""
+_BIN = math.log(1.1)
+"""Times are counted in bins that are ten percent wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChartRange:
+    """How far a chart goes back, and how long its steps are."""
+
+    step_s: float
+    num_steps: int
+
+
+RANGES = {
+    "5m": ChartRange(5.0, 60),
+    "1h": ChartRange(30.0, 120),
+    "6h": ChartRange(180.0, 120),
+    "24h": ChartRange(600.0, 144),
+}
+
+
+@dataclass(slots=True)
+class _Step:
+    """What happened within one step."""
+
+    place: int
+    """Number of steps since the clock's zero."""
+    served: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    first_tokens: Counter[int] = field(default_factory=Counter)
+    """Times to the first token by bin."""
+    running: int = 0
+    """Most that ran at once."""
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One step as a chart shows it."""
+
+    age_s: float
+    """From the middle of the step until now."""
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+    served_per_s: float
+    failed_per_s: float
+    first_token_p50_s: float | None
+    """None if there was no first token."""
+    first_token_p95_s: float | None
+    running: int
+    waiting: int
+
+
+class LoadHistory:
+    """Keeps the steps of all ranges."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """`now`: monotonic seconds."""
+        self._now = now
+        self._begin_s = now()
+        self._steps: dict[str, deque[_Step]] = {
+            name: deque(maxlen=each.num_steps + 1) for name, each in RANGES.items()
+        }
+        self._num_generated = 0
+        """Tokens since the last sample."""
+
+    async def run(self, load: Callable[[], tuple[int, int]]) -> None:
+        """Sample the requests that run and wait, for ever."""
+        while True:
+            self.sample(*load())
+            await asyncio.sleep(SAMPLE_S)
+
+    def sample(self, running: int, waiting: int) -> None:
+        """Record how many requests run and wait now, and the tokens since the last sample."""
+        for step in self._current():
+            step.running = max(step.running, running)
+            step.waiting = max(step.waiting, waiting)
+            step.generated_tokens += self._num_generated
+        self._num_generated = 0
+
+    def generated(self, num_tokens: int) -> None:
+        """Tokens were generated."""
+        self._num_generated += num_tokens
+
+    def first_token(self, after_s: float) -> None:
+        """A request got its first token."""
+        time_bin = math.floor(math.log(max(after_s, 1e-6)) / _BIN)
+        for step in self._current():
+            step.first_tokens[time_bin] += 1
+
+    def ended(self, failure: str, was_served: bool, prompt_tokens: int) -> None:
+        """A request ended; `failure` is the reason if it failed or was refused, otherwise empty."""
+        for step in self._current():
+            step.served += was_served
+            step.prompt_tokens += prompt_tokens
+            if failure:
+                step.failures[failure] += 1
+
+    def points(self, name: str) -> list[Point]:
+        """The steps of a range, oldest first, as far as the gateway was running."""
+        now_s, step_s = self._now(), RANGES[name].step_s
+        kept = {step.place: step for step in self._kept(name)}
+        last = int(now_s // step_s)
+        first = max(last - RANGES[name].num_steps + 1, int(self._begin_s // step_s))
+        return [
+            self._point(kept.get(place) or _Step(place), step_s, now_s)
+            for place in range(first, last + 1)
+        ]
+
+    def failures(self, name: str) -> list[tuple[str, int]]:
+        """Failed and refused requests of a range by reason, most frequent first."""
+        total = Counter[str]()
+        for step in self._kept(name):
+            total.update(step.failures)
+        return sorted(total.items(), key=lambda item: (-item[1], item[0]))[:MAX_REASONS]
+
+    def _kept(self, name: str) -> list[_Step]:
+        oldest = int(self._now() // RANGES[name].step_s) - RANGES[name].num_steps + 1
+        return [step for step in self._steps[name] if step.place >= oldest]
+
+    def _current(self) -> Iterable[_Step]:
+        """The step of this moment, of each range. Mutates: begins it."""
+        for name, steps in self._steps.items():
+            place = int(self._now() // RANGES[name].step_s)
+            if not steps or steps[-1].place != place:
+                steps.append(_Step(place))
+            yield steps[-1]
+
+    def _point(self, step: _Step, step_s: float, now_s: float) -> Point:
+        begin_s = max(step.place * step_s, self._begin_s)
+        end_s = min((step.place + 1) * step_s, now_s)
+        # A step that has just begun is too short for a rate.
+        lasted_s = max(end_s - begin_s, SAMPLE_S)
+        p50_s, p95_s = _percentiles(step.first_tokens, (0.5, 0.95))
+        return Point(
+            age_s=now_s - (begin_s + end_s) / 2,
+            prompt_tokens_per_s=step.prompt_tokens / lasted_s,
+            generated_tokens_per_s=step.generated_tokens / lasted_s,
+            served_per_s=step.served / lasted_s,
+            failed_per_s=step.failures.total() / lasted_s,
+            first_token_p50_s=p50_s,
+            first_token_p95_s=p95_s,
+            running=step.running,
+            waiting=step.waiting,
+        )
+
+
+def _percentiles(bins: Counter[int], shares: Sequence[float]) -> list[float | None]:
+    """The middle of the bin of each percentile, which is within 5 percent; None without counts."""
+    found: list[float | None] = []
+    for share in shares:
+        wanted, so_far, value = math.ceil(share * bins.total()), 0, None
+        for time_bin in sorted(bins):
+            so_far += bins[time_bin]
+            if so_far >= wanted:
+                value = math.exp((time_bin + 0.5) * _BIN)
+                break
+        found.append(value)
+    return found
