@@ -127,7 +127,9 @@ def measure(
         runs = results.setdefault(f"{count}x{num_adapters}", {name: [] for name in sides})
         num_before = len(runs["loraplex"])
         for side in sides.values():
-            side.run(make_prompts(count, shape.vocab_size, seed=-1), num_adapters, 2)
+            # As long as what is measured, so that no repetition is the first to touch its memory.
+            prompts = make_prompts(count, shape.vocab_size, seed=-1)
+            side.run(prompts, num_adapters, args.new_tokens)
         for repetition in range(num_before, num_before + args.repetitions):
             prompts = make_prompts(count, shape.vocab_size, seed=1000 * count + repetition)
             for name, side in sides.items():

@@ -94,9 +94,9 @@ def compare(
 ) -> dict[str, Any]:
     """One row of results: whether the peer is right, and if so, both sides' seconds."""
     vocab_size = SHAPES[args.model].vocab_size
-    warm = make_prompts(2, vocab_size, seed=-1)
-    peer.run(warm, num_adapters, 2)
-    ours.run(warm, num_adapters, 2)
+    warm = make_prompts(count, vocab_size, seed=-1)
+    peer.run(warm, num_adapters, args.new_tokens)
+    ours.run(warm, num_adapters, args.new_tokens)
     runs, as_ours, as_base = [], 0, 0
     cpu_ratios: list[float] = []
     for repetition in range(args.repetitions):

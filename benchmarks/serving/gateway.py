@@ -41,6 +41,9 @@ REPO = HERE.parents[1]
 IDLE_STEP_S, LOADED_STEP_S = 0.05, 0.002
 """Latency is probed alongside streams of 20 tokens a second; for throughput the worker never
 waits."""
+LOAD_TOKENS = 1 << 12
+"""Tokens of a stream that others are probed alongside: more than the probes take, and few enough
+that the gateway does not refuse it for its deadline."""
 
 
 class House:
@@ -169,7 +172,7 @@ async def added_latency(folder: Path, streams: int, num_probes: int) -> dict[str
             ways = Ways(channel, worker_channel)
             await ways.open()
             alone = await ways.probe(num_probes)
-            load = house.load("ids", streams, 1 << 16)
+            load = house.load("ids", streams, LOAD_TOKENS)
             await asyncio.sleep(6.0)
             alongside = await ways.probe(num_probes)
             load.kill()

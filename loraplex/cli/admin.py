@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from loraplex.cli.parsing import add_command, add_connection, add_group, count
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
-    from loraplex.api.registry import AuditEntry
+    from loraplex.api.registry import AuditEntry, BaseModel
 
 
 def add(commands: Any) -> None:
@@ -94,9 +95,13 @@ async def _base_add(args: argparse.Namespace) -> None:
             replace=args.replace,
         )
     if args.json:
-        print_json(base)
+        print_json(_base_object(base))
         return
     print(f"recorded {base.base_id} ({base.model_type}, {short_digest(base.fingerprint)})")
+
+
+def _base_object(base: BaseModel) -> dict[str, Any]:
+    return {"name": base.base_id, "digest": base.fingerprint, **dataclasses.asdict(base)}
 
 
 async def _base_list(args: argparse.Namespace) -> None:
@@ -104,7 +109,7 @@ async def _base_list(args: argparse.Namespace) -> None:
         bases = await client.admin.bases()
     if args.json:
         for base in bases:
-            print_json(base)
+            print_json(_base_object(base))
         return
     rows = [
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import print_fields, print_json, print_table, sized
-from loraplex.cli.parsing import add_command, add_connection, credentials_of
+from loraplex.cli.parsing import add_command, add_connection, count, credentials_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
     )
     _add_grammar(parser)
     parser.add_argument(
-        "-n", type=int, metavar="N", default=1, help="number of outputs (default: 1)"
+        "-n", type=count, metavar="N", default=1, help="number of outputs (default: 1)"
     )
     add_connection(parser, "gateway")
 
@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens",
-        type=int,
+        type=count,
         metavar="N",
         help="largest number of generated tokens (default: 16; in a chat, the rest of the context)",
     )

@@ -16,15 +16,20 @@ def base_folder(base: str, environ: Mapping[str, str]) -> Path:
     """
     if not base:
         raise InvalidRequest.field("--base", base, "is required, because the adapter names no base")
-    folder = Path(base).expanduser()
-    if folder.is_dir():
-        return folder
-    cached = _in_hub_cache(base, environ)
-    if cached is not None:
-        return cached
+    found = found_base(base, environ)
+    if found is not None:
+        return found
     raise InvalidRequest.field(
         "--base", base, "is neither a folder nor in the local hub cache; give the base's folder"
     )
+
+
+def found_base(base: str, environ: Mapping[str, str]) -> Path | None:
+    """The same; None if it is neither."""
+    folder = Path(base).expanduser()
+    if base and folder.is_dir():
+        return folder
+    return _in_hub_cache(base, environ)
 
 
 def _in_hub_cache(hub_id: str, environ: Mapping[str, str]) -> Path | None:

@@ -30,9 +30,11 @@ _GRPC_NAMES = {
 
 
 def print_json(value: Any) -> None:
-    """One object on one line of stdout. Dataclasses become objects."""
+    """One object on one line of stdout. Dataclasses become objects. Scripts find `name`, `version`
+    and `digest` in every object; they are null where it is about something else."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
+    value = {"name": None, "version": None, "digest": None, **value}
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 

@@ -226,8 +226,6 @@ async def _dry_run(
         print_json(
             {
                 "name": publication.name,
-                "version": None,
-                "digest": None,
                 "base_id": checked.base_id,
                 "max_rank": checked.max_rank,
                 "warnings": [_as_dict(warning) for warning in checked.warnings],
@@ -274,7 +272,6 @@ async def _validate(args: argparse.Namespace) -> None:
         print_json(
             {
                 "name": Path(args.dir).resolve().name,
-                "version": None,
                 "digest": digest,
                 "max_rank": report.max_rank,
                 "num_modules": report.num_modules,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import print_json
 from loraplex.cli.parsing import Run, add_command, add_json, add_unused_server, count
+from loraplex.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
     from loraplex.adapter_format import Geometry, Report
@@ -133,8 +134,6 @@ def _needing_numpy(run: Callable[[argparse.Namespace], Awaitable[None]]) -> Run:
     async def checked(args: argparse.Namespace) -> None:
         from importlib.util import find_spec
 
-        from loraplex.errors import Unsupported
-
         if find_spec("numpy") is None:
             message = "this needs the 'numpy' package: pip install 'loraplex[convert]'"
             raise Unsupported(message)
@@ -155,7 +154,6 @@ async def _merge(args: argparse.Namespace) -> None:
 
 
 def _merge_into_base(args: argparse.Namespace) -> None:
-    from loraplex.errors import InvalidRequest
     from loraplex.rewriting.into_base import merge_into_base
 
     base = _folder(args.base)
@@ -169,10 +167,14 @@ def _merge_into_base(args: argparse.Namespace) -> None:
         note = " (the head is a table of its own now)" if merged.is_untied else ""
         print(f"merged into {merged.num_modules} modules of the base{note}: {args.out}")
         return
-    print_json({"name": args.out.resolve().name, "version": None, "digest": None, **asdict(merged)})
+    print_json({"name": args.out.resolve().name, **asdict(merged)})
 
 
 async def _convert(args: argparse.Namespace) -> None:
+    if not args.dir.is_dir():
+        raise InvalidRequest.field(
+            "DIR", str(args.dir), "is not a folder; give an adapter's folder"
+        )
     if args.to == "safetensors":
         _from_pickle(args)
     elif args.to == "trtllm":
@@ -213,7 +215,6 @@ def _to_lora(args: argparse.Namespace) -> None:
 
 
 def _to_peft(args: argparse.Namespace) -> None:
-    from loraplex.errors import InvalidRequest
     from loraplex.rewriting.merging import without_initial
     from loraplex.rewriting.respelling import from_tinker, is_tinker
     from loraplex.rewriting.trtllm import from_trtllm, is_trtllm
@@ -263,8 +264,6 @@ def _print(args: argparse.Namespace, report: Report, text: str) -> None:
     print_json(
         {
             "name": args.out.resolve().name,
-            "version": None,
-            "digest": None,
             "max_rank": report.max_rank,
             "num_modules": report.num_modules,
         }

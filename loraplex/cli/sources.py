@@ -45,7 +45,7 @@ def _converted(folder: Path, scratch: Path, base: str) -> Path:
     """A PEFT LoRA of whatever the folder holds: the folder itself if it is one."""
     import os
 
-    from loraplex.cli.local_base import base_folder
+    from loraplex.cli.local_base import base_folder, found_base
     from loraplex.rewriting.other_methods import is_other_method, named_base, to_lora
     from loraplex.rewriting.pickled import from_pickle, is_pickled
     from loraplex.rewriting.respelling import from_tinker, is_tinker
@@ -54,7 +54,10 @@ def _converted(folder: Path, scratch: Path, base: str) -> Path:
         from_pickle(folder, scratch / "unpickled")
         folder = scratch / "unpickled"
     if is_other_method(folder):
-        to_lora(folder, scratch / "lora", base_folder(base or named_base(folder), os.environ))
+        # `--base` is the id under which the base is served, which often says nothing about where
+        # its files are on this machine; the adapter itself names what it was trained on.
+        found = found_base(base, os.environ) or base_folder(named_base(folder) or base, os.environ)
+        to_lora(folder, scratch / "lora", found)
         return scratch / "lora"
     if is_tinker(folder):
         from_tinker(folder, scratch / "peft")

@@ -168,7 +168,7 @@ def _print(tag: Tag, as_json: bool) -> None:
 def _first_of(targets: Sequence[TagTarget]) -> dict[str, Any]:
     """What `--json` says of one version, where a split has several."""
     if not targets:
-        return {"version": None, "digest": None}
+        return {}
     return {"version": targets[0].version, "digest": targets[0].digest}
 
 
@@ -265,7 +265,8 @@ async def _delete(args: argparse.Namespace) -> None:
 def _print_names(names: Sequence[str], as_json: bool) -> None:
     for name in names:
         if as_json:
-            print_json({"name": name})
+            tenant, _, short = name.rpartition("/")
+            print_json({"name": short, "tenant": tenant})
         else:
             print(f"would delete {name}")
 

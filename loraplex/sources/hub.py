@@ -107,4 +107,5 @@ def _typed_errors(address: str) -> Iterator[None]:
             "DIR", source, "is not a valid name of a hub repository"
         ) from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
-        raise Unavailable(f"{source}: the hub gave an unexpected answer: {error}") from error
+        problem = f"cannot be reached, or gave an unexpected answer: {error}"
+        raise Unavailable(f"{source}: the hub {problem}") from error

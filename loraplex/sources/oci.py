@@ -117,7 +117,8 @@ class _Registry:
         return self._away(error)
 
     def _away(self, error: BaseException) -> Unavailable:
-        return Unavailable(f"{self.source}: the registry gave an unexpected answer: {error}")
+        problem = f"cannot be reached, or gave an unexpected answer: {error}"
+        return Unavailable(f"{self.source}: the registry {problem}")
 
 
 def fetch_from_registry(address: str, folder: Path, progress: Progress) -> tuple[Violation, ...]:

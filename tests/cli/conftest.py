@@ -47,15 +47,16 @@ class Command:
 
     def json(self, *args: str) -> Any:
         """The one object that a command which must succeed prints."""
-        done = self(*args, "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        [value] = self.lines(*args)
+        return value
 
     def lines(self, *args: str) -> list[Any]:
         """The objects that a command which must succeed prints, one a line."""
         done = self(*args, "--json")
         assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        values = [json.loads(line) for line in done.stdout.splitlines()]
+        assert all({"name", "version", "digest"} <= value.keys() for value in values)
+        return values
 
     def error(self, *args: str) -> tuple[int, dict[str, Any]]:
         """Exit code and error object of a command which must fail."""

@@ -95,7 +95,7 @@ def test_an_error_says_what_is_missing_and_what_exists(published: Any) -> None:
 def test_adapters_are_deleted_by_pattern_and_label(published: Any) -> None:
     selected = ("delete", "day-*", "--all", "--label", "kind=x")
     shown = published.lines(*selected, "--dry-run")
-    assert [each["name"] for each in shown] == ["default/day-b", "default/day-c"]
+    assert [each["name"] for each in shown] == ["day-b", "day-c"]
     deleted = published.lines(*selected)
     assert [each["name"] for each in deleted] == ["day-b", "day-c"]
     assert [each["name"] for each in published.lines("list", "--prefix", "day-")] == ["day-a"]

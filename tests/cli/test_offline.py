@@ -66,6 +66,7 @@ def test_validate_refuses_damage_with_exit_3(offline: Any, adapter: Path, tmp_pa
         ("delete", "name"),
         ("delete", "name:v1", "--all"),
         ("nonsense",),
+        ("convert", "no/such/folder", "no/such/out", "--to", "lora"),
         ("list", "--ca", "no/such/file"),
         ("list", "--registry", "no-port"),
     ],

@@ -226,6 +226,8 @@ def test_describes_an_adapter_and_lists_it_by_its_labels(registry: Any, adapter:
     said = registry.json("describe", "told", "Sorts words", "--label", "team=a", "-l", "on=call")
     assert said == {
         "name": "told",
+        "version": None,
+        "digest": None,
         "description": "Sorts words",
         "labels": {"on": "call", "team": "a"},
     }
@@ -254,7 +256,8 @@ def test_tenants_bases_audit_and_upkeep(registry: Any, adapter: Path) -> None:
     limited = registry.json("tenants", "set", "acme", "--max-bytes", "5GiB")
     assert limited["max_bytes"] == 5 << 30
     assert "acme" in registry("tenants", "list").stdout
-    assert registry.json("base", "list")["base_id"] == "loraplex-demo"
+    base = registry.json("base", "list")
+    assert (base["name"], base["digest"]) == ("loraplex-demo", base["fingerprint"])
     entries = [json.loads(line) for line in registry("audit", "--json").stdout.splitlines()]
     assert any(entry["subject"].startswith("default/audited") for entry in entries)
     assert registry("audit", "--limit", "1").stdout.split()[:4] == [

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from loraplex.cli.local_base import base_folder
+from loraplex.cli.sources import adapter_folder
 from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.rewriting import other_methods_process
 from loraplex.rewriting.other_methods import Converted, is_other_method, named_base, to_lora
@@ -115,6 +116,20 @@ def test_the_lora_computes_what_the_other_method_computes(
     before, after = (logits(base[1], tmp_path / name) for name in ("before", "after"))
     change = (before - logits(base[1])).norm()
     assert (after - before).norm() < 1e-4 * change
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_an_upload_converts_with_the_base_that_the_adapter_names_if_base_is_only_an_id(
+    base: tuple[Path, torch.nn.Module], tmp_path: Path
+) -> None:
+    folder = saved("LOHA", base[1], tmp_path / "before")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(base[0])
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    options = {"convert": True, "text_only": False, "strict": False}
+    with adapter_folder(str(folder), **options, base="served-id") as converted:
+        assert check_folder(converted).max_rank == RANKS["LOHA"]
 
 
 @pytest.mark.long

@@ -114,4 +114,4 @@ def test_a_pickle_is_fetched_only_to_be_converted(hub: tuple[Hub, str], tmp_path
 
 def test_a_hub_that_is_away_is_unavailable(tmp_path: Path) -> None:
     out = fetch("http://127.0.0.1:9", "hf://acme/lora", tmp_path / "out")
-    assert out.startswith("Unavailable hf://acme/lora")
+    assert out.startswith("Unavailable hf://acme/lora: the hub cannot be reached")

@@ -248,7 +248,7 @@ def test_manifests_of_another_form_are_refused(
 
 
 def test_a_registry_that_is_away_is_unavailable(out: Path) -> None:
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unavailable, match="the registry cannot be reached"):
         fetch("oci://127.0.0.1:9/acme/support:v7", out, pickled=False)
 
 
