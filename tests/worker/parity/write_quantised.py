@@ -52,7 +52,7 @@ def bases(root: Path) -> Iterator[tuple[str, str, TinyBase, dict[str, str]]]:
         plain = make_base(name, root / name)
         for layout in LAYOUTS:
             yield name, layout, quantised_base(plain, layout, root / f"{name}-{layout}"), {}
-        for scheme in ("int8", "int4"):
+        for scheme in ("int8", "int4", "fp8"):
             meant = quantised_on_load(plain, scheme)
             yield name, f"--quantization {scheme}", meant, {"quantization": scheme}
     for name in ("mixtral", "qwen3-moe"):
