@@ -2,10 +2,10 @@
 
     python -m benchmarks run cpu.quantised --work-dir DIR [--model 500m] [--repetitions 3]
 
-The engine in process, four times: bfloat16, int8, int4 and fp8, in turns in one run. Random weights;
-adapters of ranks 8, 16, 32 and 64 on every linear; greedy; all requests at once. Prints how many
-times faster the step that decodes the whole batch is, by wall time and by processor time, medians
-over the repetitions of the median step, and the memory of the weights. Writes
+The engine in process, four times: bfloat16, int8, int4 and fp8, in turns in one run. Random
+weights; adapters of ranks 8, 16, 32 and 64 on every linear; greedy; all requests at once. Prints
+how many times faster the step that decodes the whole batch is, by wall time and by processor time,
+medians over the repetitions of the median step, and the memory of the weights. Writes
 `results/<machine>/cpu_quantised.json`.
 """
 
