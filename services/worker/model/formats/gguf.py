@@ -12,7 +12,7 @@ from torch import Tensor
 from loraplex.adapter_format.quantisation import GGUF_BLOCKS, Scheme
 from loraplex.errors import Unsupported
 from loraplex_services.worker.model.formats.gguf_folder import INSTALL
-from loraplex_services.worker.model.formats.words import StoredTensors, stored
+from loraplex_services.worker.model.formats.words import StoredTensors, checked, stored
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 
 CHUNK_ROWS = 4096
@@ -25,7 +25,7 @@ def read_q8_0(
     """See `ReadWeight`. A block is a float16 scale and 32 int8 codes."""
     blocks = _blocks(files, module, shape, scheme.layout)
     codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
-    return CodedWeight(scheme.name, codes, _scales(blocks), 32)
+    return CodedWeight(scheme.name, codes, _scales(blocks, module), 32)
 
 
 def read_q4_0(
@@ -36,7 +36,7 @@ def read_q4_0(
     blocks = _blocks(files, module, shape, scheme.layout)
     pairs = blocks[..., 2:]
     codes = torch.cat((pairs & 0x0F, pairs >> 4), dim=2).flatten(1)
-    return CodedWeight(scheme.name, codes, _scales(blocks), 32, table=INTEGERS - 8)
+    return CodedWeight(scheme.name, codes, _scales(blocks, module), 32, table=INTEGERS - 8)
 
 
 def dequantised(files: StoredTensors, module: str, shape: tuple[int, int], layout: str) -> Tensor:
@@ -57,7 +57,7 @@ def dequantised(files: StoredTensors, module: str, shape: tuple[int, int], layou
     for begin in range(0, len(blocks), CHUNK_ROWS):
         rows = blocks[begin : begin + CHUNK_ROWS].cpu().numpy()
         values[begin : begin + len(rows)] = torch.from_numpy(quants.dequantize(rows, kind))
-    return values
+    return checked(f"{module}.weight", values)
 
 
 def _blocks(files: StoredTensors, module: str, shape: tuple[int, int], layout: str) -> Tensor:
@@ -68,6 +68,7 @@ def _blocks(files: StoredTensors, module: str, shape: tuple[int, int], layout: s
     return rows.view(shape[0], num_blocks, num_bytes)
 
 
-def _scales(blocks: Tensor) -> Tensor:
+def _scales(blocks: Tensor, module: str) -> Tensor:
     """float16 `[out, blocks]`, the first two bytes of each."""
-    return blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    return checked(f"{module}.weight", scales)
