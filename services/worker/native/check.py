@@ -38,7 +38,7 @@ class Kernels(Protocol):
         """See Native."""
         ...
 
-    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+    def pack_codes(self, codes: Tensor, kind: CodeKind) -> Tensor:
         """See Native."""
         ...
 
