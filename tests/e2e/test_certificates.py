@@ -13,7 +13,7 @@ from typing import Any
 from tests.e2e.stack import DEMO, REPO, Stack, clean_environment
 
 
-def test_a_version_is_certified_tagged_shown_and_refused(stack: Stack) -> None:
+def test_a_version_is_certified_tagged_shown_and_refused(stack: Stack, tmp_path: Path) -> None:
     both = ("--gateway", stack.grpc, "--reference", stack.grpc)
     stack.run_registry("certify", "upper:v1", *both, "--max-kl", "1e-6", "--tag", "certified")
     found = json.loads(stack.run_registry("show", "upper:certified", "--json").stdout)
@@ -22,7 +22,9 @@ def test_a_version_is_certified_tagged_shown_and_refused(stack: Stack) -> None:
     assert certificate["max_kl"] < 1e-6
     assert certificate["num_tokens"] > 100
 
+    (tmp_path / "probe").write_text("one short text")
     other = ("--reference-model", "reverse:v1", "--max-kl", "0.01", "--tag", "refused")
+    other += ("--probe", str(tmp_path / "probe"))
     done = stack.run_registry("certify", "upper:v1", *both, *other, check=False)
     assert done.returncode == 3
     assert "default/upper:v1 = KL" in done.stderr
