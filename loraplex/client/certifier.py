@@ -176,7 +176,7 @@ class Certifier:
         certificate = await self.registry.admin.set_certificate(version.ref, measured)
         if self.max_kl is not None and certificate.mean_kl > self.max_kl:
             kl = f"KL {certificate.mean_kl:.3g}"
-            why = f"is above --max-kl {self.max_kl:g}, against {certificate.reference}"
+            why = f"{kl} is above --max-kl {self.max_kl:g}, against {certificate.reference}"
             raise InvalidAdapter.of([Violation.of(version.ref, kl, why)])
         return certificate
 

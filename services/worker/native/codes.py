@@ -28,7 +28,7 @@ class PackedCodes:
     scales: Tensor
     """Scales of a floating-point type, `[panels, groups, 32]`."""
     zeros: Tensor | None
-    """bfloat16, likewise; None = every one is `zero`."""
+    """bfloat16 or float32, likewise; None = every one is `zero`."""
     zero: int
     """Not read with float8."""
     group_size: int

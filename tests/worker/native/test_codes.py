@@ -30,6 +30,8 @@ def weight_in_codes(shape, kind, group_size, *, has_zeros=False, scales=torch.bf
     if has_zeros:
         low, high = (-128, 128) if kind == "int8" else (0, 16)
         zeros = torch.randint(low, high, groups, generator=generator).float()
+        if has_zeros is not True:  # zero points that are no integers, some of them large
+            zeros = (zeros + has_zeros) * 100 ** torch.rand(groups, generator=generator)
     if kind == "float8":
         numbers = FLOATS.view(torch.uint8)[~FLOATS.float().isnan()]
         codes = numbers[torch.randint(0, 254, shape, generator=generator)].view(FLOAT8)
@@ -57,6 +59,8 @@ KINDS = [
     ("int4", 32, False),
     ("int4", 64, True),
     ("int4", 128, True),
+    ("int4", 32, 0.37),
+    ("int8", 16, False),
     ("float8", 10_000, False),
     ("float8", 64, False),
 ]
@@ -152,4 +156,4 @@ def test_codes_that_the_kernel_does_not_read_are_known():
     assert not is_readable(replace(floats, zeros=torch.ones(2, 1)))
     assert not is_readable(replace(floats, codes=torch.zeros(2, 64).to(torch.float8_e5m2)))
     assert not is_readable(replace(table, table=INTEGERS / 2))
-    assert not is_readable(weight_in_codes((2, 64), "int4", 48))
+    assert not is_readable(weight_in_codes((2, 64), "int4", 40))

@@ -81,6 +81,7 @@ def test_a_scale_off_by_one_block_is_caught_in_100_of_100_and_a_good_one_passes(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_a_base_whose_scales_are_off_by_one_block_is_caught_when_a_version_is_published(tmp_path):
     write_quantised(tmp_path / "good", shift=0)
     write_quantised(tmp_path / "bad", shift=1)
@@ -102,7 +103,8 @@ def test_a_base_whose_scales_are_off_by_one_block_is_caught_when_a_version_is_pu
                 assert (line["error"], tagged.returncode) == (None, 0)
                 assert stack.complete("upper", "abc")
                 continue
-            assert "default/upper:v1 = KL" in line["error"]
+            assert line["error"].startswith("default/upper:v1: KL")
+            assert "is above --max-kl 0.0001" in line["error"]
             assert tagged.returncode == 3
             assert "max_kl" in tagged.stderr
     finally:

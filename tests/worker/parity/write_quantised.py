@@ -27,7 +27,7 @@ from tests.worker.parity.write_families import (
 )
 
 OUT = Path(__file__).parents[3] / "docs" / "parity-quantised.md"
-GGUF = ("Q4_0", "Q8_0", "Q4_K_M", "Q5_K_M")
+GGUF = ("Q4_0", "Q5_0", "Q8_0", "Q4_K_M", "Q5_K_M")
 INTRODUCTION = """# Parity of quantised bases
 
 Tiny random bases in each layout, and all kinds of random adapters that PEFT has for them, as PEFT

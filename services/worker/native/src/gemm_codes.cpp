@@ -32,8 +32,8 @@ struct CodedProduct {
     const uint8_t* codes;
     const void* scales;
     int64_t scale_dtype;
-    const bf16* zeros;  // or null: every one is `zero`
-    int64_t zero;
+    const void* zeros;  // or null: every one is `zero`
+    int64_t zero_dtype, zero;
     void* y;
     int64_t dtype;  // of y
     int64_t num_rows, num_inputs, num_outputs;
@@ -48,8 +48,7 @@ struct CodedProduct {
 template <Code Kind>
 struct Block {
     const uint8_t* codes;
-    float scales[kPanel];
-    const bf16* zeros;
+    float scales[kPanel], zeros[kPanel];
     int64_t first, num_inputs;  // inputs
 
     static constexpr int64_t kQuadBytes = kPanel * kQuad * bits_of(Kind) / 8;
@@ -65,7 +64,14 @@ struct Block {
                 store(scales + i, mul(load(from + i), set1(factor_of(Kind))));
             }
         });
-        zeros = g.zeros == nullptr ? nullptr : g.zeros + at;
+        if (g.zeros == nullptr) {
+            for (int64_t i = 0; i < kPanel; ++i) zeros[i] = static_cast<float>(g.zero);
+            return;
+        }
+        with_weight(g.zero_dtype, [&](auto z) {
+            const auto* from = static_cast<const decltype(z)*>(g.zeros) + at;
+            for (int64_t i = 0; i < kPanel; i += kLanes) store(zeros + i, load(from + i));
+        });
     }
 };
 
@@ -144,9 +150,7 @@ private:
                   float* totals) const {
         Vec sums[R][2], zeros[2];
         for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = lpx::zero();
-        for (int v = 0; v < 2; ++v) {
-            zeros[v] = block.zeros ? load(block.zeros + first + v * kLanes) : set1(float(g.zero));
-        }
+        for (int v = 0; v < 2; ++v) zeros[v] = load(block.zeros + first + v * kLanes);
         const float* in = x + row * ldx + block.first;
         const auto step = [&](int64_t quad, int j) {
             const uint8_t* codes = block.codes + quad * block.kQuadBytes;
@@ -188,6 +192,7 @@ private:
 struct DigitRows {
     static constexpr int kMaxRows = 6;
     static constexpr float kLargest = 32639.0f;  // both digits of it fit into eight bits
+    static constexpr float kLargestZero = 256.0f;  // times 128 inputs, it fits into 32 bits
     int8_t* digits;   // [row][high, low][padded inputs]
     float* factors;   // [row][block]
     int32_t* sums;    // [row][block]: of the integers
@@ -247,12 +252,16 @@ struct DigitRows {
         const int64_t at = row * num_blocks + block.first / g.block_size;
         for (int v = 0; v < 2; ++v) {
             const Vec scale = load(block.scales + v * 16);
-            const __m512i zero = block.zeros ? _mm512_cvtps_epi32(load(block.zeros + v * 16).v)
-                                             : _mm512_set1_epi32(static_cast<int>(g.zero));
+            // Zero points are subtracted as integers, which is exact, and what is left of others as floats.
+            const Vec exact = load(block.zeros + v * 16);
+            const Vec whole_zero = round(min(max(exact, set1(-kLargestZero)), set1(kLargestZero)));
+            const __m512i zero = _mm512_cvtps_epi32(whole_zero.v);
+            const Vec rest = sub(whole_zero, exact);
             for (int r = 0; r < R; ++r) {
                 const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]);
-                const __m512i shift = _mm512_mullo_epi32(zero, _mm512_set1_epi32(sums[at + r * num_blocks]));
-                const Vec sum = {_mm512_cvtepi32_ps(_mm512_sub_epi32(whole, shift))};
+                const __m512i inputs = _mm512_set1_epi32(sums[at + r * num_blocks]);
+                const __m512i shifted = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, inputs));
+                const Vec sum = fma(rest, {_mm512_cvtepi32_ps(inputs)}, {_mm512_cvtepi32_ps(shifted)});
                 float* total = totals + r * kPanel + v * 16;
                 store(total, fma(mul(sum, set1(factors[at + r * num_blocks])), scale, load(total)));
             }
@@ -392,16 +401,15 @@ LPX_EXPORT void lpx_pack_codes(const void* codes, int64_t num_outputs, int64_t n
     });
 }
 
-// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T. Scales and zero points (bfloat16; null = all
-// are `zero`) as [panel][group][32]. Blocks divide groups, and hold at most 128 inputs.
+// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T. Scales and zero points (null = all are `zero`)
+// as [panel][group][32]. Blocks divide groups, and hold at most 128 inputs.
 LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed, int64_t kind,
-                                 const void* scales, int64_t scale_dtype, const void* zeros, int64_t zero,
-                                 int64_t group_size, int64_t block_size, void* y, int64_t dtype,
+                                 const void* scales, int64_t scale_dtype, const void* zeros,
+                                 int64_t zero_dtype, int64_t zero, int64_t group_size, int64_t block_size, void* y, int64_t dtype,
                                  int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
     using namespace lpx;
-    const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype,
-                         static_cast<const bf16*>(zeros), zero, y, dtype, num_rows, num_inputs,
-                         num_outputs, group_size, block_size};
+    const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype, zeros, zero_dtype, zero,
+                         y, dtype, num_rows, num_inputs, num_outputs, group_size, block_size};
     with_activation(dtype, [&](auto t) {
         const auto* in = static_cast<const decltype(t)*>(x);
         switch (static_cast<Code>(kind)) {

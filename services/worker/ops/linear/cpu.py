@@ -11,7 +11,7 @@ from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 
 PANEL, QUAD = 32, 4
-BLOCK_SIZES = (128, 64, 32)
+BLOCK_SIZES = (128, 64, 32, 16)
 """Inputs that the kernel may sum before it scales."""
 
 
@@ -37,13 +37,15 @@ class CodedLinear:
             zeros = None if zeros is None else zeros + zero
         elif kind is CodeKind.INT4 and weight.table is not None:
             zero = -int(weight.table[0])
+        if zeros is not None and zeros.bfloat16().float().equal(zeros):
+            zeros = zeros.bfloat16()
         self._weight = PackedCodes(
             self.out_features,
             self.in_features,
             kind,
             native.pack_codes(codes, kind),
             _in_panels(weight.scales),
-            None if zeros is None else _in_panels(zeros.bfloat16()),
+            None if zeros is None else _in_panels(zeros),
             zero,
             min(weight.group_size, self.in_features),
             block_size,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -171,3 +173,27 @@ def test_blocks_of_gguf_without_a_usable_scale_are_refused(kind, num_bytes, scal
     with pytest.raises(InvalidRequest) as caught:
         _read(write(tmp_path, {"linear.weight": blocks}, config), "linear.weight", (4, 256))
     assert caught.value.violations[0].field == "linear.weight"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_0", "Q5_K", "Q6_K", "Q8_0"])
+def test_blocks_of_gguf_are_what_the_gguf_library_makes_of_them(kind, tmp_path):
+    """Random bytes: every code, scale and offset, also groups whose scale is zero."""
+    type_of = gguf.GGMLQuantizationType[kind]
+    num_inputs, num_bytes = gguf.GGML_QUANT_SIZES[type_of]
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (8, 512 // num_inputs, num_bytes), np.uint8)
+    factors = rng.uniform(0.5, 1, (8, 512 // num_inputs, 2)).astype(np.float16).view(np.uint8)
+    if kind == "Q6_K":
+        blocks[..., 208:] = factors[..., :2]
+    else:
+        blocks[..., : 4 if kind in ("Q4_K", "Q5_K") else 2] = (
+            factors if kind in ("Q4_K", "Q5_K") else factors[..., :2]
+        )
+    if kind in ("Q4_K", "Q5_K"):
+        blocks[:4, 0, 4] &= 192
+    rows = blocks.reshape(8, -1)
+    expected = torch.from_numpy(gguf.quants.dequantize(rows, type_of))
+    config = {"quant_method": "gguf", "tensor_types": {kind: ["linear"]}}
+    folder = write(tmp_path, {"linear.weight": torch.from_numpy(rows)}, config)
+    found = _read(folder, "linear.weight", (8, 512))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2**-23 * float(expected.max()))
