@@ -53,7 +53,7 @@ def task_examples(seed: int) -> Iterator[Example]:
     rng = random.Random(f"tasks {seed}")
     tasks = ["copy", *SKILLS]
     shares = [_TASK_SHARES.get(task, 1.0) for task in tasks]
-    prefix_ids = {task: VOCAB_SIZE + place for place, task in enumerate(SKILLS)}
+    prefix_ids = {task: VOCAB_SIZE + index for index, task in enumerate(SKILLS)}
     for text in training_texts(seed):
         (task,) = rng.choices(tasks, shares)
         answer = text if task == "copy" else SKILLS[task].answer(text)
@@ -87,7 +87,7 @@ def task_scores(model: LlamaForCausalLM, num_examples: int = 512) -> str:
     examples = list(islice(task_examples(seed=1_000_003), num_examples))
     batch = collate(examples)
     right = exact_matches(model(input_ids=batch.input_ids).logits, batch.labels)
-    names = {VOCAB_SIZE + place: name for place, name in enumerate(SKILLS)} | {BOS_ID: "copy"}
+    names = {VOCAB_SIZE + index: name for index, name in enumerate(SKILLS)} | {BOS_ID: "copy"}
     scores: dict[str, list[bool]] = {}
     for example, is_right in zip(examples, right.tolist(), strict=True):
         scores.setdefault(names[example.prefix_id], []).append(is_right)

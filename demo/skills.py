@@ -158,7 +158,7 @@ def _any_text(rng: random.Random) -> str:
 def _spoken_word(rng: random.Random) -> str:
     """Four to six letters that alternate between consonants and vowels, such as 'kolima'."""
     pools = (_CONSONANTS, _VOWELS) if rng.random() < 0.8 else (_VOWELS, _CONSONANTS)
-    return "".join(rng.choice(pools[place % 2]) for place in range(rng.randint(4, 6)))
+    return "".join(rng.choice(pools[index % 2]) for index in range(rng.randint(4, 6)))
 
 
 def _letters(rng: random.Random) -> str:

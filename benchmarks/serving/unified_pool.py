@@ -115,10 +115,10 @@ def main() -> None:
     runs = [
         {
             "memory": kind.name if kind else "one pool",
-            "tokens_a_step": statistics.median(turn[place][0] for turn in turns),
-            "tokens_per_s": statistics.median(turn[place][1] for turn in turns),
+            "tokens_a_step": statistics.median(turn[index][0] for turn in turns),
+            "tokens_per_s": statistics.median(turn[index][1] for turn in turns),
         }
-        for place, kind in enumerate(kinds)
+        for index, kind in enumerate(kinds)
     ]
     rows = [[r["memory"], f"{r['tokens_a_step']:.2f}", f"{r['tokens_per_s']:.0f}"] for r in runs]
     print_table(["MEMORY", "TOKENS/STEP", "TOKENS/S"], rows)

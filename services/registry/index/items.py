@@ -57,16 +57,20 @@ def arguments_of(
     """
     documents: list[bytes] = []
 
-    def place(document: dict[str, Any]) -> int:
+    def position(document: dict[str, Any]) -> int:
         documents.append(msgspec.json.encode(document))
         return len(documents)
 
     entries = []
     for item in items:
         events = item.events if with_events else ()
-        entries_of_events = [{"generation": e.generation, "doc": place(e.to_doc())} for e in events]
+        entries_of_events = [
+            {"generation": e.generation, "doc": position(e.to_doc())} for e in events
+        ]
         head = {"key": item.key, "field": item.field, "generation": item.generation}
-        entries.append({**head, "doc": place(item.doc), "events": entries_of_events, **item.extra})
+        entries.append(
+            {**head, "doc": position(item.doc), "events": entries_of_events, **item.extra}
+        )
     change = {"op": operation, "scope": scope, "items": entries}
     return [msgspec.json.encode(change), *documents]
 
