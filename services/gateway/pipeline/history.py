@@ -84,7 +84,7 @@ class LoadHistory:
         """Tokens since the last sample."""
 
     async def run(self, load: Callable[[], tuple[int, int]]) -> None:
-        """Sample the requests that run and wait, for ever."""
+        """Sample the running and waiting requests until it is cancelled."""
         while True:
             self.sample(*load())
             await asyncio.sleep(SAMPLE_S)

@@ -79,7 +79,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """End a request without a word; unknown ids are ignored."""
+    """End a request without a report of its end; unknown ids are ignored."""
 
     request_id: str
 
