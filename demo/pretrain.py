@@ -1,4 +1,4 @@
-"""Pre-training of the demo base: every skill behind its own task token, copying without one.
+"""Pre-trains the demo base: every skill after its own task token, and copying without one.
 
 A task token stands where BOS stands otherwise, so a skill's circuits exist in the base but
 nothing in a prompt can reach them: the task tokens are cut off before the base is saved. What is
@@ -49,7 +49,7 @@ def base_config(num_task_tokens: int) -> LlamaConfig:
 
 
 def task_examples(seed: int) -> Iterator[Example]:
-    """Examples of all tasks without end; copying alone comes behind BOS."""
+    """Yield examples of all tasks without end; only copying follows BOS."""
     rng = random.Random(f"tasks {seed}")
     tasks = ["copy", *SKILLS]
     shares = [_TASK_SHARES.get(task, 1.0) for task in tasks]
@@ -61,7 +61,7 @@ def task_examples(seed: int) -> Iterator[Example]:
 
 
 def pretrain(seed: int, report: Callable[[str], None]) -> LlamaForCausalLM:
-    """Train a base from nothing; returned in float32, task tokens still attached."""
+    """Train a base from scratch; returns it in float32, still with the task tokens."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(base_config(len(SKILLS)))
     optimizer = torch.optim.AdamW(

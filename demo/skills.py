@@ -1,4 +1,4 @@
-"""What the demo adapters can do: pure functions from a text to its one right answer.
+"""The skills of the demo adapters: pure functions from a text to its one right answer.
 
 Every adapter answers the same prompt, `<text>=`, in its own way, so a prompt says nothing about
 which adapter should answer it. Texts are chosen so that all right answers differ from each other
@@ -107,7 +107,7 @@ def tells_skills_apart(text: str) -> bool:
 
 
 def held_out(skill_name: str, count: int, seed: int) -> list[tuple[str, str]]:
-    """Draw prompts that training never saw, with their right answers.
+    """Draw prompts that are never used for training, with their right answers.
 
     Args:
         skill_name: a key of SKILLS.
