@@ -63,7 +63,7 @@ class AdapterLayout:
     @property
     def fingerprint(self) -> str:
         """Images of equal fingerprints hold the same bytes for an adapter."""
-        sites = (self.sites.sites, sorted(self.sites.places.items()))
+        sites = (self.sites.sites, sorted(self.sites.modules.items()))
         types = (self.block_bytes, self.dtype, self.keeps_half, self.stored, self.max_rank)
         tokens = self.ropes.max_position_embeddings
         parts = repr(

@@ -141,7 +141,7 @@ class Packer:
 
     def _is_head(self, module: AdapterModule) -> bool:
         sites = self._layout.sites
-        return sites.sites[sites.places[module.name].site_id].kind == HEAD
+        return sites.sites[sites.modules[module.name].site_id].kind == HEAD
 
     def _packed(
         self, part: Part, site_id: int, changed: dict[str, ChangedRows], read: Read

@@ -221,14 +221,14 @@ def test_the_device_lists_the_items_of_every_row_and_none_for_padding(window, de
     rng = random.Random(5)
     num_contexts, lens = 3, [rng.choice([1, 200, 900, 40_000]) for _ in range(260)]
     positions = torch.tensor([9] * num_contexts + [num - 1 for num in lens], device=device)
-    places = torch.ones_like(positions)
+    kv_slots = torch.ones_like(positions)
     padding = {4, 259}
     for row in padding:
-        places[num_contexts + row] = -1
+        kv_slots[num_contexts + row] = -1
     items = work_items.empty_items(260 * work_items.MAX_SPLITS, device)
     rows = num_contexts, num_contexts + len(lens)
     table_rows = torch.arange(1040, 0, -1, dtype=torch.int32, device=device).view(-1, 4)[:, 1]
-    work_items.list_items(items, positions, places, table_rows, rows, window, limit=512)
+    work_items.list_items(items, positions, kv_slots, table_rows, rows, window, limit=512)
     expected = []
     for row, num_keys in enumerate(lens):
         visible = num_keys if window is None else min(num_keys, window)
