@@ -15,7 +15,7 @@ from loraplex.errors import LoraplexError, Unavailable
 
 MAX_RECEIVE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
-"""Largest number of bytes of a file in one message."""
+"""The most bytes of a file in one message."""
 CALL_TIMEOUT_S = 60.0
 
 OPTIONS: list[tuple[str, Any]] = [
