@@ -63,7 +63,7 @@ class Costs:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise InvalidRequest.field(field.name, value, "must be a number from 0 up")
+                raise InvalidRequest.field(field.name, value, "must be a number of at least 0")
         if min(self.block_bytes, self.tokens_per_block, self.adapter_bytes_per_rank) < 1:
             raise InvalidRequest.field(
                 "block_bytes", self.block_bytes, "and the other sizes must be at least 1"
