@@ -6,6 +6,7 @@ keeps the highest it has seen, whatever order changes arrive in.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import secrets
@@ -274,6 +275,32 @@ def to_fields(record: Any) -> dict[str, Any]:
     """A record as JSON values."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return fields
+
+
+def to_set_fields(record: Any) -> dict[str, Any]:
+    """A record as JSON values, without fields that have their default; `generation` stays.
+
+    `build` and `decode` restore the defaults. The index, which is in memory, keeps this form.
+    """
+    defaults = _defaults(type(record))
+    return {
+        name: value
+        for name, value in to_fields(record).items()
+        if name == "generation" or name not in defaults or value != defaults[name]
+    }
+
+
+@functools.cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    """The default of each field that has one, as a JSON value."""
+    given = {each.name: each.default for each in dataclasses.fields(cls)}
+    made = {
+        each.name: each.default_factory()
+        for each in dataclasses.fields(cls)
+        if each.default_factory is not dataclasses.MISSING
+    }
+    defaults = {name: value for name, value in given.items() if value is not dataclasses.MISSING}
+    return {name: msgspec.to_builtins(value) for name, value in {**defaults, **made}.items()}
 
 
 @functools.cache
