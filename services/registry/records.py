@@ -282,7 +282,8 @@ def to_set_fields(record: Any) -> dict[str, Any]:
 
     `build` and `decode` restore the defaults. The index, which is in memory, keeps this form.
     """
-    defaults = _defaults(type(record))
+    as_key: Any = type(record)
+    defaults = _defaults(as_key)
     return {
         name: value
         for name, value in to_fields(record).items()
@@ -293,14 +294,13 @@ def to_set_fields(record: Any) -> dict[str, Any]:
 @functools.cache
 def _defaults(cls: Any) -> dict[str, Any]:
     """The default of each field that has one, as a JSON value."""
-    given = {each.name: each.default for each in dataclasses.fields(cls)}
-    made = {
-        each.name: each.default_factory()
-        for each in dataclasses.fields(cls)
-        if each.default_factory is not dataclasses.MISSING
-    }
-    defaults = {name: value for name, value in given.items() if value is not dataclasses.MISSING}
-    return {name: msgspec.to_builtins(value) for name, value in {**defaults, **made}.items()}
+    defaults: dict[str, Any] = {}
+    for each in dataclasses.fields(cls):
+        if each.default is not dataclasses.MISSING:
+            defaults[each.name] = each.default
+        elif each.default_factory is not dataclasses.MISSING:
+            defaults[each.name] = each.default_factory()
+    return {name: msgspec.to_builtins(value) for name, value in defaults.items()}
 
 
 @functools.cache
