@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -68,7 +69,9 @@ class FileStore:
             sync_folder(root)
             self._sweep_temporary()
         except OSError as error:
-            raise ObjectStoreError(f"{root}: {error.strerror}") from error
+            # Workers only read: they may have the folder without the right to write.
+            if error.errno != errno.EROFS or not root.is_dir():
+                raise ObjectStoreError(f"{root}: {error.strerror}") from error
 
     @property
     def url(self) -> str:
