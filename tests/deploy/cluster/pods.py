@@ -205,7 +205,8 @@ class Pod:
 
     def _probe(self) -> None:
         kind = "readinessProbe" if self.has_started else "startupProbe"
-        probe = self.container.get(kind, self.container["readinessProbe"])
+        # Without a startup probe, a container that does not answer ends by its liveness probe.
+        probe = self.container.get(kind, self.container["livenessProbe"])
         self._probe_at_s = time.monotonic() + probe.get("periodSeconds", 10)
         passed = self._passes(probe)
         if not self.has_started:
