@@ -64,7 +64,7 @@ class Lookahead:
                     continue
                 if spare_blocks is None:
                     spare_blocks = self._spare_blocks()
-                num_blocks = self._arena.blocks_for(adapter.num_pages)
+                num_blocks = self._cache.new_blocks([digest])
                 if num_blocks <= spare_blocks:
                     self._cache.load([digest], protected, now)
                     spare_blocks -= num_blocks
