@@ -175,7 +175,7 @@ def main() -> None:
         found = {side: statistics.median(values) for side, values in ratios.items()}
         runs.append({"adapters": count, "over_loraplex": found})
         names = ("merged", "padded", "packed", "peft")
-        rows.append([count, *(f"{found.get(n, float('nan')):.2f}" for n in names)])
+        rows.append([str(count), *(f"{found.get(n, float('nan')):.2f}" for n in names)])
         print(rows[-1], flush=True)
     print_table(["ADAPTERS", "MERGED", "PADDED", "PACKED", "PEFT"], rows)
     results = {"model": args.model, "tokens": args.tokens, "rounds": args.rounds, "runs": runs}
