@@ -90,8 +90,8 @@ class AdapterFetched(msgspec.Struct, frozen=True, tag="fetched"):
     digest: str
     path: str
     max_rank: int
-    num_blocks: int = 0
-    """Blocks of its packed image; 0 = the engine has to pack it, because that takes the base's
+    num_pages: int = 0
+    """Pages of its packed image; 0 = the engine has to pack it, because that takes the base's
     weights."""
 
 
