@@ -210,6 +210,10 @@ MAX_JSON_BRACKETS = 1 << 18
 MAX_LARGE_BODIES = 8
 """Large HTTP bodies that one gateway has in memory before they are parsed."""
 MAX_LARGE_BODIES_PER_TENANT = 2
+MIN_HTTP_CHUNK_BYTES = 512
+MAX_SMALL_HTTP_CHUNKS = 1024
+"""Chunks of one chunked HTTP body that are smaller. Each takes the HTTP parser about 10
+microseconds: in chunks of one byte, each MiB of a body would stop the event loop for 10 s."""
 MAX_BODY_S = 60
 """Longest time for an HTTP body to arrive."""
 MAX_COLLECTED_BYTES = 512 * MIB
