@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loraplex.api.output import FinishReason, Timings, TokenLogprob
+from loraplex.api.output import FinishReason, PackedLogprobs, Timings, TokenLogprob
 from loraplex.api.request import WorkerRequest
 from loraplex.api.residency import AdapterResidency, WorkerLoad
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
@@ -168,8 +168,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     logprobs: list[TokenLogprob] = []
-    prompt_logprobs: list[TokenLogprob] | None = None
-    """Set in the first output: one entry per prompt token from the second on."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """Set in the first output."""
     cached_tokens: int = 0
     timings: Timings | None = None
     """Set in the last output."""
