@@ -13,7 +13,7 @@ from loraplex_services.worker.model.formats.words import (
 )
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 
-PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which output of a word each of its codes belongs to, lowest bits first."""
 
 
@@ -26,9 +26,9 @@ def read(files: StoredTensors, module: str, shape: tuple[int, int], scheme: Sche
     scales = stored_scales(files, f"{module}.scales", (num_groups, num_outputs))
     return CodedWeight(
         scheme.name,
-        unpacked(words, 4, PLACES).T.contiguous(),
+        unpacked(words, 4, NIBBLE_ORDER).T.contiguous(),
         scales.T.contiguous(),
         group_size,
-        unpacked(zero_words, 4, PLACES).T.float().contiguous(),
+        unpacked(zero_words, 4, NIBBLE_ORDER).T.float().contiguous(),
         INTEGERS,
     )

@@ -30,7 +30,7 @@ def read(files: StoredTensors, module: str, shape: tuple[int, int], scheme: Sche
     codes = unpacked(words.T.contiguous(), bits)
     zero_words = stored(files, f"{module}.qzeros", (num_groups, num_outputs // per_word))
     if scheme.zero_step:  # whole words, as writers subtract: a zero point of 0 borrows
-        zero_words = zero_words + sum(1 << bits * place for place in range(per_word))
+        zero_words = zero_words + sum(1 << bits * index for index in range(per_word))
     zeros = unpacked(zero_words, bits).int()
     scales = stored_scales(files, f"{module}.scales", (num_groups, num_outputs)).T.contiguous()
     order = None
