@@ -178,7 +178,7 @@ def _check_bind(config: UpConfig) -> None:
             raise InvalidRequest.field(
                 "--host",
                 listener.host,
-                f"{listener.host} ({LISTENERS[flag].name}) would let other machines in without "
+                f"{listener.host} ({LISTENERS[flag].name}) would accept other machines without "
                 "a key: set LORAPLEX_AUTH=keys, or add --insecure",
             )
 
