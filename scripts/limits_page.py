@@ -68,6 +68,7 @@ COUNTS = {
     "MAX_JSON_BRACKETS": "opening brackets and braces in an HTTP body",
     "MAX_LARGE_BODIES": "larger HTTP bodies that one gateway reads at a time; others wait",
     "MAX_LARGE_BODIES_PER_TENANT": "of these for one tenant",
+    "MAX_SMALL_HTTP_CHUNKS": "chunks of fewer than 512 bytes in a chunked HTTP body",
     "MAX_BODY_S": "seconds for an HTTP body to arrive",
     "MAX_HTTP_UNREAD_S": "seconds in which a client must read 64 KiB of an answer that waits for "
     "it; otherwise its connection is closed",

@@ -36,6 +36,7 @@ from benchmarks.serving.many_adapters import (
     make_config,
 )
 from loraplex.cli.output import print_table
+from loraplex_services.worker.types.extents import count_most_blocks, count_pages_per_block
 from loraplex_services.worker.types.messages import Command, UnloadAdapter
 
 NUM_ADAPTERS = 400
@@ -68,7 +69,9 @@ def measure(bench: Bench, split: Split | None, num_blocks: int, turn: int) -> tu
 
     Returns tokens a step and tokens a second of processor time.
     """
-    if split is not None and int(split.share * num_blocks) < max(bench.num_blocks):
+    size = count_pages_per_block(bench.runner.block_bytes)
+    most_blocks = max(count_most_blocks(num_pages, size) for num_pages in bench.num_pages)
+    if split is not None and int(split.share * num_blocks) < most_blocks:
         return 0.0, 0.0
     config = msgspec.structs.replace(make_config(Path(), 0), max_num_seqs=MAX_RUNNING)
     bench.runner.arena_blocks = num_blocks

@@ -10,7 +10,15 @@ from google.protobuf.message import Message
 
 from loraplex.api.fields import same_fields
 from loraplex.api.load import ModelLoad, RecentLoad
-from loraplex.api.output import Candidate, FinishReason, ServedBy, Timings, TokenLogprob, Usage
+from loraplex.api.output import (
+    Candidate,
+    FinishReason,
+    PackedLogprobs,
+    ServedBy,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from loraplex.api.pooling import Pooling
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
@@ -160,6 +168,18 @@ def prompt_logprobs_from_proto(
 ) -> tuple[TokenLogprob | None, ...]:
     """The logprobs of a prompt, whose first token has none."""
     return tuple(map(_prompt_logprob, messages))
+
+
+def packed_logprobs_to_proto(packed: PackedLogprobs) -> worker_pb2.PackedLogprobs:
+    """The logprobs of a prompt, from a worker to a gateway."""
+    return worker_pb2.PackedLogprobs(
+        num_top=packed.num_top, token_ids=packed.token_ids, logprobs=packed.logprobs
+    )
+
+
+def packed_logprobs_from_proto(message: worker_pb2.PackedLogprobs) -> PackedLogprobs:
+    """The inverse."""
+    return PackedLogprobs(message.num_top, message.token_ids, message.logprobs)
 
 
 def _prompt_logprob(message: common_pb2.TokenLogprob) -> TokenLogprob | None:

@@ -26,7 +26,7 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 FINISH_TIMEOUT_S = 600.0
 """Timeout of the publication, in which the registry reads every tensor of a large adapter."""
 
-_READ_AHEAD_CHUNKS = 2
+_READ_AHEAD_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True)

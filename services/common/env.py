@@ -216,7 +216,7 @@ LORA_DTYPE = choice_setting(
 )
 QUANTIZATION: Setting[str] = Setting(
     "LORAPLEX_QUANTIZATION",
-    choice("none", "int8", "int4", not_yet=["fp8"]),
+    choice("none", "int8", "int4", "fp8"),
     "none",
     "up worker",
     "Quantise the linears of a full-precision base when it is loaded; CPUs only.",

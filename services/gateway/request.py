@@ -15,7 +15,13 @@ from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
-from loraplex.api.output import FinishReason, Timings, TokenLogprob, WeightSpan
+from loraplex.api.output import (
+    FinishReason,
+    PackedLogprobs,
+    Timings,
+    TokenLogprob,
+    WeightSpan,
+)
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import (
     ChatPrompt,
@@ -119,8 +125,8 @@ class Tokens:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """One per prompt position; the first has none. Only with the first tokens."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """Only with the first tokens."""
     cached_tokens: int = 0
     timings: Timings | None = None
     worker_id: str = ""
@@ -142,7 +148,7 @@ class TextDelta:
     """Character offset in the choice's output at which each token begins to add text."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_logprobs: PackedLogprobs | None = None
     cached_tokens: int = 0
     timings: Timings | None = None
     worker_id: str = ""

@@ -194,7 +194,7 @@ _FLAGS = {
             "NAME",
             "storage of adapters: a type as in --dtype, or int8 (default: auto)",
         ),
-        ("--quantization", "NAME", "quantise on load: none, int8 or int4 (default: none)"),
+        ("--quantization", "NAME", "quantise on load: none, int8, int4 or fp8 (default: none)"),
         ("--kv-cache-dtype", "NAME", "storage of the KV cache: auto or int8 (default: auto)"),
         (
             "--attention-backend",

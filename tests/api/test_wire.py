@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.api import wire
-from loraplex.api.output import Candidate, FinishReason, ServedBy, Timings, TokenLogprob, Usage
+from loraplex.api.output import (
+    Candidate,
+    FinishReason,
+    PackedLogprobs,
+    ServedBy,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from loraplex.api.pooling import Pooling
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.api.sampling import Grammar, Sampling, SamplingParams
@@ -136,6 +144,14 @@ def test_logprobs_cross_with_a_prompt_that_begins_without_one(entries: list[Toke
     messages = [wire.logprob_to_proto(entry) for entry in (None, *entries)]
     assert wire.prompt_logprobs_from_proto(messages) == (None, *entries)
     assert wire.logprobs_from_proto(messages[1:]) == tuple(entries)
+
+
+@given(st.lists(st.lists(st.builds(Candidate, UINT32, FLOAT), min_size=3, max_size=3), max_size=5))
+def test_packed_logprobs_cross_however_a_prompt_was_cut(rows: list[list[Candidate]]) -> None:
+    entries = [TokenLogprob(*own, tuple(top)) for own, *top in rows]
+    packed = PackedLogprobs().followed_by(entries[:2]).followed_by(entries[2:])
+    packed = wire.packed_logprobs_from_proto(wire.packed_logprobs_to_proto(packed))
+    assert packed.entries() == (None, *entries) and len(packed) == len(entries)
 
 
 def test_minus_infinity_is_a_logprob() -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import grpc
 
 from loraplex.api.error_wire import to_status
+from loraplex.api.output import PackedLogprobs
+from loraplex.api.wire import logprobs_from_proto, packed_logprobs_to_proto
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
@@ -264,9 +266,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         if live.position == len(request.output_ids) and request.sampling.HasField(
             "prompt_logprobs"
         ):
-            event.prompt_logprobs.append(common_pb2.TokenLogprob())
-            for prompt_id in request.prompt_ids[1:]:
-                event.prompt_logprobs.append(_logprob(prompt_id, request.sampling.prompt_logprobs))
+            num_top = request.sampling.prompt_logprobs
+            entries = [_logprob(prompt_id, num_top) for prompt_id in request.prompt_ids[1:]]
+            packed = PackedLogprobs().followed_by(logprobs_from_proto(entries))
+            event.prompt_logprobs.CopyFrom(packed_logprobs_to_proto(packed))
         live.position += 1
         if live.position == len(live.script):
             stops = token_id == EOS_ID or token_id in request.sampling.stop_token_ids

@@ -218,7 +218,7 @@ def test_a_device_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
     ("config", "sentence"),
     [
         ("no json", "--model: config.json cannot be read"),
-        ('{"model_type": "llama"}', "config.json:"),
+        pytest.param('{"model_type": "llama"}', "config.json:", marks=pytest.mark.long),
         pytest.param(
             *('{"model_type": "nonesuch"}', "--model: the transformers library cannot load"),
             marks=pytest.mark.long,

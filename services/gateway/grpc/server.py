@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -70,7 +71,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             writer = ResponseWriter(prepared)
             async with aclosing(self._generation.run(prepared)) as text_deltas:
                 async for text_delta in text_deltas:
-                    if (message := writer.message(text_delta)) is not None:
+                    if text_delta.prompt_logprobs is None:
+                        message = writer.message(text_delta)
+                    else:  # up to 262,144, which would stop the event loop for a second
+                        message = await asyncio.to_thread(writer.message, text_delta)
+                    if message is not None:
                         yield message
             outcome = "ok"
         except LoraplexError as error:
@@ -174,7 +179,9 @@ class ResponseWriter:
             message.text = prepared.prompt_text() + message.text
         if text_delta.index == 0:
             message.prompt_token_ids.extend(prepared.prompt_ids)
-            message.prompt_logprobs.extend(logprob_to_proto(e) for e in text_delta.prompt_logprobs)
+            if text_delta.prompt_logprobs is not None:
+                entries = text_delta.prompt_logprobs.entries()
+                message.prompt_logprobs.extend(map(logprob_to_proto, entries))
 
     def _finish(self, message: inference_pb2.GenerateResponse, text_delta: TextDelta) -> None:
         """Mutates: message."""

@@ -66,6 +66,7 @@ class CollectedBytes:
 
 def bytes_of(text_delta: TextDelta) -> int:
     """Approximate memory of a text delta."""
-    entries = (*text_delta.logprobs, *(text_delta.prompt_logprobs or ()))
-    num_logprobs = sum(1 + len(entry.top) for entry in entries if entry is not None)
+    num_logprobs = sum(1 + len(entry.top) for entry in text_delta.logprobs)
+    if (prompt := text_delta.prompt_logprobs) is not None:
+        num_logprobs += len(prompt) * (1 + prompt.num_top)
     return _DELTA_BYTES + _TOKEN_BYTES * len(text_delta.token_ids) + _LOGPROB_BYTES * num_logprobs

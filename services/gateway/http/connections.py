@@ -1,4 +1,5 @@
-"""Limits HTTP connections in number, and in the time that they wait for a request or a reader.
+"""Limits HTTP connections: their number, the time that they wait for a request or a reader, and how
+finely a body may be cut.
 
 uvicorn keeps a connection until its first request is complete, however long that takes.
 """
@@ -6,15 +7,36 @@ uvicorn keeps a connection until its first request is complete, however long tha
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from loraplex_services.common.limits import (
     MAX_HTTP_CONNECTIONS,
     MAX_HTTP_HEADER_S,
     MAX_HTTP_UNREAD_S,
+    MAX_SMALL_HTTP_CHUNKS,
+    MIN_HTTP_CHUNK_BYTES,
     MIN_HTTP_READ_BYTES,
 )
+
+
+class _Parser(h11.Connection):
+    """Refuses a body in too many small chunks, which keep the event loop busy at little cost."""
+
+    _num_small_chunks = 0
+
+    def next_event(self) -> Any:
+        """Raises: RemoteProtocolError, as for whatever else is no proper request."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_small_chunks = 0
+        elif isinstance(event, h11.Data) and event.chunk_start:
+            self._num_small_chunks += len(event.data) < MIN_HTTP_CHUNK_BYTES
+            if self._num_small_chunks > MAX_SMALL_HTTP_CHUNKS:
+                raise h11.RemoteProtocolError("the body has too many small chunks")
+        return event
 
 
 class TimedProtocol(H11Protocol):
@@ -30,6 +52,11 @@ class TimedProtocol(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None
     _num_unread = 0
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        """As uvicorn makes it."""
+        super().__init__(*args, **fields)
+        self.conn = _Parser(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connects. Closes the connection if there are too many."""
@@ -52,6 +79,13 @@ class TimedProtocol(H11Protocol):
             self._start_timer()
         else:
             self._stop_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no proper request. Closes the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # an answer has begun
+            self.transport.close()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than the answer comes."""

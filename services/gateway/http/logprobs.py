@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.api.output import TokenLogprob
+from loraplex.api.output import PackedLogprobs, TokenLogprob
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.text.detokenize import TokenBytes, token_text
@@ -48,7 +48,7 @@ def completion_logprobs(
 def prompt_logprobs(
     names: TokenNames,
     prompt_ids: Sequence[int],
-    entries: Sequence[TokenLogprob | None],
+    packed: PackedLogprobs | None,
     *,
     skip_special: bool,
 ) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def prompt_logprobs(
     }
     detokenizer = names.tokens.detokenizer(skip_special=skip_special, is_start=True)
     num_chars = 0
+    entries = () if packed is None else packed.entries()
     padded = [*entries, *[None] * (len(prompt_ids) - len(entries))]
     for token_id, entry in zip(prompt_ids, padded, strict=True):
         lists["token_logprobs"].append(None if entry is None else finite(entry.logprob))
@@ -71,7 +72,7 @@ def prompt_logprobs(
 
 
 def prompt_logprob_maps(
-    prepared: PreparedRequest, entries: Sequence[TokenLogprob | None]
+    prepared: PreparedRequest, packed: PackedLogprobs | None
 ) -> list[dict[str, Any] | None] | None:
     """vLLM's `prompt_logprobs`: per prompt token an object by token id, the token itself first.
 
@@ -80,6 +81,7 @@ def prompt_logprob_maps(
     """
     if prepared.call.sampling.prompt_logprobs is None:
         return None
+    entries = () if packed is None else packed.entries()
     return [None if entry is None else _by_id(prepared.tokens, entry) for entry in entries]
 
 

@@ -10,7 +10,7 @@ from loraplex.api.request_wire import worker_request_to_proto
 from loraplex.api.wire import (
     finish_reason_from_proto,
     logprobs_from_proto,
-    prompt_logprobs_from_proto,
+    packed_logprobs_from_proto,
     timings_from_proto,
 )
 from loraplex.v1 import worker_pb2
@@ -68,7 +68,9 @@ def tokens_from_wire(
         finish_reason=finish,
         stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
         prompt_logprobs=(
-            prompt_logprobs_from_proto(event.prompt_logprobs) if event.prompt_logprobs else ()
+            packed_logprobs_from_proto(event.prompt_logprobs)
+            if event.HasField("prompt_logprobs")
+            else None
         ),
         cached_tokens=event.cached_tokens,
         timings=timings_from_proto(event.timings) if finish is not None else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loraplex.api.output import FinishReason, TokenLogprob
+from loraplex.api.output import FinishReason, PackedLogprobs, TokenLogprob
 from loraplex.api.pooling import Pooling
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.engine.outputs import finish_reason, stop_token, timings
@@ -24,7 +24,7 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids
-        self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+        self._prompt_logprobs: dict[str, PackedLogprobs] = {}
         self._sums: dict[str, list[float]] = {}
         """Partial sums of the hidden states of prompts with mean pooling."""
         self._failures: list[Failure] = []
@@ -84,9 +84,8 @@ class OutputProcessor:
         request = row.request
         if request.sampling.prompt_logprobs is None or request.output_ids:
             return
-        if row.start == 0:
-            self._prompt_logprobs[request.request_id] = []
-        self._prompt_logprobs[request.request_id].extend(sampled.prompt_logprobs)
+        before = self._prompt_logprobs[request.request_id] if row.start else PackedLogprobs()
+        self._prompt_logprobs[request.request_id] = before.followed_by(sampled.prompt_logprobs)
 
     def _add_up(self, row: PlannedRow, sampled: SampledRow) -> None:
         if row.request.pooling is not Pooling.MEAN:

@@ -8,6 +8,7 @@ from loraplex.api.wire import (
     finish_reason_to_proto,
     load_to_proto,
     logprob_to_proto,
+    packed_logprobs_to_proto,
     residency_to_proto,
     timings_to_proto,
 )
@@ -45,7 +46,7 @@ def token_to_wire(request_id: str, output: TokenOutput) -> worker_pb2.TokenEvent
         pooled=output.pooled,
     )
     if output.prompt_logprobs is not None:
-        event.prompt_logprobs.extend(map(logprob_to_proto, (None, *output.prompt_logprobs)))
+        event.prompt_logprobs.CopyFrom(packed_logprobs_to_proto(output.prompt_logprobs))
     if output.timings is not None:
         event.timings.CopyFrom(timings_to_proto(output.timings))
     return event

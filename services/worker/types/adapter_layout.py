@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
+from loraplex_services.worker.types.extents import count_pages_per_block, extent_begins
 from loraplex_services.worker.types.own_rope import BaseRopes
 from loraplex_services.worker.types.sharding import ONLY, Shard
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
-IMAGE_VERSION = 6
+IMAGE_VERSION = 7
 """Version of the image format and of the arithmetic that fills images; raised with every change of
 either."""
 HALF_DTYPES = ("BF16", "F16")
@@ -50,6 +51,16 @@ class AdapterLayout:
         """The layouts of all ranks. An adapter is packed for each of them."""
         size = self.shard.size
         return tuple(replace(self, shard=Shard(rank, size)) for rank in range(size))
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages that a block of the arena is divided into."""
+        return count_pages_per_block(self.block_bytes)
+
+    def extent_begins(self, num_pages: int) -> list[int]:
+        """Byte offset of each extent of `num_pages` in an image."""
+        page_bytes = self.block_bytes // self.pages_per_block
+        return [page * page_bytes for page in extent_begins(num_pages, self.pages_per_block)]
 
     def lora_dtype(self, published: str, site_kind: str) -> str:
         """What A and B are packed as."""

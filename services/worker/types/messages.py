@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loraplex.api.output import FinishReason, Timings, TokenLogprob
+from loraplex.api.output import FinishReason, PackedLogprobs, Timings, TokenLogprob
 from loraplex.api.request import WorkerRequest
 from loraplex.api.residency import AdapterResidency, WorkerLoad
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
@@ -90,8 +90,8 @@ class AdapterFetched(msgspec.Struct, frozen=True, tag="fetched"):
     digest: str
     path: str
     max_rank: int
-    num_blocks: int = 0
-    """Blocks of its packed image; 0 = the engine has to pack it, because that takes the base's
+    num_pages: int = 0
+    """Pages of its packed image; 0 = the engine has to pack it, because that takes the base's
     weights."""
 
 
@@ -168,8 +168,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     logprobs: list[TokenLogprob] = []
-    prompt_logprobs: list[TokenLogprob] | None = None
-    """Set in the first output: one entry per prompt token from the second on."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """Set in the first output."""
     cached_tokens: int = 0
     timings: Timings | None = None
     """Set in the last output."""

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from loraplex_services.common import limits
 from loraplex_services.gateway.http import connections
 from tests.gateway.conftest import Stack, eventually
 
@@ -64,6 +65,37 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_served(
         assert b"200 OK" in await held[0][0].readline()
     for _, each in [*held, (reader, writer)]:
         each.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere"])
+async def test_a_body_in_chunks_of_one_byte_is_refused(stack: Stack, path: str) -> None:
+    """Also if the request was answered before its body had arrived."""
+    await stack.start()
+    reader, writer = await _connected(stack)
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(head.encode() + b"transfer-encoding: chunked\r\n\r\n")
+    async with asyncio.timeout(30):
+        if path == "/nowhere":
+            assert b"404" in await reader.readline()
+        writer.write(b"1\r\n \r\n" * (limits.MAX_SMALL_HTTP_CHUNKS + 1))
+        answer = await reader.read()
+    assert path == "/nowhere" or answer.startswith(b"HTTP/1.1 400")
+    writer.close()
+
+
+async def test_a_body_in_chunks_of_ordinary_size_is_read(stack: Stack) -> None:
+    await stack.start()
+    reader, writer = await _connected(stack)
+    pieces = [b" " * limits.MIN_HTTP_CHUNK_BYTES] * (limits.MAX_SMALL_HTTP_CHUNKS + 9)
+    pieces += [b'{"model":"base","prompt":"x"}', b""]
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n"
+    )
+    writer.writelines(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    async with asyncio.timeout(30):
+        assert b"200 OK" in await reader.readline()
+    writer.close()
 
 
 async def test_a_client_that_does_not_read_its_answer_loses_its_connection(

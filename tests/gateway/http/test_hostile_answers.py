@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from loraplex.api.output import Candidate, PackedLogprobs, TokenLogprob
+from loraplex.api.residency import WorkerLoad
 from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied
+from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http import answering, logprobs
 from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.collected import bytes_of
 from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.sse import compact_json, json_in_parts
+from loraplex_services.gateway.request import TextDelta
+from loraplex_services.gateway.workers.convert import tokens_from_wire
+from loraplex_services.worker.server.convert import token_to_wire
+from loraplex_services.worker.types.messages import (
+    FrameBuffer,
+    StepOutput,
+    TokenOutput,
+    decode_message,
+    frame,
+)
 from tests.gateway.conftest import Stack
 
 pytestmark = pytest.mark.hostile
+LOAD = WorkerLoad(steps=1)
 
 
 @pytest.mark.parametrize("key", ["--5", "-", "", "5.0", "\u00b2", "9" * 30])
@@ -120,3 +137,37 @@ async def test_the_event_loop_goes_on_while_an_answer_with_many_logprobs_is_form
     for more in ({}, {"logprobs": 2}, {"logprobs": 2, "n": 2}):
         await complete(model="base", prompt="hello", max_tokens=4, **more)
     assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+async def test_the_event_loop_goes_on_while_prompt_logprobs_become_messages(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noted(packed: PackedLogprobs) -> tuple[TokenLogprob | None, ...]:
+        threads.append(threading.get_ident())
+        return unpack(packed)
+
+    unpack = PackedLogprobs.entries
+    monkeypatch.setattr(PackedLogprobs, "entries", noted)
+    await stack.start()
+    sampling = inference_pb2.SamplingParams(prompt_logprobs=1, max_tokens=2)
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        request = inference_pb2.GenerateRequest(model="base", text="abc", sampling=sampling)
+        messages = [message async for message in stub.Generate(request)]
+    assert len(messages[0].prompt_logprobs) == 4
+    assert threads and threading.get_ident() not in threads
+
+
+def test_no_event_loop_makes_an_object_of_each_logprob_of_a_prompt() -> None:
+    top = tuple(Candidate(i, -1.0) for i in range(20))
+    packed = PackedLogprobs().followed_by([TokenLogprob(7, -0.5, top)] * 2000)
+    body = frame(StepOutput(1, [TokenOutput("r", [3], 0, prompt_logprobs=packed)], [], [], LOAD))
+    before = sys.getallocatedblocks()
+    output = decode_message.decode(FrameBuffer().feed(body)[0])
+    assert isinstance(output, StepOutput)
+    sent = token_to_wire("r", output.tokens[0]).SerializeToString()
+    tokens = tokens_from_wire(worker_pb2.TokenEvent.FromString(sent), "w")
+    assert sys.getallocatedblocks() - before < 500
+    assert tokens.prompt_logprobs == packed and bytes_of(TextDelta(0, prompt_logprobs=packed)) > 4e6

@@ -195,7 +195,9 @@ def test_a_prompt_can_be_scored_without_generating(stage: Stage) -> None:
     last = stage.last["r"]
     assert last.token_ids == [] and last.finish_reason == FinishReason.LENGTH
     assert last.prompt_logprobs is not None and len(last.prompt_logprobs) == 99
-    assert all(entry.logprob <= 0 and len(entry.top) == 2 for entry in last.prompt_logprobs)
+    first, *others = last.prompt_logprobs.entries()
+    assert first is None
+    assert all(entry and entry.logprob <= 0 and len(entry.top) == 2 for entry in others)
 
 
 def test_logprobs_come_with_the_tokens(stage: Stage) -> None:

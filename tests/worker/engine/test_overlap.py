@@ -80,7 +80,8 @@ def run(stage: Stage, requests: Sequence[Submit], cancels: dict[int, str]) -> Ru
             last = said.last.get(token.request_id)
             assert last is None or not last.finish_reason, "tokens after the end"
             said.tokens.setdefault(token.request_id, []).extend(token.token_ids)
-            found = [entry.logprob for entry in (*token.logprobs, *(token.prompt_logprobs or ()))]
+            scored = token.prompt_logprobs.entries() if token.prompt_logprobs else ()
+            found = [entry.logprob for entry in (*token.logprobs, *scored) if entry]
             said.logprobs.setdefault(token.request_id, []).extend(found)
             said.last[token.request_id] = token
         step += 1

@@ -8,6 +8,7 @@ from loraplex_services.worker.model.formats.words import (
     StoredTensors,
     number_of_groups,
     stored,
+    stored_scales,
     unpacked,
 )
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
@@ -22,7 +23,7 @@ def read(files: StoredTensors, module: str, shape: tuple[int, int], scheme: Sche
     num_groups, group_size = number_of_groups(num_inputs, scheme.group_size)
     words = stored(files, f"{module}.qweight", (num_inputs, num_outputs // 8))
     zero_words = stored(files, f"{module}.qzeros", (num_groups, num_outputs // 8))
-    scales = stored(files, f"{module}.scales", (num_groups, num_outputs))
+    scales = stored_scales(files, f"{module}.scales", (num_groups, num_outputs))
     return CodedWeight(
         scheme.name,
         unpacked(words, 4, NIBBLE_ORDER).T.contiguous(),
