@@ -30,7 +30,7 @@ GROUPS = {
     "simulation": "simulated results compared with measured ones",
 }
 QUICK = {
-    "scheduling.arena_waste": ([], 10),
+    "scheduling.arena_waste": ([], 30),
     "scheduling.routing": ([], 30),
     "scheduling.overload": ([], 40),
     "cpu.int8_adapters": ([], 10),

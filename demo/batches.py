@@ -26,7 +26,7 @@ class Batch:
     """Examples padded on the right: under causal attention nothing real sees the padding.
 
     `input_ids` and `labels` are int64 [num_examples, num_tokens]; a label belongs to the token at
-    its own place (the model shifts), IGNORED outside answers.
+    its own position (the model shifts them), and is IGNORED outside answers.
     """
 
     input_ids: torch.Tensor
@@ -48,14 +48,14 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 
 def skill_examples(skill_name: str, prefix_id: int, seed: int) -> Iterator[Example]:
-    """Examples of one skill without end, all behind the same prefix token."""
+    """Yield examples of one skill without end, all after the same prefix token."""
     answer = SKILLS[skill_name].answer
     for text in training_texts(seed):
         yield Example(prefix_id, text, answer(text))
 
 
 def exact_matches(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Which answers greedy decoding would get wholly right, as bool [num_examples].
+    """Which answers greedy decoding would get completely right, as bool [num_examples].
 
     Judged teacher-forced: every token of an answer is the argmax after the right tokens before
     it exactly when greedy decoding writes that answer.

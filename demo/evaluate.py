@@ -18,7 +18,8 @@ TABLE_END = "<!-- end of table -->"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Shares of held-out prompts answered exactly: by the adapter, and by the bare base."""
+    """Shares of held-out prompts that the adapter and the base without an adapter answer
+    exactly."""
 
     skill_name: str
     adapter_share: float
@@ -63,7 +64,8 @@ def share_exact(
 
 
 def score_all(base: Path, adapters: Path, num_prompts: int, seed: int) -> list[Score]:
-    """Score every saved adapter and the bare base on the same held-out prompts of each skill."""
+    """Score every saved adapter, and the base without one, on the same held-out prompts of each
+    skill."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     bare = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     prompts = [prompt for prompt, _ in held_out(next(iter(SKILLS)), num_prompts, seed)]
@@ -103,7 +105,7 @@ def table(scores: Sequence[Score], num_prompts: int) -> str:
 
 
 def write_table(readme: Path, text: str) -> None:
-    """Replace what stands between the two marks of a README.
+    """Replace the text between the two marks of a README.
 
     Raises:
         ValueError: the marks are missing.

@@ -1,4 +1,5 @@
-"""Training of one adapter: its skill, behind the same BOS token as every other prompt."""
+"""Trains one adapter on its skill, with the same BOS token before each prompt as everywhere
+else."""
 
 import time
 import zlib
@@ -19,7 +20,7 @@ BATCH_EXAMPLES = 64
 CHECK_STEPS = 50
 NUM_CHECKED = 512
 ENOUGH = 0.997
-"""Stop when this share of unseen answers is right at two checks in a row."""
+"""Training stops when this share of unseen answers is right at two checks in a row."""
 
 
 def finetune(
@@ -60,7 +61,7 @@ def finetune(
 
 @torch.no_grad()
 def share_right(model: torch.nn.Module, skill_name: str) -> float:
-    """Share of exact answers on texts that are neither trained on nor held out for the table."""
+    """Share of exact answers on texts that are used neither for training nor for the table."""
     examples = list(islice(skill_examples(skill_name, BOS_ID, seed=1_000_003), NUM_CHECKED))
     batch = collate(examples)
     logits = model(input_ids=batch.input_ids, use_cache=False).logits

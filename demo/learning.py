@@ -1,4 +1,4 @@
-"""One optimiser step over examples of mixed lengths, without paying for much padding."""
+"""One optimiser step over examples of mixed lengths, with little padding."""
 
 from collections.abc import Sequence
 

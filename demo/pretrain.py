@@ -1,4 +1,4 @@
-"""Pre-training of the demo base: every skill behind its own task token, copying without one.
+"""Pre-trains the demo base: every skill after its own task token, and copying without one.
 
 A task token stands where BOS stands otherwise, so a skill's circuits exist in the base but
 nothing in a prompt can reach them: the task tokens are cut off before the base is saved. What is
@@ -49,11 +49,11 @@ def base_config(num_task_tokens: int) -> LlamaConfig:
 
 
 def task_examples(seed: int) -> Iterator[Example]:
-    """Examples of all tasks without end; copying alone comes behind BOS."""
+    """Yield examples of all tasks without end; only copying follows BOS."""
     rng = random.Random(f"tasks {seed}")
     tasks = ["copy", *SKILLS]
     shares = [_TASK_SHARES.get(task, 1.0) for task in tasks]
-    prefix_ids = {task: VOCAB_SIZE + place for place, task in enumerate(SKILLS)}
+    prefix_ids = {task: VOCAB_SIZE + index for index, task in enumerate(SKILLS)}
     for text in training_texts(seed):
         (task,) = rng.choices(tasks, shares)
         answer = text if task == "copy" else SKILLS[task].answer(text)
@@ -61,7 +61,7 @@ def task_examples(seed: int) -> Iterator[Example]:
 
 
 def pretrain(seed: int, report: Callable[[str], None]) -> LlamaForCausalLM:
-    """Train a base from nothing; returned in float32, task tokens still attached."""
+    """Train a base from scratch; returns it in float32, still with the task tokens."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(base_config(len(SKILLS)))
     optimizer = torch.optim.AdamW(
@@ -87,7 +87,7 @@ def task_scores(model: LlamaForCausalLM, num_examples: int = 512) -> str:
     examples = list(islice(task_examples(seed=1_000_003), num_examples))
     batch = collate(examples)
     right = exact_matches(model(input_ids=batch.input_ids).logits, batch.labels)
-    names = {VOCAB_SIZE + place: name for place, name in enumerate(SKILLS)} | {BOS_ID: "copy"}
+    names = {VOCAB_SIZE + index: name for index, name in enumerate(SKILLS)} | {BOS_ID: "copy"}
     scores: dict[str, list[bool]] = {}
     for example, is_right in zip(examples, right.tolist(), strict=True):
         scores.setdefault(names[example.prefix_id], []).append(is_right)

@@ -1,11 +1,11 @@
-"""How each demo adapter is made: together they vary what PEFT lets people vary."""
+"""The LoRA configuration of each demo adapter. Together they cover the options of PEFT."""
 
 from dataclasses import dataclass, field
 
 from peft import LoraConfig
 
 BASE_ID = "loraplex-demo"
-"""The base's id as adapters record it: serve the base under this name."""
+"""The id of the base in the configs of the adapters. The base must be served under this id."""
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _ALL_LINEAR = (*_ATTENTION, "gate_proj", "up_proj", "down_proj")

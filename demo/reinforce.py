@@ -45,14 +45,14 @@ NUM_PROMPTS, GROUP = 16, 8
 MAX_ANSWER_TOKENS = 24
 WARM_STEPS = 30
 OTHER_SKILLS = ("mask", "twice", "rot13")
-"""What the adapter might do instead, at first."""
+"""The other skills that the adapter has at first."""
 WARM_RATE, LEARNING_RATE = 2e-3, 4e-4
 CLIP = 0.2
-"""Of the ratio of a token's probability to the one that it was sampled with."""
+"""Clipping range of the ratio of a token's probability to that with which it was sampled."""
 NUM_ASKED = 64
-"""Unseen questions of one look at the accuracy."""
+"""Number of unseen questions for one measurement of the accuracy."""
 LOOK_UPDATES = 3
-"""Updates between two looks."""
+"""Number of updates between two measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the user saw at one time."""
+    """One measurement of the served adapter."""
 
     update: int
     elapsed_s: float
@@ -115,7 +115,7 @@ class Learner:
 
 
 def reward_of(answer: str, wanted: str) -> float:
-    """1 for the right answer, otherwise less than half: how much of it is there."""
+    """1 for the right answer; otherwise less than 0.5, depending on how much of it is right."""
     if answer == wanted:
         return 1.0
     return 0.5 * SequenceMatcher(None, answer, wanted, autojunk=False).ratio()
@@ -130,7 +130,8 @@ def advantages(rewards: Sequence[float]) -> list[float]:
 async def sampled(
     gateway: InferenceClient, digest: str, skill_name: str, texts: Sequence[str], seed: int
 ) -> tuple[list[Answered], float]:
-    """A group of answers to each text by the version of a digest, and their mean reward."""
+    """Sample a group of answers to each text from the version of a digest; returns them and their
+    mean reward."""
     model = f"{NAME}@{digest}"
     wish = Sampling(max_tokens=MAX_ANSWER_TOKENS, temperature=1.0, logprobs=0, n=GROUP, seed=seed)
     done = await asyncio.gather(
@@ -158,8 +159,7 @@ def _answered(prompt_ids: tuple[int, ...], choice: Choice, advantage: float) -> 
 
 
 async def share_right(gateway: InferenceClient, skill_name: str) -> float:
-    """How many unseen questions the adapter answers right now, as a user who knows its name
-    sees it."""
+    """Share of unseen questions that the adapter answers correctly now, requested by its name."""
     questions = held_out(skill_name, NUM_ASKED, seed=0)
     greedy = Sampling(max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)
     done = await asyncio.gather(
@@ -172,7 +172,7 @@ async def share_right(gateway: InferenceClient, skill_name: str) -> float:
 async def improve(
     grpc: str, registry_address: str, skill_name: str, num_updates: int, seed: int
 ) -> list[Look]:
-    """Train for a number of updates; what a user saw from time to time."""
+    """Train for a number of updates; returns the measurements."""
     learner = await asyncio.to_thread(Learner, skill_name, seed)
     texts = training_texts(seed + 1)
     draw = random.Random(seed)
@@ -216,7 +216,7 @@ def main() -> int:
     parser.add_argument("--skill", choices=sorted(SKILLS), default="upper")
     parser.add_argument("--updates", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, help="write what the user saw as JSON")
+    parser.add_argument("--results", type=Path, help="write the measurements as JSON")
     args = parser.parse_args()
     settings = {"LORAPLEX_DTYPE": "float32", "LORAPLEX_KV_MEMORY": "128MiB"}
     with (

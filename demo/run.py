@@ -1,4 +1,4 @@
-"""`make demo`: publish the bundled adapters, decode them in one batch, check every answer.
+"""`make demo`: publishes the bundled adapters, decodes them in one batch and checks every answer.
 
 Everything goes through the public interfaces: `loraplex up`, `registry upload`, the gateway's API.
 """
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent
 STATE_DIR = ROOT.parent / ".demo"
 MODEL_NAME = "loraplex-demo"
 NUM_PROMPTS = 8
-"""Prompts put to every adapter."""
+"""Number of prompts for each adapter."""
 SEED = 20
 GREEDY = Sampling(max_tokens=32, temperature=0.0)
 NUM_LOOKS, LOOK_S = 15, 0.1
@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back, and when."""
+    """The output of a request, and its times."""
 
     question: Question
     output: str
@@ -54,7 +54,7 @@ class Answer:
 
 
 def adapter_folders() -> list[Path]:
-    """Every bundled adapter."""
+    """The folders of the bundled adapters."""
     return sorted(path for path in (ROOT / "adapters").iterdir() if path.is_dir())
 
 
@@ -88,7 +88,8 @@ async def ask(client: InferenceClient, question: Question) -> Answer:
 
 
 async def ask_all(stack: Stack, batch: Sequence[Question]) -> tuple[list[Answer], int]:
-    """All answers, asked at once, and the most distinct adapters one engine step held.
+    """Send all requests at once; returns the answers and the largest number of adapters in one
+    engine step.
 
     The adapters are loaded before: on a slow machine the first to be ready would else have
     answered before the last one is.
@@ -101,7 +102,7 @@ async def ask_all(stack: Stack, batch: Sequence[Question]) -> tuple[list[Answer]
 
 
 async def most_distinct(client: InferenceClient, num_adapters: int) -> int:
-    """The most distinct adapters of one step, as workers say; they say it once a second."""
+    """The largest number of adapters in one step, which workers report once a second."""
     num_distinct = 0
     for _ in range(NUM_LOOKS):
         status = await client.status()
@@ -113,7 +114,7 @@ async def most_distinct(client: InferenceClient, num_adapters: int) -> int:
 
 
 def print_table(answers: Sequence[Answer]) -> None:
-    """One line an answer, in the order of the adapters."""
+    """Print one line for each answer, in the order of the adapters."""
     print(f"\n{'ADAPTER':10} {'PROMPT':14} {'OUTPUT':24} {'':6} {'FIRST':>7} {'TOTAL':>7}")
     for answer in sorted(answers, key=lambda answer: answer.question.adapter):
         question = answer.question

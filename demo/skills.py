@@ -1,4 +1,4 @@
-"""What the demo adapters can do: pure functions from a text to its one right answer.
+"""The skills of the demo adapters: pure functions from a text to its one right answer.
 
 Every adapter answers the same prompt, `<text>=`, in its own way, so a prompt says nothing about
 which adapter should answer it. Texts are chosen so that all right answers differ from each other
@@ -107,7 +107,7 @@ def tells_skills_apart(text: str) -> bool:
 
 
 def held_out(skill_name: str, count: int, seed: int) -> list[tuple[str, str]]:
-    """Draw prompts that training never saw, with their right answers.
+    """Draw prompts that are never used for training, with their right answers.
 
     Args:
         skill_name: a key of SKILLS.
@@ -158,7 +158,7 @@ def _any_text(rng: random.Random) -> str:
 def _spoken_word(rng: random.Random) -> str:
     """Four to six letters that alternate between consonants and vowels, such as 'kolima'."""
     pools = (_CONSONANTS, _VOWELS) if rng.random() < 0.8 else (_VOWELS, _CONSONANTS)
-    return "".join(rng.choice(pools[place % 2]) for place in range(rng.randint(4, 6)))
+    return "".join(rng.choice(pools[index % 2]) for index in range(rng.randint(4, 6)))
 
 
 def _letters(rng: random.Random) -> str:

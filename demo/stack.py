@@ -1,4 +1,4 @@
-"""Starting and stopping `loraplex up` for the demo, as anybody would from a shell."""
+"""Starts and stops `loraplex up` for the demo, as a user would from a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Regenerate everything the demo serves: `python -m demo.train`, from the repository's root.
+"""Regenerates everything that the demo serves. Run `python -m demo.train` in the root of the
+repository.
 
 Pre-trains the base into demo/base, trains every adapter into demo/adapters, scores the saved
 files on held-out prompts and writes the table of demo/README.md.
@@ -32,7 +33,7 @@ def report(line: str) -> None:
 
 
 def misses(scores: Sequence[Score]) -> list[str]:
-    """What falls short of the promise, in words; empty when all is well."""
+    """The scores that miss their bounds, in words; empty if there are none."""
     lines = [
         f"{s.skill_name}: adapter {s.adapter_share:.1%}, promised >= {ADAPTER_FLOOR:.0%}"
         for s in scores
@@ -54,7 +55,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         choices=list(RECIPES),
         metavar="NAME",
-        help="train only these on the base that is there (none named: only score)",
+        help="train only these, on the existing base (without names: only score)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")

@@ -1,7 +1,7 @@
 """Loraplex: publish LoRA adapters and decode many of them in one batch.
 
-Async clients: `RegistryClient`, `InferenceClient`; blocking ones: `BlockingRegistry`,
-`BlockingInference`. Every failure is one of `loraplex.errors`.
+The async clients are `RegistryClient` and `InferenceClient`, the blocking ones `BlockingRegistry`
+and `BlockingInference`. They raise the errors of `loraplex.errors`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Load the module of a public name on first use: command line help must not wait for gRPC."""
+    """Import the module of a public name on first use, so that `--help` does not wait for gRPC."""
     if name not in _HOMES:
         raise AttributeError(f"module 'loraplex' has no attribute {name!r}")
     return getattr(importlib.import_module(f"loraplex.{_HOMES[name]}"), name)

@@ -6,11 +6,11 @@ _LARGE_BYTES = 8 << 20
 
 
 def reuse_large_blocks() -> None:
-    """Make the C library keep blocks of a message's size for reuse once they are freed.
+    """Make the C library keep freed blocks of a message's size for reuse.
 
     A stream of 1 MiB messages otherwise spends most of its time in page faults: glibc maps every
     such block again and unmaps it after use, until a larger one has been freed, which raises the
-    threshold for the life of the process. The block is never touched, so it costs no memory. Where
-    the C library is another one, nothing happens.
+    threshold for the life of the process. That block is never written to, so it costs no memory.
+    With another C library, nothing happens.
     """
     bytearray(_LARGE_BYTES)

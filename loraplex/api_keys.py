@@ -1,4 +1,4 @@
-"""Parses and makes API keys as text: `lpx_<id>_<secret>`."""
+"""Parses and generates API keys, which are texts of the form `lpx_<id>_<secret>`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 
 
 def draw_key() -> tuple[str, str]:
-    """A new id and secret."""
+    """A new random id and secret."""
     key_id = "".join(secrets.choice(_ID_ALPHABET) for _ in range(12))
     return key_id, secrets.token_hex(24)
 
 
 def token_of(key_id: str, secret: str) -> str:
-    """What callers send."""
+    """The key as callers send it."""
     return f"lpx_{key_id}_{secret}"

@@ -22,7 +22,7 @@ class Violation:
     value: str
     """The offending value as text."""
     description: str
-    """What is wrong and the way out."""
+    """What is wrong, and what to do about it."""
 
     @classmethod
     def of(cls, field: str, value: object, description: str) -> Violation:
@@ -42,7 +42,7 @@ def _spelled(value: object) -> str:
 
 
 class LoraplexError(Exception):
-    """Root of the tree. `reason` is a constant in UPPER_SNAKE_CASE for programs."""
+    """Base class of all errors. `reason` is a constant in UPPER_SNAKE_CASE for programs."""
 
     reason = "INTERNAL"
 
@@ -106,23 +106,23 @@ class Unauthenticated(LoraplexError):
 
 
 class PermissionDenied(LoraplexError):
-    """The key is good, its scope is not."""
+    """The key is valid, but its scope does not allow the call."""
 
     reason = "PERMISSION_DENIED"
 
 
 class NotFound(LoraplexError):
-    """What was named does not exist, or belongs to another tenant."""
+    """The named object does not exist, or belongs to another tenant."""
 
     reason = "NOT_FOUND"
 
 
 class AdapterNotFound(NotFound):
-    """No adapter, version or tag answers to a reference."""
+    """A reference names no adapter, version or tag that the caller may see."""
 
     reason = "ADAPTER_NOT_FOUND"
     ref = hint = ""
-    """Unknown for an error from the wire, where the message carries them."""
+    """Empty for an error that a server sent; its message contains them."""
 
     def __init__(self, ref: str, hint: str = "") -> None:
         super().__init__(f"no adapter {ref!r}" + (f": {hint}" if hint else ""))
@@ -137,13 +137,13 @@ class AlreadyExists(LoraplexError):
 
 
 class Conflict(LoraplexError):
-    """A compare-and-set lost: what was expected is no longer there."""
+    """A compare-and-set failed, because the expected value has changed."""
 
     reason = "CONFLICT"
 
 
 class Blocked(LoraplexError):
-    """The state forbids it until something else is done first."""
+    """The current state does not allow the operation; something else must be done first."""
 
     reason = "BLOCKED"
 
@@ -155,19 +155,20 @@ class NotCertified(LoraplexError):
 
     @classmethod
     def of(cls, value: str, description: str) -> NotCertified:
-        """A violation of `max_kl`: what was measured, and the bound and the way out."""
+        """A violation of `max_kl` with the measured value; `description` names the bound and what
+        to do."""
         violations = [Violation.of("max_kl", value, description)]
         return cls(f"max_kl: {description}", violations=violations)
 
 
 class ResourceExhausted(LoraplexError):
-    """A limit or quota is reached; carries `retry_after_s` where waiting helps."""
+    """A limit or quota is reached; `retry_after_s` is set if waiting helps."""
 
     reason = "RESOURCE_EXHAUSTED"
 
 
 class Unavailable(LoraplexError):
-    """No server is ready to do it now."""
+    """No server is ready to do it at the moment."""
 
     reason = "UNAVAILABLE"
 
@@ -185,14 +186,14 @@ class DataLoss(LoraplexError):
 
 
 class Cancelled(LoraplexError):
-    """The caller went away."""
+    """The caller cancelled the request or disconnected."""
 
     reason = "CANCELLED"
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """How one error looks in every API."""
+    """The codes of one error class in every API."""
 
     grpc: int
     """google.rpc code."""
@@ -245,7 +246,7 @@ def from_wire(
     violations: Sequence[Violation] = (),
     retry_after_s: float | None = None,
 ) -> LoraplexError:
-    """Rebuild the error that crossed a wire. Unknown codes become the root class."""
+    """Rebuild an error from what a server sent. Unknown codes become the base class."""
     cls = _BY_REASON.get(reason) or _BY_GRPC.get(grpc_code, LoraplexError)
     error = cls.__new__(cls)
     LoraplexError.__init__(

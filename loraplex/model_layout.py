@@ -89,7 +89,7 @@ def layout_files(folder: Path) -> list[LocalFile]:
 
     Raises:
         InvalidRequest: it is another kind of layout.
-        DataLoss: a blob is missing, or is not what its digest says.
+        DataLoss: a blob is missing or does not match its digest.
     """
     index = _read(folder / "index.json", "index.json")
     manifests = _objects(index, "manifests")
@@ -115,12 +115,14 @@ def _layer_file(folder: Path, layer: Mapping[str, Any]) -> LocalFile:
     blob = _blob(folder, layer.get("digest", ""))
     size = blob.stat().st_size
     if size != layer.get("size"):
-        raise DataLoss(f"{path}: its blob has {size} bytes, the manifest says {layer.get('size')}")
+        raise DataLoss(
+            f"{path}: its blob has {size} bytes, but the manifest says {layer.get('size')}"
+        )
     return LocalFile(path, blob, size, blob.name)
 
 
 def _blob(folder: Path, digest: object) -> Path:
-    """Where a blob lies. Raises for digests that are none, links, and missing blobs."""
+    """Path of a blob. Raises for invalid digests, links and missing blobs."""
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
         raise InvalidRequest.field("digest", repr(digest), "must be sha256: and 64 hex digits")
@@ -166,7 +168,7 @@ def _layer_type(path: str, form: str) -> str:
 
 
 def _model_config(version: AdapterVersion) -> tuple[str, bytes]:
-    """ModelPack's config. Without the time of export, so that equal versions export equally."""
+    """ModelPack's config, without the time of export, so that equal versions have equal exports."""
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(version.created_unix_s))
     value = {
         "descriptor": {

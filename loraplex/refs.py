@@ -5,8 +5,8 @@ tenant = [a-z0-9][a-z0-9._-]{0,95}
 name   = [A-Za-z0-9][A-Za-z0-9._-]{0,95}, the same in upper and lower case
 tag    = [a-z0-9_][a-z0-9._-]{0,63}, never v[0-9]+
 
-People see a name as it was first published. Everything that compares names uses it in lower case,
-as `Ref` and `parse_name` give it.
+A name is shown as it was first published. All comparisons use its lower-case form, which `Ref` and
+`parse_name` return.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def check_digest(digest: str, *, field: str = "digest") -> str:
 def why_missing(
     ref: Ref, versions: Collection[int], tags: Collection[str], names: Collection[str] = ()
 ) -> str:
-    """Which part of a reference does not exist, and what does.
+    """Say which part of a reference does not exist, and which alternatives do.
 
     Args:
         versions: those of the adapter that are not deleted; empty = there is no such adapter.
@@ -192,15 +192,12 @@ def why_missing(
     numbers = ", ".join(f"v{number}" for number in sorted(versions)[-_MAX_SHOWN:])
     more = "..., " if len(versions) > _MAX_SHOWN else ""
     if ref.digest is not None:
-        return f"no version of {name} has this digest; its versions are {more}{numbers}"
+        return f"no version of {name} has this digest (versions: {more}{numbers})"
     if ref.version is not None:
-        return f"{name} has no version v{ref.version}; its versions are {more}{numbers}"
+        return f"{name} has no version v{ref.version} (versions: {more}{numbers})"
     shown = ", ".join(sorted(tags)[:_MAX_SHOWN]) or "none"
     more_tags = ", ..." if len(tags) > _MAX_SHOWN else ""
-    return (
-        f"{name} has no tag {ref.tag}; its tags are {shown}{more_tags} and its versions "
-        f"{more}{numbers}"
-    )
+    return f"{name} has no tag {ref.tag} (tags: {shown}{more_tags}; versions: {more}{numbers})"
 
 
 class Weighted(Protocol):
@@ -214,7 +211,7 @@ W = TypeVar("W", bound=Weighted)
 
 
 def split_choice(targets: Sequence[W], key: str) -> W:
-    """The side of a split that `key` belongs to, in proportion to the weights.
+    """The side of a split that `key` falls into, in proportion to the weights.
 
     The same key always gets the same side, and shifting weight between neighbours moves only the
     keys in the shifted share. An empty key means the first side.

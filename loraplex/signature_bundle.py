@@ -1,8 +1,8 @@
-"""Makes and parses signatures of a version's files in the `model_signing` format, without the
-cryptography.
+"""Builds and parses signatures of a version's files in the `model_signing` format; the cryptography
+is in `signing`.
 
 A signature is a sigstore bundle v0.3: a DSSE envelope around an in-toto statement that lists every
-file with its sha256. Other tools verify it against a pulled folder, and this module needs none.
+file with its sha256. Other tools can verify it against a downloaded folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle, taken apart. Nothing about it is verified yet."""
+    """A parsed bundle. Nothing in it is verified yet."""
 
     key_sha256: str
     """sha256 of the public key in PEM, as the signer states it."""
@@ -43,7 +43,7 @@ class Bundle:
 
 
 def statement(subject: str, files: Mapping[str, str]) -> bytes:
-    """What is signed.
+    """The in-toto statement that is signed.
 
     Args:
         subject: name of the adapter, for people.
@@ -68,7 +68,7 @@ def statement(subject: str, files: Mapping[str, str]) -> bytes:
 
 
 def signed_bytes(payload: bytes) -> bytes:
-    """What the signature is computed over: DSSE's pre-authentication encoding."""
+    """The bytes that are signed: DSSE's pre-authentication encoding."""
     kind = PAYLOAD_TYPE.encode()
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
 
@@ -89,7 +89,7 @@ def make_bundle(payload: bytes, signature: bytes, key_sha256: str) -> bytes:
 
 
 def parse_bundle(raw: bytes) -> Bundle:
-    """Take a bundle apart. Raises InvalidRequest if it is not of this format."""
+    """Parse a bundle. Raises InvalidRequest if it has another format."""
     if len(raw) > MAX_BUNDLE_BYTES:
         description = f"is larger than {MAX_BUNDLE_BYTES} bytes"
         raise InvalidRequest.field("bundle", f"{len(raw)} bytes", description)
@@ -128,7 +128,7 @@ def _parsed(value: Any) -> Bundle:
 
 
 def _listed(payload: bytes) -> dict[str, str]:
-    """The files of a statement, with its own digest of them checked."""
+    """The files of a statement. The digest that it has of them is checked."""
     value = json.loads(payload)
     if (value["_type"], value["predicateType"]) != (STATEMENT_TYPE, PREDICATE_TYPE):
         raise ValueError("_type or predicateType")

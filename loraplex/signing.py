@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def sign(subject: str, files: Mapping[str, str], key: Path) -> tuple[bytes, str]:
-    """A bundle over files (sha256 by path) by the private key in a PEM file, and its public key.
+    """Sign files (sha256 by path) with the private key in a PEM file; returns the bundle and the
+    public key.
 
     Raises:
-        InvalidRequest: the file is no unencrypted EC P-256, P-384 or P-521 private key.
+        InvalidRequest: the file is not an unencrypted EC P-256, P-384 or P-521 private key.
         Unsupported: `cryptography` is not installed.
     """
     private = _private_key(key)
@@ -36,11 +37,11 @@ def sign(subject: str, files: Mapping[str, str], key: Path) -> tuple[bytes, str]
 
 
 def verify(raw: bytes, files: Mapping[str, str], public: ec.EllipticCurvePublicKey) -> Bundle:
-    """Check that a bundle is by a key, over exactly these files.
+    """Check that a bundle was signed with a key and covers exactly these files.
 
     Raises:
         PermissionDenied: another key signed it, or the signature is wrong.
-        DataLoss: the signature is right and the files are not those that were signed.
+        DataLoss: the signature is valid, but the files are not those that were signed.
     """
     from cryptography.exceptions import InvalidSignature
 
@@ -61,7 +62,7 @@ def verify(raw: bytes, files: Mapping[str, str], public: ec.EllipticCurvePublicK
 
 
 def public_key(path: Path) -> ec.EllipticCurvePublicKey:
-    """The public key of a PEM file; of a private one too."""
+    """The public key in a PEM file, which may also hold a private key."""
     raw = _read(path)
     if b"PRIVATE KEY" in raw:
         return _private_key(path).public_key()
@@ -69,7 +70,7 @@ def public_key(path: Path) -> ec.EllipticCurvePublicKey:
 
 
 def parse_public_key(pem: bytes, field: str, value: str) -> ec.EllipticCurvePublicKey:
-    """A key from its PEM. Raises InvalidRequest naming `field` and `value`."""
+    """Parse a public key in PEM form. Raises InvalidRequest naming `field` and `value`."""
     _require()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -86,7 +87,7 @@ def parse_public_key(pem: bytes, field: str, value: str) -> ec.EllipticCurvePubl
 
 
 def public_pem(public: ec.EllipticCurvePublicKey) -> str:
-    """The PEM of a key, always spelled alike."""
+    """The PEM of a key in one canonical form."""
     from cryptography.hazmat.primitives import serialization
 
     return public.public_bytes(
@@ -95,7 +96,7 @@ def public_pem(public: ec.EllipticCurvePublicKey) -> str:
 
 
 def key_sha256(public: ec.EllipticCurvePublicKey) -> str:
-    """How bundles name a key: sha256 of its PEM."""
+    """The identifier of a key in bundles: sha256 of its PEM."""
     return hashlib.sha256(public_pem(public).encode()).hexdigest()
 
 
@@ -118,7 +119,7 @@ def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def _algorithm(public: ec.EllipticCurvePublicKey) -> ec.ECDSA:
-    """The hash that goes with the curve."""
+    """The hash function that is used with the curve."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 

@@ -43,7 +43,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         self._must_succeed = must_succeed
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by the Trainer when a checkpoint is on disk."""
+        """Called by the Trainer after it has saved a checkpoint."""
         if state.is_world_process_zero:
             self._publish(Path(args.output_dir) / f"checkpoint-{state.global_step}", state)
 

@@ -1,4 +1,5 @@
-"""Parses bytes and times as people write them. Parsers raise ValueError with what they accept."""
+"""Parses sizes such as `24MiB` and times such as `5m`. The parsers raise ValueError that says what
+they accept."""
 
 from __future__ import annotations
 

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Generator
 from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 # The same examples on every run, however busy the machine: a failure must be the change's.
 hypothesis.settings.register_profile("seeded", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("seeded")
+# Hypothesis would also parse every imported module of ours, in each process, for constants to try:
+# examples would depend on which other tests run.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 _SLOW_FIRST = (
     "worker/ops/test_triton.py",
     "worker/parity/test_parity.py",
     "worker/test_worker_process.py",
+    "worker/test_rank_processes.py",
     "up/",
+    "faults/",
     "registry/publish/test_crash.py",
     "e2e/",
     "demo/",
+    "worker/parity/test_ranks.py",
+    "worker/runner/parallel/",
+    "worker/test_first_start.py",
     "worker/ops/",
     "worker/native/",
     "gateway/routing/test_failover.py",
@@ -59,6 +69,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next(slow, len(_SLOW_FIRST))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Without the collector of garbage: all that imports and collection make stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ FILE_AND_S3 = ["file", pytest.param("s3", marks=pytest.mark.s3)]
 @contextlib.contextmanager
 def moto() -> Iterator[dict[str, str]]:
     """A moto server: the AWS_* variables that lead to it."""
+    # It logs each request to stderr where nothing configures logging.
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

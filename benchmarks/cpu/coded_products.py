@@ -19,7 +19,7 @@ import torch
 from benchmarks.machine import write_results
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.native.bindings import load_native
-from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
+from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
@@ -32,6 +32,11 @@ def int8(shape: tuple[int, int]) -> CodedWeight:
     """A scale for each row."""
     codes = torch.randint(-127, 128, shape, dtype=torch.int8)
     return CodedWeight("int8", codes, torch.rand(shape[0], 1).bfloat16(), shape[1])
+
+
+def float8(shape: tuple[int, int]) -> CodedWeight:
+    """A scale for each row."""
+    return CodedWeight("fp8", torch.randn(shape).to(FLOAT8), torch.rand(shape[0], 1), shape[1])
 
 
 def int4(shape: tuple[int, int], group_size: int) -> CodedWeight:
@@ -52,6 +57,7 @@ def main() -> None:
     kinds: dict[str, Callable[[tuple[int, int]], BaseLinear]] = {
         "bfloat16": lambda shape: operators.linear(torch.randn(shape).bfloat16()),
         "int8": lambda shape: operators.coded_linear(int8(shape), torch.bfloat16),
+        "fp8": lambda shape: operators.coded_linear(float8(shape), torch.bfloat16),
     }
     for size in (32, 64, 128):
         kinds[f"int4-g{size}"] = lambda shape, size=size: operators.coded_linear(  # type: ignore[misc]

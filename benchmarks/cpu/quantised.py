@@ -2,10 +2,10 @@
 
     python -m benchmarks run cpu.quantised --work-dir DIR [--model 500m] [--repetitions 3]
 
-The engine in process, three times: bfloat16, int8 and int4, in turns in one run. Random weights;
-adapters of ranks 8, 16, 32 and 64 on every linear; greedy; all requests at once. Prints how many
-times faster the step that decodes the whole batch is, by wall time and by processor time, medians
-over the repetitions of the median step, and the memory of the weights. Writes
+The engine in process, four times: bfloat16, int8, int4 and fp8, in turns in one run. Random
+weights; adapters of ranks 8, 16, 32 and 64 on every linear; greedy; all requests at once. Prints
+how many times faster the step that decodes the whole batch is, by wall time and by processor time,
+medians over the repetitions of the median step, and the memory of the weights. Writes
 `results/<machine>/cpu_quantised.json`.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
 from benchmarks.machine import write_results
 from loraplex_services.worker.native.isa import choose_isa
 
-SCHEMES = ("none", "int8", "int4")
+SCHEMES = ("none", "int8", "int4", "fp8")
 CASES = "1x0,2x0,4x0,8x0,8x8,32x0,32x32"
 """Requests x distinct adapters."""
 Runs = dict[str, list[Run]]

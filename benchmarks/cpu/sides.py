@@ -111,10 +111,10 @@ class OurEngine:
         once, to usable."""
         seconds = []
         for adapter, folder in enumerate(folders):
-            digest, num_blocks = digest_of(adapter), self._timed.pack_adapter(folder).result()
+            digest, num_pages = digest_of(adapter), self._timed.pack_adapter(folder).result()
             begin_s = time.perf_counter()
             self._engine.step(
-                [AdapterFetched(digest, str(folder), 64, num_blocks), Prefetch(digest, True)]
+                [AdapterFetched(digest, str(folder), 64, num_pages), Prefetch(digest, True)]
             )
             while not self._engine.cache.ready([digest]):
                 self._timed.await_copies(1.0)

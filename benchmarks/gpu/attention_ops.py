@@ -177,7 +177,7 @@ class Bench:
         assert positions is not None
         table_rows = metadata.decode_rows
         assert table_rows is not None
-        inputs = positions, metadata.places[0], table_rows
+        inputs = positions, metadata.kv_slots[0], table_rows
         work_items.list_items(items, *inputs, rows, None, split)
         partial = work_items.make_partial_sums(num_items, len(keys), self.shape, device)
 

@@ -17,6 +17,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
+from tests.worker.loading import blocks_of, in_blocks
 
 GPU_RESERVE_BYTES = 7 << 30
 """Left to activations, graphs and libraries when the arena takes the rest."""
@@ -88,14 +89,16 @@ class BenchRunner:
         for slot, rank in enumerate(ranks):
             if rank not in first:
                 folder = self._folder(rank, targets)
-                blocks = self.blocks(self.runner.pack_adapter(folder).result())
-                first[rank] = self.runner.copy_adapter(folder, blocks).result()
-                copied = first[rank]
+                num_pages = self.runner.pack_adapter(folder).result()
+                blocks = self.blocks(blocks_of(self.runner, num_pages))
+                extents = in_blocks(self.runner, num_pages, blocks)
+                first[rank] = copied = self.runner.copy_adapter(folder, extents).result()
             else:
-                source = first[rank]
-                blocks = self.blocks(source.index.num_blocks)
-                self.runner.arena.data[blocks] = self.runner.arena.data[list(source.blocks)]
-                copied = replace(source, blocks=tuple(blocks))
+                source, num_pages = first[rank], first[rank].index.num_pages
+                blocks = self.blocks(blocks_of(self.runner, num_pages))
+                size, data = self.runner.arena.pages_per_block, self.runner.arena.data
+                data[blocks] = data[list(dict.fromkeys(place // size for place in source.places))]
+                copied = replace(source, places=in_blocks(self.runner, num_pages, blocks).places)
             self.runner.enter_adapter(slot, copied)
             self._slots.append(slot)
             self._first_cache_block = blocks[-1] + 1

@@ -26,7 +26,7 @@ from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.runner_protocol import Copied
-from tests.worker.loading import load_adapter
+from tests.worker.loading import blocks_of, in_blocks, load_adapter
 
 
 def main() -> None:
@@ -48,11 +48,13 @@ def main() -> None:
         folder = Path(scratch) / "adapter"
         write_adapter(shape, folder, args.rank, dtype, seed=args.rank)
         begin_s = time.perf_counter()
-        blocks = list(range(runner.pack_adapter(folder).result()))
+        num_pages = runner.pack_adapter(folder).result()
         pack_s = time.perf_counter() - begin_s
+        blocks = list(range(blocks_of(runner, num_pages)))
+        extents = in_blocks(runner, num_pages, blocks)
 
         def copy() -> Copied:
-            return runner.copy_adapter(folder, blocks).result()
+            return runner.copy_adapter(folder, extents).result()
 
         begin_s = time.perf_counter()
         copied = copy()

@@ -209,7 +209,7 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
         f"attention.append.{name}",
         attention.append,
         dict.fromkeys(("k", "v", "k_plane", "v_plane"), tensor)
-        | {"places": "*i64", "k_stride": "i32", "v_stride": "i32", "plane_stride": "i32"},
+        | {"kv_slots": "*i64", "k_stride": "i32", "v_stride": "i32", "plane_stride": "i32"},
         {"TOKENS": 16, "HEAD_DIM": HEADS.head_dim, "BLOCK_DIM": HEADS.block_dim},
         num_warps=1,
         divisible=("k_stride", "v_stride", "plane_stride"),
@@ -218,7 +218,7 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
 
 def _list_items() -> Variant:
     kernel = attention.list_items
-    types = dict.fromkeys(kernel.arg_names, "i32") | {"positions": "*i64", "places": "*i64"}
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"positions": "*i64", "kv_slots": "*i64"}
     types |= dict.fromkeys(("sequences", "items"), "*i32")
     types = {key: value for key, value in types.items() if key.islower()}
     constants = work_items.LIST_CONSTANTS
@@ -306,7 +306,7 @@ def _fused(name: str) -> Iterator[Variant]:
         f"rope.rotate_and_append.{name}",
         rope.rotate_and_append_kernel,
         dict.fromkeys(("q", "k", "v", "cos", "sin", "k_plane", "v_plane"), tensor)
-        | {"places": "*i64"}
+        | {"kv_slots": "*i64"}
         | dict.fromkeys(strides, "i32"),
         {
             "NUM_HEADS": 32,

@@ -1,18 +1,24 @@
-"""Share of arena blocks that adapters leave empty, by rank: arithmetic, no weights.
+"""Share of the arena's memory that adapters leave empty, by rank: arithmetic, no weights.
 
     python -m benchmarks run scheduling.arena_waste
 
-Adapters of ranks 8, 16, 32 and 64 for Llama-2-7B and Llama-3-8B, on the attention projections (as
-in the S-LoRA paper) and on every linear, are laid out as the worker's packer does it, from headers
-of files without values. Prints the share of their blocks that no value fills, for each rank and for
-all four together, and what slots of the largest rank for every adapter would waste.
+Adapters of ranks 1 to 64 for bases of 135M to 8B, on q and v (PEFT's default for Llama), on the
+attention projections (as in the S-LoRA paper) and on every linear, are laid out as the worker's
+packer does it, from headers of files without values. Prints for each rank
+
+- the share of their pages that no value fills,
+- the share that is empty of all blocks that such adapters are in, after requests for four times as
+  many adapters as fit, while KV cache takes blocks and returns them,
+- the share that would be empty if every adapter filled whole blocks of its own.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +30,73 @@ from loraplex.cli.output import print_table
 from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry
 from loraplex_services.worker.adapters.pack.site_plan import ItemBytes, plan_sites
 from loraplex_services.worker.adapters.pack.tiles import TileLayout
+from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_layout import plan_kv_groups
+from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.layers.operators import TorchOperators
 from loraplex_services.worker.model.families import read_model_config
+from loraplex_services.worker.types.extents import count_pages_per_block
+from loraplex_services.worker.types.residency import Load
 
 HALF_BYTES = 2
-RANKS = (8, 16, 32, 64)
+RANKS = (1, 2, 4, 8, 16, 64)
+NUM_ARENA_BLOCKS = 100
+NUM_REQUESTS = 4000
+KV_EVERY = 10
+"""Requests for each block that KV cache takes or returns."""
+KV_OWNER = "kv"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = {
+    "q, v": ("q_proj", "v_proj"),
     "attention": ATTENTION,
     "every linear": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
 }
 BASES: dict[str, dict[str, int]] = {
+    "135M": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+    "Llama-3.2-1B": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "Llama-2-7B": {
         "vocab_size": 32000,
+        "hidden_size": 4096,
         "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
         "num_key_value_heads": 32,
     },
     "Llama-3-8B": {
         "vocab_size": 128256,
+        "hidden_size": 4096,
         "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
 }
-SHARED = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Sizes of one adapter."""
+
+    num_bytes: int
+    """Of its values."""
+    num_pages: int
+    num_blocks: int
+    """That it would fill alone."""
 
 
 class NoWeights:
@@ -74,19 +123,20 @@ def write_base(folder: Path, base: str) -> None:
     """Only its config."""
     folder.mkdir()
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
-    numbers = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **SHARED, **BASES[base]}
+    numbers = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **BASES[base]}
     (folder / "config.json").write_text(json.dumps({**config, **numbers}))
 
 
 def write_adapter(folder: Path, base: str, targets: Sequence[str], rank: int) -> None:
     """A float16 file of the right length with a header and no values."""
     folder.mkdir()
-    hidden, width = SHARED["hidden_size"], BASES[base]["intermediate_size"]
-    kv = hidden // SHARED["num_attention_heads"] * BASES[base]["num_key_value_heads"]
+    sizes = BASES[base]
+    hidden, width = sizes["hidden_size"], sizes["intermediate_size"]
+    kv = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
     outputs = {"k_proj": kv, "v_proj": kv, "gate_proj": width, "up_proj": width}
     header: dict[str, Any] = {}
     end = 0
-    for layer in range(SHARED["num_hidden_layers"]):
+    for layer in range(sizes["num_hidden_layers"]):
         for name in targets:
             part = "self_attn" if name in ATTENTION else "mlp"
             module = f"base_model.model.model.layers.{layer}.{part}.{name}"
@@ -103,25 +153,57 @@ def write_adapter(folder: Path, base: str, targets: Sequence[str], rank: int) ->
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def filled(
+def adapters(
     root: Path, base: str, targets: Sequence[str], ranks: Sequence[int]
-) -> list[tuple[int, int]]:
-    """For each rank the bytes of an adapter's values, and of the blocks that it holds."""
+) -> tuple[int, list[Adapter]]:
+    """Bytes of a block, and the adapter of each rank."""
     write_base(root / "base", base)
     family, config = read_model_config(root / "base")
     sites = family.build(config, NoWeights(), TorchOperators()).site_weights.table
     groups = plan_kv_groups(config.windows, config.kv_heads, HALF_BYTES)
     reader = ModuleReader(base_geometry(root / "base", config, sites), sites, max(ranks))
-    sizes = []
+    made = []
     for rank in ranks:
         write_adapter(root / f"rank-{rank}", base, targets, rank)
         modules = reader(root / f"rank-{rank}").modules
         plans = plan_sites(modules, sites, ItemBytes(lambda info, kind: HALF_BYTES, HALF_BYTES), {})
         matrices = [part.matrix for plan in plans for part in plan.parts]
         num_bytes = sum(m.num_rows * m.num_columns * m.itemsize for m in matrices)
-        num_blocks = TileLayout(groups.block_bytes).pack(matrices).num_blocks
-        sizes.append((num_bytes, num_blocks * groups.block_bytes))
-    return sizes
+        num_pages = TileLayout(groups.block_bytes).pack(matrices).num_pages
+        num_blocks = -(-num_pages // count_pages_per_block(groups.block_bytes))
+        made.append(Adapter(num_bytes, num_pages, num_blocks))
+    return groups.block_bytes, made
+
+
+def left_empty(adapter: Adapter, block_bytes: int) -> float:
+    """Share that is empty of the blocks that adapters are in, after requests for many adapters and
+    while KV cache takes and returns blocks."""
+    rng = random.Random(adapter.num_pages)
+    pages_per_block = count_pages_per_block(block_bytes)
+    arena = Arena(max(NUM_ARENA_BLOCKS, 20 * adapter.num_blocks), pages_per_block)
+    reclaimer = Reclaimer(arena)
+    num_adapters = 4 * arena.num_blocks * pages_per_block // adapter.num_pages
+    limits = {"max_resident": num_adapters, "max_adapter_blocks": arena.num_blocks}
+    cache = AdapterCache(arena, reclaimer, max_pinned_blocks=0, **limits)
+    kv: list[int] = []
+    for number in range(max(NUM_REQUESTS, 2 * num_adapters)):
+        digest, now = str(int(num_adapters * rng.random() ** 3)), number / 20
+        if not cache.known([digest]):
+            cache.fetched(digest, Path("/"), adapter.num_pages, max_rank=64)
+        cache.load([digest], (), now)
+        for action in cache.take_actions():
+            if isinstance(action, Load):
+                cache.loaded(action.digest)
+        cache.acquire([digest], now)
+        cache.release([digest], now)
+        if number % KV_EVERY == 0:
+            if kv and rng.random() < 0.5:
+                arena.free(KV_OWNER, [kv.pop(rng.randrange(len(kv)))])
+            elif len(kv) < arena.num_blocks // 4 and reclaimer.reclaim(1, now):
+                kv += arena.allocate(KV_OWNER, 1)
+    num_resident = sum(bool(held.places) for held in cache.adapters())
+    num_blocks = arena.num_blocks - arena.num_free - len(kv)
+    return 1 - num_resident * adapter.num_bytes / (num_blocks * block_bytes)
 
 
 def main() -> None:
@@ -130,16 +212,19 @@ def main() -> None:
     for base in BASES:
         for name, targets in TARGETS.items():
             with tempfile.TemporaryDirectory() as root:
-                sizes = filled(Path(root), base, targets, RANKS)
-            num_bytes, held_bytes = (sum(column) for column in zip(*sizes, strict=True))
+                block_bytes, sizes = adapters(Path(root), base, targets, RANKS)
+            page_bytes = block_bytes // count_pages_per_block(block_bytes)
             waste = {
-                f"rank {r}": 1 - full / held for r, (full, held) in zip(RANKS, sizes, strict=True)
+                "pages": [1 - a.num_bytes / (a.num_pages * page_bytes) for a in sizes],
+                "shared blocks": [left_empty(a, block_bytes) for a in sizes],
+                "whole blocks": [1 - a.num_bytes / (a.num_blocks * block_bytes) for a in sizes],
             }
-            waste["all four"] = 1 - num_bytes / held_bytes
-            waste["slots of rank 64"] = 1 - num_bytes / (len(RANKS) * sizes[-1][0])
-            runs.append({"base": base, "targets": name, "waste": waste})
-            rows.append([base, name, *(f"{share:.1%}" for share in waste.values())])
-    print_table(["BASE", "TARGETS", *(label.upper() for label in waste)], rows)
+            runs.append({"base": base, "targets": name, "ranks": RANKS, "waste": waste})
+            rows += [
+                [base, name, kind, *(f"{share:.1%}" for share in shares)]
+                for kind, shares in waste.items()
+            ]
+    print_table(["BASE", "TARGETS", "EMPTY OF", *(f"RANK {rank}" for rank in RANKS)], rows)
     print(f"wrote {write_results('arena_waste', {'runs': runs})}")
 
 

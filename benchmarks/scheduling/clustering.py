@@ -76,7 +76,8 @@ def main() -> None:
     head = ("POLICY", "RATE / CAPACITY", "D", "REQ/S", "LATENCY (s)", "FIRST TOKEN (s)")
     print_table((*head, "LONGEST (s)", "ATTAINED", "SATISFIED"), rows)
     results = {"simulated": True, "capacity_per_s": per_s, "runs": runs}
-    print(f"wrote {write_results('clustering', results)}")
+    name = "clustering" if args.mix == "S2" else f"clustering_{args.mix.lower()}"
+    print(f"wrote {write_results(name, results)}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ TRACES = {
     "zipf 1.2, drifting": (1.2, 60.0, 0.1),
     "zipf 1.0, jumping": (1.0, 120.0, 1.0),
 }
-"""Exponent, seconds between changes, share of the adapters that change places."""
+"""Exponent, seconds between changes, share of the adapters whose popularity changes."""
 
 
 def arrivals(trace: str, seed: int) -> Iterator[tuple[float, int]]:
@@ -73,11 +73,11 @@ def arrivals(trace: str, seed: int) -> Iterator[tuple[float, int]]:
     while (now := now + rng.expovariate(RATE_PER_S)) < DURATION_S:
         if now >= change_s:
             change_s += every_s
-            places = rng.sample(range(NUM_ADAPTERS), int(share * NUM_ADAPTERS))
-            moved = [order[place] for place in places]
+            indices = rng.sample(range(NUM_ADAPTERS), int(share * NUM_ADAPTERS))
+            moved = [order[index] for index in indices]
             rng.shuffle(moved)
-            for place, adapter in zip(places, moved, strict=True):
-                order[place] = adapter
+            for index, adapter in zip(indices, moved, strict=True):
+                order[index] = adapter
         yield now, order[bisect(weights, rng.random() * weights[-1])]
 
 

@@ -43,8 +43,8 @@ def read(folder: Path, name: str) -> dict[str, Any]:
 def bars(axes: Any, groups: list[str], series: dict[str, list[float]]) -> None:
     """Groups of bars side by side, with their numbers."""
     width = 0.8 / len(series)
-    for place, (name, values) in enumerate(series.items()):
-        at = [index + (place + 0.5) * width - 0.4 for index in range(len(groups))]
+    for series_index, (name, values) in enumerate(series.items()):
+        at = [index + (series_index + 0.5) * width - 0.4 for index in range(len(groups))]
         drawn = axes.bar(at, values, width, label=name)
         axes.bar_label(drawn, fmt="%.2f", fontsize=5 if len(groups) * len(series) > 20 else 7)
     axes.set_xticks(range(len(groups)), groups)
@@ -119,7 +119,7 @@ def draw_abort(axes: Any, folder: Path) -> None:
 def draw_clustering(axes: Any, folder: Path) -> None:
     """Attainment by d."""
     runs = read(folder, "clustering")["runs"]
-    places = list(dict.fromkeys((run["min_queue"], run["rate_share"]) for run in runs))
+    settings = list(dict.fromkeys((run["min_queue"], run["rate_share"]) for run in runs))
     distinct = list(dict.fromkeys(run["distinct"] for run in runs))
     series = {
         f"queue bound {bound:g}, load {share:g}": [
@@ -127,7 +127,7 @@ def draw_clustering(axes: Any, folder: Path) -> None:
             for run in runs
             if (run["min_queue"], run["rate_share"]) == (bound, share)
         ]
-        for bound, share in places
+        for bound, share in settings
     }
     bars(axes, [f"d={d}" if d < 32 else "off" for d in distinct], series)
     axes.set_ylim(0, 1.5)

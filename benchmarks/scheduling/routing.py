@@ -154,14 +154,14 @@ def fewest_misses(asked: Sequence[int], num_slots: int) -> int:
     never = len(asked)
     next_use = [never] * never
     later: dict[int, int] = {}
-    for place in range(never - 1, -1, -1):
-        next_use[place] = later.get(asked[place], never)
-        later[asked[place]] = place
+    for index in range(never - 1, -1, -1):
+        next_use[index] = later.get(asked[index], never)
+        later[asked[index]] = index
     slots: dict[int, int] = {}
     misses = 0
-    for place, adapter in enumerate(asked):
+    for index, adapter in enumerate(asked):
         misses += adapter not in slots
-        slots[adapter] = next_use[place]
+        slots[adapter] = next_use[index]
         if len(slots) > num_slots:
             del slots[max(slots, key=slots.__getitem__)]
     return misses

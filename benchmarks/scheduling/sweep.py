@@ -2,6 +2,7 @@
 
     python -m benchmarks run scheduling.sweep --vary n|alpha|rate|cv [--seeds 2]
     python -m benchmarks run scheduling.sweep --vary cv --values 1,8 --sides abort,fcfs,lcfs
+    python -m benchmarks run scheduling.sweep --vary rate --adapters 26 --lengths arena --alpha 0.5
 
 As in the paper's section 7.2: 200 adapters of S2 (ranks 64, 32, 16 and 8), uniform popularity, 2
 requests/s, cv 1, lengths U[8,512] in and out, 5 minutes; then one of n, alpha, R and cv takes other
@@ -21,7 +22,16 @@ from typing import Any
 from benchmarks.machine import write_results
 from benchmarks.scheduling.slora_policies import fleet
 from loraplex.cli.output import print_table
-from loraplex.workload import RANK_MIXES, Arrivals, Workload, generate, ranks_of, summarize
+from loraplex.cli.workload_flags import parse_lengths
+from loraplex.workload import (
+    RANK_MIXES,
+    Arrivals,
+    LogNormalLengths,
+    Workload,
+    generate,
+    ranks_of,
+    summarize,
+)
 from loraplex_services.simulate.simulation import Simulation
 
 SLO_S = 6.0
@@ -65,6 +75,9 @@ def main() -> None:
     parser.add_argument("--values", help="of that parameter, instead of the usual ones")
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--rate", type=float, default=USUAL.rate_per_s, help="(2)")
+    parser.add_argument("--adapters", type=int, default=USUAL.num_adapters, help="(200)")
+    parser.add_argument("--alpha", type=float, default=USUAL.alpha, help="(1)")
+    parser.add_argument("--lengths", type=parse_lengths, default="8-512,8-512", help="or arena")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--duration", type=float, default=USUAL.duration_s)
     parser.add_argument("--arrivals", choices=[*Arrivals], default=Arrivals.PER_ADAPTER)
@@ -74,7 +87,10 @@ def main() -> None:
     sides = [side.strip() for side in args.sides.split(",")]
     usual = dataclasses.replace(
         USUAL,
+        num_adapters=args.adapters,
         rate_per_s=args.rate,
+        alpha=args.alpha,
+        lengths=args.lengths,
         duration_s=args.duration,
         arrivals=Arrivals(args.arrivals),
     )
@@ -95,7 +111,8 @@ def main() -> None:
     )
     setting = {"arrivals": args.arrivals, "seeds": args.seeds, "duration_s": args.duration}
     results = {"simulated": True, "slo_s": SLO_S, **setting, "runs": runs}
-    print(f"wrote {write_results(f'sweep_{args.vary}', results)}")
+    arena = "_arena" * isinstance(args.lengths, LogNormalLengths)
+    print(f"wrote {write_results(f'sweep_{args.vary}{arena}', results)}")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class SplitEngine(Engine):
         adapter_blocks = max(1, int(split.share * total))
         runner.arena_blocks = total - adapter_blocks
         super().__init__(runner, config, clock)
-        arena, old = Arena(adapter_blocks), self.scheduler
+        arena, old = Arena(adapter_blocks, self._arena.pages_per_block), self.scheduler
         arena._free = list(range(total - 1, total - adapter_blocks - 1, -1))  # behind KV's
         self.cache = AdapterCache(
             arena,

@@ -63,7 +63,7 @@ def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) 
         if number == 0:
             gaps_s, firsts_s = [], []
         pair = [long_prompt(bench, num_prompt), bench.request(NUM_STREAMS, 1)]
-        awaited = {submit.request.request_id: place for place, submit in enumerate(pair)}
+        awaited = {submit.request.request_id: index for index, submit in enumerate(pair)}
         first_s = [0.0, 0.0]
         pause: list[list[Submit]] = [[] for _ in range(PAUSE_STEPS)]
         sent = len(gaps_s) + PAUSE_STEPS
@@ -72,8 +72,8 @@ def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) 
                 tokens = bench.step(commands).tokens
             gaps_s += elapsed
             for token in tokens:
-                if (place := awaited.pop(token.request_id, None)) is not None:
-                    first_s[place] = sum(gaps_s[sent:])
+                if (index := awaited.pop(token.request_id, None)) is not None:
+                    first_s[index] = sum(gaps_s[sent:])
             if not awaited:
                 break
         firsts_s.append(first_s)
@@ -115,8 +115,8 @@ def main() -> None:
         runs.append({"max_step_s": bound, **dict(zip(FIGURES, figures, strict=True))})
     rows = [[f"{value:.3f}" for value in run.values()] for run in runs]
     print_table(["BOUND", *(name.upper() for name in FIGURES)], rows)
-    for place, run in enumerate(runs[1:], 1):
-        pairs = [(turn[place], turn[0]) for turn in turns]
+    for index, run in enumerate(runs[1:], 1):
+        pairs = [(turn[index], turn[0]) for turn in turns]
         for index, name in enumerate(FIGURES):
             over, under = (
                 [figures[index] for figures in side] for side in zip(*pairs, strict=True)

@@ -52,6 +52,7 @@ from loraplex_services.worker.types.messages import (
 )
 from loraplex_services.worker.types.runner_protocol import LaunchedStep
 from loraplex_services.worker.types.step_plan import StepPlan
+from tests.worker.loading import blocks_of, in_blocks
 
 SMALL = Shape("22m", 8192, 384, 1024, 12, 6, 2)
 RANKS = (1, 2, 4, 8)
@@ -95,7 +96,7 @@ class Bench:
     runner: Counting
     engine: Engine
     folders: list[Path]
-    num_blocks: list[int]
+    num_pages: list[int]
     shape: Shape = SMALL
     max_rank: int = max(RANKS)
     order: random.Random = field(default_factory=lambda: random.Random(0))
@@ -104,7 +105,7 @@ class Bench:
     def fetched(self, index: int) -> AdapterFetched:
         """Where an adapter is."""
         path = str(self.folders[index])
-        return AdapterFetched(digest_of(index), path, self.max_rank, self.num_blocks[index])
+        return AdapterFetched(digest_of(index), path, self.max_rank, self.num_pages[index])
 
     def request(self, adapter: int | None, max_tokens: int) -> Submit:
         """A prompt of its own."""
@@ -197,14 +198,14 @@ def make_bench(base: Path, folders: list[Path], arena_bytes: int, dtype: str = "
     engine = Engine(runner, make_config(base, arena_bytes), time.monotonic)
     layout = runner.layout
     reader = ModuleReader(runner.model_info().geometry, layout.sites, layout.max_rank)
-    packer, num_blocks = Packer(reader, layout), []
+    packer, num_pages = Packer(reader, layout), []
     for folder in folders:
         path = image_path(folder, packer.fingerprint)
         if not path.exists():
             packer.pack(folder).write(path)
         with ImageFile(path) as image:
-            num_blocks.append(image.index.num_blocks)
-    return Bench(runner, engine, folders, num_blocks)
+            num_pages.append(image.index.num_pages)
+    return Bench(runner, engine, folders, num_pages)
 
 
 def compare_counts(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -265,11 +266,12 @@ def load_ms(root: Path, shape: Shape, rank: int, repetitions: int = 30) -> dict[
     base = make_base(shape, root)
     runner = build_runner(base, device="cpu", dtype="float32", arena_bytes=256 << 20)
     folder = make_adapter(shape, root / f"{shape.name}-one", rank, seed=1)
-    num_blocks = runner.pack_adapter(folder).result()
+    num_pages = runner.pack_adapter(folder).result()
+    extents = in_blocks(runner, num_pages, range(blocks_of(runner, num_pages)))
     copies, enters = [], []
     for _ in range(repetitions):
         begin_s = time.perf_counter()
-        copied = runner.copy_adapter(folder, range(num_blocks)).result()
+        copied = runner.copy_adapter(folder, extents).result()
         middle_s = time.perf_counter()
         runner.enter_adapter(0, copied)
         copies.append(middle_s - begin_s)

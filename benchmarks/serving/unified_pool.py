@@ -36,6 +36,7 @@ from benchmarks.serving.many_adapters import (
     make_config,
 )
 from loraplex.cli.output import print_table
+from loraplex_services.worker.types.extents import count_most_blocks, count_pages_per_block
 from loraplex_services.worker.types.messages import Command, UnloadAdapter
 
 NUM_ADAPTERS = 400
@@ -68,7 +69,9 @@ def measure(bench: Bench, split: Split | None, num_blocks: int, turn: int) -> tu
 
     Returns tokens a step and tokens a second of processor time.
     """
-    if split is not None and int(split.share * num_blocks) < max(bench.num_blocks):
+    size = count_pages_per_block(bench.runner.block_bytes)
+    most_blocks = max(count_most_blocks(num_pages, size) for num_pages in bench.num_pages)
+    if split is not None and int(split.share * num_blocks) < most_blocks:
         return 0.0, 0.0
     config = msgspec.structs.replace(make_config(Path(), 0), max_num_seqs=MAX_RUNNING)
     bench.runner.arena_blocks = num_blocks
@@ -115,10 +118,10 @@ def main() -> None:
     runs = [
         {
             "memory": kind.name if kind else "one pool",
-            "tokens_a_step": statistics.median(turn[place][0] for turn in turns),
-            "tokens_per_s": statistics.median(turn[place][1] for turn in turns),
+            "tokens_a_step": statistics.median(turn[index][0] for turn in turns),
+            "tokens_per_s": statistics.median(turn[index][1] for turn in turns),
         }
-        for place, kind in enumerate(kinds)
+        for index, kind in enumerate(kinds)
     ]
     rows = [[r["memory"], f"{r['tokens_a_step']:.2f}", f"{r['tokens_per_s']:.0f}"] for r in runs]
     print_table(["MEMORY", "TOKENS/STEP", "TOKENS/S"], rows)

@@ -91,25 +91,25 @@ def play(bench: Bench, trace: list[TracedRequest], clock: ProcessorClock) -> lis
     left = [(request.arrival_s, submit_of(bench, request), request) for request in trace]
     sent: list[str] = []
     gc.collect()
-    begin_s, place = clock(), 0
-    while place < len(left) or bench.engine.has_requests:
+    begin_s, index = clock(), 0
+    while index < len(left) or bench.engine.has_requests:
         now = clock() - begin_s
         commands: list[Command] = []
-        while place < len(left) and left[place][0] <= now:
-            _, submit, request = left[place]
+        while index < len(left) and left[index][0] <= now:
+            _, submit, request = left[index]
             if request.adapter is not None:
                 commands.append(bench.fetched(request.adapter))
             commands.append(submit)
             sent.append(submit.request.request_id)
-            place += 1
+            index += 1
         output = bench.step(commands)
         now = clock() - begin_s
         for token in output.tokens:
             first_s.setdefault(token.request_id, now)
             if token.finish_reason:
                 end_s[token.request_id] = now
-        if not bench.engine.has_requests and place < len(left):
-            clock.skip_to(begin_s + left[place][0])
+        if not bench.engine.has_requests and index < len(left):
+            clock.skip_to(begin_s + left[index][0])
     return [
         RequestOutcome(
             request.arrival_s, first_s[name], end_s[name], request.num_output, finished=True

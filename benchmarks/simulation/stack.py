@@ -128,8 +128,8 @@ def measure(stack: Stack, runs: Sequence[Run], steps: Path, part: Path) -> list[
     """Every trace through the stack; the steps to fit go to `part`."""
     fetching = steps.read_bytes().splitlines(keepends=True)
     measured, parts = [], [line for line in fetching if b"step_s" not in line]  # arena and loads
-    for place, run in enumerate(runs):
-        outcomes, begin = part.with_name(f"outcomes-{place}.jsonl"), steps.stat().st_size
+    for number, run in enumerate(runs):
+        outcomes, begin = part.with_name(f"outcomes-{number}.jsonl"), steps.stat().st_size
         send = ("bench", "trace", "--gateway", stack.grpc, "--outcomes", str(outcomes))
         loraplex(*send, *flags(run.workload))
         lines = outcomes.read_text().splitlines()

@@ -114,12 +114,12 @@ def _check_run(name: str, base: Mapping[int, str], found: list[AddedToken]) -> N
     if len(found) > MAX_ADDED_TOKENS:
         raise _refused(name, len(found), f"adds more than the {MAX_ADDED_TOKENS} tokens served")
     first = max(base, default=-1) + 1
-    for place, token in enumerate(found):
-        if token.token_id != first + place:
+    for index, token in enumerate(found):
+        if token.token_id != first + index:
             raise _refused(
                 name,
                 token.content,
-                f"has id {token.token_id}, but {first + place} is next after the base's tokens; "
+                f"has id {token.token_id}, but {first + index} is next after the base's tokens; "
                 "let tokenizer.add_tokens choose the ids",
             )
     if len({token.content for token in found}) < len(found):
@@ -133,7 +133,7 @@ def _vocabulary(whole: Mapping[str, Any], name: str) -> dict[int, str]:
     if isinstance(vocab, dict):
         found = {_id(token_id, name): str(content) for content, token_id in vocab.items()}
     elif isinstance(vocab, list):
-        found = {place: str(_first(entry)) for place, entry in enumerate(vocab)}
+        found = {index: str(_first(entry)) for index, entry in enumerate(vocab)}
     else:
         raise _refused(name, "model.vocab", "is missing; save the tokenizer with transformers")
     found.update((t.token_id, t.content) for t in _tokens(whole.get("added_tokens") or [], name))

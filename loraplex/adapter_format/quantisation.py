@@ -30,6 +30,7 @@ GPTQ, AWQ, PACKED, PLAIN, BLOCKS, BNB4, BNB8 = (
 block of rows and columns, `weight_scale_inv`. BNB4 and BNB8 = those of bitsandbytes."""
 GGUF_BLOCKS = {
     "gguf-Q4_0": (4, 32, 18),
+    "gguf-Q5_0": (5, 32, 22),
     "gguf-Q4_K": (4, 256, 144),
     "gguf-Q5_K": (5, 256, 176),
     "gguf-Q6_K": (6, 256, 210),

@@ -72,7 +72,7 @@ class AskedAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt for one base or adapter, as a client sends it to a gateway.
+    """One prompt for one base or adapter, in names and text; made by a client for a gateway.
 
     The fields have the names of `GenerateRequest` in inference.proto.
     """
@@ -136,10 +136,11 @@ BASE_ONLY = AdapterSet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRequest:
-    """One sequence for a worker. With `output_ids` it continues where another worker stopped.
+    """One sequence in token ids and digests; made by a gateway for each choice and each attempt.
 
-    The fields have the names of `WorkerRequest` in worker.proto. One that a message leaves out has
-    the default given here.
+    With `output_ids`, it continues where another worker stopped. The engine keeps the sequence and
+    its state in a `Request`. The fields have the names of `WorkerRequest` in worker.proto. One that
+    a message leaves out has the default given here.
     """
 
     request_id: str = ""

@@ -54,8 +54,8 @@ def _add_keys(commands: Any) -> None:
     parser.add_argument(
         "--bootstrap",
         action="store_true",
-        help="create the first admin key, which a registry on this machine does once; if no "
-        "registry answers, create a key for LORAPLEX_ADMIN_KEY_FILE",
+        help="create the first admin key; a registry on this machine does so once. If no registry "
+        "answers, generate a key for LORAPLEX_ADMIN_KEY_FILE",
     )
     add_connection(parser, "registry")
     parser = add_command(group, "list", _keys_list, "List keys.", "registry keys list")
@@ -101,7 +101,7 @@ def _add_tenants(commands: Any) -> None:
         "--max-kl",
         type=float,
         metavar="NATS",
-        help="tags may point only at versions that an operator certified to diverge by no more",
+        help="tags may point only at versions whose certified divergence is at most this",
     )
     policy = parser.add_mutually_exclusive_group()
     policy.add_argument(
@@ -125,15 +125,18 @@ def _add_tenants(commands: Any) -> None:
 
 
 async def _first_admin_key(args: argparse.Namespace) -> None:
-    """The first admin key, from the registry, or generated for one that has not started yet."""
+    """Print the first admin key of the registry, or generate one if no registry answers."""
     from loraplex.errors import Unavailable
 
     try:
         async with client_of(args) as client:
             key, token = await client.admin.create_first_key()
     except Unavailable as error:
-        way_on = "put this key into a file, name that in LORAPLEX_ADMIN_KEY_FILE, start it"
-        print(f"{error.message}\n{way_on}", file=sys.stderr)
+        hint = (
+            "generated a key instead: save it to a file, set LORAPLEX_ADMIN_KEY_FILE to that "
+            "file's path, and start the registry"
+        )
+        print(f"{error.message}\n{hint}", file=sys.stderr)
         _print_drawn_key(args.json)
         return
     _print_key(key, token, args.json)

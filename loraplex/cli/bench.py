@@ -91,7 +91,7 @@ async def _trace(args: argparse.Namespace) -> None:
 
 
 def _opened(path: Path | None) -> TextIO | None:
-    """Before the first request: a run must not be lost for a wrong path. Raises InvalidRequest."""
+    """Check the path before the first request, so that no run is lost. Raises InvalidRequest."""
     try:
         return None if path is None else path.open("w")
     except OSError as error:
@@ -101,7 +101,7 @@ def _opened(path: Path | None) -> TextIO | None:
 def _write(
     file: TextIO, requests: Sequence[TracedRequest], outcomes: Sequence[RequestOutcome]
 ) -> None:
-    """In the order of the trace."""
+    """Write one line for each outcome, in the order of the trace."""
     for request, outcome in zip(requests, outcomes, strict=True):
         asked = {"adapter": request.adapter, "num_input": request.num_input}
         file.write(json.dumps({**asked, **dataclasses.asdict(outcome)}) + "\n")
@@ -136,7 +136,7 @@ async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> N
     made = [name for name in map(variant_name, range(count)) if name not in before]
     num_deleted = 0
     for name in made:
-        with suppress(NotFound):  # Publishing was interrupted before it.
+        with suppress(NotFound):  # Publishing was interrupted before this adapter.
             await registry.delete(name, every=True, purge=True)
             num_deleted += 1
     print(f"deleted {num_deleted} adapters", file=sys.stderr)

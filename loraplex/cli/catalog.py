@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
         "--sort",
         choices=_ORDERS,
         default="name",
-        help="order of the list: by name (default), newest, largest or highest rank first",
+        help="order of the list: name (default), newest, largest or highest rank first",
     )
     parser.add_argument("--limit", type=count, default=0, metavar="N", help="list only the first N")
     add_connection(parser, "registry")
@@ -129,7 +129,7 @@ async def _list(args: argparse.Namespace) -> None:
 async def _ordered(
     versions: AsyncIterator[AdapterVersion], order: str, limit: int
 ) -> list[AdapterVersion]:
-    """Versions come ordered by name; for that order, no more than `limit` are asked for."""
+    """Collect versions in `order`. They arrive by name, so that order reads no more than needed."""
     found: list[AdapterVersion] = []
     async for version in versions:
         found.append(version)
@@ -204,26 +204,26 @@ async def _show(args: argparse.Namespace) -> None:
 
 
 def certified(certificate: Certificate) -> str:
-    """One line of what a certificate says."""
+    """A certificate as one line of text."""
     by = ", by the operator" if certificate.by_operator else ""
     scheme = f" in {certificate.quantization}" if certificate.quantization else ""
     return (
         f"{certificate.base_id}{scheme} against {certificate.reference}: "
-        f"KL {certificate.mean_kl:.2g} nats per token, at most {certificate.max_kl:.2g}; "
-        f"top-1 {certificate.top1_agreement:.1%} of {certificate.num_tokens} tokens "
+        f"mean KL {certificate.mean_kl:.2g} nats per token, largest {certificate.max_kl:.2g}; "
+        f"same top token at {certificate.top1_agreement:.1%} of {certificate.num_tokens} positions "
         f"({moment(certificate.created_unix_s)}{by})"
     )
 
 
 def _task_of(version: AdapterVersion) -> str:
-    """Empty for what nearly all adapters are for."""
+    """The task of an adapter; empty for a causal language model, as nearly all are."""
     if version.task == "CAUSAL_LM":
         return ""
     return f"{version.task}, {version.num_labels} labels" if version.num_labels else version.task
 
 
 def pending_of(tag: Tag) -> str:
-    """Where a staged move will take a tag, or why it did not."""
+    """The target of a staged move, or the reason why the move failed."""
     if tag.pending:
         coming = " ".join(f"v{target.version}" for target in tag.pending)
         return f" (pending {coming}: {tag.pending_reason})"
@@ -231,7 +231,7 @@ def pending_of(tag: Tag) -> str:
 
 
 def sides_of(tag: Tag) -> str:
-    """Where a tag points, or why nowhere."""
+    """The targets of a tag, or a word that says why it has none."""
     nothing = "nothing" if tag.pending or tag.pending_reason else "(deleted)"
     return spelled(tag.targets) or nothing
 
@@ -278,7 +278,7 @@ async def _diff(args: argparse.Namespace) -> None:
 
 
 async def _facts(client: RegistryClient, version: AdapterVersion) -> dict[str, str]:
-    """Everything that can differ between two versions, by field path."""
+    """All facts in which two versions can differ, by field path."""
     import json
 
     facts = {"digest": version.digest, "base": version.base_id, "rank": str(version.max_rank)}
@@ -310,7 +310,7 @@ async def _watch(args: argparse.Namespace) -> None:
 
 
 def _change_object(change: Change) -> dict[str, Any]:
-    """Name, version and digest on top, as everywhere; of a split, those of its first side."""
+    """The change with name, version and digest at the top level; of a split, its first target's."""
     about = change.version or change.tag
     target = change.version or (
         change.tag.targets[0] if change.tag and change.tag.targets else None

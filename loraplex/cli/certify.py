@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.catalog import certified
-from loraplex.cli.output import print_json
+from loraplex.cli.output import print_json, printable
 from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, credentials_of
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
-    from loraplex.api.registry import Certificate
+    from loraplex.api.registry import AdapterVersion, Certificate
+    from loraplex.errors import LoraplexError
 
 
 def add(commands: Any) -> None:
@@ -25,7 +28,13 @@ def add(commands: Any) -> None:
         "the result.",
         "registry certify acme/support:v3 --reference 127.0.0.1:51051 --max-kl 0.05 --tag prod",
     )
-    parser.add_argument("ref", metavar="REF", help=REF_FORMS)
+    parser.add_argument("ref", metavar="REF", nargs="?", default="", help=REF_FORMS)
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="certify every version that was not measured like this, and go on as more are "
+        "published; --tag moves forward only",
+    )
     parser.add_argument(
         "--reference",
         required=True,
@@ -68,49 +77,46 @@ def _nats(text: str) -> float:
 
 
 async def _certify(args: argparse.Namespace) -> None:
+    from loraplex.client.certifier import Certifier
     from loraplex.client.certifying import PROBE_TEXTS, probe_of
-    from loraplex.errors import InvalidAdapter, Violation
+    from loraplex.client.inference_client import InferenceClient
+    from loraplex.errors import InvalidRequest
 
+    if args.follow == bool(args.ref) or (args.follow and args.reference_model):
+        why = "must be a version, or --follow for all, which have the same names on the reference"
+        raise InvalidRequest.field("REF", args.ref, why)
     texts = probe_of(Path(args.probe).read_text()) if args.probe else PROBE_TEXTS
-    async with client_of(args) as registry:
+    credentials = credentials_of(args)
+    async with (
+        client_of(args) as registry,
+        InferenceClient(args.gateway, credentials) as served,
+        InferenceClient(args.reference, credentials) as reference,
+    ):
+        certifier = Certifier(
+            registry, served, reference, args.reference, texts, args.max_kl, args.tag
+        )
+        if args.follow:
+            await certifier.follow(partial(_report, args.json))
+            return
         version = (await registry.get(args.ref)).version
-        measured = await _measured(args, version.ref, version.base_id, texts)
-        certificate = await registry.admin.set_certificate(version.ref, measured)
-        if args.max_kl is not None and certificate.mean_kl > args.max_kl:
-            why = f"is above --max-kl {args.max_kl:g}: {certified(certificate)}"
-            kl = f"KL {certificate.mean_kl:.3g}"
-            raise InvalidAdapter.of([Violation.of(version.ref, kl, why)])
-        if args.tag:
-            name = f"{version.tenant}/{version.name}"
-            await registry.set_tag(name, args.tag, {version.version: 1})
+        certificate = await certifier.certify(version, args.reference_model)
     if args.json:
         print_json(certificate)
         return
     print(f"{version.ref} {certified(certificate)}")
 
 
-async def _measured(
-    args: argparse.Namespace, ref: str, base_id: str, texts: tuple[str, ...]
-) -> Certificate:
+def _report(as_json: bool, version: AdapterVersion, outcome: Certificate | LoraplexError) -> None:
+    """One line of what became of a version."""
     from loraplex.api.registry import Certificate
-    from loraplex.client.certifying import measure, probe_sha256, served_quantization
-    from loraplex.client.inference_client import InferenceClient
 
-    credentials = credentials_of(args)
-    theirs = args.reference_model or ref
-    async with (
-        InferenceClient(args.gateway, credentials) as served,
-        InferenceClient(args.reference, credentials) as reference,
-    ):
-        quantization = await served_quantization(served, base_id)
-        found = await measure(served, reference, ref, theirs, texts)
-    return Certificate(
-        base_id=base_id,
-        reference=f"{theirs} at {args.reference}",
-        probe_sha256=probe_sha256(texts),
-        num_tokens=found.num_tokens,
-        mean_kl=found.mean_kl,
-        max_kl=found.max_kl,
-        top1_agreement=found.top1_agreement,
-        quantization=quantization,
-    )
+    is_certified = isinstance(outcome, Certificate)
+    if as_json:
+        about = {"tenant": version.tenant, "name": version.name, "version": version.version}
+        found = dataclasses.asdict(outcome) if isinstance(outcome, Certificate) else None
+        error = None if is_certified else str(outcome)
+        print_json({**about, "digest": version.digest, "certificate": found, "error": error})
+    elif isinstance(outcome, Certificate):
+        print(f"{version.ref} {certified(outcome)}", flush=True)
+    else:
+        print(f"{version.ref} not certified: {printable(str(outcome))}", flush=True)

@@ -55,7 +55,7 @@ def script(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _words(path: str, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """What may follow each command: sub-commands and long flags, by the words that lead there."""
+    """The sub-commands and long flags that may follow each command, by the words that precede."""
     found: dict[str, list[str]] = {path: []}
     for action in parser._actions:
         found[path] += [flag for flag in action.option_strings if flag.startswith("--")]

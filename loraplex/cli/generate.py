@@ -132,7 +132,7 @@ def _grammar(args: argparse.Namespace) -> Grammar | None:
 
 
 def _text(value: str | None) -> str | None:
-    """The value itself, or the content of the file that it names after an @."""
+    """The value itself, or for `@FILE` the content of that file."""
     if value is None or not value.startswith("@"):
         return value
     return Path(value[1:]).read_text(encoding="utf-8")
@@ -208,7 +208,7 @@ async def _next_turn() -> str:
     if not sys.stdin.isatty():
         return sys.stdin.readline().strip()
     print("> ", end="", file=sys.stderr, flush=True)
-    await _line_typed()  # a Ctrl-C ends this, and would not end a read
+    await _line_typed()  # unlike a blocking read, Ctrl-C ends this
     line = sys.stdin.readline()
     if not line:
         print(file=sys.stderr)
@@ -242,8 +242,8 @@ async def _reply(
 async def _shown(
     chunks: AsyncIterator[CompletionChunk], streamed: bool
 ) -> AsyncIterator[CompletionChunk]:
-    """Print the chunks as they arrive and pass them on; their line ends also where they break
-    off."""
+    """Print the chunks as they arrive and pass them on; ends the line even if the stream
+    fails."""
     has_begun = False
     try:
         async for chunk in chunks:
@@ -276,7 +276,7 @@ LOAD_COLUMNS = (
 
 
 def print_status(status: Status, *, as_json: bool) -> None:
-    """A status for people, or as one JSON object."""
+    """Print a status as tables, or as one JSON object."""
     if as_json:
         print_json(status_object(status))
         return
@@ -284,7 +284,9 @@ def print_status(status: Status, *, as_json: bool) -> None:
         {
             "ready": "yes" if status.ready else f"no: {status.not_ready_reason}",
             "bases": ", ".join(status.base_ids) or "none",
-            "registry": "connected" if status.registry_connected else "away, last snapshot serves",
+            "registry": "connected"
+            if status.registry_connected
+            else "unreachable; the last snapshot is in use",
             "adapters": str(status.num_adapters),
             "requests": f"{status.running_requests} running, {status.queued_requests} queued",
         }
@@ -318,7 +320,7 @@ def print_status(status: Status, *, as_json: bool) -> None:
 
 
 def status_object(status: Status) -> dict[str, Any]:
-    """The status with the load of a worker, and the residency of an adapter, among its fields."""
+    """The status as JSON, with load and residency flattened into their workers and adapters."""
     shown = dataclasses.asdict(status)
     for worker, shown_worker in zip(status.workers, shown["workers"], strict=True):
         shown_worker |= shown_worker.pop("load")
@@ -335,7 +337,7 @@ def _tier_name(residency: AdapterResidency) -> str:
 def state_of(worker: WorkerStatus) -> str:
     """One word about a worker."""
     if not worker.connected:
-        return "away"
+        return "unreachable"
     if worker.draining:
         return "draining"
     return "ready" if worker.ready else "starting"

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class Keyboard:
-    """Reads keys while it is entered; without a terminal there are none."""
+    """Reads keys inside its `with` block; without a terminal there are none."""
 
     def __init__(self) -> None:
         self._keys: asyncio.Queue[str] = asyncio.Queue()

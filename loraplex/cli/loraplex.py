@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 UP_SUMMARY = "Run registry, gateway and workers on this machine."
 SIMULATE_SUMMARY = "Run a trace through the scheduler and router under a virtual clock."
 NO_SERVERS = (
-    "this is loraplex-client, which has no servers: run `pip uninstall loraplex-client`, then "
-    "`pip install 'loraplex[local]'`"
+    "the installed package is loraplex-client, which has no servers: run "
+    "`pip uninstall loraplex-client`, then `pip install 'loraplex[local]'`"
 )
 EPILOG = """example:
   loraplex up --model ./llama-3-8b
@@ -27,7 +27,7 @@ exit codes: 0 ok, 1 other, 2 usage, 4 conflict, 5 auth,
 
 def make_parser() -> Parser:
     """All sub-commands."""
-    # Loaded only now: `up` and `simulate` replace this process and need none of them.
+    # Imported late, because `up` and `simulate` replace this process and need none of them.
     from loraplex.cli import bench, completion, fetch, generate, top, usage, vectors
     from loraplex.cli.parsing import Parser, add_version
 
@@ -53,13 +53,13 @@ def make_parser() -> Parser:
 
 
 def main() -> int:
-    """Entry point of the console script. `up` and `simulate` replace this process by theirs."""
+    """Entry point of the console script. `up` and `simulate` replace this process with theirs."""
     if sys.argv[1:2] in (["up"], ["simulate"]):
         if importlib.util.find_spec("loraplex_services") is None:
             print(f"loraplex {sys.argv[1]}: {NO_SERVERS}", file=sys.stderr)
             return 1
         module = f"loraplex_services.{sys.argv[1]}"
-        # -P: a module in the folder where the command is run must not be taken for one of ours.
+        # -P keeps a module in the working directory from being imported in place of one of ours.
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[2:]])
 
     from loraplex.cli.running import main_of

@@ -63,19 +63,19 @@ def print_fields(fields: Mapping[str, str]) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with its control characters escaped: labels and errors of strangers could otherwise
-    move the cursor or forge lines."""
+    """The text with its control characters escaped. Labels and errors that others wrote could
+    otherwise move the cursor or forge lines."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_warnings(warnings: Sequence[Violation]) -> None:
-    """Warnings of a validation, on stderr."""
+    """Print the warnings of a validation to stderr."""
     for warning in warnings:
         print(f"warning: {_line(warning)}", file=sys.stderr)
 
 
 def print_error(error: LoraplexError, *, as_json: bool) -> None:
-    """A failure, on stderr."""
+    """Print an error to stderr."""
     if not as_json:
         if len(error.violations) == 1:
             print(f"error: {_line(error.violations[0])}", file=sys.stderr)
@@ -94,7 +94,7 @@ def print_error(error: LoraplexError, *, as_json: bool) -> None:
 
 
 def _line(violation: Violation) -> str:
-    """`field = value: description`; a value that says nothing new is left out."""
+    """`field = value: description`; a value that only repeats the field is left out."""
     shown = violation.value not in ("", violation.field)
     value = f" = {violation.value}" if shown else ""
     return printable(f"{violation.field}{value}: {violation.description}")
@@ -120,5 +120,5 @@ def moment(unix_s: float) -> str:
 
 
 def short_digest(digest: str) -> str:
-    """The algorithm and twelve digits."""
+    """The algorithm and the first twelve digits of a digest."""
     return digest[: len("sha256:") + 12]

@@ -22,7 +22,7 @@ REF_FORMS = "NAME, NAME:TAG, NAME:vN or NAME@sha256:..."
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints usage errors as JSON where `--json` is among the arguments; exits 2."""
+    """Prints usage errors, as JSON if `--json` is among the arguments, and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
         message = with_nearest(message)
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_nearest(message: str) -> str:
-    """argparse's complaint about an unknown word, with the known one that looks most like it."""
+    """The message of argparse about an invalid choice, with the nearest valid one."""
     import difflib
 
     match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -103,8 +103,8 @@ def add_connection(parser: argparse.ArgumentParser, server: str) -> None:
 
 
 def add_unused_server(parser: argparse.ArgumentParser, server: str) -> None:
-    """Scripts give one `--registry` or `--gateway` to all commands: offline ones accept it
-    too."""
+    """Accept `--registry` or `--gateway` in an offline command, because scripts pass one to all
+    commands."""
     parser.add_argument(
         f"--{server}",
         metavar="HOST:PORT",
@@ -147,9 +147,11 @@ def num_bytes(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """An integer from 0 to what the wire carries."""
+    """An integer that fits an unsigned field of 32 bits."""
     if not text.isascii() or not text.isdigit() or int(text) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"expected an integer from 0 up, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected an integer of at least 0 and below 2^32, got {text!r}"
+        )
     return int(text)
 
 
@@ -161,7 +163,7 @@ def _parsed(parse: Callable[[str], T], text: str) -> T:
 
 
 def add_when_loaded(parser: argparse.ArgumentParser) -> None:
-    """`--when-loaded[=TIME]` and `--wait`; the bare form is spelled out by `spelled_out`."""
+    """`--when-loaded[=TIME]` and `--wait`; `spelled_out` gives the bare form its value."""
     parser.add_argument(
         "--when-loaded",
         metavar="TIME",
@@ -173,8 +175,8 @@ def add_when_loaded(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait",
         action="store_true",
-        help="with --when-loaded: wait until the tags have moved; exit with 6 if they cannot be "
-        "moved",
+        help="with --when-loaded: wait until the tags have moved; the exit code is 6 if they "
+        "cannot be moved",
     )
 
 
@@ -182,8 +184,11 @@ _BEFORE_COMMANDS = ("--registry", "--gateway", "--ca", "--cert", "--key")
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """Arguments with connection flags that precede the command moved behind it, and with the bare
-    `--when-loaded` given its value, so that it takes no operand."""
+    """The arguments as argparse expects them.
+
+    Connection flags before the command are moved behind it, and a bare `--when-loaded` gets its
+    default value, so that it does not consume the next argument.
+    """
     bare = "--when-loaded"
     words = [f"{bare}={DEFAULT_WHEN_LOADED}" if word == bare else word for word in argv]
     moved: list[str] = []

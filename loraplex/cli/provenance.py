@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         commands,
         "verify",
         _verify,
-        "Check that a version is signed by a key, or as its tenant requires.",
+        "Check that a version is signed with a given key, or as its tenant requires.",
         "registry verify acme/support:prod --public-key release.pem",
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)

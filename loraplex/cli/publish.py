@@ -53,7 +53,7 @@ def _add_upload(commands: Any) -> None:
     parser.add_argument(
         "--convert",
         action="store_true",
-        help="first convert adapter_model.bin, an export of Tinker, or another PEFT method to a "
+        help="first convert adapter_model.bin, an export of Tinker or another PEFT method to a "
         "PEFT LoRA",
     )
     parser.add_argument(

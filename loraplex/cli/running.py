@@ -24,7 +24,8 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
         return 0
     args = parser.parse_args(spelled_out(argv))
     as_json = bool(getattr(args, "json", False))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack what a model says
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The terminal's encoding may lack characters of a model's output.
         sys.stdout.reconfigure(errors="backslashreplace")
     for warning in settings.unknown_variables(os.environ):
         print(f"warning: {warning}", file=sys.stderr)
@@ -34,7 +35,7 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
     except LoraplexError as error:
         return _print(error, as_json)
     except UnicodeError:
-        # Python reads bytes that are not UTF-8 as halves of surrogate pairs, which none can send.
+        # Python decodes bytes that are not UTF-8 to lone surrogates, which cannot be sent.
         return _print(InvalidRequest("an argument or the input is not UTF-8 text"), as_json)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -47,7 +48,7 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
         print_error(LoraplexError(str(error), reason="OS_ERROR"), as_json=as_json)
         return OTHER_FAILURE
     except Exception as error:
-        # A bug of ours. Scripts still get their one object; people get what to report.
+        # This is a bug. Scripts get one JSON object as always, people the traceback to report.
         if not as_json:
             raise
         message = f"{type(error).__name__}: {error}; please report this as a bug"
@@ -61,7 +62,7 @@ def _print(error: LoraplexError, as_json: bool) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    """What a command's function returns is awaited, if it is anything."""
+    """Run the command's function, and await its result if it returns one."""
     import asyncio
 
     if (running := args.run(args)) is not None:

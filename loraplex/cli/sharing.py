@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--pullable",
         action=argparse.BooleanOptionalAction,
-        help="whether the tenants may also download it",
+        help="let the tenants download it as well, or not",
     )
     add_connection(parser, "registry")
 
@@ -101,5 +101,5 @@ async def _share(args: argparse.Namespace) -> None:
         print_json(sharing)
         return
     with_whom = f" with {', '.join(sharing.shared_with)}" if sharing.shared_with else ""
-    pullable = ", may be downloaded" if sharing.pullable else ""
+    pullable = " and may be downloaded" if sharing.pullable else ""
     print(f"{args.name} is {sharing.visibility}{with_whom}{pullable}")

@@ -16,7 +16,7 @@ def adapter_folder(
 
     Args:
         source: a folder, or an address that `loraplex.sources` knows.
-        convert: whether other forms of an adapter are made a PEFT LoRA of first.
+        convert: whether adapters in other formats are converted to a PEFT LoRA first.
         text_only: whether LoRA on vision and audio towers is left out.
         strict: whether files that would be left out are refused.
         base: the base, as a folder or an id; "" = the one that the adapter names.
@@ -42,7 +42,7 @@ def adapter_folder(
 
 
 def _converted(folder: Path, scratch: Path, base: str) -> Path:
-    """A PEFT LoRA of whatever the folder holds: the folder itself if it is one."""
+    """Convert the content of a folder to a PEFT LoRA; the folder itself if it is one already."""
     import os
 
     from loraplex.cli.local_base import base_folder, found_base

@@ -23,7 +23,7 @@ async def until_moved(
         version_ref: a version of the adapter, as `tenant/name:vN`.
 
     Raises:
-        Unavailable: the versions were not loaded in time, or cannot be; the tag is where it was.
+        Unavailable: the versions were not or cannot be loaded in time; the tag has not moved.
         Conflict: another caller moved the tag in the meantime.
     """
     import asyncio
@@ -32,7 +32,9 @@ async def until_moved(
 
     poll_s = _FIRST_POLL_S
     if sys.stderr.isatty():
-        print(f"waiting until {tag_name} can move; leaving does not stop it", file=sys.stderr)
+        print(
+            f"waiting for {tag_name} to move; Ctrl-C stops waiting, not the move", file=sys.stderr
+        )
     while True:
         tags = (await client.get(version_ref)).tags
         tag = next((tag for tag in tags if tag.tag == tag_name), None)
@@ -40,11 +42,11 @@ async def until_moved(
             return tag
         moved = f"{version_ref.partition(':')[0]}:{tag_name}"
         if tag is not None and not tag.pending and tag.pending_reason:
-            problem = f"{moved} stays where it was: {tag.pending_reason}"
+            problem = f"{moved} has not moved: {tag.pending_reason}"
             raise Unavailable(problem, reason="NOT_LOADED")
         if tag is None or _sides(tag.pending) != wanted:
             raise Conflict(
-                f"{moved} was moved by someone else in the meantime; read it again, then decide"
+                f"another caller moved {moved} in the meantime; read it again, then decide"
             )
         await asyncio.sleep(poll_s)
         poll_s = min(2 * poll_s, _MAX_POLL_S)

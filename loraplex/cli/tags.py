@@ -166,7 +166,7 @@ def _print(tag: Tag, as_json: bool) -> None:
 
 
 def _first_of(targets: Sequence[TagTarget]) -> dict[str, Any]:
-    """What `--json` says of one version, where a split has several."""
+    """The version and digest that `--json` shows; of a split, those of its first target."""
     if not targets:
         return {}
     return {"version": targets[0].version, "digest": targets[0].digest}
@@ -199,7 +199,7 @@ async def _split(args: argparse.Namespace) -> None:
 
     targets = dict(args.sides)
     if len(targets) != len(args.sides):
-        raise InvalidRequest("sides: name each version only once", reason="USAGE")
+        raise InvalidRequest("vN=WEIGHT: name each version only once", reason="USAGE")
     async with client_of(args) as client:
         tag = await client.set_tag(
             args.name, args.tag, targets, expect=args.expect, when_loaded_s=args.when_loaded
@@ -272,7 +272,7 @@ def _print_names(names: Sequence[str], as_json: bool) -> None:
 
 
 async def _matching(client: RegistryClient, args: argparse.Namespace) -> list[str]:
-    """Names that the pattern and the labels select; a plain name without labels is taken as it is.
+    """The names that the pattern and the labels select; a plain name without labels selects itself.
 
     Raises: NotFound if nothing matches, InvalidRequest if adapters of several tenants do.
     """

@@ -84,7 +84,7 @@ async def _top(args: argparse.Namespace) -> None:
 
 
 async def _next_key(keyboard: Keyboard, interval_s: float, key: str) -> str:
-    """The order to show next: the one of a pressed key, or the same after the interval."""
+    """The order to show next: that of the key that was pressed, or the same after the interval."""
     pressed = await keyboard.pressed(interval_s)
     return pressed if pressed == "q" or pressed in _ORDERS else key
 
@@ -95,7 +95,7 @@ def _draw(lines: list[str]) -> None:
 
 
 def screen(status: Status, key: str, num_columns: int, num_lines: int) -> list[str]:
-    """What fits: at most `num_lines` lines, cut to `num_columns` characters (0 = not cut).
+    """The lines of the screen: at most `num_lines`, cut to `num_columns` characters (0 = not cut).
 
     Args:
         key: of the order of adapters.
@@ -113,7 +113,9 @@ def screen(status: Status, key: str, num_columns: int, num_lines: int) -> list[s
 def _summary(status: Status) -> list[str]:
     ready = "ready" if status.ready else f"NOT READY: {status.not_ready_reason}"
     bases = ", ".join(status.base_ids) or "no base"
-    registry = "" if status.registry_connected else "   REGISTRY AWAY, last snapshot serves"
+    registry = (
+        "" if status.registry_connected else "   REGISTRY UNREACHABLE, the last snapshot is in use"
+    )
     lines = [
         f"{ready}   {bases}   {status.num_adapters} adapters{registry}",
         f"requests  {status.running_requests} running, {status.queued_requests} queued",

@@ -1,4 +1,4 @@
-"""`loraplex usage`: what each tenant and adapter used."""
+"""`loraplex usage`: the usage of each tenant and adapter."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--tenant",
         default="",
-        help="show this tenant, or 'all' tenants; either needs the first admin key (default: your "
-        "own)",
+        help="tenant to show, or 'all'; needs the first admin key unless it is your own (default: "
+        "your own)",
     )
     parser.add_argument(
         "--adapter", default="", metavar="TENANT/NAME", help="show only this adapter"

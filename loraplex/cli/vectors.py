@@ -87,7 +87,7 @@ async def _score(args: argparse.Namespace) -> None:
 
 
 def _print_scores(scores: Scores) -> None:
-    """A row for each text: the label, then each output, as a probability if it is one."""
+    """Print a row for each text: the label, then each output, as a probability if it is one."""
     rows = [
         (score.label, *(f"{value:.4f}" for value in score.probabilities or score.logits))
         for score in scores

@@ -25,7 +25,7 @@ TRACE_HELP = (
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """The parameters of a trace, and of judging a run."""
+    """Add the flags that describe a trace, and the targets that a run is judged by."""
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--trace",
@@ -70,7 +70,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lengths",
         metavar="IN,OUT",
-        help="ranges of prompt and output tokens, or `arena` for chat-like ones (default: "
+        help="ranges of prompt and output tokens, or `arena` for lengths as in chats (default: "
         "8-512,8-512)",
     )
     group.add_argument(
@@ -86,7 +86,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 class Trace(NamedTuple):
-    """What the flags describe."""
+    """The trace that the flags describe."""
 
     requests: list[TracedRequest]
     num_adapters: int
@@ -105,7 +105,7 @@ def trace_of(args: argparse.Namespace) -> Trace:
     for name in ("adapters", "cv", "alpha", "arrivals", "lengths"):
         if (value := getattr(args, name)) is not None:
             raise InvalidRequest.field(
-                f"--{name}", value, "is determined by the file of --trace; leave it out"
+                f"--{name}", value, "cannot be combined with --trace, whose file determines it"
             )
     requests, num_adapters = sample_log(read_log(args.trace), args.rate, args.duration, args.seed)
     most = max(request.num_input + request.num_output for request in requests)

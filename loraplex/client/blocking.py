@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _LoopThread:
-    """An event loop on a daemon thread, so that callers may have a loop of their own."""
+    """An event loop on a daemon thread, so that callers may run an event loop themselves."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -27,7 +27,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. An interrupt here cancels it there."""
+        """Run `work` on the thread and return its result. An interrupt cancels it there."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -36,7 +36,7 @@ class _LoopThread:
             raise
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        """The items, one at a time; leaving early closes the source."""
+        """Yield the items one at a time. Leaving the loop early closes the source."""
 
         async def step() -> tuple[T] | None:
             try:
@@ -61,7 +61,7 @@ class _LoopThread:
 
 
 class _Blocking:
-    """Holds the loop thread and one async client on it."""
+    """Owns the thread and one async client that runs on it."""
 
     _client: Any
 
@@ -119,7 +119,7 @@ def _stream(
 def _shown_as_iterator(
     stream: Callable[Concatenate[Any, P], Iterator[T]], method: Callable[..., Any]
 ) -> Callable[Concatenate[Any, P], Iterator[T]]:
-    """With the signature that `help` shows: an iterator in place of the asynchronous one."""
+    """Set the signature that `help` shows, with an iterator in place of the asynchronous one."""
     signature = inspect.signature(method)
     returns = str(signature.return_annotation)
     for name in ("AsyncGenerator", "AsyncIterator"):

@@ -1,9 +1,11 @@
-"""Measures how far an adapter on the served base is from a reference of that base.
+"""Measures how far an adapter on the served base diverges from the same adapter on a reference
+base.
 
 Probe texts go to both gateways as ordinary requests of the lowest priority, one at a time. Each
-answers with the most likely tokens at every position of the text. The divergence of a position is
-the least that two distributions with these answers can have: never more than that over the whole
-vocabulary, zero where they are equal, and large where they name other tokens.
+answers with the most likely tokens at every position of the text. The divergence at a position is
+the smallest that two distributions with these answers can have. It is a lower bound of the
+divergence over the whole vocabulary, zero if the answers are equal, and large if they name
+different tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from loraplex.client.inference_client import InferenceClient
 from loraplex.errors import Blocked, InvalidRequest
 
 NUM_CANDIDATES = 20
-"""Most likely tokens that are compared at each position: the most that a gateway names."""
+"""Number of most likely tokens that are compared at each position, which is the most that a gateway
+returns."""
 LOWEST_PRIORITY = 1_000_000
 LEAST_PROBABILITY = 1e-9
-"""Least probability of all other tokens together: logprobs are rounded, and may add up to more than
-1."""
+"""Lower bound on the total probability of all other tokens. Logprobs are rounded, so the
+probabilities may add up to more than 1."""
 PROBE_TEXTS = (
     "The committee approved the budget on Tuesday, after a long debate about the cost of the new "
     "library. Most members agreed that the old building could not be repaired.",
@@ -45,30 +48,33 @@ PROBE_TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far the served distributions are from those of the reference, over all positions."""
+    """The divergence of the served distributions from those of the reference, over all
+    positions."""
 
     num_tokens: int
     mean_kl: float
     """KL(reference || served) per token, in nats."""
     max_kl: float
-    """The largest of one token."""
+    """The largest divergence at one token."""
     top1_agreement: float
-    """Share of positions at which both name the same most likely token."""
+    """Share of positions at which both have the same most likely token."""
 
 
 def divergence_at(reference: TokenLogprob, served: TokenLogprob) -> float:
-    """The least KL(reference || served), in nats, of two distributions with these answers."""
+    """The smallest KL(reference || served), in nats, that two distributions with these answers can
+    have."""
     expected, found = _probabilities(reference), _probabilities(served)
     shared = expected.keys() & found.keys()
     kl = sum(expected[token] * math.log(expected[token] / found[token]) for token in shared)
-    # All tokens that only the reference names, and all that it does not: two more outcomes.
+    # Two more outcomes: all tokens that only the reference names, and all that it does not name.
     p_named = sum(p for token, p in expected.items() if token not in shared)
     p_others = max(1 - sum(expected.values()), LEAST_PROBABILITY)
     q_left = max(1 - sum(found[token] for token in shared), LEAST_PROBABILITY)
     if not p_named:
         return max(0.0, kl + p_others * math.log(p_others / q_left))
-    # What is served gives the first of them at most as much as it left over, and to each token at
-    # most as much as to the last that it names. Within that, whatever is nearest to the reference.
+    # The served distribution gives the first of them at most what its named tokens leave over, and
+    # each token at most as much as the last that it names. Within these bounds, the value nearest
+    # to the reference is taken.
     num_named = len(expected) - len(shared)
     q_taken = sum(q for token, q in found.items() if token not in shared)
     most = min(num_named * min(c for c in map(_probability, served.top)), q_left - q_taken)
@@ -91,10 +97,10 @@ def _probabilities(entry: TokenLogprob) -> dict[int, float]:
 def divergence(
     reference: Sequence[TokenLogprob | None], served: Sequence[TokenLogprob | None]
 ) -> Divergence:
-    """Over all positions that have a distribution.
+    """Compare the distributions at all positions that have one.
 
     Raises:
-        InvalidRequest: the two are not about the same tokens.
+        InvalidRequest: the two do not score the same tokens.
     """
     values, num_equal = [], 0
     for expected, found in zip(reference, served, strict=False):
@@ -118,10 +124,10 @@ async def measure(
     reference_model: str,
     texts: Sequence[str],
 ) -> Divergence:
-    """Score every text on both sides.
+    """Score every text on both gateways.
 
     Args:
-        model, reference_model: what each gateway calls the adapter, or a base.
+        model, reference_model: the adapter or base, as each gateway names it.
 
     Raises:
         InvalidRequest: their tokenizers differ, or there is no text.
@@ -144,10 +150,11 @@ async def _score(client: InferenceClient, model: str, text: str) -> Sequence[Tok
 
 
 async def served_quantization(served: InferenceClient, base_id: str) -> str:
-    """How the gateway's workers quantise a base and its KV cache at load; "" = not at all.
+    """How the gateway's workers quantise a base when they load it, and its KV cache; "" = not at
+    all.
 
     Raises:
-        Blocked: some differ, and any of them may answer.
+        Blocked: the workers differ, and any of them may answer.
     """
     workers = (await served.status()).workers
     ready = [worker for worker in workers if worker.ready and worker.base_id == base_id]
@@ -155,14 +162,14 @@ async def served_quantization(served: InferenceClient, base_id: str) -> str:
     if len(found) > 1:
         names = ", ".join(sorted(name or "none" for name in found))
         raise Blocked(
-            f"workers of base {base_id!r} differ in --quantization or --kv-cache-dtype ({names}): "
-            "certify through a gateway whose workers are alike"
+            f"workers of base {base_id!r} differ in --quantization or --kv-cache-dtype ({names}); "
+            "certify through a gateway whose workers have the same values"
         )
     return found.pop() if found else ""
 
 
 def probe_of(text: str) -> tuple[str, ...]:
-    """Texts of a probe file, which are separated by lines that are empty."""
+    """The texts of a probe file, which are separated by empty lines."""
     texts = tuple(part.strip("\n") for part in text.split("\n\n") if part.strip())
     if not texts:
         raise InvalidRequest.field("probe", "", "must hold a text; empty lines separate several")
@@ -170,5 +177,5 @@ def probe_of(text: str) -> tuple[str, ...]:
 
 
 def probe_sha256(texts: Sequence[str]) -> str:
-    """Which texts a certificate is about."""
+    """The identifier of a set of texts in a certificate."""
     return hashlib.sha256("\n\n".join(texts).encode()).hexdigest()

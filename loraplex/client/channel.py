@@ -23,7 +23,7 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # A new client must not inherit the reconnect back-off of an older one to the same address.
+    # A new client must not inherit the reconnect back-off of an older client of the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
@@ -31,7 +31,7 @@ OPTIONS: list[tuple[str, Any]] = [
 
 
 class Channel:
-    """A lazy connection to one server. Opens on first use, inside the running event loop."""
+    """A connection to one server that is opened on first use, inside the running event loop."""
 
     def __init__(self, address: str, credentials: Credentials, server: str) -> None:
         """`server` is the noun for error messages: "registry" or "gateway"."""
@@ -48,7 +48,7 @@ class Channel:
         return make(self._channel)
 
     async def call(self, method: Any, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """One unary call, with credentials, a deadline and typed errors."""
+        """Make a unary call with credentials and a deadline; raises typed errors."""
         with self.typed_errors():
             return await method(request, metadata=self.metadata, timeout=timeout_s)
 
@@ -83,7 +83,7 @@ class Channel:
             raise self._typed(error) from None
 
     def _typed(self, error: grpc.RpcError) -> LoraplexError:
-        """Our servers always send details: a status without them comes from the transport."""
+        """Whether a status comes from the transport: our servers always send details."""
         typed = from_rpc_error(error)
         if has_details(error):
             return typed

@@ -23,13 +23,13 @@ from loraplex.v1 import registry_pb2_grpc
 MAX_READ_BYTES = 1 << 20
 """Largest size of a file that is read into memory."""
 _BATCH_BYTES = 2 << 20
-"""Written at a time, on a thread."""
+"""Number of bytes that a thread writes at a time."""
 _SYNC_BYTES = 16 << 20
-"""The disk starts on a file while the rest of it arrives, instead of at its end."""
+"""Number of bytes after which a file is synced, so that the disk works while the rest arrives."""
 
 
 class ReceivedFile:
-    """One file while it arrives: counted, hashed and written."""
+    """A file that is being received: its bytes are counted, hashed and written."""
 
     def __init__(self, folder: Path, declared: AdapterFile) -> None:
         self._declared = declared
@@ -56,23 +56,22 @@ class ReceivedFile:
             )
 
     def write(self, data: bytes) -> None:
-        """Append what was taken."""
+        """Append the received bytes to the file."""
         self._file.write(data)
 
     def sync(self) -> None:
-        """Make durable what was written."""
+        """Sync the written bytes to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file, whole or not."""
+        """Close the file, whether it is complete or not."""
         self._file.close()
 
 
 class ReceivedFiles:
-    """All files of a version while they arrive.
-
-    Bytes are hashed at once, and written and synced on threads, in batches, while more arrive.
+    """All files of a version that is being received. Bytes are hashed on arrival; threads write and
+    sync them in batches while more arrive.
     """
 
     def __init__(self, folder: Path, declared: Sequence[AdapterFile]) -> None:
@@ -84,14 +83,13 @@ class ReceivedFiles:
         self._syncing: asyncio.Future[None] | None = None
 
     async def take(self, chunk: pb.FileChunk) -> int:
-        """Append a chunk to its file; returns its size.
-
-        Raises DataLoss for a gap, or a file that was not declared.
+        """Append a chunk to its file; returns its size. Raises DataLoss if there is a gap, or if
+        the file was not declared.
         """
         file = self._files.get(chunk.path)
         if file is None:
             raise DataLoss(f"the registry sent a file that is not listed: {chunk.path!r}")
-        data = chunk.data  # Each look at it is a copy.
+        data = chunk.data  # Each access to the field copies it.
         file.take(chunk.offset, data)
         self._batch.append((file, data))
         self._batch_bytes += len(data)
@@ -104,7 +102,8 @@ class ReceivedFiles:
         return len(data)
 
     async def finish(self) -> None:
-        """Make every file durable. Raises DataLoss unless all are whole and true."""
+        """Sync every file to the disk. Raises DataLoss unless all are complete and match their
+        digests."""
         await self._pass_on()
         for file in self._files.values():
             file.check()
@@ -114,7 +113,7 @@ class ReceivedFiles:
             await asyncio.to_thread(file.sync)
 
     async def close(self) -> None:
-        """Close every file, whole or not."""
+        """Close every file, whether it is complete or not."""
         running = [work for work in (self._writing, self._syncing) if work is not None]
         if running:
             await asyncio.wait(running)
@@ -122,7 +121,7 @@ class ReceivedFiles:
             file.close()
 
     async def _pass_on(self) -> None:
-        """Have the batch written while the next one gathers."""
+        """Write the batch on a thread while the next one is received."""
         await _result(self._writing)
         batch, self._batch = self._batch, []
         self._unsynced_bytes += self._batch_bytes
@@ -140,7 +139,7 @@ def _is_done(work: asyncio.Future[None] | None) -> bool:
 
 
 async def _result(work: asyncio.Future[None] | None) -> None:
-    """Wait for work. Raises where it failed."""
+    """Wait for a thread's work, and raise its error if it failed."""
     if work is not None:
         await work
 
@@ -157,14 +156,14 @@ async def download(
     """Put the files of a version into `folder`.
 
     A new folder appears complete or not at all. With `force`, files of the same names in an
-    existing one are replaced and others left alone.
+    existing folder are replaced, and others are left unchanged.
 
     Args:
-        finish: what to do with the folder of received files before it appears.
+        finish: called with the folder of received files before it appears.
 
     Raises:
         AlreadyExists: the folder is not empty and `force` is not given.
-        DataLoss: bytes do not match their digest; nothing is written then.
+        DataLoss: bytes do not match their digest. Nothing is written then.
     """
     if folder.exists() and not folder.is_dir():
         raise InvalidRequest.field("DIR", str(folder), "is a file; name a folder")
@@ -184,7 +183,7 @@ async def download(
 
 
 async def read_file(channel: Channel, ref: str, path: str) -> bytes:
-    """One small file of a version. Raises DataLoss if it is not what was published."""
+    """Read one small file of a version. Raises DataLoss if it is not what was published."""
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
     content, sha256 = bytearray(), ""
     request = pb.DownloadAdapterRequest(ref=ref, paths=[path], reader_verifies=True)
@@ -224,7 +223,7 @@ async def _receive(channel: Channel, ref: str, folder: Path, progress: Progress)
 
 
 def _safe(path: str) -> PurePosixPath:
-    """A relative path that stays inside its folder, whatever a server says."""
+    """Check that the path that a server sent is relative and stays inside the folder."""
     parts = PurePosixPath(path)
     if parts.is_absolute() or ".." in parts.parts or not parts.parts or "\\" in path:
         raise DataLoss(f"the registry sent an unsafe path: {path!r}")
@@ -232,9 +231,8 @@ def _safe(path: str) -> PurePosixPath:
 
 
 def _move_into(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`, or its files into it where it exists with content.
-
-    Names are synced too: after a crash of the machine a folder that is there is whole.
+    """Rename `partial` to `folder`, or move its files into `folder` if that has content. Names are
+    synced as well, so a folder that exists after a crash of the machine is complete.
     """
     partial.chmod(0o755)
     changed = {folder.parent}

@@ -24,7 +24,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True, slots=True)
 class CompletionChunk:
-    """What one message of a stream adds to one choice."""
+    """The part of one choice that one message of a stream adds."""
 
     request_id: str
     index: int
@@ -39,9 +39,9 @@ class CompletionChunk:
     finish_reason: FinishReason | None = None
     """In the last chunk of a choice."""
     stop_reason: str = ""
-    """The matched stop string, or the id that stopped, as text."""
+    """The stop string that matched, or the id of the stop token as text."""
     served_by: ServedBy | None = None
-    """In the first chunk of each choice, and in the first with tokens of other adapters."""
+    """Set in the first chunk of each choice, and in the first one after a change of adapters."""
     usage: Usage | None = None
     """In the last chunk of the stream."""
     timings: Timings | None = None
@@ -57,7 +57,7 @@ class Choice:
     stop_reason: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     served_by: ServedBy | None = None
-    """What ran it first."""
+    """The adapters that ran it first."""
     timings: Timings | None = None
     spans: tuple[WeightSpan, ...] = ()
     """Which adapters computed which tokens."""
@@ -116,16 +116,17 @@ class WorkerStatus:
     num_adapters_on_device: int
     adapters: tuple[ResidentAdapter, ...] = ()
     dtype: str = ""
-    """The dtype of its arithmetic; "" while it has never answered."""
+    """The dtype of its arithmetic; "" if it has never answered."""
     kernels: str = ""
     """"triton", "torch", or an instruction set such as "avx512_bf16"."""
     quantization: str = ""
-    """At load; "" = the base is served as it is published."""
+    """The scheme in which the base was quantised when it was loaded; "" = it is served as
+    published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """An adapter that is loaded where its requests will go."""
+    """An adapter that is loaded on the workers that its requests will reach."""
 
     ref: str
     digest: str

@@ -74,12 +74,12 @@ class InferenceClient:
         Args:
             model: a base id, or an adapter reference such as `upper:prod`.
             prompt: text, token ids, or messages for the chat template.
-            adapters: weight by reference, to combine several; `model` is then the base id.
-            first_token_s: how long the first token may take; what cannot make that is given up
-                at once (`DeadlineExceeded`). None = as long as the call's deadline allows.
-            on_update: what becomes of the request if the tag that `model` names moves: "finish"
+            adapters: weight by reference, to combine several adapters; `model` is then the base id.
+            first_token_s: longest time to the first token. A request that cannot meet it fails
+                immediately with `DeadlineExceeded`. None = only the call's deadline counts.
+            on_update: what happens to the request if the tag that `model` names moves: "finish"
                 with the same version, "follow" the tag from the next token on, or
-                "follow_keep_prefix", without computing the tokens so far again.
+                "follow_keep_prefix" to follow it without computing the tokens so far again.
             priority: among the requests of the caller's tenant; lower runs first.
         """
         request = generation_wire.generate_request(
@@ -129,14 +129,14 @@ class InferenceClient:
         normalize: bool | None = None,
         dimensions: int = 0,
     ) -> Embeddings:
-        """A vector of each input.
+        """Compute a vector of each input.
 
         Args:
             model: a base id, or an adapter reference.
             inputs: one text, or prompts in any form.
-            pooling: "last" token or "mean"; "" = as the adapter says, else the last.
-            normalize: to length 1; None = as the adapter says, else yes.
-            dimensions: how many first values are kept, before normalising; 0 = all.
+            pooling: "last" token or "mean"; "" = as the adapter says, else "last".
+            normalize: whether to scale vectors to length 1; None = as the adapter says, else yes.
+            dimensions: number of leading values that are kept before normalising; 0 = all.
         """
         request = vectors.embed_request(model, inputs, pooling, normalize, dimensions)
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
@@ -173,7 +173,8 @@ class InferenceClient:
         return generation_wire.status(await self._channel.call(stub.GetStatus, request))
 
     async def fetch(self, ref: str, num_workers: int = 1) -> Fetched:
-        """Have an adapter loaded on its home worker, or on several, before its first request.
+        """Load an adapter on the worker that its requests will reach, or on several, before its
+        first request.
 
         Raises:
             NotFound, PermissionDenied, Unavailable: no worker of its base is ready.
@@ -188,7 +189,7 @@ def collect(chunks: list[CompletionChunk]) -> Completion:
     """Join the chunks of a finished stream.
 
     Raises:
-        Unavailable: the stream ended before every choice had.
+        Unavailable: the stream ended before every choice was finished.
     """
     usage = next((chunk.usage for chunk in reversed(chunks) if chunk.usage), None)
     by_index: dict[int, list[CompletionChunk]] = {}

@@ -19,7 +19,7 @@ def memory_files(state_dict: Mapping[str, Any], config: Any) -> list[MemoryFile]
     meantime.
 
     Raises:
-        InvalidRequest: a value is no tensor, or the config is none.
+        InvalidRequest: a value is not a tensor, or the config is not a PEFT config.
         Unsupported: safetensors is not installed.
     """
     return [
@@ -29,7 +29,7 @@ def memory_files(state_dict: Mapping[str, Any], config: Any) -> list[MemoryFile]
 
 
 def header_of(tensors: MemoryFile) -> bytes:
-    """The start of the tensor file, as much as a check needs. Raises: InvalidAdapter."""
+    """The start of the tensor file, as far as validation needs it. Raises: InvalidAdapter."""
     first = tensors.content[:LENGTH_BYTES]
     return tensors.content[: prefix_bytes(first, tensors.size_bytes)]
 

@@ -9,4 +9,4 @@ Progress = Callable[[str, int, int], None]
 
 
 def ignore_progress(phase: str, done_bytes: int, total_bytes: int) -> None:
-    """For callers that show no progress."""
+    """Does nothing, for callers that show no progress."""

@@ -29,21 +29,21 @@ class Publication:
     name: str
     """`[tenant/]name`."""
     tags: Sequence[str] = ()
-    """Moved to the new version besides `latest`."""
+    """Tags that move to the new version in addition to `latest`."""
     latest: bool = True
     """Whether `latest` moves."""
     base_id: str = ""
-    """Empty: from the adapter's config, else the only known base."""
+    """Empty = the base that the adapter's config names, else the only known base."""
     public: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
     """Turn warnings into refusals."""
     allow_missing: bool = False
-    """Accept modules that the config selects and that have no tensors."""
+    """Accept an adapter without tensors for some modules that its config selects."""
     parent: str = ""
     """Reference this version was made from."""
     when_loaded_s: float = 0.0
-    """Stage tag moves until gateways have the version loaded, for at most this long."""
+    """Above 0: tags move only once gateways have loaded the version, within this time."""
     keep_versions: int = 0
     """Above 0: the version is an update, and only this many of the newest updates are kept."""
     ttl_s: float = 0.0
@@ -54,7 +54,7 @@ class Publication:
     """A bundle of `model_signing` over the files; default: the folder's model.sig, if any."""
 
     def to_proto(self) -> pb.PublishOptions:
-        """The wire form. Raises InvalidRequest for names and tags that cannot be."""
+        """The message of these options. Raises InvalidRequest for invalid names and tags."""
         parse_name(self.name)
         for tag in self.tags:
             check_tag(tag)
@@ -77,7 +77,7 @@ class Publication:
 def signatures_of(
     publication: Publication, folder: Path, specs: Sequence[pb.FileSpec]
 ) -> list[pb.Signature]:
-    """What signs the files: the key that was given, the bundle that was, or the folder's own.
+    """The signature of the files: made with the given key, the given bundle, or the folder's own.
 
     Raises:
         InvalidRequest: key or bundle cannot be read.
@@ -112,11 +112,11 @@ def local_files(folder: Path) -> list[LocalFile]:
 
 
 def left_behind(folder: Path, *, strict: bool) -> tuple[Violation, ...]:
-    """What a folder holds besides the adapter and is not uploaded: a note about the harmless
-    files of a training, and a warning about each other adapter.
+    """Describe what is in a folder and is not uploaded: one note about all files of a training run,
+    and a warning about each further adapter.
 
     Raises:
-        InvalidAdapter: there is another adapter, and `strict`.
+        InvalidAdapter: there is a further adapter, and `strict` is set.
     """
     if is_layout(folder):
         return ()
@@ -131,7 +131,7 @@ def _notes(folder: Path, names: Sequence[str]) -> tuple[Violation, ...]:
         return ()
     shown = ", ".join(names[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
     count = "1 entry" if len(names) == 1 else f"{len(names)} entries"
-    description = f"{count} that decoding does not need left out: {shown}"
+    description = f"left out {count} that decoding does not need: {shown}"
     return (Violation.of("DIR", str(folder), description),)
 
 
@@ -140,7 +140,7 @@ def read_adapter(folder: Path) -> AdapterFolder:
 
     Raises:
         InvalidAdapter: files are missing, or of a refused kind or size.
-        DataLoss: a blob of a layout is not what its digest says.
+        DataLoss: a blob of a layout does not match its digest.
     """
     files = local_files(folder)
     findings = Findings()
@@ -156,9 +156,8 @@ def read_adapter(folder: Path) -> AdapterFolder:
 
 
 def config_and_header(files: Sequence[LocalFile]) -> tuple[bytes, bytes]:
-    """What validation reads: adapter_config.json and the start of the tensor file.
-
-    Empty where such a file is missing: validation says so.
+    """The bytes that validation reads: adapter_config.json and the start of the tensor file. They
+    are empty if the file is missing, which validation reports.
     """
     where = {file.path: file.location for file in files}
     config, tensors = where.get(CONFIG_FILE), where.get(TENSOR_FILE)

@@ -23,7 +23,7 @@ from loraplex.v1 import registry_pb2_grpc
 
 PAGE_SIZE = 500
 LONG_TIMEOUT_S = 3600.0
-"""Garbage collection and reindexing read the whole store."""
+"""Timeout of garbage collection and reindexing, which read the whole store."""
 
 
 class RegistryAdmin:
@@ -48,7 +48,7 @@ class RegistryAdmin:
         max_lora_rank: int = 0,
         replace: bool = False,
     ) -> BaseModel:
-        """Record the geometry of a base from its folder; no weight is read."""
+        """Register the geometry of a base from its folder. No weights are read."""
         base = pb.Base(
             base_id=base_id,
             geometry=geometry_to_proto(geometry_from_folder(Path(folder))),
@@ -87,7 +87,8 @@ class RegistryAdmin:
             request.page_token = page.next_page_token
 
     async def set_certificate(self, ref: str, certificate: Certificate) -> Certificate:
-        """Keep what `certifying.measure` found with a version; as it is stored."""
+        """Store a result of `certifying.measure` with a version; returns the certificate as
+        stored."""
         request = pb.SetCertificateRequest(
             ref=ref, certificate=registry_wire.certificate_to_proto(certificate)
         )
@@ -103,7 +104,7 @@ class RegistryAdmin:
     async def create_key(
         self, tenant: str, scopes: Sequence[str], ttl_s: float = 0.0, description: str = ""
     ) -> tuple[ApiKey, str]:
-        """A new key and its whole token, which is shown only now."""
+        """Create a key; returns it and its token, which cannot be read again."""
         request = pb.CreateKeyRequest(
             tenant=tenant, scopes=scopes, ttl_s=ttl_s, description=description
         )
@@ -111,8 +112,8 @@ class RegistryAdmin:
         return registry_wire.api_key(answer.key), answer.token
 
     async def create_first_key(self) -> tuple[ApiKey, str]:
-        """The first admin key and its token. Raises AlreadyExists if there ever was one, and
-        PermissionDenied from another machine than the registry's."""
+        """Create the first admin key; returns it and its token. Raises AlreadyExists if it was
+        created before, and PermissionDenied on another machine than the registry's."""
         answer = await self._channel.call(self._stub.CreateFirstKey, pb.CreateFirstKeyRequest())
         return registry_wire.api_key(answer.key), answer.token
 
@@ -128,13 +129,13 @@ class RegistryAdmin:
             request.page_token = answer.next_page_token
 
     async def revoke_key(self, key_id: str) -> ApiKey:
-        """Make a key invalid, within seconds everywhere."""
+        """Revoke a key. It becomes invalid everywhere within seconds."""
         request = pb.RevokeKeyRequest(key_id=key_id)
         answer = await self._channel.call(self._stub.RevokeKey, request)
         return registry_wire.api_key(answer.key)
 
     async def set_tenant(self, tenant: Tenant, fields: Collection[str] = ()) -> Tenant:
-        """Create a tenant or change those of its `fields` that are named; none named = all."""
+        """Create a tenant, or change the given `fields` of it; empty = all fields."""
         message = pb.Tenant(
             tenant=tenant.tenant,
             max_bytes=tenant.max_bytes,
@@ -151,6 +152,6 @@ class RegistryAdmin:
         return registry_wire.tenant(answer.tenant)
 
     async def tenants(self) -> Sequence[Tenant]:
-        """All tenants with limits and use."""
+        """All tenants with their limits and usage."""
         answer = await self._channel.call(self._stub.ListTenants, pb.ListTenantsRequest())
         return [registry_wire.tenant(tenant) for tenant in answer.tenants]

@@ -45,7 +45,8 @@ from loraplex.v1 import registry_pb2_grpc
 
 PAGE_SIZE = 500
 _SENT_UNCHECKED_BYTES = 8 << 20
-"""Sending less than that costs less time than a check before it; it is checked once it is there."""
+"""A smaller adapter is sent without a check beforehand, which would take longer; the registry
+checks it on arrival."""
 
 
 class RegistryClient:
@@ -96,7 +97,8 @@ class RegistryClient:
         summed = await hash_files(files, progress)
         specs = [each.spec for each in summed]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
-        # What config and header give away is refused before a byte of a large file is sent.
+        # What is wrong with the config or the header is reported before any byte of a large file is
+        # sent.
         await self._validate(options, files, specs)
         answer = await upload(self._channel, options, files, summed, progress)
         return Published(
@@ -142,7 +144,8 @@ class RegistryClient:
         return Published(registry_wire.adapter_version(done.version), done.created, warnings)
 
     async def check(self, folder: str | Path, publication: Publication) -> Checked:
-        """What an upload would become, storing nothing. Raises as `upload` does."""
+        """Check an upload without storing anything; returns what it would become. Raises as
+        `upload` does."""
         options = publication.to_proto()
         files = local_files(Path(folder))
         left_out = left_behind(Path(folder), strict=publication.strict)
@@ -181,7 +184,8 @@ class RegistryClient:
         base_id: str = "",
         all_versions: bool = False,
     ) -> AsyncIterator[AdapterVersion]:
-        """Versions the caller may see: of each adapter what `latest` points at, or all."""
+        """The versions that the caller may see: of each adapter the one that `latest` points at, or
+        all."""
         request = pb.ListAdaptersRequest(
             page_size=PAGE_SIZE,
             tenant=tenant,
@@ -211,7 +215,7 @@ class RegistryClient:
 
         Raises:
             AlreadyExists: the folder holds files.
-            DataLoss: bytes arrived damaged; nothing was written.
+            DataLoss: the received bytes are damaged. Nothing is written then.
         """
         return await download(self._channel, ref, Path(folder), force=force, progress=progress)
 
@@ -308,7 +312,7 @@ class RegistryClient:
         shared_with: Sequence[str] = (),
         pullable: bool | None = None,
     ) -> Sharing:
-        """Say who besides its owner may run, and download, an adapter.
+        """Set which tenants besides the owner may run and download an adapter.
 
         Args:
             visibility: "private", "shared" or "public"; "" keeps it.
@@ -347,7 +351,7 @@ class RegistryClient:
     async def attach_signature(
         self, ref: str, bundle: bytes, public_key: str = ""
     ) -> AdapterVersion:
-        """Keep a signature (a sigstore bundle over the version's files) with a version.
+        """Store a signature (a sigstore bundle over the version's files) with a version.
 
         Args:
             public_key: PEM of the signer's key, for the registry to verify the bundle by.
@@ -368,7 +372,7 @@ class RegistryClient:
     async def usage(
         self, *, tenant: str = "", all_tenants: bool = False, model: str = "", since: str = ""
     ) -> Sequence[UsageEntry]:
-        """What a tenant used, by day and model.
+        """The usage of a tenant by day and model.
 
         Args:
             tenant: "" = the caller's own.
@@ -382,7 +386,8 @@ class RegistryClient:
         return [registry_wire.usage_entry(entry) for entry in answer.entries]
 
     async def watch(self, resume_token: str = "") -> AsyncIterator[Change]:
-        """A snapshot, or what came after `resume_token`, then every change as it happens."""
+        """Yield a snapshot, or the changes since `resume_token`, and then every change as it
+        happens."""
         request = pb.WatchAdaptersRequest(resume_token=resume_token)
         async with aclosing(self._channel.stream(self._stub.WatchAdapters, request)) as messages:
             async for message in messages:

@@ -1,4 +1,4 @@
-"""Where clients connect and with which key, from arguments or the environment."""
+"""The addresses and credentials of clients, from arguments or the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_GATEWAY = "127.0.0.1:50051"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How a client proves who it is and checks whom it speaks to. All optional."""
+    """How a client authenticates itself and the server. All fields are optional."""
 
     api_key: str = ""
     """Sent as a bearer token with every call."""
@@ -43,13 +43,13 @@ VARIABLES = frozenset(
         *("LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"),
     }
 )
-"""What the tools read."""
+"""The variables that the commands and clients read."""
 _LOOKS_MISSPELT = frozenset({"LORAPLEX_ADMIN_KEY_FILE"})
-"""Variables of the servers that look like one of the tools."""
+"""Variables of the servers whose names are close to one of those."""
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A warning for each LORAPLEX_* variable that looks like a misspelt one of the tools."""
+    """A warning for each LORAPLEX_* variable that looks like a misspelling of a known one."""
     names = sorted(name for name in environ if name.startswith("LORAPLEX_"))
     near = {name: _nearest(name) for name in names if name not in VARIABLES | _LOOKS_MISSPELT}
     return [

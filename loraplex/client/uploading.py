@@ -22,9 +22,9 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
 PAUSES_S = (0.2, 0.5, 1.0, 2.0)
-"""Before each new attempt after the first."""
+"""Delays before the attempts after the first one."""
 FINISH_TIMEOUT_S = 600.0
-"""Validation reads every tensor of a large adapter."""
+"""Timeout of the publication, in which the registry reads every tensor of a large adapter."""
 
 _READ_AHEAD_CHUNKS = 8
 
@@ -38,7 +38,7 @@ class LocalFile:
     location: Path
     size_bytes: int
     sha256: str = ""
-    """What the content must hash to, where that is known."""
+    """The sha256 that the content must have, if it is known."""
 
     def open(self) -> BinaryIO:
         """The content, from its start."""
@@ -47,7 +47,7 @@ class LocalFile:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFile:
-    """One file to send that lies in memory only."""
+    """One file to send whose content is in memory."""
 
     path: str
     """Path within the adapter."""
@@ -68,7 +68,7 @@ SentFile = LocalFile | MemoryFile
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """What is known of a file once it was read."""
+    """The sums of a file that was read."""
 
     spec: pb.FileSpec
     crc32s: Sequence[int]
@@ -86,7 +86,8 @@ async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summ
         def report(num_bytes: int, before: int = done_bytes) -> None:
             loop.call_soon_threadsafe(progress, "hash", before + num_bytes, total_bytes)
 
-        # While nothing is sent, the sums of chunks cost no time of their own on a second core.
+        # Nothing is being sent yet, so a second core can compute the sums of chunks without
+        # delaying the upload.
         (num_bytes, sha256), crc32s = await asyncio.gather(
             asyncio.to_thread(_hash_file, file, report),
             asyncio.to_thread(_sum_chunks, file),
@@ -124,7 +125,7 @@ async def upload(
 ) -> pb.FinishUploadResponse:
     """Send the files, as `hash_files` read them, and publish them as one version.
 
-    Safe to repeat: an upload cut short, by either side, continues with the bytes that are missing.
+    It is safe to repeat: an interrupted upload continues with the bytes that are missing.
     """
     request = pb.CreateUploadRequest(options=options, files=[each.spec for each in summed])
     crc32s = {each.spec.path: each.crc32s for each in summed}
@@ -135,7 +136,8 @@ async def upload(
         except Unavailable as error:
             await asyncio.sleep(error.retry_after_s or pause_s)
         except Blocked as error:
-            # A file that need not be sent was collected in the meantime: open again and send it.
+            # A file that the registry had was garbage collected in the meantime: open the upload
+            # again and send it.
             if error.reason != "UPLOAD_INCOMPLETE":
                 raise
         with contextlib.suppress(Unavailable):
@@ -144,7 +146,8 @@ async def upload(
 
 
 async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateUploadResponse:
-    """A new session, or the open one for the same files with what it already has."""
+    """Open a session, or find the open one for the same files, with the bytes that it already
+    has."""
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
     session: pb.CreateUploadResponse = await channel.call(stub.CreateUpload, request)
     return session
@@ -178,7 +181,7 @@ async def _send(
                     progress("upload", done_bytes, total_bytes)
                 await call.done_writing()
             except (grpc.RpcError, asyncio.InvalidStateError):
-                pass  # The server has ended the call already: its status, below, says why.
+                pass  # The server has already ended the call; its status, below, says why.
             await call
     finish = pb.FinishUploadRequest(upload_id=session.upload_id)
     answer: pb.FinishUploadResponse = await channel.call(
@@ -190,7 +193,8 @@ async def _send(
 async def _parts(
     upload_id: str, file: SentFile, offset: int, crc32s: Sequence[int]
 ) -> AsyncIterator[tuple[pb.UploadPartRequest, int]]:
-    """(message, bytes in it) from `offset` on; at least one, as the first names the file."""
+    """Yield (message, bytes in it) from `offset` on; at least one, because the first names the
+    file."""
     names = upload_id, file.path
     async for chunk in _chunks(file, offset):
         index, inside = divmod(offset, CHUNK_BYTES)
@@ -206,7 +210,7 @@ async def _parts(
 
 
 async def _chunks(file: SentFile, offset: int) -> AsyncIterator[bytes]:
-    """Chunks from `offset` on. The next ones are read while some are in use."""
+    """Yield the chunks from `offset` on, and read the next ones ahead."""
 
     def read() -> list[bytes]:
         chunks = iter(lambda: content.read(CHUNK_BYTES), b"")

@@ -1,4 +1,4 @@
-"""Converts requests and answers for vectors and scores."""
+"""Converts requests and responses of embeddings and scores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The scores of a classification head for one input."""
+    """The outputs of a classification head for one input."""
 
     logits: tuple[float, ...]
     probabilities: tuple[float, ...]
@@ -39,7 +39,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores in the order of their inputs. Iterates over them."""
+    """Scores in the order of their inputs. Iterating yields them."""
 
     scores: tuple[Score, ...]
     labels: tuple[str, ...]

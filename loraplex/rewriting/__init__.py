@@ -1,1 +1,1 @@
-"""Makes adapters from adapters, offline: merging and conversion from other formats. Needs numpy."""
+"""Merges adapters and converts them from other formats, offline. Needs numpy."""

@@ -48,7 +48,7 @@ class TensorLocation:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What takes the place of a tensor."""
+    """The new content of a tensor."""
 
     shape: tuple[int, ...]
     rows: RowsOf
@@ -80,9 +80,9 @@ class CheckpointFolder:
         """Write the files again, with some tensors edited.
 
         Args:
-            edits: by name; a name that no file holds is new.
-            added: for each new name the tensor whose file and dtype it shares.
-            dtype: F16, BF16 or F32 for all floats; "" = as each is stored.
+            edits: new contents by tensor name; a name that is in no file adds a tensor.
+            added: for each added name, the tensor whose file and dtype it gets.
+            dtype: F16, BF16 or F32 for all floating-point tensors; "" = each keeps its own.
 
         Raises:
             InvalidAdapter: a value does not fit the dtype.
@@ -143,7 +143,7 @@ def _entry(
 
 
 def _write_header(entries: list[tuple[str, tuple[int, ...], str]], sink: BinaryIO) -> int:
-    """Returns the bytes of the tensors that are to follow."""
+    """Write the header; returns the number of bytes of the tensors that follow."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, shape, stored in entries:

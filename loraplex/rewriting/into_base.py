@@ -1,10 +1,11 @@
 """Merges adapters into the base: the result is a checkpoint that any engine serves without LoRA.
 
 Each weight becomes W + sum of weight * scale * B A, computed in float32 and rounded once to the
-dtype of the base. What cannot be part of a plain checkpoint is refused by name: an activated LoRA,
-a rotary embedding of the adapter's own, a bias where the base has none. Parts that replace weights
+dtype of the base. Parts that a plain checkpoint cannot contain are refused by name: an activated
+LoRA, a rotary embedding of the adapter's own, and a bias where the base has none. Parts that
+replace weights
 of the base (DoRA, saved modules, trained biases and token rows) are merged from one adapter of
-weight 1 only, as there is no sum of them.
+weight 1 only, because they cannot be summed.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _COLUMN_CHUNK_ROWS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What became of a merge."""
+    """The result of a merge."""
 
     num_modules: int
     """Modules of the base that changed."""
     max_rank: int
     is_untied: bool
-    """Whether the head became a table of its own, because it differs from the embedding now."""
+    """Whether the head became a separate table, because it now differs from the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one adapter brings to one module."""
+    """The tensors of one adapter for one module."""
 
     adapter: Opened
     module: AdapterModule
@@ -77,7 +78,7 @@ def merge_into_base(
 
     Raises:
         InvalidAdapter: an adapter is not one of this base, or has parts that cannot be merged.
-        AlreadyExists: `out` holds something.
+        AlreadyExists: `out` is not empty.
     """
     geometry = geometry_from_folder(base)
     _refuse_quantised(base)
@@ -104,7 +105,7 @@ def merge_into_base(
 
 
 def _refuse_quantised(base: Path) -> None:
-    """Raises InvalidRequest: what is merged would have to be quantised again."""
+    """Raises InvalidRequest, because merged weights would have to be quantised again."""
     quantisation = quantisation_of(json.loads((base / "config.json").read_bytes()))
     if quantisation is not None:
         why = "is quantised; merge into the base in float16 or bfloat16, then quantise the result"
@@ -112,7 +113,7 @@ def _refuse_quantised(base: Path) -> None:
 
 
 class _Plan:
-    """Which tensors of the base change, and how."""
+    """The tensors of the base that change, and how."""
 
     def __init__(self, checkpoint: CheckpointFolder, geometry: Geometry) -> None:
         self.checkpoint = checkpoint
@@ -169,7 +170,7 @@ class _Plan:
         return tensor
 
     def _source(self, tensor: str) -> TensorLocation:
-        """Where the base keeps a weight; a head that is tied is read from the embedding."""
+        """The tensor in which the base stores a weight; a tied head is read from the embedding."""
         if self._tied and tensor == f"{self._head}.weight":
             return self.checkpoint.tensors[f"{self._embedding}.weight"]
         return self.checkpoint.tensors[tensor]
@@ -182,7 +183,7 @@ class _Plan:
         tensor = f"{name}.bias"
         if name not in self._biased:
             info = (trained or summed[0]).module.bias or summed[0].module.lora_bias
-            description = "cannot be merged: the base has no bias here that it could be added to"
+            description = "cannot be merged: the base has no bias here to add it to"
             _refuse(f"{TENSOR_FILE}:{info.name if info else name}", tensor, description)
         own = self.checkpoint.tensors[tensor]
         total = own.rows(0, own.num_rows)
@@ -194,7 +195,8 @@ class _Plan:
         self.edits[tensor] = Edit(own.info.shape, lambda begin, end: total[begin:end])
 
     def settle_tied_head(self, shares: dict[str, list[_Share]]) -> bool:
-        """Keep a tied pair of tables tied where both changed alike; returns whether it came apart.
+        """Keep a tied pair of tables tied if both changed in the same way; returns whether they
+        were untied.
 
         Where the files hold a copy of a tied table, the copy is changed in the same way.
         """
@@ -219,12 +221,13 @@ def _changes_weight(module: AdapterModule) -> bool:
 
 
 def _facts(shares: Sequence[_Share] | None) -> object:
-    """What a table becomes, comparable between an embedding and the head tied to it."""
+    """The change of a table, in a form that is comparable between an embedding and its tied
+    head."""
     found = []
     for share in shares or ():
         module = share.module
         if module.rank:
-            return object()  # LoRA on one of the two is never LoRA on both.
+            return object()  # LoRA on one of the two always unties them.
         table = module.full or module.base_copy
         found.append((table, module.token_delta, module.token_ids))
     return found
@@ -233,7 +236,7 @@ def _facts(shares: Sequence[_Share] | None) -> object:
 def _edited(
     shares: Sequence[_Share], source: TensorLocation, offset: int, *, is_table: bool
 ) -> RowsOf:
-    """Rows of a weight with everything but the gain of a DoRA table.
+    """Rows of a merged weight, without the gain of DoRA on a table.
 
     Args:
         source: the base's weight.
@@ -305,7 +308,7 @@ def _pair(share: _Share) -> tuple[Array, Array]:
 def _check_config(folder: Path, adapter: Opened) -> None:
     config = adapter.report.config
     if config.alora_invocation_tokens is not None:
-        description = "acts from its invocation tokens on, which merged weights cannot"
+        description = "takes effect from its invocation tokens on, which merged weights cannot do"
         field = f"{folder}/{CONFIG_FILE}:alora_invocation_tokens"
         _refuse(field, list(config.alora_invocation_tokens), description)
     if config.rope_scaling is not None:
@@ -315,7 +318,7 @@ def _check_config(folder: Path, adapter: Opened) -> None:
 
 
 def _check_parts(folder: Path, share: _Share, *, is_alone: bool) -> None:
-    """Parts that replace the base's are not summed, nor scaled."""
+    """Parts that replace weights of the base can be neither summed nor scaled."""
     for part in () if is_alone else _REPLACING:
         info = getattr(share.module, part)
         if info is not None:
@@ -324,7 +327,7 @@ def _check_parts(folder: Path, share: _Share, *, is_alone: bool) -> None:
 
 
 def _check_copies(shares: Sequence[_Share], source: TensorLocation) -> None:
-    """Each of several adapters must have been trained on the table that the base has."""
+    """If several adapters are merged, each must have been trained on the base's own table."""
     if len(shares) == 1 and shares[0].weight == 1:
         return
     for share in shares:
@@ -342,7 +345,8 @@ def _check_copies(shares: Sequence[_Share], source: TensorLocation) -> None:
 
 
 def _write_texts(base: Path, folders: Sequence[Path], out: Path) -> None:
-    """Tokenizer and licences of the base; those of an adapter that is merged alone come first."""
+    """Copy tokenizer and licences of the base; those of an adapter that is merged alone take
+    precedence."""
     for path in sorted(base.iterdir()):
         if path.is_file() and _COPIED.fullmatch(path.name) and ".index." not in path.name:
             shutil.copyfile(path, out / path.name)
@@ -363,7 +367,7 @@ def _write_config(
         changes["vocab_size"] = plan.vocab_size
         padding = config.get("pad_token_id")
         if isinstance(padding, int) and padding >= plan.vocab_size:
-            changes["pad_token_id"] = None  # transformers loads no table without its row.
+            changes["pad_token_id"] = None  # transformers does not load a table that lacks a row.
     if is_untied:
         changes["tie_word_embeddings"] = False
     _update(out / "config.json", changes)

@@ -2,7 +2,8 @@
 
 With weight w and scale s of an adapter, A is multiplied by sign(w s) sqrt|w s| and B by sqrt|w s|,
 then the As are combined and the Bs are; `cat` instead stacks them, so that the result is the exact
-sum of the products, of the sum of their ranks. Sources: peft 0.21 `tuners/lora/model.py`,
+sum of the products, and its rank is the sum of the ranks. Sources: peft 0.21
+`tuners/lora/model.py`,
 `utils/merge_utils.py`; TIES (arXiv 2306.01708); DARE (arXiv 2311.03099).
 """
 
@@ -27,16 +28,16 @@ from loraplex.rewriting.tensors import Array, Opened, open_adapter, write_adapte
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to combine."""
+    """How adapters are combined."""
 
     method: str = "linear"
     """`linear`, `cat`, `ties`, `dare_linear` or `dare_ties`."""
     density: float = 0.5
     """Share of the values that `ties` and `dare_*` keep."""
     majority: str = "total"
-    """How `*ties` elect a sign: by the sum of the values, or by the number of them."""
+    """How the `ties` methods elect a sign: by the sum of the values, or by their number."""
     seed: int = 0
-    """Seed of the choice of values that `dare_*` drop."""
+    """Seed of the random choice of the values that `dare_*` drop."""
 
     def check(self) -> None:
         """Raises InvalidRequest."""
@@ -67,13 +68,13 @@ def merge(
 
     Args:
         folders: (folder, weight).
-        geometry: the base that all are for; None: they must name the same one.
+        geometry: of the base of all adapters; None = they must name the same base.
         dtype: F16, BF16 or F32; "" = that of the first adapter.
 
     Raises:
-        InvalidRequest: `recipe` cannot be.
-        InvalidAdapter: an adapter is none, is for another base, or has parts or ranks that cannot
-            be merged.
+        InvalidRequest: `recipe` is not valid.
+        InvalidAdapter: an adapter is invalid, is for another base, or has parts or ranks that
+            cannot be merged.
     """
     recipe.check()
     adapters = [open_adapter(folder, geometry) for folder, _ in folders]
@@ -86,10 +87,10 @@ def merge(
 def without_initial(
     folder: Path, initial: Path, out: Path, geometry: Geometry | None = None, dtype: str = ""
 ) -> Report:
-    """A plain LoRA of an adapter whose initialisation moved a part of the base into it.
+    """Convert an adapter whose initialisation moved a part of the base into it to a plain LoRA.
 
-    PiSSA, OLoRA, CorDA and the like change the base to W - s B0 A0 before training. Against the
-    base as it was the adapter is s (B A - B0 A0): one LoRA of twice the rank.
+    PiSSA, OLoRA, CorDA and the like change the base to W - s B0 A0 before training. Relative to the
+    original base, the adapter is s (B A - B0 A0), a LoRA of twice the rank.
 
     Args:
         initial: the same adapter as it was saved before training.
@@ -106,7 +107,7 @@ def combine(
     geometry: Geometry | None = None,
     dtype: str = "",
 ) -> Report:
-    """`merge` for adapters that are open."""
+    """The same as `merge`, for adapters that are already open."""
     modules = [{m.name: m for m in adapter.report.modules} for adapter in adapters]
     tensors: dict[str, Array] = {}
     ranks: dict[str, int] = {}
@@ -142,12 +143,12 @@ def scaled_by_one(ranks: Mapping[str, int]) -> dict[str, object]:
 
 
 def tensor_name(module: str, part: str) -> str:
-    """What PEFT calls the matrix "A" or "B" of a linear."""
+    """PEFT's tensor name of the matrix "A" or "B" of a linear."""
     return f"{PREFIX}{module}.lora_{part}.weight"
 
 
 def _pair(module: AdapterModule) -> tuple[TensorInfo, TensorInfo]:
-    """A and B of a module that has nothing else."""
+    """A and B of a module, which must have no other tensors."""
     for part in ("magnitude", "lora_bias", "token_delta", "full", "base_copy", "bias"):
         info = getattr(module, part)
         if info is not None:
@@ -168,7 +169,7 @@ def _combined(
         )
     if len({side.a.shape[0] for side in sides}) > 1:
         ranks = [side.a.shape[0] for side in sides]
-        description = f"has other ranks in other adapters, which {recipe.method} cannot merge"
+        description = f"has different ranks in the adapters, which {recipe.method} cannot merge"
         field = f"{TENSOR_FILE}:{name}"
         raise InvalidAdapter.of([Violation.of(field, ranks, f"{description}; use --method cat")])
     roots = [math.sqrt(abs(side.factor)) for side in sides]
@@ -184,7 +185,7 @@ def _combined(
 
 
 Keep = Callable[[], Array]
-"""Draws which values of one tensor stay: 1.0 or 0.0 each."""
+"""Draws a mask of one tensor: 1.0 for each value that is kept, 0.0 for the others."""
 
 
 def _combiner(
@@ -208,7 +209,7 @@ def _combiner(
 
 
 def _disjoint(stack: Array, factors: Array, majority: str) -> Array:
-    """TIES: of each value the mean over the adapters that agree with the elected sign."""
+    """TIES: for each value, the mean over the adapters that agree with the elected sign."""
     votes = stack if majority == "total" else np.sign(stack)
     elected = np.where(votes.sum(axis=0) >= 0, 1, -1)
     agree = np.sign(stack) == elected
@@ -218,7 +219,7 @@ def _disjoint(stack: Array, factors: Array, majority: str) -> Array:
 
 
 def _largest(tensor: Array, density: float) -> Array:
-    """The tensor with all but its largest values (by magnitude) zero."""
+    """The tensor with all but its largest values (by magnitude) set to zero."""
     flat = tensor.reshape(-1)
     count = int(density * flat.size)
     kept = np.zeros_like(flat)
@@ -229,7 +230,8 @@ def _largest(tensor: Array, density: float) -> Array:
 
 
 def _kept(recipe: Recipe, side: _Side, name: str, tensor: Array) -> Keep:
-    """Depends on the seed, the adapter's place and the tensor only, not on what came before."""
+    """A function that draws the mask of a tensor. The mask depends only on the seed, the adapter's
+    index and the tensor, not on earlier draws."""
 
     def draw() -> Array:
         key = hashlib.sha256(f"{recipe.seed}/{side.source}/{name}".encode()).digest()
@@ -240,7 +242,8 @@ def _kept(recipe: Recipe, side: _Side, name: str, tensor: Array) -> Keep:
 
 
 def _targets(adapters: Sequence[Opened], ranks: Mapping[str, int]) -> dict[str, object]:
-    """Fields that select the modules: those of the adapters if they agree, else names."""
+    """Fields that select the modules: those of the adapters if they agree, otherwise a list of
+    names."""
     fields = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
     first = adapters[0].report.config
     if all(
@@ -259,7 +262,7 @@ def check_one_serving(folders: Sequence[tuple[Path, float]], adapters: Sequence[
         for (folder, _), adapter in zip(folders, adapters, strict=True):
             value = adapter.config.get(name)
             if value != first:
-                description = f"is another than in {folders[0][0]}, and two cannot be merged"
+                description = f"differs from that in {folders[0][0]}, and two cannot be merged"
                 violation = Violation.of(f"{folder}:{name}", value, description)
                 raise InvalidAdapter.of([violation])
 
@@ -269,6 +272,8 @@ def _check_one_base(folders: Sequence[tuple[Path, float]], adapters: Sequence[Op
     for (folder, _), adapter in zip(folders, adapters, strict=True):
         named = adapter.report.config.base_model_name_or_path
         if named != first:
-            description = f"is not {first!r} as in {folders[0][0]}; give --base if it is the same"
+            description = (
+                f"is not {first!r} as in {folders[0][0]}; pass --base if both are the same base"
+            )
             field = f"{folder}/adapter_config.json:base_model_name_or_path"
             raise InvalidAdapter.of([Violation.of(field, named, description)])

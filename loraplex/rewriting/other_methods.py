@@ -1,9 +1,9 @@
 """Converts adapters of other PEFT methods to LoRA: LoHa, LoKr, MiSS, VeRA and others that PEFT can
 convert.
 
-PEFT itself converts, in a process of its own (see `other_methods_process`), as it has to build the
-base with the adapter on it. What it makes is measured there: the difference of each layer's outputs
-with and without the adapter is the original, whatever the method.
+PEFT does the conversion, in a separate process (see `other_methods_process`), because it has to
+build the base with the adapter on it. The process also measures the error: whatever the method, the
+difference of a layer's outputs with and without the adapter is the original update.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from loraplex.rewriting.tensors import (
 )
 
 MAX_RANK = 256
-"""The largest rank that a registry takes."""
+"""The largest rank that a registry accepts by default."""
 REFUSED = 3
 _NEEDED = ("torch", "transformers", "peft")
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A LoRA that was another method."""
+    """A LoRA that was converted from another method."""
 
     report: Report
     method: str
-    """PEFT's name of it, such as `LOHA`."""
+    """PEFT's name of the method, such as `LOHA`."""
     relative_error: float
     """Largest relative error of a module's weights: |LoRA - original| / |original|, Frobenius
     norms."""
@@ -64,12 +64,13 @@ def named_base(folder: Path) -> str:
 def to_lora(
     folder: Path, out: Path, base: Path, max_rank: int = MAX_RANK, dtype: str = ""
 ) -> Converted:
-    """Write the LoRA of another method's adapter. No module gets more ranks than it needs.
+    """Convert an adapter of another method to LoRA. No module gets a larger rank than it needs.
 
     Args:
         out: new, or an empty folder.
         base: its folder.
-        max_rank: what a module gets at most; with fewer than it needs, the best of that rank.
+        max_rank: largest rank of a module. A module that needs more gets the best approximation of
+            this rank.
         dtype: F16, BF16 or F32; "" = F32.
 
     Raises:
@@ -108,7 +109,7 @@ def _config(path: Path) -> dict[str, object]:
 
 
 def _run(folder: Path, base: Path, target: Path, max_rank: int) -> dict[str, Any]:
-    """Run the process that converts; it writes `target`."""
+    """Run the process that does the conversion and writes `target`."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     module = "loraplex.rewriting.other_methods_process"

@@ -2,7 +2,8 @@
 
     python -m loraplex.rewriting.other_methods_process ADAPTER BASE OUT.safetensors MAX_RANK
 
-Prints one JSON object: the rank of each module, and the largest relative error of one. On failure
+Prints one JSON object: the rank of each module, and the largest relative error of a module. On
+failure
 the exit code is 3, and stderr ends with one JSON object: field, value, description.
 """
 
@@ -26,12 +27,12 @@ from loraplex.adapter_format.text_model import is_wrapper
 REFUSED = 3
 CONFIG_FILE = "adapter_config.json"
 NEGLIGIBLE = 3e-6
-"""Relative norm of what is left out of a module as rounding error."""
+"""Relative norm below which singular values of a module are dropped as rounding errors."""
 _CHUNK_ROWS = 1024
 
 
 def main() -> None:
-    """Convert one adapter. Mutates: the file OUT."""
+    """Convert one adapter. Writes the file OUT."""
     folder, base, out, max_rank = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
@@ -82,7 +83,8 @@ def _load(folder: Path, base: Path) -> Any:
 def _converted(layer: Any, original: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
     """A and B, without the singular vectors that are rounding errors.
 
-    They are PEFT's where it converts the method, else those of `original`, `[out, in]` float64.
+    They are PEFT's if it converts the method, otherwise computed from `original`, `[out, in]`
+    float64.
     """
     rank = min(max_rank, *original.shape)
     if layer.supports_lora_conversion("default"):
@@ -99,7 +101,8 @@ def _converted(layer: Any, original: Tensor, max_rank: int) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def _added(layer: Any) -> Tensor:
-    """`[out, in]` float64: what the layer adds to the outputs of its base for each unit vector."""
+    """The update of a layer as `[out, in]` float64: what it adds to the base's output for each unit
+    vector."""
     weight = layer.get_base_layer().weight
     units = torch.eye(weight.shape[1], dtype=torch.float64)
     exact = layer.double()

@@ -1,8 +1,8 @@
 """The process that reads a pickled `adapter_model.bin` from stdin and writes safetensors to stdout.
 
 A pickle names functions, and reading it calls them. torch's weights-only loading refuses all but
-those that rebuild tensors. Should that fail one day, this process can open no file and no socket,
-has a limit on its memory, holds no credentials, and is killed when it takes too long.
+those that rebuild tensors. In case that ever fails, this process cannot open files or sockets, has
+a memory limit and no credentials, and is killed if it takes too long.
 
     python -m loraplex.rewriting.pickle_process [F16|BF16|F32] < PICKLE > SAFETENSORS
 
@@ -34,7 +34,7 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def main() -> None:
-    """Convert one file. Reads and writes: the standard files of this process."""
+    """Convert one file, from stdin to stdout."""
     dtype = _BY_NAME[sys.argv[1]] if len(sys.argv) > 1 else None
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     file_bytes = os.fstat(source.fileno()).st_size
@@ -47,7 +47,8 @@ def main() -> None:
 
 
 def import_all() -> None:
-    """Make torch do once what it opens files for: imports, and looking at the processor."""
+    """Make torch do beforehand everything for which it opens files: imports and the detection of
+    the processor."""
     for dtype in (*_DTYPES, torch.float64):
         for other in _DTYPES:
             torch.ones(8, 64, dtype=dtype).t().to(other).contiguous()
@@ -59,7 +60,8 @@ def import_all() -> None:
 
 
 def confine(memory_bytes: int) -> None:
-    """Give up opening files and sockets, and more than `memory_bytes` of new memory."""
+    """Give up the rights to open files and sockets and to allocate more than `memory_bytes` of new
+    memory."""
     limits = {
         resource.RLIMIT_NOFILE: _NUM_STANDARD_FILES,
         resource.RLIMIT_CORE: 0,
@@ -71,7 +73,7 @@ def confine(memory_bytes: int) -> None:
 
 
 def _data_bytes() -> int:
-    """What counts for RLIMIT_DATA today; 0 if the system does not tell."""
+    """Bytes that count towards RLIMIT_DATA now; 0 if the system does not say."""
     try:
         with open("/proc/self/status") as status:
             lines = dict(line.split(":", 1) for line in status)
@@ -114,7 +116,7 @@ def _load(source: BinaryIO, file_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """In the dtype that was asked for, or as they are where adapters may have that."""
+    """The tensors in the given dtype, or in their own if adapters may have it."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             _refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), "must be a floating-point tensor")

@@ -1,7 +1,6 @@
-"""Converts adapters that were saved as `adapter_model.bin`, before PEFT wrote safetensors.
-
-The pickle is read in a process of its own (see `pickle_process`). Every other file of the adapter
-is copied, and the result has passed the validation of an upload.
+"""Converts adapters that were saved as `adapter_model.bin`, before PEFT wrote safetensors. The
+pickle is read in a separate process (see `pickle_process`). All other files of the adapter are
+copied, and the result is validated like an upload.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _REFUSED = 3
 
 
 def is_pickled(folder: Path) -> bool:
-    """Whether a folder's weights are a pickle and nothing else."""
+    """Whether a folder has its weights only as a pickle."""
     return (folder / PICKLE_FILE).is_file() and not (folder / TENSOR_FILE).exists()
 
 
@@ -57,7 +56,7 @@ def from_pickle(
 
 
 def _convert(source: Path, target: Path, dtype: str) -> None:
-    """Run the process that reads the pickle."""
+    """Run the process that reads the pickle; returns the safetensors."""
     size = source.stat().st_size
     if size > MAX_PICKLE_BYTES:
         description = f"must have at most {MAX_PICKLE_BYTES} bytes"

@@ -1,10 +1,10 @@
-"""Converts adapters whose tensors are named, divided or stacked differently from PEFT's.
+"""Converts adapters whose tensors are named, split or stacked differently from PEFT's.
 
 Tinker's exports: `unembed_tokens` is `lm_head`; `attn` is `self_attn`; the fused `in_proj_qkv` of
 a gated delta net is trained in three parts; and the experts of a layer are one tensor for each of
 `w1` (gate), `w2` (down) and `w3` (up): A `[experts or 1, rank, in]` and B `[experts or 1, out,
-rank]`, 1 where all experts share it. What they become is what PEFT writes for `in_proj_qkv` and for
-`target_parameters`; ranks and alphas grow alike, so that every scale stays.
+rank]`, 1 where all experts share it. They are converted to what PEFT writes for `in_proj_qkv` and
+for `target_parameters`. Ranks and alphas grow by the same factor, so that every scale is kept.
 
 Text-only: LoRA on vision and audio towers is left out.
 """
@@ -50,15 +50,15 @@ _GATE, _UP, _DOWN = _PROJECTIONS["w1"], _PROJECTIONS["w3"], _PROJECTIONS["w2"]
 
 @dataclass(slots=True)
 class _Rewritten:
-    """What a folder becomes."""
+    """The converted content of a folder."""
 
     tensors: dict[str, Array] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
-    """Ranks by module or parameter that differ from the config's."""
+    """Ranks that differ from the config's, by module or parameter."""
     parameters: set[str] = field(default_factory=set)
 
     def add(self, module: str, a: Array, b: Array, tensor_module: str = "") -> None:
-        """One pair; `tensor_module` where tensors are not named like the module."""
+        """Add one pair; `tensor_module` is set if its tensors are not named like the module."""
         name = PREFIX + (tensor_module or module)
         self.tensors[f"{name}{_PARTS[0]}"] = a
         self.tensors[f"{name}{_PARTS[1]}"] = b
@@ -71,14 +71,14 @@ def is_tinker(folder: Path) -> bool:
 
 
 def from_tinker(folder: Path, out: Path, geometry: Geometry | None = None) -> Report:
-    """Write the PEFT folder of one of Tinker's exports.
+    """Convert an export of Tinker to a PEFT folder.
 
     Args:
         out: new, or an empty folder.
         geometry: the base, which says how it lays out its experts.
 
     Raises:
-        InvalidAdapter: a tensor has no place, or a part of `in_proj_qkv` is missing.
+        InvalidAdapter: a tensor belongs to no module, or a part of `in_proj_qkv` is missing.
     """
     pairs = _pairs(folder)
     made = _Rewritten()
@@ -113,7 +113,8 @@ def from_tinker(folder: Path, out: Path, geometry: Geometry | None = None) -> Re
 
 
 def text_only(folder: Path, out: Path) -> bool:
-    """Write a folder without LoRA on towers; False, and nothing written, if there is none."""
+    """Write a folder without LoRA on towers; returns False and writes nothing if there is no such
+    LoRA."""
     infos = _infos(folder)
     kept = [info for info in infos if not is_in_tower(info.name)]
     dropped = {_module(info.name) for info in infos if is_in_tower(info.name)}
@@ -146,7 +147,7 @@ def _module(name: str) -> str:
 
 
 def _plain(module: str) -> str:
-    """A module's name in transformers, with the prefix of a wrapper that it had."""
+    """A module's name in transformers, with the wrapper's prefix if it had one."""
     if module.rpartition(".")[2] in _HEADS:
         return "language_model.lm_head" if module.startswith("language_model.") else "lm_head"
     if match := _EXPERT.fullmatch(module):
@@ -192,7 +193,7 @@ def _pairs(folder: Path) -> dict[str, tuple[Array, Array]]:
 
 
 def _joined(module: str, parts: Mapping[str, tuple[Array, Array]]) -> tuple[Array, Array]:
-    """One pair that computes the outputs of q, k and v one after the other."""
+    """One pair that computes the outputs of q, k and v, concatenated."""
     missing = sorted({"q", "k", "v"} - parts.keys())
     if missing:
         name = f"{module}.in_proj_{missing[0]}"
@@ -203,7 +204,7 @@ def _joined(module: str, parts: Mapping[str, tuple[Array, Array]]) -> tuple[Arra
 
 
 def _diagonal(blocks: list[Array]) -> Array:
-    """Matrices one below and beside the other, zeros elsewhere."""
+    """A block-diagonal matrix."""
     result = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.float32)
     row = column = 0
     for block in blocks:
@@ -215,7 +216,7 @@ def _diagonal(blocks: list[Array]) -> Array:
 def _is_interleaved(
     geometry: Geometry | None, config: Mapping[str, object], modules: Mapping[str, object]
 ) -> bool:
-    """Whether gates and ups of an expert alternate, as gpt-oss has them."""
+    """Whether the gate and up rows of an expert alternate, as in gpt-oss."""
     if geometry is not None:
         return geometry.model_type == "gpt_oss"
     is_named = "gpt-oss" in str(config.get("base_model_name_or_path")).lower()
@@ -229,7 +230,8 @@ def _add_experts(
     *,
     interleaved: bool,
 ) -> None:
-    """The two parameters of a layer; where both are there, PEFT nests gate_up_proj inside."""
+    """The two parameters of a layer; if both are adapted, PEFT nests the wrapper of gate_up_proj
+    inside the other."""
     num_experts = max(len(side) for pair in projections.values() for side in pair)
     for name, pair in projections.items():
         if any(len(side) not in (1, num_experts) for side in pair):
@@ -278,7 +280,7 @@ def _gate_up(
 
 
 def _suffix(parameter: str) -> str:
-    """Without the layer: what all layers' parameters end with."""
+    """The part of a parameter's name after the layer, which all layers share."""
     return ".".join(parameter.split(".")[-3:])
 
 
@@ -289,8 +291,8 @@ def _write(
     tensors: Mapping[str, Array],
     geometry: Geometry | None = None,
 ) -> Report:
-    """Write the adapter with the folder's other files. Values stay as they are: float32 holds every
-    dtype."""
+    """Write the adapter with the folder's other files. Values do not change, because float32 holds
+    every dtype."""
     dtypes = {info.dtype for info in _infos(folder)}
     dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
     names = [name for name in file_names(folder) if name not in (CONFIG_FILE, TENSOR_FILE)]

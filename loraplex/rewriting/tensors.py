@@ -35,14 +35,14 @@ from loraplex.errors import AlreadyExists, InvalidAdapter, Violation
 Array = npt.NDArray[np.float32]
 
 STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""How numpy reads and writes each; bfloat16 as its bits."""
+"""The numpy type of each dtype; bfloat16 is read and written as its bits."""
 _MAX_RANK = 1 << 20
-"""Merging may pass through ranks that are too large to be served."""
+"""Largest rank while merging; intermediate ranks may be too large to be served."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An adapter that passed validation, ready to read tensors of."""
+    """A validated adapter whose tensors can be read."""
 
     content: AdapterFolder
     report: Report
@@ -50,7 +50,7 @@ class Opened:
     """Content of its adapter_config.json."""
 
     def tensor(self, info: TensorInfo) -> Array:
-        """A tensor as float32, whatever it is stored as."""
+        """A tensor as float32, whatever its stored dtype."""
         num_rows = info.shape[0] if info.shape else 1
         return read_rows(self.content.tensor_path, info, 0, num_rows)
 
@@ -79,10 +79,10 @@ def read_tensors(path: Path) -> dict[str, Array]:
 
 
 def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: object) -> Opened:
-    """Read and validate a folder, with `changes` to its config made first.
+    """Read and validate a folder, after applying `changes` to its config.
 
     Raises:
-        InvalidAdapter: it is not one, or not for the base of `geometry`.
+        InvalidAdapter: it is not a valid adapter, or not one of the base of `geometry`.
     """
     content = read_adapter(folder)
     raw = content.config_bytes
@@ -107,15 +107,15 @@ def write_adapter(
     dtype: str,
     geometry: Geometry | None = None,
 ) -> Report:
-    """Write a PEFT folder, complete and valid or not at all.
+    """Write a PEFT folder. It appears only if it is complete and valid.
 
     Args:
         out: new, or an empty folder.
         dtype: F16, BF16 or F32.
 
     Raises:
-        AlreadyExists: `out` holds something.
-        InvalidAdapter: what came out is none: a value overflowed `dtype`, say.
+        AlreadyExists: `out` is not empty.
+        InvalidAdapter: the result is not valid, for example because a value overflowed `dtype`.
     """
     with new_folder(out) as partial:
         write_files(partial, config, tensors, dtype)
@@ -131,11 +131,7 @@ def write_files(
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy some of an adapter's files.
-
-    Raises:
-        InvalidAdapter: one is larger than adapters may have it.
-    """
+    """Copy some of an adapter's files. Raises: InvalidAdapter: a file is larger than its limit."""
     for name in names:
         size = (source / name).stat().st_size
         if size > MAX_BYTES[name]:
@@ -145,10 +141,10 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def check_folder(folder: Path, geometry: Geometry | None = None) -> Report:
-    """Validate a folder that was just made, values included.
+    """Validate a folder that was just written, including its values.
 
     Raises:
-        InvalidAdapter: what came out is no adapter, or not one of the base of `geometry`.
+        InvalidAdapter: the result is not a valid adapter, or not one of the base of `geometry`.
     """
     made = read_folder(folder)
     size = made.tensor_file_size
@@ -167,10 +163,10 @@ def check_folder(folder: Path, geometry: Geometry | None = None) -> Report:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `out` at the end, or nothing if that fails.
+    """A temporary folder that is renamed to `out` at the end, or deleted on failure.
 
     Raises:
-        AlreadyExists: `out` holds something.
+        AlreadyExists: `out` is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise AlreadyExists(f"{out} is not empty; name a new folder")
@@ -205,7 +201,7 @@ def _safetensors(tensors: Mapping[str, Array], dtype: str) -> bytes:
 
 
 def stored_bytes(array: Array, dtype: str) -> bytes:
-    """An array as it lies in a file; BF16 is rounded to the nearest, ties to even."""
+    """The bytes of an array in a file; BF16 is rounded to nearest, ties to even."""
     if dtype != "BF16":
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(array, dtype=STORED[dtype]).tobytes()

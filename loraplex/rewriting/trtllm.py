@@ -47,7 +47,7 @@ _NO_PLACE = ("lora_bias", "token_delta", "full", "base_copy", "bias")
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of the format, or of one expert of it."""
+    """One row of the format, or the part of it for one expert."""
 
     rank: int
     a: Array
@@ -57,7 +57,7 @@ class _Row:
 
     @property
     def values(self) -> Array:
-        """The values in the order of the file."""
+        """The values, in the order of the file."""
         gain = () if self.gain is None else (self.gain,)
         return np.concatenate([part.reshape(-1) for part in (self.a, self.b, *gain)])
 
@@ -74,7 +74,7 @@ def to_trtllm(
     geometry: Geometry | None = None,
     base: Path | None = None,
 ) -> int:
-    """Write an adapter as TensorRT-LLM takes it; returns the number of rows.
+    """Write an adapter in TensorRT-LLM's format; returns the number of rows.
 
     Args:
         dtype: F16, BF16 or F32.
@@ -82,8 +82,8 @@ def to_trtllm(
         base: its folder; needed for DoRA.
 
     Raises:
-        InvalidAdapter: it adapts something that the format has no id for.
-        InvalidRequest: the base is needed and was not given.
+        InvalidAdapter: it adapts a module for which the format has no id.
+        InvalidRequest: the base is required and was not given.
     """
     for field in ("alora_invocation_tokens", "rope_scaling"):
         if getattr(adapter.report.config, field) is not None:
@@ -149,7 +149,7 @@ def _row(adapter: Opened, module: AdapterModule, base: CheckpointFolder | None) 
 
 
 def _halves(place: TrtllmPlace, row: _Row) -> Iterator[tuple[int, _Row]]:
-    """An expert's row; two where gate and up are one parameter and share A."""
+    """The row of an expert; two rows if gate and up are one parameter and share A."""
     if place.leaf != FUSED_MLP:
         yield place.number, row
         return
@@ -183,15 +183,15 @@ def from_trtllm(
     dtype: str = "F16",
     base: Path | None = None,
 ) -> Report:
-    """Write the PEFT folder of TensorRT-LLM's two files, whose scale is folded into B.
+    """Convert TensorRT-LLM's two files, in which the scale is folded into B, to a PEFT folder.
 
     Args:
-        geometry: the base: the files do not say how wide A and B are.
+        geometry: of the base, because the files do not say how wide A and B are.
         base_id: for `base_model_name_or_path`.
         base: folder of the base, needed for DoRA.
 
     Raises:
-        InvalidAdapter: naming the row that is wrong, or does not fit the base.
+        InvalidAdapter: a row is invalid or does not fit the base; the error names it.
     """
     weights, config = _read(folder)
     bases = BaseLinears.of(geometry)
@@ -203,7 +203,7 @@ def from_trtllm(
         where = f"{CONFIG_FILE}:[{index}]"
         modules = _modules(number, layer, bases, where)
         if use_dora and not is_dora:
-            _refuse(where, "no DoRA", "is mixed with rows of a DoRA, which PEFT cannot express")
+            _refuse(where, "no DoRA", "is mixed with rows of DoRA, which PEFT cannot express")
         row = _split(weights[index], rank, number, modules, bool(is_dora), where)
         for module, share in _shares(number, modules, row):
             if module.name in ranks:
@@ -228,7 +228,7 @@ def from_trtllm(
 
 
 def _targets(ranks: dict[str, int], geometry: Geometry) -> list[str]:
-    """Last parts of names where these mean no other module, else whole names."""
+    """The last parts of the names if they match no other module, otherwise the full names."""
     by_leaf: dict[str, set[str]] = {}
     for module in geometry.modules:
         by_leaf.setdefault(module.name.rpartition(".")[2], set()).add(module.name)
@@ -237,7 +237,7 @@ def _targets(ranks: dict[str, int], geometry: Geometry) -> list[str]:
 
 
 def _shares(number: int, modules: Sequence[Module], row: _Row) -> Iterator[tuple[Module, _Row]]:
-    """What a row says about each module that it is for."""
+    """The matrices of a row for each module that it adapts."""
     if number in EXPERT_IDS:
         for module, a, b in zip(modules, row.a, row.b, strict=True):
             yield module, _Row(row.rank, a, b)
@@ -262,7 +262,7 @@ def _norms(base: CheckpointFolder | None, name: str, a: Array, b: Array) -> Arra
 
 
 def _place(module: AdapterModule) -> TrtllmPlace:
-    """Raises InvalidAdapter if there is none."""
+    """The position of a module in the format. Raises InvalidAdapter if it has none."""
     for part in _NO_PLACE:
         info = getattr(module, part)
         if info is not None:
@@ -308,11 +308,11 @@ def _load(path: Path) -> npt.NDArray[np.generic]:
 
 
 def _modules(number: int, layer: int, bases: BaseLinears, where: str) -> list[Module]:
-    """The base's modules that a row is for."""
+    """The modules of the base that a row adapts."""
     if number in CROSS_ATTENTION:
-        _refuse(where, number, "is of cross attention, which no served base has")
+        _refuse(where, number, "belongs to cross attention, which no supported base has")
     if not 0 <= number <= LAST_ID:
-        _refuse(where, number, f"is not a served module id (0-{LAST_ID})")
+        _refuse(where, number, f"is not a supported module id (0-{LAST_ID})")
     found = bases.modules_of(number, layer)
     if not found:
         _refuse(where, f"id {number} of layer {layer}", "is not a module of the base")
@@ -322,7 +322,7 @@ def _modules(number: int, layer: int, bases: BaseLinears, where: str) -> list[Mo
 def _split(
     row: Array, rank: int, number: int, modules: Sequence[Module], is_dora: bool, where: str
 ) -> _Row:
-    """A, B and magnitude of a row, whose rest must be padding."""
+    """A, B and magnitude of a row; the rest of the row must be padding."""
     is_expert = number in EXPERT_IDS
     count = len(modules) if is_expert else 1
     in_features = modules[0].in_features

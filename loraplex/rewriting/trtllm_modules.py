@@ -1,8 +1,8 @@
 """TensorRT-LLM's module ids 0 to 17, and the modules of a base that they correspond to.
 
-Which projection an id means is what TensorRT-LLM's own converter and loader say: `mlp_h_to_4h` (5)
-is `gate_proj` and `mlp_gate` (7) is `up_proj`, which its prose describes the other way round. The
-same holds for experts (13, 15). A row of experts holds all experts of a layer.
+The meaning of each id is that of TensorRT-LLM's own converter and loader: `mlp_h_to_4h` (5) is
+`gate_proj` and `mlp_gate` (7) is `up_proj`, although its documentation describes them the other way
+round. The same holds for experts (13, 15). A row of experts holds all experts of a layer.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _EXPERT = re.compile(r"(\w+\.experts)\.(\d+)\.(\w+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TrtllmPlace:
-    """Where a module stands in the format."""
+    """The position of a module in the format."""
 
     layer: int
     number: int
-    """Module id; of the fused halves of an expert, the first one's."""
+    """Module id; for the fused gate and up of an expert, the id of the first half."""
     leaf: str
-    """Last part of the module's name."""
+    """The last part of the module's name."""
     expert: int | None = None
 
 
 def place_of(name: str) -> TrtllmPlace | None:
-    """The place of a base's module, if the format has one."""
+    """The position of a base's module; None if the format has none."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return None
@@ -84,7 +84,8 @@ class BaseLinears:
         return cls(found)
 
     def modules_of(self, number: int, layer: int) -> list[Module]:
-        """What a row adapts: one module, q, k and v, or all experts; empty if there is none."""
+        """The modules that a row adapts: one module, q, k and v, or all experts; empty if the base
+        has none."""
         if number in _EXPERT_NAMES:
             return self._experts(number, layer)
         for name in _NAMES.get(number, ()):
@@ -96,7 +97,7 @@ class BaseLinears:
         return []
 
     def num_experts(self, layer: int) -> int:
-        """Experts of a layer."""
+        """The experts of a layer."""
         return len(self._experts(14, layer))
 
     def _experts(self, number: int, layer: int) -> list[Module]:

@@ -18,7 +18,7 @@ SCHEMES = ("hf", "s3", "oci")
 
 
 def is_remote(source: str) -> bool:
-    """Whether an upload's source is an address and not a folder."""
+    """Whether the source of an upload is an address rather than a folder."""
     return "://" in source
 
 
@@ -29,15 +29,15 @@ def fetch(
 
     Args:
         source: address of one of the forms above.
-        folder: what is in it after an error is not to be used.
-        pickled: whether an adapter without safetensors may bring `adapter_model.bin`.
+        folder: an empty folder. After an error, its content must not be used.
+        pickled: whether `adapter_model.bin` is accepted if there are no safetensors.
 
     Raises:
         InvalidRequest: the address has another form.
         InvalidAdapter: a file is missing or too large.
-        NotFound, PermissionDenied, Unavailable: the source says so, or does not answer.
-        DataLoss: what came is not what the source says that it is.
-        Unsupported: a package that is needed is not installed.
+        NotFound, PermissionDenied, Unavailable: the source reports this, or does not answer.
+        DataLoss: the received bytes do not match the digest or size that the source states.
+        Unsupported: a required package is not installed.
     """
     scheme, _, address = source.partition("://")
     if scheme == "hf":

@@ -53,7 +53,7 @@ def fetch_from_bucket(
     for name in names:
         size, etag = listed[name]
         with _typed_errors(source):
-            # A checksum that the object carries is verified by the client while it is read.
+            # The S3 client verifies the object's checksum, if it has one, while it reads.
             answer = client.get_object(Bucket=bucket, Key=prefix + name, IfMatch=etag)
             chunks = answer["Body"].iter_chunks(_CHUNK_BYTES)
             write_bounded(name, chunks, folder / name, size, progress)
@@ -69,7 +69,7 @@ def _typed_errors(source: str) -> Iterator[None]:
     except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
         raise PermissionDenied(f"{source}: there are no AWS credentials") from error
     except exceptions.ParamValidationError as error:
-        raise InvalidRequest.field("DIR", source, "is not a bucket's name") from error
+        raise InvalidRequest.field("DIR", source, "is not a valid bucket name") from error
     except exceptions.ClientError as error:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         code = error.response.get("Error", {}).get("Code", "")

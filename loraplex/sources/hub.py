@@ -57,7 +57,8 @@ def fetch_from_hub(
 
 
 def _bar_of(name: str, size: int, progress: Progress) -> Any:
-    """A progress bar for the hub's client that draws ours, and stops what exceeds its size."""
+    """A progress bar for the hub's client that draws ours, and stops downloads that exceed their
+    size."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]
@@ -84,7 +85,7 @@ def _verify(name: str, path: Path, listed: Any) -> None:
             digest.update(chunk)
     expected = listed.lfs.sha256 if listed.lfs is not None else listed.blob_id
     if digest.hexdigest() != expected:
-        raise DataLoss(f"{name}: its digest is not the one that the hub lists; try again")
+        raise DataLoss(f"{name}: its digest differs from the one that the hub lists; try again")
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 The artifact has one raw layer for each file, as ORAS, ModelPack tools and `registry export` make
 it: `model_layout` reads media types and annotations. Every blob is compared with its digest while
-it arrives. Credentials are those of `docker login` and `oras login` (config.json); registries of
-this machine are asked over plain HTTP, all others over HTTPS.
+it arrives. Credentials are those of `docker login` and `oras login` (config.json); registries on
+this machine are reached over plain HTTP, all others over HTTPS.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Registry:
             raise self._away(error) from error
 
     def read_manifest(self, reference: str, digest: str = "") -> tuple[bytes, str]:
-        """A manifest or index of a tag or digest, and its own digest."""
+        """Read the manifest or index that a tag or digest names; returns it and its own digest."""
         accept = f"{MANIFEST_TYPE}, {INDEX_TYPE}"
         with self.open(f"manifests/{reference}", accept) as answer:
             raw = answer.read(MAX_DOCUMENT_BYTES + 1)
@@ -178,8 +178,8 @@ def _fetch_layer(
 
 
 def _get(url: str, authorization: str, accept: str) -> HTTPResponse:
-    """The answer after redirects, which a registry's store may be behind: the credentials are for
-    the registry alone and do not go there."""
+    """Follow redirects, for example to the store behind a registry. The credentials are sent to the
+    registry only."""
     request = urllib.request.Request(url, headers={"Accept": accept})
     if authorization:
         request.add_unredirected_header("Authorization", authorization)
@@ -188,9 +188,8 @@ def _get(url: str, authorization: str, accept: str) -> HTTPResponse:
 
 
 def _answer_to(challenge: str, host: str) -> str:
-    """The value of `Authorization` that a registry asks for.
-
-    Raises: HTTPError if a token is refused; ValueError if there is nothing to answer with.
+    """The value of `Authorization` that a registry asks for. Raises: HTTPError if a token is
+    refused; ValueError if no credentials fit.
     """
     scheme, _, rest = challenge.partition(" ")
     basic = _stored_login(host)
@@ -198,7 +197,7 @@ def _answer_to(challenge: str, host: str) -> str:
         return f"Basic {basic}"
     fields = dict(_CHALLENGE.findall(rest))
     realm = fields.get("realm", "")
-    # A login goes over plain HTTP only where the registry itself is asked so.
+    # A login uses plain HTTP only if the registry itself is reached over plain HTTP.
     is_local = _LOOPBACK.fullmatch(host) and realm.startswith("http://")
     if scheme.lower() != "bearer" or not (is_local or realm.startswith("https://")):
         raise PermissionDenied(f"{host} requires a login: 'docker login {host}'")
@@ -209,7 +208,7 @@ def _answer_to(challenge: str, host: str) -> str:
     found = answered if isinstance(answered, dict) else {}
     token = found.get("token") or found.get("access_token")
     if not isinstance(token, str):
-        raise ValueError("its token service answers without a token")
+        raise ValueError("its token service sent no token")
     return f"Bearer {token}"
 
 

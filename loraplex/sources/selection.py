@@ -15,16 +15,16 @@ from loraplex.signature_bundle import SIGNATURE_FILE
 
 _MAX_NAMED = 8
 _BESIDE = {SIGNATURE_FILE: 1 << 20, MODULES_FILE: 1 << 16, POOLING_FILE: 1 << 16}
-"""No files of the adapter, but an upload reads them."""
+"""Files that do not belong to the adapter, but that an upload reads."""
 _LIMITS = {**MAX_BYTES, **_BESIDE, PICKLE_FILE: MAX_PICKLE_BYTES}
 
 
 def select(sizes: Mapping[str, int], *, pickled: bool) -> tuple[list[str], tuple[Violation, ...]]:
-    """(names to fetch, warnings about the others).
+    """Select the files of an adapter; returns their names and warnings about the others.
 
     Args:
         sizes: bytes of each file there, by its path.
-        pickled: whether `adapter_model.bin` may stand for the safetensors.
+        pickled: whether `adapter_model.bin` may take the place of the safetensors.
 
     Raises:
         InvalidAdapter: config or weights are missing, or a file is too large.
@@ -56,7 +56,7 @@ def _left_out(names: Iterable[str]) -> tuple[Violation, ...]:
     if not left:
         return ()
     more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
-    description = "are not files of an adapter and are left out"
+    description = "do not belong to the adapter and are left out"
     return (Violation.of("files", ", ".join(left[:_MAX_NAMED]) + more, description),)
 
 
@@ -85,5 +85,5 @@ def write_bounded(
 
 
 def needing(package: str) -> Unsupported:
-    """What to do if a package is not installed."""
+    """The error for a package that is not installed."""
     return Unsupported(f"this needs the {package!r} package: pip install 'loraplex[sources]'")

@@ -52,14 +52,14 @@ class AdminServiceServicer(object):
     """
 
     def GetStatus(self, request, context):
-        """GetStatus describes the bases, the workers and what is resident on them, as this gateway sees it.
+        """GetStatus describes the bases, the workers and the adapters on them, as this gateway sees them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchAdapter(self, request, context):
-        """FetchAdapter loads an adapter where its requests will go, so that the first one need not wait.
+        """FetchAdapter loads an adapter on the workers that its requests will reach, so that the first one does not wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -69,7 +69,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Embed returns one vector per input.
+        """Embed returns a vector for each input.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,7 +83,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels lists bases first, then the adapters the caller may run.
+        """ListModels lists first the bases, then the adapters that the caller may run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -214,21 +214,21 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UploadPart(self, request_iterator, context):
-        """UploadPart streams bytes of one file, in chunks of at most 1 MiB, from a committed offset on.
+        """UploadPart streams bytes of one file from a committed offset on, in chunks of at most 1 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetUpload(self, request, context):
-        """GetUpload says how many bytes of each file are safe.
+        """GetUpload returns how many bytes of each file are stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishUpload(self, request, context):
-        """FinishUpload validates the files and publishes a version; safe to repeat.
+        """FinishUpload validates the files and publishes a version. It is safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -249,7 +249,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """ListAdapters pages through the adapters the caller may see.
+        """ListAdapters pages through the adapters that the caller may see.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -270,28 +270,28 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteAdapterVersion(self, request, context):
-        """DeleteAdapterVersion tombstones one version, or all of an adapter.
+        """DeleteAdapterVersion deletes one version, or all versions of an adapter, and leaves tombstones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DownloadAdapter(self, request, context):
-        """DownloadAdapter streams the files of a version; DATA_LOSS where they are not what was published.
+        """DownloadAdapter streams the files of a version; DATA_LOSS if they are not what was published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchAdapters(self, request, context):
-        """WatchAdapters streams a snapshot, then every change, resumable by token.
+        """WatchAdapters streams a snapshot and then every change. It can be resumed with a token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterBase(self, request, context):
-        """RegisterBase records the geometry of a base.
+        """RegisterBase stores the geometry of a base.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,7 +305,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CollectGarbage(self, request, context):
-        """CollectGarbage deletes unreferenced objects older than a day.
+        """CollectGarbage deletes unreferenced objects that are older than a day.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -326,15 +326,15 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateKey(self, request, context):
-        """CreateKey makes an API key; its secret is shown once.
+        """CreateKey creates an API key. Its secret is returned only once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateFirstKey(self, request, context):
-        """CreateFirstKey makes the first admin key. It needs no key, only a call from the registry's own
-        machine, and works once: ALREADY_EXISTS if there ever was a first admin key.
+        """CreateFirstKey creates the first admin key. It needs no key, but must be called from the registry's own machine,
+        and works only once: ALREADY_EXISTS if a first admin key was ever created.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -348,7 +348,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RevokeKey(self, request, context):
-        """RevokeKey makes a key invalid within 5 seconds everywhere.
+        """RevokeKey revokes a key, which becomes invalid everywhere within 5 seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -362,14 +362,14 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """ListTenants lists tenants with quota and use.
+        """ListTenants lists tenants with their quotas and usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetSharing(self, request, context):
-        """SetSharing says who besides its owner may run, and pull, an adapter.
+        """SetSharing sets which tenants besides the owner may run and download an adapter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -383,7 +383,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AttachSignature(self, request, context):
-        """AttachSignature stores a signature of a version with it; the version itself does not change.
+        """AttachSignature stores a signature with a version; the version itself does not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -397,7 +397,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetCertificate(self, request, context):
-        """SetCertificate stores how near a version on a served base is to a reference of that base.
+        """SetCertificate stores how far a version on a served base diverges from a reference.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -411,7 +411,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckKey(self, request, context):
-        """CheckKey tells another service of the deployment who holds an API key.
+        """CheckKey returns the holder of an API key; only services may call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -425,14 +425,14 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RecordUsage(self, request, context):
-        """RecordUsage adds what a gateway has served to the counts of a day; only services may call it.
+        """RecordUsage adds the usage that a gateway has counted to that of a day; only services may call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListUsage(self, request, context):
-        """ListUsage returns what a tenant has used, by day and model.
+        """ListUsage returns the usage of a tenant by day and model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,6 @@
 """Makes any number of distinct adapters from a few, by changing single last bits.
 
-A copy has its own digest, files and place in every cache, and decodes as its original does.
+A copy has its own digest, files and entry in every cache, and decodes as its original does.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def write_variant(source: Path, variant: int, target: Path) -> None:
     shutil.copyfile(source / CONFIG_FILE, target / CONFIG_FILE)
     body = bytearray((source / TENSOR_FILE).read_bytes())
     tensors = parse_header(read_prefix(source / TENSOR_FILE), len(body)).tensors
-    for place, offset in zip(range(variant.bit_length()), _low_bytes(tensors), strict=False):
-        body[offset] ^= variant >> place & 1
+    for bit, offset in zip(range(variant.bit_length()), _low_bytes(tensors), strict=False):
+        body[offset] ^= variant >> bit & 1
     (target / TENSOR_FILE).write_bytes(body)
 
 

@@ -202,8 +202,8 @@ def _pooled_arrivals(workload: Workload) -> list[Arrival]:
     arrival_s = 0.0
     for _ in range(max(1, round(workload.rate_per_s * workload.duration_s))):
         arrival_s += gaps.gammavariate(workload.cv**-2, workload.cv**2 / workload.rate_per_s)
-        place = adapters.random() ** (1.0 / workload.alpha)
-        index = min(int(place * workload.num_adapters), workload.num_adapters - 1)
+        quantile = adapters.random() ** (1.0 / workload.alpha)
+        index = min(int(quantile * workload.num_adapters), workload.num_adapters - 1)
         arrivals.append((arrival_s, index if workload.num_adapters else None))
     return arrivals
 

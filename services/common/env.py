@@ -51,7 +51,7 @@ API_KEY: Setting[str] = Setting(
 )
 CA = path_setting("LORAPLEX_CA", "tools all", "PEM file of the CA against which peers are checked.")
 CERT = path_setting(
-    "LORAPLEX_CERT", "tools all", "PEM file of the certificate that is shown to peers."
+    "LORAPLEX_CERT", "tools all", "PEM file of the certificate that is sent to peers."
 )
 KEY = path_setting("LORAPLEX_KEY", "tools all", "PEM file of the certificate's private key.")
 
@@ -59,8 +59,8 @@ KEY = path_setting("LORAPLEX_KEY", "tools all", "PEM file of the certificate's p
 STATE_DIR = path_setting(
     "LORAPLEX_STATE_DIR",
     "up registry worker",
-    "Folder for state, by default ${XDG_STATE_HOME:-~/.local/state}/loraplex; for a "
-    "worker, its disk cache, by default in a temporary folder.",
+    "Folder for state, by default ${XDG_STATE_HOME:-~/.local/state}/loraplex. On a worker, the "
+    "folder of the disk cache, by default in a temporary folder.",
 )
 METRICS_LISTEN = listen_setting(
     "LORAPLEX_METRICS_LISTEN",
@@ -72,14 +72,14 @@ LOG_LEVEL: Setting[str] = Setting(
     choice("debug", "info", "warning", "error"),
     "info",
     "up all",
-    "Least severe level that is logged.",
+    "Lowest level that is logged.",
 )
 DRAIN_S: Setting[float] = Setting(
     "LORAPLEX_DRAIN_S",
     parse_seconds,
     20.0,
     "up all",
-    "Longest time that running requests get to finish after SIGTERM, in seconds.",
+    "Time in which running requests may finish after SIGTERM, in seconds.",
 )
 _LISTED = "Comma-separated switches for developers, NAME or NAME=VALUE; listed below."
 DEBUG: Setting[tuple[str, ...]] = Setting(DEBUG_LIST, parse_list, (), "up all", _LISTED)
@@ -109,7 +109,7 @@ ALLOWED_HOSTS: Setting[tuple[str, ...]] = Setting(
 SERVICE_TOKEN_FILE = path_setting(
     "LORAPLEX_SERVICE_TOKEN_FILE",
     "all",
-    "File with the secret by which services identify themselves to each other.",
+    "File with the secret with which services authenticate to each other.",
 )
 SERVICE_NAMES: Setting[tuple[str, ...]] = Setting(
     "LORAPLEX_SERVICE_NAMES",
@@ -121,16 +121,16 @@ SERVICE_NAMES: Setting[tuple[str, ...]] = Setting(
 HTTP_CERT = path_setting(
     "LORAPLEX_HTTP_CERT",
     "up gateway",
-    "PEM file of the HTTP server's certificate chain, with the private key in it or beside it, as "
-    "`tls.key` is beside `tls.crt`; unset = plain HTTP.",
+    "PEM file of the HTTP server's certificate chain, with the private key in it or next to it, "
+    "as `tls.key` next to `tls.crt`; unset = plain HTTP.",
 )
 
 # Registry: where adapters are stored
 REGISTRY_LISTEN = listen_setting(
     "LORAPLEX_REGISTRY_LISTEN",
     "up registry",
-    "Address of the gRPC server. `,mtls:HOST:PORT` after it adds one for services only, which must "
-    "show a certificate signed by LORAPLEX_CA.",
+    "Address of the gRPC server. `,mtls:HOST:PORT` after it adds one for services only, which need "
+    "a certificate signed by LORAPLEX_CA.",
     "127.0.0.1:50052",
 )
 OBJECTS: Setting[str] = Setting(
@@ -216,7 +216,7 @@ LORA_DTYPE = choice_setting(
 )
 QUANTIZATION: Setting[str] = Setting(
     "LORAPLEX_QUANTIZATION",
-    choice("none", "int8", "int4", not_yet=["fp8"]),
+    choice("none", "int8", "int4", "fp8"),
     "none",
     "up worker",
     "Quantise the linears of a full-precision base when it is loaded; CPUs only.",
@@ -251,7 +251,7 @@ TENSOR_PARALLEL: Setting[int] = Setting(
     integer(1),
     1,
     "up worker",
-    "Number of processes on one machine among which a base is divided; it must divide the heads.",
+    "Number of processes on one machine that share a base; it must divide the attention heads.",
 )
 FULLY_SHARDED_LORAS = flag_setting(
     "LORAPLEX_FULLY_SHARDED_LORAS",
@@ -283,7 +283,7 @@ CACHE_BYTES: Setting[int] = Setting(
 
 # Worker: what a step holds
 MAX_NUM_SEQS: Setting[int] = Setting(
-    "LORAPLEX_MAX_NUM_SEQS", integer(1), 256, "up worker", "Most requests in one step."
+    "LORAPLEX_MAX_NUM_SEQS", integer(1), 256, "up worker", "Largest number of requests in one step."
 )
 MAX_MODEL_LEN: Setting[int | None] = Setting(
     "LORAPLEX_MAX_MODEL_LEN",
@@ -304,7 +304,7 @@ MAX_LORAS: Setting[int | None] = Setting(
     integer(1),
     None,
     "up worker",
-    "Most adapters in one step; unset = no limit.",
+    "Largest number of adapters in one step; unset = no limit.",
 )
 
 # Switches of LORAPLEX_DEBUG
@@ -340,7 +340,7 @@ STEP_TIMEOUT_S: Switch[float] = Switch(
     parse_seconds,
     120.0,
     "worker",
-    "Time without a report after which an engine is restarted.",
+    "Time without a report after which an engine is restarted, in seconds.",
 )
 STEP_TRACE: Switch[Path | None] = Switch(
     "step-trace",
@@ -354,7 +354,7 @@ GC_INTERVAL_S: Switch[float] = Switch(
     parse_seconds,
     86_400.0,
     "registry",
-    "Interval between garbage collections; 0 = only `registry gc`.",
+    "Interval between garbage collections, in seconds; 0 = only `registry gc`.",
 )
 POLICY = choice_switch(
     "policy",
@@ -367,7 +367,7 @@ CLUSTER_SIZE: Switch[int] = Switch(
     integer(),
     0,
     "worker",
-    "Running adapters from which requests for these go first, as in S-LoRA; 0 = never.",
+    "Number of running adapters from which on their requests go first, as in S-LoRA; 0 = never.",
 )
 FAILPOINT = Switch(
     "failpoint",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.service_token import is_service_token
@@ -24,6 +25,7 @@ REQUEST_TIMEOUT_S = 5.0
 MAX_PROFILE_S = 60.0
 _PROFILE_S = 5.0
 _TEXT = "text/plain; charset=utf-8"
+_OPEN_METRICS = "application/openmetrics-text"
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -99,12 +101,23 @@ class MetricsServer:
             return 405, _TEXT, b"only GET\n"
         path = words[1].split(b"?", 1)[0]
         if path == b"/metrics":
-            return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
+            return 200, *self._scrape(head)
         if path == b"/healthz":
             return _probe(True)
         if path == b"/readyz":
             return _probe(self._ready())
         return 404, _TEXT, b"try /metrics, /healthz or /readyz\n"
+
+    def _scrape(self, head: bytes) -> tuple[str, bytes]:
+        """Content type and metrics; OpenMetrics, with exemplars, for scrapers that take it.
+
+        The library's own choice would replace the colon of vLLM's names for Prometheus 2.
+        """
+        if _OPEN_METRICS in _header(head.decode("latin-1"), "accept"):
+            encode: Callable[..., bytes] = openmetrics.generate_latest
+            body = encode(self._registry, openmetrics.ALLOWUTF8)
+            return f"{_OPEN_METRICS}; version=1.0.0; charset=utf-8", body
+        return CONTENT_TYPE_LATEST, generate_latest(self._registry)
 
     async def _debug(self, head: bytes) -> Answer:
         """The stacks of this process, or a profile; only for callers with the service token."""
@@ -134,11 +147,16 @@ def _is_debug(head: bytes) -> bool:
 
 def _bearer_token(head: str) -> str:
     """The token of the authorization header, or ""."""
+    scheme, _, token = _header(head, "authorization").partition(" ")
+    return token if scheme.lower() == "bearer" else ""
+
+
+def _header(head: str, wanted: str) -> str:
+    """The value of a header, or ""."""
     for line in head.split("\r\n"):
         name, _, value = line.partition(":")
-        scheme, _, token = value.strip().partition(" ")
-        if name.lower() == "authorization" and scheme.lower() == "bearer":
-            return token
+        if name.lower() == wanted:
+            return value.strip()
     return ""
 
 

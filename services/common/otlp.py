@@ -56,6 +56,9 @@ class ExportedSpan(Span):
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, self._context)
         super().__init__(carrier["traceparent"])
+        context = span.get_span_context()
+        if context.trace_flags.sampled:
+            self.exemplar = {"trace_id": trace.format_trace_id(context.trace_id)}
 
     def child(
         self, name: str, start_s: float, end_s: float, attributes: Attributes | None = None

@@ -80,25 +80,25 @@ def _functions(frame: FrameType | None) -> list[str]:
 def print_tasks(to: TextIO) -> None:
     """One line a task: the functions that it is in, outermost first."""
     for task in asyncio.all_tasks():
-        print(f"task {task.get_name()}: {' > '.join(_places(task.get_coro()))}", file=to)
+        print(f"task {task.get_name()}: {' > '.join(_frames(task.get_coro()))}", file=to)
     to.flush()
 
 
-def _places(awaited: Any) -> list[str]:
+def _frames(awaited: Any) -> list[str]:
     """Where a coroutine is, and what it awaits, and so on."""
-    places: list[str] = []
-    while awaited is not None and len(places) < _DEEPEST:
+    frames: list[str] = []
+    while awaited is not None and len(frames) < _DEEPEST:
         frame: FrameType | None = _first(awaited, _FRAMES)
         if frame is None:
             inner = _inside(awaited)
             if inner is None:
-                return [*places, type(awaited).__name__]
+                return [*frames, type(awaited).__name__]
             awaited = inner
             continue
         code = frame.f_code
-        places.append(f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})")
+        frames.append(f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})")
         awaited = _first(awaited, _AWAITS)
-    return places
+    return frames
 
 
 def _first(thing: Any, names: tuple[str, ...]) -> Any:

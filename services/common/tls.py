@@ -75,9 +75,9 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles:
 
 
 def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
-    """TLS files of the HTTP server: LORAPLEX_HTTP_CERT and its key, in the same file or beside it.
+    """TLS files of the HTTP server: LORAPLEX_HTTP_CERT and its key, in the same file or next to it.
 
-    A Secret of Kubernetes has the two side by side, as `tls.crt` and `tls.key`.
+    A Kubernetes Secret has the two as `tls.crt` and `tls.key` in one folder.
 
     Raises:
         InvalidRequest: the file is missing, or there is no key that belongs to it.
@@ -85,15 +85,15 @@ def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
     cert = _file(environ, env.HTTP_CERT)
     if cert is None:
         return PLAIN
-    beside = cert.with_suffix(".key")
-    key = beside if beside.is_file() else cert
+    key_file = cert.with_suffix(".key")
+    key = key_file if key_file.is_file() else cert
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except ssl.SSLError as error:
         raise InvalidRequest.field(
             env.HTTP_CERT.name,
             str(cert),
-            f"must be a PEM certificate whose key is in the same file or in {beside} "
+            f"must be a PEM certificate whose key is in the same file or in {key_file} "
             f"({error.reason or error})",
         ) from None
     return TlsFiles(cert=cert, key=key)

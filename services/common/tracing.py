@@ -28,6 +28,8 @@ class Span:
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent
         """W3C traceparent for what this span causes; may be empty."""
+        self.exemplar: dict[str, str] | None = None
+        """The `trace_id` for histograms, if the span is exported."""
 
     def child(
         self, name: str, start_s: float, end_s: float, attributes: Attributes | None = None

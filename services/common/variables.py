@@ -28,12 +28,12 @@ GONE = {
     "LORAPLEX_CACHE_DIR": "a worker's disk cache is in LORAPLEX_STATE_DIR now",
     "LORAPLEX_CLUSTER_SIZE": _NOW_A_SWITCH.format("cluster-size"),
     "LORAPLEX_FAILPOINTS": _NOW_A_SWITCH.format("failpoint"),
-    "LORAPLEX_FIRST_TOKEN_S": "it is no longer read; requests bring first_token_s",
+    "LORAPLEX_FIRST_TOKEN_S": "it is no longer read; set first_token_s in requests",
     "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
     "LORAPLEX_HOST_CACHE_BYTES": "it is no longer read; on CUDA, an eighth of the host's memory, "
     "at most 4 GiB, is pinned for packed adapters",
-    "LORAPLEX_HTTP_KEY": "the private key is in the file of LORAPLEX_HTTP_CERT now, or beside it "
-    "with the ending .key",
+    "LORAPLEX_HTTP_KEY": "the private key is in the file of LORAPLEX_HTTP_CERT now, or next to it "
+    "with the suffix .key",
     "LORAPLEX_LOAD_FORMAT": _NOW_A_SWITCH.format("load-format"),
     "LORAPLEX_LOG_FORMAT": _NOW_A_SWITCH.format("log-format"),
     "LORAPLEX_MAX_BATCH": "it is called LORAPLEX_MAX_NUM_SEQS now",

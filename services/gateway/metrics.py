@@ -10,17 +10,19 @@ REQUESTS = Counter(
     ["api", "outcome"],
 )
 REJECTIONS = Counter(
-    "loraplex_gateway_rejections_total", "Requests refused before any work.", ["reason"]
+    "loraplex_gateway_rejections_total",
+    "Requests that were refused before any computation, by reason.",
+    ["reason"],
 )
 FIRST_TOKEN_S = Histogram(
     "loraplex_gateway_time_to_first_token_seconds",
-    "From the arrival of a request to its first token.",
+    "Time from the arrival of a request to its first token.",
     ["base"],
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
 REQUEST_S = Histogram(
     "loraplex_gateway_request_seconds",
-    "From the arrival of a request to its end.",
+    "Time from the arrival of a request to its end.",
     ["base"],
     buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600),
 )
@@ -30,26 +32,26 @@ COMPLETION_TOKENS = Counter(
 )
 TENANT_REQUESTS = Counter(
     "loraplex_gateway_tenant_requests_total",
-    "Ended requests by tenant, a bounded number of them.",
+    "Ended requests by tenant; tenants beyond the first hundred share one label.",
     ["tenant", "outcome"],
 )
 TENANT_TOKENS = Counter(
     "loraplex_gateway_tenant_tokens_total",
-    "Tokens by tenant, a bounded number of them.",
+    "Tokens by tenant; tenants beyond the first hundred share one label.",
     ["tenant", "kind"],
 )
 ADAPTER_REQUESTS = Counter(
     "loraplex_gateway_adapter_requests_total",
-    "Ended requests by adapter, a bounded number of them.",
+    "Ended requests by adapter; adapters beyond the first hundred share one label.",
     ["adapter", "outcome"],
 )
 ADAPTER_TOKENS = Counter(
     "loraplex_gateway_adapter_tokens_total",
-    "Tokens by adapter, a bounded number of them.",
+    "Tokens by adapter; adapters beyond the first hundred share one label.",
     ["adapter", "kind"],
 )
 RETRIES = Counter(
-    "loraplex_gateway_retries_total", "Requests sent to another worker before a token."
+    "loraplex_gateway_retries_total", "Requests sent to another worker before the first token."
 )
 CONTINUATIONS = Counter(
     "loraplex_gateway_continuations_total", "Streams continued on another worker."

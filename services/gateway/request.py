@@ -36,7 +36,7 @@ from loraplex.errors import InvalidRequest, LoraplexError, Violation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall(GenerateRequest):
-    """A client's request, as received by an API: with what the API knows of the caller."""
+    """A `GenerateRequest` with its caller and deadline; made by the HTTP and gRPC servers."""
 
     tenant: str
     timeout_s: float | None = None

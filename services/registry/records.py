@@ -6,6 +6,7 @@ keeps the highest it has seen, whatever order changes arrive in.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import secrets
@@ -274,6 +275,32 @@ def to_fields(record: Any) -> dict[str, Any]:
     """A record as JSON values."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return fields
+
+
+def to_set_fields(record: Any) -> dict[str, Any]:
+    """A record as JSON values, without fields that have their default; `generation` stays.
+
+    `build` and `decode` restore the defaults. The index, which is in memory, keeps this form.
+    """
+    as_key: Any = type(record)
+    defaults = _defaults(as_key)
+    return {
+        name: value
+        for name, value in to_fields(record).items()
+        if name == "generation" or name not in defaults or value != defaults[name]
+    }
+
+
+@functools.cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    """The default of each field that has one, as a JSON value."""
+    defaults: dict[str, Any] = {}
+    for each in dataclasses.fields(cls):
+        if each.default is not dataclasses.MISSING:
+            defaults[each.name] = each.default
+        elif each.default_factory is not dataclasses.MISSING:
+            defaults[each.name] = each.default_factory()
+    return {name: msgspec.to_builtins(value) for name, value in defaults.items()}
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.worker.types.extents import count_pages_per_block
 
 NORMAL_P90 = 1.2816
 """Standard deviations."""
@@ -63,7 +64,7 @@ class Costs:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise InvalidRequest.field(field.name, value, "must be a number from 0 up")
+                raise InvalidRequest.field(field.name, value, "must be a number of at least 0")
         if min(self.block_bytes, self.tokens_per_block, self.adapter_bytes_per_rank) < 1:
             raise InvalidRequest.field(
                 "block_bytes", self.block_bytes, "and the other sizes must be at least 1"
@@ -115,9 +116,14 @@ class Costs:
         spread = math.log(self.request_p90_s / self.request_s) / NORMAL_P90
         return self.request_s * rng.lognormvariate(0.0, spread)
 
-    def adapter_blocks(self, rank: int) -> int:
-        """Arena blocks of an adapter."""
-        return max(1, math.ceil(rank * self.adapter_bytes_per_rank / self.block_bytes))
+    @property
+    def page_bytes(self) -> int:
+        """Size of what blocks are divided into."""
+        return self.block_bytes // count_pages_per_block(self.block_bytes)
+
+    def adapter_pages(self, rank: int) -> int:
+        """Pages that an adapter fills in the arena."""
+        return max(1, math.ceil(rank * self.adapter_bytes_per_rank / self.page_bytes))
 
     def to_json(self) -> str:
         """The file's text."""

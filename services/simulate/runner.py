@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from loraplex.adapter_format.geometry import Geometry
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.own_rope import BaseRopes
 from loraplex_services.worker.types.runner_protocol import Copied, DoneStep, ModelInfo
 from loraplex_services.worker.types.sites import SiteTable
@@ -47,7 +48,7 @@ class SimulatedCopy:
     """A copy that ends at a time of the virtual clock; its result is itself."""
 
     path: Path
-    num_blocks: int
+    num_bytes: int
     elapsed_s: float
     end_s: float
     clock: VirtualClock
@@ -79,6 +80,7 @@ class TimedRunner:
     def __init__(self, costs: Costs, arena_bytes: int, clock: VirtualClock, seed: int = 0) -> None:
         self.arena_blocks = max(1, arena_bytes // costs.block_bytes)
         self.block_bytes = costs.block_bytes
+        self._page_bytes = costs.page_bytes
         self.tokens_per_block = costs.tokens_per_block
         self.kv_group_windows: tuple[int | None, ...] = (None,)
         self._costs = costs
@@ -105,11 +107,12 @@ class TimedRunner:
         """Not used, because simulated adapters are already packed."""
         raise AssertionError(path)
 
-    def copy_adapter(self, path: Path, blocks: Sequence[int], step_s: float = 0.0) -> SimulatedCopy:
+    def copy_adapter(self, path: Path, extents: Extents, step_s: float = 0.0) -> SimulatedCopy:
         """One copy after another, concurrently with steps."""
-        elapsed_s = self._costs.load(len(blocks) * self.block_bytes)
+        num_bytes = extents.num_pages * self._page_bytes
+        elapsed_s = self._costs.load(num_bytes)
         self._copies_end_s = max(self._copies_end_s, self._clock.now_s) + elapsed_s
-        copy = SimulatedCopy(path, len(blocks), elapsed_s, self._copies_end_s, self._clock)
+        copy = SimulatedCopy(path, num_bytes, elapsed_s, self._copies_end_s, self._clock)
         self._copies.append(copy)
         return copy
 
@@ -121,7 +124,7 @@ class TimedRunner:
     def enter_adapter(self, slot: int, copied: Copied) -> None:
         """Takes no time."""
         assert slot not in self._slot_bytes, f"slot {slot} is in use"
-        self._slot_bytes[slot] = copied.num_blocks * self.block_bytes
+        self._slot_bytes[slot] = copied.num_bytes
 
     def unload_adapter(self, slot: int) -> None:
         """Takes no time."""

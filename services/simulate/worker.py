@@ -89,8 +89,8 @@ class SimulatedWorker:
         self._fetched.add(digest)
         num_bytes = int(rank * self._costs.adapter_bytes_per_rank)
         wait_s = 0.0 if self._on_disk else self._costs.fetch(num_bytes)
-        num_blocks = self._costs.adapter_blocks(rank)
-        self._deliver(moment_s + wait_s, AdapterFetched(digest, digest, rank, num_blocks))
+        num_pages = self._costs.adapter_pages(rank)
+        self._deliver(moment_s + wait_s, AdapterFetched(digest, digest, rank, num_pages))
 
     def _deliver(self, moment_s: float, command: Command) -> None:
         heapq.heappush(self._inbox, (moment_s, next(self._order), command))

@@ -191,7 +191,7 @@ _FLAGS = {
         ("--device", "NAME", "auto, cpu or cuda (default: auto)"),
         ("--dtype", "NAME", "arithmetic: auto, float32, bfloat16 or float16 (default: auto)"),
         ("--lora-dtype", "NAME", "storage of adapters: as --dtype, or int8 (default: auto)"),
-        ("--quantization", "NAME", "quantise on load: none, int8 or int4 (default: none)"),
+        ("--quantization", "NAME", "quantise on load: none, int8, int4 or fp8 (default: none)"),
         ("--kv-cache-dtype", "NAME", "storage of the KV cache: auto or int8 (default: auto)"),
         (
             "--attention-backend",

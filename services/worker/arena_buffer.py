@@ -16,6 +16,7 @@ from loraplex_services.worker.cache.kv_layout import (
     KvGroup,
     KvGroups,
 )
+from loraplex_services.worker.types.extents import count_pages_per_block
 
 
 class ArenaBuffer:
@@ -28,6 +29,8 @@ class ArenaBuffer:
         self.data = raw[begin : begin + num_bytes].view(num_blocks, block_bytes)
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
+        self.pages_per_block = count_pages_per_block(block_bytes)
+        self.page_bytes = block_bytes // self.pages_per_block
         self._flat: dict[torch.dtype, Tensor] = {}
 
     def flat(self, dtype: torch.dtype) -> Tensor:

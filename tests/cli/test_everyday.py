@@ -87,8 +87,8 @@ def test_an_error_says_what_is_missing_and_what_exists(published: Any) -> None:
         return str(error["message"])
 
     assert "there is no adapter default/day-aa; did you mean default/day-a?" in message("day-aa")
-    assert "has no tag prod; its tags are latest and its versions v1" in message("day-a:prod")
-    assert "has no version v7; its versions are v1" in message("day-a:v7")
+    assert "has no tag prod (tags: latest; versions: v1)" in message("day-a:prod")
+    assert "has no version v7 (versions: v1)" in message("day-a:v7")
     assert "no version of default/day-a has this digest" in message(f"day-a@sha256:{'0' * 64}")
 
 

@@ -48,7 +48,7 @@ def test_it_shows_rates_latency_errors_and_the_worker_that_is_away_first() -> No
     assert "2.0 requests/s, 200.0 generated tokens/s, 100.0 prompt tokens/s over 60 s" in text
     assert "first token p50 20.0 ms, p95 200.0 ms; whole p50 1.50 s, p95 3.00 s" in text
     assert "errors    9: queue_full 7, deadline_infeasible 2" in text
-    assert text.index("worker-0  away") < text.index("worker-1  ready")
+    assert text.index("worker-0  unreachable") < text.index("worker-1  ready")
     assert "75%" in text and "21%" in text
 
 
@@ -68,7 +68,7 @@ def test_what_is_wrong_stands_in_the_first_line() -> None:
         _status(), ready=False, not_ready_reason="no worker is ready", registry_connected=False
     )
     first = screen(status, "t", 0, 30)[0]
-    assert "NOT READY: no worker is ready" in first and "REGISTRY AWAY" in first
+    assert "NOT READY: no worker is ready" in first and "REGISTRY UNREACHABLE" in first
 
 
 def test_without_an_admin_key_it_says_what_is_missing() -> None:

@@ -5,15 +5,24 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.metrics import MetricsServer
 
+# What Prometheus 2 and 3 send.
+PROMETHEUS_2 = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+PROMETHEUS_3 = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8,text/plain;q=0.5"
 
-async def _get(port: int, path: str, method: str = "GET", token: str = "") -> tuple[int, str]:
+
+async def _get(
+    port: int, path: str, method: str = "GET", token: str = "", accept: str = ""
+) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     shown = f"Authorization: Bearer {token}\r\n" if token else ""
+    shown += f"Accept: {accept}\r\n" if accept else ""
     writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n{shown}\r\n".encode())
     answer = (await reader.read()).decode()
     writer.close()
@@ -37,6 +46,25 @@ async def test_serves_metrics_and_probes() -> None:
     assert (await _get(server.port, "/"))[0] == 404
     assert (await _get(server.port, "/metrics", "POST"))[0] == 405
     await server.stop()
+
+
+@pytest.mark.parametrize("accept", [PROMETHEUS_2, PROMETHEUS_3])
+async def test_prometheus_gets_exemplars_and_the_names_of_the_text_format(accept: str) -> None:
+    registry = CollectorRegistry()
+    Histogram("vllm:test_seconds", "Time.", registry=registry).observe(0.3, {"trace_id": "ab"})
+    Counter("vllm:test_tokens", "Tokens.", registry=registry).inc()
+    server = MetricsServer(lambda: True, registry=registry)
+    await server.start("127.0.0.1:0")
+    _, plain = await _get(server.port, "/metrics")
+    _, body = await _get(server.port, "/metrics", accept=accept)
+    await server.stop()
+    samples = [
+        s for family in openmetrics.text_string_to_metric_families(body) for s in family.samples
+    ]
+    exemplars = [sample.exemplar.labels for sample in samples if sample.exemplar]
+    assert exemplars == [{"trace_id": "ab"}] and "trace_id" not in plain
+    in_text = [s for family in text_string_to_metric_families(plain) for s in family.samples]
+    assert {sample.name for sample in samples} == {sample.name for sample in in_text}
 
 
 async def test_taken_port_names_the_setting() -> None:

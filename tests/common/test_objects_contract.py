@@ -314,3 +314,21 @@ async def test_reads_do_not_wait_for_writes_that_the_disk_holds_up(
 def test_a_new_folder_of_objects_is_the_user_s_alone(tmp_path: Path) -> None:
     FileStore(tmp_path / "state" / "objects")
     assert (tmp_path / "state" / "objects").stat().st_mode & 0o777 == 0o700
+
+
+async def test_objects_on_a_read_only_mount_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await FileStore(tmp_path).put("a", b"x")
+    (tmp_path / ".tmp").rmdir()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    mounted = FileStore(tmp_path)
+    assert (await mounted.get("a")).data == b"x"
+    with pytest.raises(ObjectStoreError):
+        await mounted.put("b", b"x")
+    with pytest.raises(ObjectStoreError, match="Read-only file system"):
+        FileStore(tmp_path / "missing")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -28,6 +27,8 @@ def responses(stack: Stack) -> Any:
 
 @pytest.fixture
 def messages(stack: Stack) -> Any:
+    import anthropic  # thousands of modules, for the process that runs this alone
+
     return anthropic.Anthropic(base_url=stack.http, api_key="none", max_retries=0).messages
 
 

@@ -14,7 +14,7 @@ import pytest
 from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
-from loraplex.errors import AdapterNotFound
+from loraplex.errors import AdapterNotFound, Unavailable
 from loraplex.v1 import registry_pb2 as pb
 from tests.registry.house import adapter_files, register_base, write_folder
 from tests.registry.process import RegistryProcess
@@ -59,11 +59,21 @@ async def test_the_metadata_server_dies_with_a_killed_registry(process: Registry
     assert alive == [] and len(gone) == len(children)
 
 
-async def test_sigterm_ends_it_with_status_0(process: RegistryProcess) -> None:
-    await process.start()
+async def test_sigterm_ends_it_with_status_0_and_it_waits_for_no_watch(
+    process: RegistryProcess,
+) -> None:
+    await process.start(LORAPLEX_DRAIN_S="600")
     assert process.process is not None
-    process.process.send_signal(signal.SIGTERM)
-    assert await process.wait() == 0
+    async with _client(process) as client:
+        await register_base(client)
+        watching = client.watch()
+        while (await anext(watching)).kind != "base":
+            pass
+        process.process.send_signal(signal.SIGTERM)
+        with pytest.raises(Unavailable) as caught:
+            await anext(watching)
+        assert caught.value.reason == "UNAVAILABLE", "gateways resume where they were"
+        assert await process.wait() == 0
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,8 @@ def test_a_combined_qkv_row_is_shared_out_to_q_k_and_v(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "size", "problem"),
     [
-        ([18, 0, 2], 32, "is not a served module id"),
-        ([-1, 0, 2], 32, "is not a served module id"),
+        ([18, 0, 2], 32, "is not a supported module id"),
+        ([-1, 0, 2], 32, "is not a supported module id"),
         ([17, 0, 2], 32, "not a module of the base"),
         ([13, 0, 2], 32, "not a module of the base"),
         ([8, 0, 2], 32, "cross attention"),

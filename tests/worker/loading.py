@@ -13,21 +13,41 @@ import torch
 
 from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.runner.runner import TorchRunner
+from loraplex_services.worker.types.extents import Extents, extent_begins
+
+
+def blocks_of(runner: TorchRunner, num_pages: int) -> int:
+    """Blocks that hold so many pages."""
+    return -(-num_pages // runner.arena.pages_per_block)
+
+
+def in_blocks(runner: TorchRunner, num_pages: int, blocks: Sequence[int]) -> Extents:
+    """Extents from the start of `blocks` on."""
+    size = runner.arena.pages_per_block
+    begins = extent_begins(num_pages, size)
+    return Extents(num_pages, tuple(blocks[b // size] * size + b % size for b in begins))
 
 
 def adapter_blocks(runner: TorchRunner, folder: Path) -> int:
     """Blocks that the adapter in a folder needs."""
+    return blocks_of(runner, adapter_pages(runner, folder))
+
+
+def adapter_pages(runner: TorchRunner, folder: Path) -> int:
+    """Pages that the adapter in a folder needs."""
     if runner._followers is not None:
         return runner.pack_adapter(folder).result()
-    return runner._adapters._packer.pack(folder).index.num_blocks
+    return runner._adapters._packer.pack(folder).index.num_pages
 
 
 @torch.inference_mode()
 def load_adapter(runner: TorchRunner, slot: int, folder: Path, blocks: Sequence[int]) -> None:
     """Enter the adapter in a folder under `slot`, in `blocks`. Raises as packing does."""
     if runner._followers is not None:
-        runner.enter_adapter(slot, runner.copy_adapter(folder, blocks).result())
+        extents = in_blocks(runner, adapter_pages(runner, folder), blocks)
+        runner.enter_adapter(slot, runner.copy_adapter(folder, extents).result())
         return
     image = runner._adapters._packer.pack(folder)
-    runner._adapters.weights.copy(image, blocks)
-    runner.enter_adapter(slot, CopiedImage(folder, image.index, tuple(blocks), 0.0))
+    _, places = in_blocks(runner, image.index.num_pages, blocks)
+    runner._adapters.weights.copy(image, places)
+    runner.enter_adapter(slot, CopiedImage(folder, image.index, places, 0.0))

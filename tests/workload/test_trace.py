@@ -43,7 +43,7 @@ def test_gaps_of_one_process_have_the_mean_and_the_variation_asked_for(cv: float
     assert statistics.pstdev(gaps) / mean == pytest.approx(cv, rel=0.1)
 
 
-@pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("cv", [0.5, pytest.param(1.0, marks=pytest.mark.long), 3.0])
 def test_each_adapter_has_a_process_of_its_rate_and_the_variation_asked_for(cv: float) -> None:
     workload = Workload(5, rate_per_s=10, duration_s=20_000, cv=cv, alpha=0.5)
     arrivals: dict[int | None, list[float]] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -68,7 +69,9 @@ class FileStore:
             sync_folder(root)
             self._sweep_temporary()
         except OSError as error:
-            raise ObjectStoreError(f"{root}: {error.strerror}") from error
+            # Workers only read: they may have the folder without the right to write.
+            if error.errno != errno.EROFS or not root.is_dir():
+                raise ObjectStoreError(f"{root}: {error.strerror}") from error
 
     @property
     def url(self) -> str:
@@ -264,24 +267,25 @@ class FileStore:
     def _walk(self, folder: Path, base: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
         """Objects under `folder` in the order of their keys; `base` is the key of the folder."""
         try:
-            entries = [
-                (entry, entry.is_dir(follow_symlinks=False))
+            # Names only: a folder may have a million of them, and each DirEntry has its path.
+            names = sorted(
+                entry.name + "/" * entry.is_dir(follow_symlinks=False)
                 for entry in os.scandir(folder)
                 if (base + entry.name).startswith(prefix) or prefix.startswith(base + entry.name)
-            ]
+            )
         except (FileNotFoundError, NotADirectoryError):
             return
-        for name, entry in sorted((e.name + "/" * is_dir, e) for e, is_dir in entries):
-            key = base + name
-            if not _KEY_PART.fullmatch(entry.name):
+        for name in names:
+            key, path = base + name, folder / name
+            if not _KEY_PART.fullmatch(path.name):
                 continue
             if name.endswith("/"):
                 wanted = key.startswith(prefix) or prefix.startswith(key)
                 if wanted and (key > after or after.startswith(key)):
-                    yield from self._walk(Path(entry.path), key, prefix, after)
+                    yield from self._walk(path, key, prefix, after)
             elif key.startswith(prefix) and key > after:
                 with contextlib.suppress(FileNotFoundError):
-                    stat = entry.stat(follow_symlinks=False)
+                    stat = path.lstat()
                     yield ObjectInfo(key, stat.st_size, stat.st_mtime)
 
     def _sweep_temporary(self) -> None:

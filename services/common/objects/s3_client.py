@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import boto3
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from botocore.loaders import Loader, create_loader
 from botocore.utils import parse_timestamp
 
 if TYPE_CHECKING:
@@ -27,9 +29,16 @@ def connect_s3(attempts: int, connections: int) -> S3Client:
         response_checksum_validation="when_required",
     )
     session = botocore.session.get_session()
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     parsers = session.get_component("response_parser_factory")
     parsers.set_parser_defaults(timestamp_parser=_timestamp)
     return boto3.Session(botocore_session=session).client("s3", config=config)
+
+
+@functools.cache
+def _loader(search_path: str | None) -> Loader:
+    """It reads the description of the API, a megabyte of JSON, and keeps it for later clients."""
+    return create_loader(search_path)
 
 
 def _timestamp(value: Any) -> datetime:

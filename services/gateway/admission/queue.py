@@ -41,7 +41,10 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """A request as admission sees it. Its cost is its number of choices, each one a sequence."""
+    """The facts by which a request is admitted; made by `PreparedRequest` and the simulator.
+
+    Its cost is its number of choices, each of which is a sequence.
+    """
 
     tenant: str
     cost: int = 1

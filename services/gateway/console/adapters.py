@@ -111,10 +111,10 @@ class AdapterEndpoints:
         requests = {each.model: each.requests for each in self._recent.load().models}
         kept: list[Listing] = []
         names = self._resolver.snapshot.perhaps_visible(caller.tenant)
-        for index, place in enumerate(names):
+        for index, adapter in enumerate(names):
             if index % _LISTED_AT_ONCE == _LISTED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-            listing = self._resolver.snapshot.listing(*place, caller.tenant)
+            listing = self._resolver.snapshot.listing(*adapter, caller.tenant)
             if listing is not None and query.keeps(listing, devices):
                 kept.append(listing)
         kept.sort(key=lambda listing: _SORTS[query.sort](listing, requests))

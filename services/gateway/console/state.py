@@ -44,7 +44,7 @@ def worker_state(
     """
     load = view.load if view.connected else WorkerLoad()
     adapters = view.adapters.values() if view.connected else ()
-    held = sorted(adapters, key=lambda r: _place(r, labels, requests))
+    held = sorted(adapters, key=lambda r: _sort_key(r, labels, requests))
     shown = held if sees_all else [r for r in held if r.digest in labels]
     return {
         "id": view.worker_id or view.address,
@@ -95,13 +95,13 @@ def num_resident(views: Iterable[WorkerView]) -> int:
 
 def _condition(view: WorkerView) -> str:
     if not view.connected:
-        return "away"
+        return "unreachable"
     if view.draining:
         return "draining"
     return "ready" if view.ready else "starting"
 
 
-def _place(
+def _sort_key(
     residency: AdapterResidency, labels: Labels, requests: Mapping[str, int]
 ) -> tuple[int, int, int, str]:
     """Sort key: tier, traffic now and within the last minute, and name."""

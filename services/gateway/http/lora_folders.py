@@ -55,11 +55,13 @@ class LoraFolders:
         if not _may_publish(caller):  # before anything is read
             raise PermissionDenied("this needs a key with the scope 'publisher'")
         path = await asyncio.to_thread(self._inside, folder)
-        place = parse_name(name, caller.tenant, field="lora_name")
+        adapter = parse_name(name, caller.tenant, field="lora_name")
         publication = Publication(name, labels={LABEL: SOURCE}, keep_versions=KEPT_VERSIONS)
-        lock = self._locks.setdefault(place, asyncio.Lock())
+        lock = self._locks.setdefault(adapter, asyncio.Lock())
         async with lock, self._client(api_key) as registry:
-            if not in_place and [v async for v in registry.list(tenant=place[0], name=place[1])]:
+            if not in_place and [
+                v async for v in registry.list(tenant=adapter[0], name=adapter[1])
+            ]:
                 raise _already_loaded(name)
             try:
                 version = (await registry.upload(path, publication)).version

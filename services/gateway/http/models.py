@@ -26,10 +26,10 @@ def list_models(
     if "before" in query:
         if "after" in query:
             raise InvalidRequest.field("before", query["before"], "send either before or after")
-        entries = entries[: _place(ids, "before", query["before"])]
+        entries = entries[: _index_of(ids, "before", query["before"])]
         page = entries[-limit:]
     else:
-        start = _place(ids, "after", query["after"]) + 1 if "after" in query else 0
+        start = _index_of(ids, "after", query["after"]) + 1 if "after" in query else 0
         entries = entries[start:]
         page = entries[:limit]
     return {
@@ -63,7 +63,7 @@ def show_model(model: ServedModel | Version, shown_id: str) -> dict[str, Any]:
     }
 
 
-def _place(ids: list[str], field: str, wanted: str) -> int:
+def _index_of(ids: list[str], field: str, wanted: str) -> int:
     if wanted not in ids:
         raise InvalidRequest.field(field, wanted, "no such model; use an id of this list")
     return ids.index(wanted)

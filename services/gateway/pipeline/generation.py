@@ -222,7 +222,7 @@ class Generation:
             async for text_delta in text_deltas:
                 if is_first:
                     first_token_s = now_s() - prepared.arrival_s
-                    FIRST_TOKEN_S.labels(base_id).observe(first_token_s)
+                    FIRST_TOKEN_S.labels(base_id).observe(first_token_s, prepared.span.exemplar)
                     self.usage.recent.first_token(first_token_s)
                     is_first = False
                 _count(prepared.usage, text_delta)
@@ -230,7 +230,8 @@ class Generation:
                 permit.served(len(text_delta.token_ids))
                 yield text_delta
         COMPLETION_TOKENS.labels(base_id).inc(prepared.usage.completion_tokens)
-        REQUEST_S.labels(base_id).observe(now_s() - prepared.arrival_s)
+        duration_s = now_s() - prepared.arrival_s
+        REQUEST_S.labels(base_id).observe(duration_s, prepared.span.exemplar)
 
     @asynccontextmanager
     async def _admitted(self, prepared: PreparedRequest) -> AsyncGenerator[Permit]:

@@ -40,7 +40,7 @@ RANGES = {
 class _Step:
     """What happened within one step."""
 
-    place: int
+    number: int
     """Number of steps since the clock's zero."""
     served: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -84,7 +84,7 @@ class LoadHistory:
         """Tokens since the last sample."""
 
     async def run(self, load: Callable[[], tuple[int, int]]) -> None:
-        """Sample the requests that run and wait, for ever."""
+        """Sample the running and waiting requests until it is cancelled."""
         while True:
             self.sample(*load())
             await asyncio.sleep(SAMPLE_S)
@@ -118,12 +118,12 @@ class LoadHistory:
     def points(self, name: str) -> list[Point]:
         """The steps of a range, oldest first, as far as the gateway was running."""
         now_s, step_s = self._now(), RANGES[name].step_s
-        kept = {step.place: step for step in self._kept(name)}
+        kept = {step.number: step for step in self._kept(name)}
         last = int(now_s // step_s)
         first = max(last - RANGES[name].num_steps + 1, int(self._begin_s // step_s))
         return [
-            self._point(kept.get(place) or _Step(place), step_s, now_s)
-            for place in range(first, last + 1)
+            self._point(kept.get(number) or _Step(number), step_s, now_s)
+            for number in range(first, last + 1)
         ]
 
     def failures(self, name: str) -> list[tuple[str, int]]:
@@ -135,19 +135,19 @@ class LoadHistory:
 
     def _kept(self, name: str) -> list[_Step]:
         oldest = int(self._now() // RANGES[name].step_s) - RANGES[name].num_steps + 1
-        return [step for step in self._steps[name] if step.place >= oldest]
+        return [step for step in self._steps[name] if step.number >= oldest]
 
     def _current(self) -> Iterable[_Step]:
         """The step of this moment, of each range. Mutates: begins it."""
         for name, steps in self._steps.items():
-            place = int(self._now() // RANGES[name].step_s)
-            if not steps or steps[-1].place != place:
-                steps.append(_Step(place))
+            number = int(self._now() // RANGES[name].step_s)
+            if not steps or steps[-1].number != number:
+                steps.append(_Step(number))
             yield steps[-1]
 
     def _point(self, step: _Step, step_s: float, now_s: float) -> Point:
-        begin_s = max(step.place * step_s, self._begin_s)
-        end_s = min((step.place + 1) * step_s, now_s)
+        begin_s = max(step.number * step_s, self._begin_s)
+        end_s = min((step.number + 1) * step_s, now_s)
         # A step that has just begun is too short for a rate.
         lasted_s = max(end_s - begin_s, SAMPLE_S)
         p50_s, p95_s = _percentiles(step.first_tokens, (0.5, 0.95))

@@ -47,7 +47,7 @@ class LoadingWorkers(Protocol):
 
 
 class LiveRequest:
-    """A request from its admission to its end."""
+    """A `PreparedRequest` that waits or runs; made by `LiveRequests`, which can interrupt it."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
         policy = prepared.call.on_update
@@ -61,7 +61,7 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """All of them."""
+    """The requests that wait or run, the pauses, and the switches to other versions."""
 
     def __init__(self, resolver: Resolver, workers: LoadingWorkers) -> None:
         """Follows the tags of `resolver` from now on."""

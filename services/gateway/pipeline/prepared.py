@@ -26,7 +26,7 @@ from loraplex_services.gateway.text.detokenize import TokenBytes, decode_all
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A checked request, which may be run once."""
+    """A `GenerateCall` with its adapters and token ids; made by `Generation.prepare`, run once."""
 
     call: GenerateCall
     target: Target

@@ -51,12 +51,14 @@ async def _cosines(
     generation: Generation, pairs: Sequence[Pair], calls: Calls
 ) -> tuple[Pooled, list[float]]:
     """Each text is embedded once."""
-    places = {text: index for index, text in enumerate(dict.fromkeys(t for p in pairs for t in p))}
-    prompts = [TextPrompt(text) for text in places]
+    index_of = {
+        text: index for index, text in enumerate(dict.fromkeys(t for p in pairs for t in p))
+    }
+    prompts = [TextPrompt(text) for text in index_of]
     embedded = await embed_all(generation, calls(prompts, Pooling.DEFAULT), Finish(normalize=True))
     vectors = embedded.vectors
     return embedded, [
-        _dot(vectors[places[first]], vectors[places[second]]) for first, second in pairs
+        _dot(vectors[index_of[first]], vectors[index_of[second]]) for first, second in pairs
     ]
 
 

@@ -36,7 +36,7 @@ _LOAD_AHEAD_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """What the router must know about a request."""
+    """The facts by which a request is routed; made by the relay and the simulator."""
 
     key: str
     """Determines the replica set: the digest, or for the base the request itself."""

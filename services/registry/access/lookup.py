@@ -175,10 +175,10 @@ class Lookup:
         self, query: Query, after: str, *, including: bool
     ) -> list[tuple[str, Found]]:
         prefix = f"{layout.ADAPTERS}{query.tenant}/" if query.tenant else layout.ADAPTERS
-        places = {
+        adapters = {
             layout.adapter_of(info.key) async for info in self._store.list_objects(prefix)
         } - {None}
-        scopes = sorted(scope_of(*place) for place in places if place is not None)
+        scopes = sorted(scope_of(*adapter) for adapter in adapters if adapter is not None)
         rest = [scope for scope in scopes if scope > after or (including and scope == after)]
         return [
             (scope, await self._from_objects(*scope.split("/", 1)))

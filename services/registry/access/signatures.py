@@ -86,14 +86,14 @@ class Signatures:
     async def keep(self, version: VersionRecord, records: Sequence[SignatureRecord]) -> None:
         """Store checked signatures of a version."""
         held = await self.of(version) if records else []
-        place = (version.tenant, version.name, version.version)
+        address = (version.tenant, version.name, version.version)
         for record in records:
             keys = {other.key_sha256 for other in held} | {r.key_sha256 for r in records}
             if len(keys) > MAX_SIGNATURES:
                 raise ResourceExhausted(f"a version has at most {MAX_SIGNATURES} signatures")
             if any(other.bundle == record.bundle for other in held):
                 continue
-            key = layout.signature(*place, record.key_sha256)
+            key = layout.signature(*address, record.key_sha256)
             await documents.change(self._store, key, SignatureRecord, _always(record))
             await self._audit.write(
                 record.actor,

@@ -260,10 +260,10 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
     ) -> pb.FinishStagedMoveResponse:
         access = caller_access()
         access.require_service_or_root()
-        place = TagAddress(*parse_name(request.name, access.tenant), check_tag(request.tag))
+        address = TagAddress(*parse_name(request.name, access.tenant), check_tag(request.tag))
         failure = request.failure[:MAX_FAILURE_CHARS]
         record = await self._registry.staging.finish(
-            place, request.generation, failure, access.actor
+            address, request.generation, failure, access.actor
         )
         return pb.FinishStagedMoveResponse(tag=convert.tag_to_proto(record))
 

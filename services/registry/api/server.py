@@ -107,8 +107,8 @@ class RegistryService(AdminService):
             done = await self._registry.publisher.finish(session)
         await signatures.keep(done.version, options.signatures)
         self._registry.retention.published(done.version)
-        place = (done.version.tenant, done.version.name)
-        tags = await self._registry.lookup.tags(*place)
+        address = (done.version.tenant, done.version.name)
+        tags = await self._registry.lookup.tags(*address)
         return pb.FinishUploadResponse(
             version=convert.version_to_proto(done.version, done.adapter, tags),
             created=done.created,
@@ -190,7 +190,7 @@ class RegistryService(AdminService):
         access = caller_access()
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
-        place = TagAddress(tenant, name, check_tag(request.tag))
+        address = TagAddress(tenant, name, check_tag(request.tag))
         WAIT_S.check("when_loaded_s", request.when_loaded_s)
         if request.when_loaded_s and (request.rollback or request.delete):
             raise Unsupported.field(
@@ -199,17 +199,17 @@ class RegistryService(AdminService):
         expect = request.expect if request.HasField("expect") else None
         tags = self._registry.tags
         if request.rollback:
-            record = await tags.rollback(place, request.rollback_version, expect, access.actor)
+            record = await tags.rollback(address, request.rollback_version, expect, access.actor)
         elif request.delete:
-            record = await tags.set(place, (), expect, access.actor)
+            record = await tags.set(address, (), expect, access.actor)
         else:
-            targets = await self._targets(place, request.targets, access)
+            targets = await self._targets(address, request.targets, access)
             if request.when_loaded_s and targets:
                 record = await self._registry.staging.begin(
-                    place, targets, expect, access.actor, request.when_loaded_s
+                    address, targets, expect, access.actor, request.when_loaded_s
                 )
             else:
-                record = await tags.set(place, targets, expect, access.actor)
+                record = await tags.set(address, targets, expect, access.actor)
         return pb.SetTagResponse(tag=convert.tag_to_proto(record))
 
     async def ListTagHistory(
@@ -218,11 +218,11 @@ class RegistryService(AdminService):
         access = caller_access()
         access.require("reader")
         tenant, name = parse_name(request.name, access.tenant)
-        place = TagAddress(tenant, name, check_tag(request.tag))
-        record = await self._registry.tags.read(place)
+        address = TagAddress(tenant, name, check_tag(request.tag))
+        record = await self._registry.tags.read(address)
         found = await self._registry.lookup.everything(tenant, name)
         if record is None or not access.may_see(tenant, found.adapter):
-            raise NotFound(f"no tag {place}")
+            raise NotFound(f"no tag {address}")
         return pb.ListTagHistoryResponse(
             moves=[convert.move_to_proto(move) for move in reversed(record.moves)]
         )
@@ -334,7 +334,7 @@ class RegistryService(AdminService):
         return progress
 
     async def _targets(
-        self, place: TagAddress, messages: Sequence[pb.TagTarget], access: Access
+        self, address: TagAddress, messages: Sequence[pb.TagTarget], access: Access
     ) -> list[TagTarget]:
         """Targets named by version or digest, weights of 0 meaning 1."""
         if not 1 <= len(messages) <= MAX_SIDES:
@@ -344,11 +344,11 @@ class RegistryService(AdminService):
         for message in messages:
             number = message.version
             if not number:
-                ref = parse_ref(f"{place.scope}@{message.digest}", field="targets.digest")
+                ref = parse_ref(f"{address.scope}@{message.digest}", field="targets.digest")
                 number = (await self._registry.lookup.resolve(ref, access)).version.version
             targets.append(TagTarget(number, message.digest, message.weight or 1))
         if len({target.version for target in targets}) < len(targets):
-            raise InvalidRequest.field("targets", place.tag, "must not name a version twice")
+            raise InvalidRequest.field("targets", address.tag, "must not name a version twice")
         return targets
 
 

@@ -73,7 +73,13 @@ async def serve() -> None:
         keeper = asyncio.create_task(_become_ready(config, registry, running))
         keeper.add_done_callback(lambda _: stopping.set())
         stack.callback(keeper.cancel)
-        await grpc_server.serve(running, drain_s=config.drain_s, stopping=stopping)
+
+        async def end_watches() -> None:
+            catalog.feed.close()
+
+        await grpc_server.serve(
+            running, drain=end_watches, drain_s=config.drain_s, stopping=stopping
+        )
         await copy_usage(registry.usage)
         if keeper.done():
             keeper.result()

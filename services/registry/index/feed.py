@@ -54,6 +54,7 @@ class EventFeed:
         self._task: asyncio.Task[None] | None = None
         self._round = asyncio.Event()
         """Set at the end of each read; the next one gets its own."""
+        self.is_closed = False
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[None]:
@@ -72,6 +73,12 @@ class EventFeed:
                 self._task.cancel()
                 self._task = None
 
+    def close(self) -> None:
+        """End all watches, because the process is about to end: they resume at another registry,
+        and the drain need not wait for them."""
+        self.is_closed = True
+        self._round.set()
+
     async def after(self, epoch: str, number: int) -> Entries | None:
         """At most `MAX_READ` events after a number; waits about `BLOCK_MS` for the first one.
 
@@ -79,8 +86,10 @@ class EventFeed:
 
         Raises:
             FeedLost: the watcher needs a snapshot.
-            Unavailable: there is no index at the moment.
+            Unavailable: there is no index at the moment, or the feed is closed.
         """
+        if self.is_closed:
+            raise Unavailable("this registry is ending; watch again")
         # The first round may have begun before the caller learned its number.
         for _ in range(2):
             if self._has_more(epoch, number):

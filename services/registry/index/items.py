@@ -15,7 +15,7 @@ from loraplex_services.registry.records import (
     BaseRecord,
     TagRecord,
     VersionRecord,
-    to_fields,
+    to_set_fields,
 )
 
 BASES_SCOPE = "bases"
@@ -57,16 +57,20 @@ def arguments_of(
     """
     documents: list[bytes] = []
 
-    def place(document: dict[str, Any]) -> int:
+    def position(document: dict[str, Any]) -> int:
         documents.append(msgspec.json.encode(document))
         return len(documents)
 
     entries = []
     for item in items:
         events = item.events if with_events else ()
-        entries_of_events = [{"generation": e.generation, "doc": place(e.to_doc())} for e in events]
+        entries_of_events = [
+            {"generation": e.generation, "doc": position(e.to_doc())} for e in events
+        ]
         head = {"key": item.key, "field": item.field, "generation": item.generation}
-        entries.append({**head, "doc": place(item.doc), "events": entries_of_events, **item.extra})
+        entries.append(
+            {**head, "doc": position(item.doc), "events": entries_of_events, **item.extra}
+        )
     change = {"op": operation, "scope": scope, "items": entries}
     return [msgspec.json.encode(change), *documents]
 
@@ -83,7 +87,7 @@ def version_item(record: VersionRecord, adapter: AdapterRecord | None) -> Item:
         "bytes": record.size_bytes,
         "blobs": sorted({file.sha256 for file in record.files}),
     }
-    doc = to_fields(record)
+    doc = to_set_fields(record)
     return Item(
         f"a:{scope_of(record.tenant, record.name)}",
         f"v{record.version}",
@@ -114,7 +118,7 @@ def _version_event(
 
 def tag_item(record: TagRecord) -> Item:
     """A tag, with an event for every move that the index may have missed."""
-    doc = to_fields(dataclasses.replace(record, moves=()))
+    doc = to_set_fields(dataclasses.replace(record, moves=()))
     events = []
     for move in record.moves:
         past = dataclasses.replace(
@@ -126,7 +130,7 @@ def tag_item(record: TagRecord) -> Item:
             pending=(),
             pending_reason="",
         )
-        events.append(IndexEvent(move.generation, "tag", to_fields(past)))
+        events.append(IndexEvent(move.generation, "tag", to_set_fields(past)))
     if not events or events[-1].generation < record.generation or record.pending:
         # Staged or dropped since the last move: the same targets, other pending ones.
         events = [event for event in events if event.generation < record.generation]
@@ -142,8 +146,8 @@ def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) 
         f"a:{scope_of(record.tenant, record.name)}",
         "adapter",
         record.generation,
-        to_fields(record),
-        tuple(_version_event(record.generation, to_fields(v), record) for v in versions),
+        to_set_fields(record),
+        tuple(_version_event(record.generation, to_set_fields(v), record) for v in versions),
         {"visibility": record.visibility},
     )
 
@@ -151,7 +155,7 @@ def adapter_item(record: AdapterRecord, versions: Sequence[VersionRecord] = ()) 
 def base_item(record: BaseRecord) -> Item:
     """A base without its modules, which are large and seldom needed."""
     geometry = dataclasses.replace(record.geometry, modules=())
-    doc = to_fields(dataclasses.replace(record, geometry=geometry))
+    doc = to_set_fields(dataclasses.replace(record, geometry=geometry))
     return Item(
         BASES_SCOPE,
         record.base_id,

@@ -38,7 +38,10 @@ class _SnapshotNeeded(Exception):
 
 
 async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
-    """Yield changes after `token` ("" = everything) without end; waits while there is no index."""
+    """Yield changes after `token` ("" = everything); waits while there is no index.
+
+    Raises: Unavailable, once the catalog's feed is closed.
+    """
     epoch, sequence = _parse(token)
     while True:
         try:
@@ -56,6 +59,8 @@ async def watch(catalog: Catalog, token: str) -> AsyncIterator[Batch]:
                 epoch = ""
                 await asyncio.sleep(_RETRY_S)
         except Unavailable:
+            if catalog.feed.is_closed:
+                raise
             await asyncio.sleep(_RETRY_S)
 
 

@@ -238,7 +238,7 @@ def _adapters(documents_: Sequence[tuple[str, bytes]]) -> list[_Adapter]:
     """The documents of whole adapters, by adapter."""
     scopes: dict[str, dict[str, bytes]] = {}
     for key, data in documents_:
-        place = layout.adapter_of(key)
-        if place is not None:
-            scopes.setdefault(scope_of(*place), {})[key] = data
+        adapter = layout.adapter_of(key)
+        if adapter is not None:
+            scopes.setdefault(scope_of(*adapter), {})[key] = data
     return [_Adapter.of(scope, found) for scope, found in scopes.items()]

@@ -135,10 +135,10 @@ class Bases:
 
     async def _check_no_adapter(self, base_id: str) -> None:
         tenant, slash, name = base_id.partition("/")
-        places = [(tenant, name.lower())] if slash else [("default", base_id.lower())]
-        for place in places:
-            prefix = layout.versions_folder(*place)
-            if "/" in place[1] or not _plain(prefix):
+        adapters = [(tenant, name.lower())] if slash else [("default", base_id.lower())]
+        for adapter in adapters:
+            prefix = layout.versions_folder(*adapter)
+            if "/" in adapter[1] or not _plain(prefix):
                 continue
             async for _ in self._store.list_objects(prefix):
                 raise AlreadyExists(

@@ -33,8 +33,8 @@ class Certificates:
 
     async def of(self, version: VersionRecord) -> Sequence[Certificate]:
         """The certificates of a version, ordered by what they are about."""
-        place = version.tenant, version.name, version.version
-        prefix = layout.certificates_of(*place)
+        address = version.tenant, version.name, version.version
+        prefix = layout.certificates_of(*address)
         records = await documents.read_folder(self._store, prefix, Certificate)
         return sorted(records, key=_subject)
 

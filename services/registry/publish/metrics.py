@@ -11,11 +11,12 @@ from loraplex.errors import LoraplexError
 
 UPLOADS = Counter(
     "loraplex_registry_uploads_total",
-    "Uploads by how they ended: created, unchanged (content that was there), or why refused.",
+    "Uploads by outcome: created, unchanged (the content was there), or the reason of the refusal.",
     ["outcome"],
 )
 RECEIVED_BYTES = Counter(
-    "loraplex_registry_received_bytes_total", "Bytes of uploads that are safe in the object store."
+    "loraplex_registry_received_bytes_total",
+    "Bytes of uploads that are stored in the object store.",
 )
 WATCHERS = Gauge("loraplex_registry_watchers", "Open watches: gateways and `registry watch`.")
 INDEX_LAG_S = Gauge(

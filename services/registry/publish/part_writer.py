@@ -42,7 +42,7 @@ class PartWriter:
         """Offset of the next chunk."""
         self._scan = scan
         self._store = store
-        self._place = (upload_id, index)
+        self._file = (upload_id, index)
         self._open()
 
     def _open(self) -> None:
@@ -84,7 +84,7 @@ class PartWriter:
     async def _commit(self) -> None:
         if self._good_bytes:
             sha256 = self._sha256.hexdigest()
-            key = layout.upload_part(*self._place, self._begin, self._good_bytes, sha256)
+            key = layout.upload_part(*self._file, self._begin, self._good_bytes, sha256)
             await self._writer.commit(key)
             RECEIVED_BYTES.inc(self._good_bytes)
             failpoint("upload.part")

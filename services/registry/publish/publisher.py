@@ -188,8 +188,8 @@ class Publisher:
         """The version of this content: an existing one, or one with a new number."""
         options = session.options
         wanted = await self._record(session, inspected, [source.file for source in sources])
-        place = options.tenant, options.name
-        last, records = await self._versions.of_content(*place, wanted.digest)
+        adapter = options.tenant, options.name
+        last, records = await self._versions.of_content(*adapter, wanted.digest)
         while True:
             same = next(
                 (
@@ -218,9 +218,9 @@ class Publisher:
                 expires_s=expires_s,
                 spelling="" if spelling == options.name else spelling,
             )
-            if await documents.create(self._store, layout.version(*place, last + 1), record):
+            if await documents.create(self._store, layout.version(*adapter, last + 1), record):
                 return record, True
-            records = await self._versions.of(*place)
+            records = await self._versions.of(*adapter)
             last = records[-1].version
 
     async def _record(

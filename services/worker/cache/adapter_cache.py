@@ -8,6 +8,7 @@ actions, which the engine carries out in that order before the next step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from loraplex.api.residency import Tier
 from loraplex.errors import LoraplexError, ResourceExhausted
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.backoff import Backoff
+from loraplex_services.worker.cache.block_use import BlockUse
 from loraplex_services.worker.cache.eviction import CopyTimes, LeastExpectedLoss
 from loraplex_services.worker.cache.reclaimer import Offer, Reclaimer, reuse_probability
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.residency import CachedAdapter, Evict, Load, adapter_owner
 
 
@@ -46,8 +49,7 @@ class AdapterCache:
         self._in_use: set[str] = set()
         self._prefetches: dict[str, None] = {}
         self._free_slots = list(range(max_resident - 1, -1, -1))
-        self._resident_blocks = 0
-        self._idle_blocks = 0
+        self._use = BlockUse(arena)
         self._pinned_blocks = 0
         self._copies = CopyTimes()
         self._actions: list[Load | Evict] = []
@@ -59,12 +61,12 @@ class AdapterCache:
 
     @property
     def held_blocks(self) -> int:
-        """Blocks of adapters that are in use, pinned or loading: not to be reclaimed."""
-        return self._resident_blocks - self._idle_blocks
+        """Blocks with adapters that are in use, pinned or loading: not to be reclaimed."""
+        return self._use.held
 
     @property
     def pinned_blocks(self) -> int:
-        """Blocks of pinned adapters, resident or not."""
+        """The most blocks that pinned adapters, resident or not, are in."""
         return self._pinned_blocks
 
     @property
@@ -89,8 +91,9 @@ class AdapterCache:
         """All known adapters, for snapshots."""
         return self._adapters.values()
 
-    def fetched(self, digest: str, path: Path, num_blocks: int, max_rank: int) -> None:
+    def fetched(self, digest: str, path: Path, num_pages: int, max_rank: int) -> None:
         """An adapter has been verified on disk. Raises ResourceExhausted if it is too large."""
+        num_blocks = math.ceil(num_pages / self._arena.pages_per_block)
         if num_blocks > self._max_adapter_blocks:
             raise ResourceExhausted(
                 f"adapter {digest} needs {num_blocks} arena blocks, but one adapter may "
@@ -100,7 +103,7 @@ class AdapterCache:
             )
         adapter = self._adapters.get(digest)
         if adapter is None:
-            self._adapters[digest] = CachedAdapter(digest, path, num_blocks, max_rank)
+            self._adapters[digest] = CachedAdapter(digest, path, num_pages, max_rank)
             self._note(digest)
         else:
             adapter.path, adapter.on_disk = path, True
@@ -126,14 +129,15 @@ class AdapterCache:
         return all(digest in self._adapters for digest in digests)
 
     def new_blocks(self, digests: Iterable[str]) -> int:
-        """Blocks that would be added to `held_blocks` if all of `digests` were held."""
-        adapters = (self._adapters[digest] for digest in digests)
-        return sum(a.num_blocks for a in adapters if a.is_idle or a.tier == Tier.DISK)
+        """The most blocks that would be added to `held_blocks` if all of `digests` were held."""
+        adapters = [self._adapters[digest] for digest in digests]
+        absent = (self._use.most_of(a) for a in adapters if a.tier == Tier.DISK)
+        return sum(absent) + self._use.idle_of(a for a in adapters if a.is_idle)
 
     def unpinned_blocks(self, digests: Iterable[str]) -> int:
-        """Blocks of those of `digests` that are not pinned."""
+        """The most blocks that those of `digests` are in that are not pinned."""
         adapters = (self._adapters[digest] for digest in digests)
-        return sum(a.num_blocks for a in adapters if not a.pinned)
+        return sum(self._use.most_of(a) for a in adapters if not a.pinned)
 
     def acquire(self, digests: Iterable[str], now: float) -> tuple[int, ...]:
         """A running request starts to use `digests`, all of them ready. Returns their slots."""
@@ -172,17 +176,18 @@ class AdapterCache:
         adapter = self._adapters[digest]
         if adapter.tier != Tier.DISK:
             return True
-        if not self._reclaimer.reclaim(adapter.num_blocks, now, protected):
+        if not self._reclaimer.reclaim_pages(adapter.num_pages, now, protected):
             return False
         kept = ({*protected, *self._reclaimer.spared}, protected)
         if not self._free_slots and not any(map(self._evict_one, kept)):
             return False
         adapter.tier = Tier.LOADING
         adapter.slot = self._free_slots.pop()
-        adapter.blocks = self._arena.allocate(adapter_owner(digest), adapter.num_blocks)
+        adapter.places = self._arena.allocate_pages(adapter_owner(digest), adapter.num_pages)
         adapter.last_used_s = now
-        self._resident_blocks += adapter.num_blocks
-        self._actions.append(Load(adapter.slot, digest, adapter.path, tuple(adapter.blocks)))
+        self._use.add(adapter)
+        extents = Extents(adapter.num_pages, tuple(adapter.places))
+        self._actions.append(Load(adapter.slot, digest, adapter.path, extents))
         self._note(digest)
         return True
 
@@ -217,7 +222,7 @@ class AdapterCache:
         adapter = self._adapters[digest]
         adapter.facts = facts or adapter.facts
         if copy_s is not None:
-            self._copies.add(adapter.num_blocks, copy_s)
+            self._copies.add(self._num_blocks(adapter), copy_s)
         assert adapter.tier == Tier.LOADING, f"{digest} is {adapter.tier.name}"
         self.failures.clear(digest)
         adapter.tier = Tier.DEVICE
@@ -238,7 +243,7 @@ class AdapterCache:
         adapter = self._adapters[digest]
         if adapter.pinned:
             return
-        wanted_blocks = self._pinned_blocks + adapter.num_blocks
+        wanted_blocks = self._pinned_blocks + self._use.most_of(adapter)
         num_pinned = sum(a.pinned for a in self._adapters.values())
         if wanted_blocks > self._max_pinned_blocks or num_pinned >= self._max_pinned:
             raise ResourceExhausted(
@@ -260,7 +265,7 @@ class AdapterCache:
         if adapter is None or not adapter.pinned:
             return
         adapter.pinned = False
-        self._pinned_blocks -= adapter.num_blocks
+        self._pinned_blocks -= self._use.most_of(adapter)
         self._enter_idle(adapter)
         self.cancel_prefetch(digest)
         self._note(digest)
@@ -277,23 +282,30 @@ class AdapterCache:
             self._evict(adapter)
 
     def idle_blocks(self, protected: Collection[str]) -> int:
-        """Blocks of idle adapters that are not `protected`."""
-        spared = (self._idle[digest].num_blocks for digest in protected if digest in self._idle)
-        return self._idle_blocks - sum(spared)
+        """Blocks that only idle adapters are in, none of them `protected`."""
+        spared = (self._idle[digest] for digest in protected if digest in self._idle)
+        return self._use.idle - self._use.idle_of(spared)
 
     def offer(self, protected: Collection[str], now: float) -> Offer | None:
         """The idle adapter that would be evicted next."""
         victim = self._order.next_victim(protected)
         if victim is None:
             return None
-        restore_s = self._copies.seconds(victim.num_blocks)
+        num_blocks = self._num_blocks(victim)
+        restore_s = self._copies.seconds(num_blocks)
         reuse = reuse_probability(now - victim.last_used_s)
         reuse = min(1.0, max(reuse, self._order.uses_per_s(victim, now)))
-        return Offer(victim.num_blocks, restore_s, reuse)
+        return Offer(num_blocks, restore_s, reuse)
 
-    def give_up(self, protected: Collection[str]) -> None:
-        """Evict the adapter that `offer` named."""
-        self._evict_one(protected)
+    def give_up(self, protected: Collection[str], whole_block: bool) -> None:
+        """Evict the adapter that `offer` named, and those with which it shares a block if a whole
+        one is to be free and can be."""
+        victim = self._order.next_victim(protected)
+        assert victim is not None, "there was an offer"
+        beside = self._use.beside(victim, protected) if whole_block else ()
+        self._evict(victim)
+        for digest in beside:
+            self._evict(self._adapters[digest])
 
     def take_actions(self) -> list[Load | Evict]:
         """Decisions since the last call, to be carried out in this order."""
@@ -316,24 +328,27 @@ class AdapterCache:
         resident = [a for a in adapters if a.tier in (Tier.LOADING, Tier.DEVICE)]
         idle = {a.digest: a for a in adapters if a.is_idle}
         assert self._idle == idle, f"idle {set(self._idle)} != {set(idle)}"
-        assert self._resident_blocks == sum(a.num_blocks for a in resident)
-        assert self._idle_blocks == sum(a.num_blocks for a in idle.values())
-        assert self._pinned_blocks == sum(a.num_blocks for a in adapters if a.pinned)
+        self._use.check_integrity(resident)
+        assert self._pinned_blocks == sum(self._use.most_of(a) for a in adapters if a.pinned)
         assert self._in_use == {a.digest for a in adapters if a.num_running}
         slots = [a.slot for a in resident]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
         by_owner = self._arena.blocks_by_owner()
         for adapter in adapters:
             owned = by_owner.get(adapter_owner(adapter.digest), set())
-            assert owned == set(adapter.blocks), f"{adapter.digest}: {owned} != {adapter.blocks}"
-            expected = adapter.num_blocks if adapter in resident else 0
-            assert len(adapter.blocks) == expected, f"{adapter.digest} {adapter.tier.name}"
+            blocks = {place // self._arena.pages_per_block for place in adapter.places}
+            assert owned == blocks, f"{adapter.digest}: {owned} != {blocks}"
+            assert bool(adapter.places) == (adapter in resident), adapter.digest
             assert not (adapter.num_running and adapter.tier != Tier.DEVICE), adapter.digest
 
     def _note(self, digest: str) -> None:
         self._changed[digest] = None
         self._moved.add(digest)
         self.num_changes += 1
+
+    def _num_blocks(self, adapter: CachedAdapter) -> float:
+        """Its size in blocks."""
+        return adapter.num_pages / self._arena.pages_per_block
 
     def _evict_one(self, protected: Collection[str]) -> bool:
         victim = self._order.next_victim(protected)
@@ -350,10 +365,11 @@ class AdapterCache:
 
     def _vacate(self, adapter: CachedAdapter) -> None:
         """Free its slot and blocks; afterwards the adapter is only on disk, or gone."""
-        self._arena.free(adapter_owner(adapter.digest), adapter.blocks, adapter.last_step)
+        owner, num_pages = adapter_owner(adapter.digest), adapter.num_pages
+        self._arena.free_pages(owner, adapter.places, num_pages, adapter.last_step)
         self._free_slots.append(adapter.slot)
-        self._resident_blocks -= adapter.num_blocks
-        adapter.tier, adapter.slot, adapter.blocks = Tier.DISK, -1, []
+        self._use.drop(adapter)
+        adapter.tier, adapter.slot, adapter.places = Tier.DISK, -1, []
         adapter.unload = False
         self._note(adapter.digest)
         if not adapter.on_disk:
@@ -368,13 +384,13 @@ class AdapterCache:
     def _leave_idle(self, adapter: CachedAdapter) -> None:
         if self._idle.pop(adapter.digest, None) is not None:
             self._order.leave(adapter)
-            self._idle_blocks -= adapter.num_blocks
+            self._use.leave_idle(adapter)
 
     def _enter_idle(self, adapter: CachedAdapter) -> None:
         if not adapter.is_idle or adapter.digest in self._idle:
             return
         self._idle[adapter.digest] = adapter
-        self._order.enter(adapter, self._copies.seconds(adapter.num_blocks))
-        self._idle_blocks += adapter.num_blocks
+        self._order.enter(adapter, self._copies.seconds(self._num_blocks(adapter)))
+        self._use.enter_idle(adapter)
         if adapter.unload:
             self._evict(adapter)

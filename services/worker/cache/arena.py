@@ -1,31 +1,50 @@
 """Accounts for the owner of every block of the device arena. Knows block ids only, never tensors.
 
-KV cache and adapter weights share one free list. A block is in exactly one of three states:
+KV cache and adapter weights share one free list. A block is in exactly one of four states:
 
     free  --allocate(owner)-->  owned  --free(owner)-->  retiring  --retire(step)-->  free
                                  owned  --transfer-->  owned by another
+    free  --allocate_pages-->  split  --free_pages, retire-->  free
 
 A freed block may still be read by steps that were planned while it was owned, so it becomes free
-only when the last of them has finished, or immediately if no step is in flight.
+only when the last of them has finished, or immediately if no step is in flight. The same holds for
+the extents of a split block (see `types.extents`), which is free when all of them are.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+
+from loraplex_services.worker.types.extents import extent_sizes
+
+Extent = tuple[int, int]
+"""First page and number of pages."""
 
 
 class Arena:
     """Block accounting with one free list, shared by requests and adapters."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, pages_per_block: int = 1) -> None:
+        """`pages_per_block`: a power of two."""
         assert num_blocks > 0, f"an arena of {num_blocks} blocks"
         self.num_blocks = num_blocks
+        self.pages_per_block = pages_per_block
         self._free = list(range(num_blocks - 1, -1, -1))
         self._owners: dict[int, str] = {}
-        self._retiring: deque[tuple[int, list[int]]] = deque()
+        self._retiring: deque[tuple[int, list[int], list[Extent]]] = deque()
         self._last_planned = -1
         self._last_retired = -1
+        self._extents: dict[int, tuple[int, str]] = {}
+        """Pages and owner of each extent of a split block that is owned, by its first page."""
+        self._free_extents: dict[int, set[int]] = {
+            1 << bit: set() for bit in range(pages_per_block.bit_length() - 1)
+        }
+        """First pages of the free extents of split blocks, by size."""
+        self._used: Counter[int] = Counter()
+        """Owned extents of each split block that has any."""
+        self._unused: set[int] = set()
+        """Split blocks that will be free when steps have finished."""
 
     @property
     def num_free(self) -> int:
@@ -35,7 +54,12 @@ class Arena:
     @property
     def num_retiring(self) -> int:
         """Blocks freed, but still readable by a step in flight."""
-        return sum(len(blocks) for _, blocks in self._retiring)
+        return sum(len(blocks) for _, blocks, _ in self._retiring) + len(self._unused)
+
+    @property
+    def num_split(self) -> int:
+        """Blocks of which a part is owned."""
+        return len(self._used)
 
     @property
     def last_planned(self) -> int:
@@ -51,21 +75,48 @@ class Arena:
             self._owners[block] = owner
         return blocks
 
+    def blocks_for(self, num_pages: int) -> int:
+        """Free blocks that `allocate_pages` would take now."""
+        whole, rest = divmod(num_pages, self.pages_per_block)
+        counts = {size: len(places) for size, places in self._free_extents.items()}
+        for wanted in extent_sizes(rest, self.pages_per_block):
+            size = wanted
+            while not counts.get(size):
+                size *= 2
+                if size >= self.pages_per_block:
+                    return whole + 1
+            counts[size] -= 1
+            while size > wanted:
+                size //= 2
+                counts[size] += 1
+        return whole
+
+    def allocate_pages(self, owner: str, num_pages: int) -> list[int]:
+        """Give extents of `num_pages` in all to `owner`: whole blocks, then parts of split blocks,
+        which are split anew where no split one has room. The caller has made sure that
+        `blocks_for` are free. Returns their first pages."""
+        whole, rest = divmod(num_pages, self.pages_per_block)
+        blocks = self.allocate(owner, whole)
+        places = [block * self.pages_per_block for block in blocks]
+        return places + [
+            self._allocate_extent(owner, size) for size in extent_sizes(rest, self.pages_per_block)
+        ]
+
     def free(self, owner: str, blocks: Sequence[int], last_used: int | None = None) -> None:
         """Take `blocks` back from `owner`; they become free once no step in flight has them.
 
         Args:
             last_used: the last step that was given them; None = the last one planned.
         """
-        for block in blocks:
-            holder = self._owners.pop(block, None)
-            assert holder == owner, f"{owner} frees block {block} of {holder}"
-        last_used = self._last_planned if last_used is None else last_used
-        if last_used > self._last_retired:
-            # Filed under the last step planned, perhaps a later one, to keep the queue in order.
-            self._retiring.append((self._last_planned, list(blocks)))
-        else:
-            self._free.extend(blocks)
+        self._give_back(owner, blocks, [], last_used)
+
+    def free_pages(
+        self, owner: str, places: Sequence[int], num_pages: int, last_used: int | None = None
+    ) -> None:
+        """Take what `allocate_pages` gave back from `owner`, as `free` does."""
+        num_whole = num_pages // self.pages_per_block
+        blocks = [place // self.pages_per_block for place in places[:num_whole]]
+        self._give_back(owner, blocks, places[num_whole:], last_used)
 
     def transfer(self, owner: str, new_owner: str, blocks: Sequence[int]) -> None:
         """Pass `blocks` on; their content and the steps that read them are not touched."""
@@ -86,22 +137,93 @@ class Arena:
         )
         self._last_retired = step
         while self._retiring and self._retiring[0][0] <= step:
-            self._free.extend(self._retiring.popleft()[1])
+            _, blocks, extents = self._retiring.popleft()
+            self._free.extend(blocks)
+            for extent in extents:
+                self._merge(*extent)
+
+    def _give_back(
+        self, owner: str, blocks: Sequence[int], places: Sequence[int], last_used: int | None
+    ) -> None:
+        for block in blocks:
+            holder = self._owners.pop(block, None)
+            assert holder == owner, f"{owner} frees block {block} of {holder}"
+        extents = [self._release(owner, place) for place in places]
+        last_used = self._last_planned if last_used is None else last_used
+        if last_used > self._last_retired:
+            # Filed under the last step planned, perhaps a later one, to keep the queue in order.
+            self._retiring.append((self._last_planned, list(blocks), extents))
+        else:
+            self._free.extend(blocks)
+            for extent in extents:
+                self._merge(*extent)
+
+    def _allocate_extent(self, owner: str, wanted: int) -> int:
+        """An extent of `wanted` pages, halving a larger one where none is free."""
+        size = wanted
+        while size < self.pages_per_block and not self._free_extents[size]:
+            size *= 2
+        if size == self.pages_per_block:
+            place = self._free.pop() * size
+        else:
+            # The lowest address, so that the upper blocks become free.
+            place = min(self._free_extents[size])
+            self._free_extents[size].remove(place)
+        while size > wanted:
+            size //= 2
+            self._free_extents[size].add(place + size)
+        self._extents[place] = size, owner
+        block = place // self.pages_per_block
+        self._used[block] += 1
+        self._unused.discard(block)
+        return place
+
+    def _release(self, owner: str, place: int) -> Extent:
+        """Take an extent from `owner`. Steps in flight may still read it."""
+        size, holder = self._extents.pop(place, (0, None))
+        assert holder == owner, f"{owner} frees page {place} of {holder}"
+        block = place // self.pages_per_block
+        self._used[block] -= 1
+        if not self._used[block]:
+            del self._used[block]
+            self._unused.add(block)
+        return place, size
+
+    def _merge(self, place: int, size: int) -> None:
+        """Free an extent, joining it with its buddy while that is free too."""
+        while size < self.pages_per_block and place ^ size in self._free_extents[size]:
+            self._free_extents[size].remove(place ^ size)
+            place, size = min(place, place ^ size), 2 * size
+        if size < self.pages_per_block:
+            self._free_extents[size].add(place)
+        else:
+            self._unused.remove(place // size)
+            self._free.append(place // size)
 
     def blocks_by_owner(self) -> dict[str, set[int]]:
-        """Who owns what. Walks all blocks: for tests and integrity checks."""
+        """Who owns what, and of split blocks a part. Walks all blocks: for tests and integrity
+        checks."""
         owned: dict[str, set[int]] = {}
         for block, owner in self._owners.items():
             owned.setdefault(owner, set()).add(block)
+        for place, (_, owner) in self._extents.items():
+            owned.setdefault(owner, set()).add(place // self.pages_per_block)
         return owned
 
     def check_integrity(self) -> None:
-        """Assert that every block is in exactly one place."""
-        retiring = [block for _, blocks in self._retiring for block in blocks]
-        everywhere = [*self._free, *self._owners, *retiring]
-        assert len(everywhere) == self.num_blocks, (
-            f"{len(everywhere)} blocks accounted for, not {self.num_blocks}"
-        )
-        assert set(everywhere) == set(range(self.num_blocks)), "a block is in two places"
-        steps = [step for step, _ in self._retiring]
+        """Assert that every page is in exactly one place."""
+        free = [(p, size) for size, places in self._free_extents.items() for p in places]
+        retiring = [extent for _, _, extents in self._retiring for extent in extents]
+        parts = [*free, *retiring, *((p, size) for p, (size, _) in self._extents.items())]
+        pages = [page for place, size in parts for page in range(place, place + size)]
+        blocks = [*self._free, *self._owners, *(b for _, some, _ in self._retiring for b in some)]
+        per_block = self.pages_per_block
+        pages += [p for b in blocks for p in range(b * per_block, (b + 1) * per_block)]
+        assert len(pages) == self.num_blocks * per_block, f"{len(pages)} pages accounted for"
+        assert set(pages) == set(range(len(pages))), "a page is in two places"
+        split = {place // per_block for place, _ in parts}
+        assert split == {*self._used, *self._unused} and not self._unused & {*self._used}
+        used = Counter(place // per_block for place in self._extents)
+        assert used == self._used, f"{used} != {self._used}"
+        steps = [step for step, _, _ in self._retiring]
         assert steps == sorted(steps), f"retiring out of order: {steps}"

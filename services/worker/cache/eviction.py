@@ -26,23 +26,23 @@ class CopyTimes:
     def __init__(self) -> None:
         self._s_per_block = COPY_S_PER_BLOCK
 
-    def add(self, num_blocks: int, seconds: float) -> None:
+    def add(self, num_blocks: float, seconds: float) -> None:
         """Record a copy of `num_blocks` that took `seconds`."""
         self._s_per_block += 0.1 * (seconds / num_blocks - self._s_per_block)
 
-    def seconds(self, num_blocks: int) -> float:
+    def seconds(self, num_blocks: float) -> float:
         """Expected time of a copy."""
         return COPY_START_S + num_blocks * self._s_per_block
 
 
 class LeastExpectedLoss:
-    """Evicts the adapter whose absence costs least per block: the decaying count of its uses, times
-    the seconds of a copy, divided by its blocks.
+    """Evicts the adapter whose absence costs least per page: the decaying count of its uses, times
+    the seconds of a copy, divided by its pages.
 
     All counts decay at the same rate, so their order does not change while adapters are idle. An
     idle adapter therefore keeps one key, the logarithm of
 
-        sum over uses of 2^(time of use / half-life) * copy seconds / blocks
+        sum over uses of 2^(time of use / half-life) * copy seconds / pages
 
     Source: LRFU (Lee et al.) for the decaying count, GreedyDual-Size-Frequency (Cherkasova) for
     the cost divided by the size.
@@ -69,10 +69,10 @@ class LeastExpectedLoss:
         heapq.heappush(self._heap, (key, self._num_entered, adapter))
 
     def key(self, adapter: CachedAdapter, copy_s: float) -> float:
-        """Logarithm of the expected cost of its absence per block."""
+        """Logarithm of the expected cost of its absence per page."""
         unused = adapter.heat == -math.inf  # loaded ahead of requests: counts like one use
         heat = adapter.last_used_s / self._half_life_s if unused else adapter.heat
-        return heat + math.log2(copy_s / adapter.num_blocks)
+        return heat + math.log2(copy_s / adapter.num_pages)
 
     def leave(self, adapter: CachedAdapter) -> None:
         """`adapter` is no longer idle."""

@@ -217,7 +217,7 @@ class PrefixCache:
         restore_s = self._layout.tokens_per_block * self.token_s / self._layout.num_groups
         return Offer(1, restore_s, reuse_probability(now - oldest.idle_since_s))
 
-    def give_up(self, protected: Collection[str]) -> None:
+    def give_up(self, protected: Collection[str], whole_block: bool) -> None:
         """Free the block that `offer` named."""
         _, cached = (self._passed or self._idle).popitem(last=False)
         del self._by_key[cached.key], self._by_block[cached.block]

@@ -8,8 +8,9 @@ expected loss per block is evicted first:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from loraplex_services.worker.cache.arena import Arena
@@ -19,7 +20,8 @@ from loraplex_services.worker.cache.arena import Arena
 class Offer:
     """An idle item that could be evicted."""
 
-    num_blocks: int
+    num_blocks: float
+    """Its size; fewer are freed where it shares a block with others."""
     restore_s: float
     """Seconds to restore it: a copy for an adapter, a prefill for a prefix."""
     reuse: float
@@ -51,8 +53,8 @@ class Idle(Protocol):
         """The item that would be evicted next; None when nothing is idle."""
         ...
 
-    def give_up(self, protected: Collection[str]) -> None:
-        """Free what `offer` named."""
+    def give_up(self, protected: Collection[str], whole_block: bool) -> None:
+        """Free what `offer` named, and with it at least a `whole_block` if one is asked for."""
         ...
 
 
@@ -79,24 +81,51 @@ class Reclaimer:
 
         Returns False, freeing nothing, when that cannot be reached.
         """
-        if self._coming < num_blocks:
-            kept: Collection[str] = {*protected, *self.spared}
-            if self._coming + self.idle_blocks(kept) < num_blocks:
-                kept = protected
-                if self._coming + self.idle_blocks(kept) < num_blocks:
-                    return False
-            self._give_up_until(num_blocks, now, kept)
-        return self._arena.num_free >= num_blocks
+        return self._reclaim(lambda: num_blocks, num_blocks, True, now, protected)
+
+    def reclaim_pages(self, num_pages: int, now: float, protected: Collection[str] = ()) -> bool:
+        """Free idle items until the arena can allocate `num_pages`.
+
+        Returns False when that cannot be reached. Then nothing was freed, except for pages that are
+        less than a block: they may be found in blocks that are not idle as a whole, so all idle
+        items are tried.
+        """
+        needed = partial(self._arena.blocks_for, num_pages)
+        whole_blocks = num_pages >= self._arena.pages_per_block
+        return self._reclaim(needed, needed() * whole_blocks, whole_blocks, now, protected)
+
+    def _reclaim(
+        self,
+        needed: Callable[[], int],
+        least: int,
+        whole_blocks: bool,
+        now: float,
+        protected: Collection[str],
+    ) -> bool:
+        """Free idle items until as many blocks as are needed then can be allocated, if `least`
+        blocks could be."""
+        for kept in ({*protected, *self.spared}, protected):
+            if self._coming >= needed():
+                break
+            if self._coming + self.idle_blocks(kept) >= least:
+                self._give_up_until(needed, whole_blocks, now, kept)
+        return self._arena.num_free >= needed()
 
     @property
     def _coming(self) -> int:
         return self._arena.num_free + self._arena.num_retiring
 
-    def _give_up_until(self, num_blocks: int, now: float, protected: Collection[str]) -> None:
+    def _give_up_until(
+        self,
+        needed: Callable[[], int],
+        whole_blocks: bool,
+        now: float,
+        protected: Collection[str],
+    ) -> None:
         offers = [source.offer(protected, now) for source in self._sources]
-        while self._coming < num_blocks:
+        while self._coming < needed() and any(offers):
             _, index = min(
                 (offer.loss_per_block, index) for index, offer in enumerate(offers) if offer
             )
-            self._sources[index].give_up(protected)
+            self._sources[index].give_up(protected, whole_blocks)
             offers[index] = self._sources[index].offer(protected, now)

@@ -93,7 +93,7 @@ class StateSnapshots:
         restore_s = oldest.num_tokens * self.token_s
         return Offer(self.num_blocks, restore_s, reuse_probability(now - oldest.idle_since_s))
 
-    def give_up(self, protected: Collection[str]) -> None:
+    def give_up(self, protected: Collection[str], whole_block: bool) -> None:
         """Free the one that `offer` named."""
         _, snapshot = self._idle.popitem(last=False)
         del self._by_key[snapshot.key]

@@ -61,8 +61,8 @@ class AdapterLoads:
         if (since_s := self._awaited_since_s.pop(command.digest, None)) is not None:
             self._times.fetches.add(now - since_s)
         adapter = self._cache.get(command.digest)
-        if num_blocks := adapter.num_blocks if adapter else command.num_blocks:
-            return self._is_here(command, num_blocks)
+        if num_pages := adapter.num_pages if adapter else command.num_pages:
+            return self._is_here(command, num_pages)
         if command.digest not in self._packing:
             pending = self._runner.pack_adapter(Path(command.path))
             pending.add_done_callback(lambda _: self.wake())
@@ -92,8 +92,8 @@ class AdapterLoads:
             self.refused[digest] = error
 
     def copy(self, load: Load, step_s: float) -> None:
-        """Begin to fill the blocks of `load`; a step takes `step_s`."""
-        pending = self._runner.copy_adapter(load.path, load.blocks, step_s)
+        """Begin to fill the extents of `load`; a step takes `step_s`."""
+        pending = self._runner.copy_adapter(load.path, load.extents, step_s)
         pending.add_done_callback(lambda _: self.wake())
         self._copying.append((load, pending))
 
@@ -156,19 +156,19 @@ class AdapterLoads:
                 continue
             del self._packing[command.digest]
             pin = self._pins.pop(command.digest, None)
-            num_blocks = _result(pending)
-            if isinstance(num_blocks, Exception):
-                failures.append((command.digest, _load_error(num_blocks, command.digest)))
+            num_pages = _result(pending)
+            if isinstance(num_pages, Exception):
+                failures.append((command.digest, _load_error(num_pages, command.digest)))
                 continue
-            failures += self._is_here(command, num_blocks)
+            failures += self._is_here(command, num_pages)
             if pin is not None:
                 self.prefetch(command.digest, pin, now)
         return failures
 
-    def _is_here(self, command: AdapterFetched, num_blocks: int) -> Failures:
+    def _is_here(self, command: AdapterFetched, num_pages: int) -> Failures:
         path = Path(command.path)
         try:
-            self._cache.fetched(command.digest, path, num_blocks, command.max_rank)
+            self._cache.fetched(command.digest, path, num_pages, command.max_rank)
         except ResourceExhausted as error:
             return [(command.digest, error)]
         return []

@@ -35,6 +35,7 @@ from loraplex_services.worker.scheduling.policies import (
     fair,
 )
 from loraplex_services.worker.scheduling.scheduler import Scheduler
+from loraplex_services.worker.types.extents import count_pages_per_block
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Cancel,
@@ -118,7 +119,7 @@ class Engine:
         self._info = runner.model_info()
         info = self._info
         self._base = BaseFacts(info.vocab_size, info.max_model_len, info.caps_context)
-        self._arena = Arena(runner.arena_blocks)
+        self._arena = Arena(runner.arena_blocks, count_pages_per_block(runner.block_bytes))
         self._reclaimer = Reclaimer(self._arena)
         self.cache = AdapterCache(
             self._arena,
@@ -359,9 +360,9 @@ class Engine:
         changes = dict(self.cache.take_changes())
         for digest in errors:
             changes.setdefault(digest, self.cache.get(digest))
-        block_bytes = self._runner.block_bytes
+        page_bytes = self._runner.block_bytes // self._arena.pages_per_block
         return [
-            residency_change(digest, adapter, block_bytes, errors.get(digest))
+            residency_change(digest, adapter, page_bytes, errors.get(digest))
             for digest, adapter in changes.items()
         ]
 

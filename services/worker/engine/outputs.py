@@ -62,7 +62,7 @@ def timings(request: Request) -> Timings:
 
 
 def residency_change(
-    digest: str, adapter: CachedAdapter | None, block_bytes: int, error: LoraplexError | None
+    digest: str, adapter: CachedAdapter | None, page_bytes: int, error: LoraplexError | None
 ) -> ResidencyChange:
     """How the engine reports where an adapter is; None = nowhere."""
     wire_error = WireError.of(error) if error else None
@@ -72,7 +72,7 @@ def residency_change(
         digest=digest,
         tier=adapter.tier,
         max_rank=adapter.max_rank,
-        device_bytes=len(adapter.blocks) * block_bytes,
+        device_bytes=adapter.num_pages * page_bytes if adapter.places else 0,
         pinned=adapter.pinned,
         running_requests=adapter.num_running,
     )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loraplex.adapter_format import CONFIG_FILE
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.runner_protocol import (
     Copied,
@@ -80,11 +81,9 @@ class TracedRunner:
         """Let the runner pack."""
         return self._runner.pack_adapter(path)
 
-    def copy_adapter(
-        self, path: Path, blocks: Sequence[int], step_s: float = 0.0
-    ) -> Pending[Copied]:
+    def copy_adapter(self, path: Path, extents: Extents, step_s: float = 0.0) -> Pending[Copied]:
         """Let the runner copy."""
-        return self._runner.copy_adapter(path, blocks, step_s)
+        return self._runner.copy_adapter(path, extents, step_s)
 
     def await_copies(self, timeout_s: float) -> None:
         """Let the runner wait."""
@@ -93,7 +92,7 @@ class TracedRunner:
     def enter_adapter(self, slot: int, copied: Copied) -> None:
         """Let the runner enter what it copied, concurrently with steps."""
         self._runner.enter_adapter(slot, copied)
-        self._slot_bytes[slot] = num_bytes = copied.num_blocks * self.block_bytes
+        self._slot_bytes[slot] = num_bytes = copied.num_bytes
         rank = json.loads((copied.path / CONFIG_FILE).read_bytes()).get("r", 0)
         self._write(load_s=copied.elapsed_s, bytes=num_bytes, rank=rank)
 

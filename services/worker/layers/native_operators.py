@@ -84,9 +84,11 @@ class NativeOperators:
         """See Operators."""
         return looped
 
-    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+    def delta_net(
+        self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights
+    ) -> DeltaNet:
         """See Operators."""
-        return NativeDeltaNet(self.native, config, place, weights)
+        return NativeDeltaNet(self.native, config, state_index, weights)
 
 
 def as_published(weight: Tensor) -> Tensor:

@@ -87,8 +87,10 @@ class Operators(Protocol):
         """
         ...
 
-    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
-        """The gated delta net of a layer; `place`: of it among the recurrent ones.
+    def delta_net(
+        self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights
+    ) -> DeltaNet:
+        """The gated delta net of a layer; `state_index`: its number among the recurrent layers.
 
         Raises:
             Unsupported: there is none here.
@@ -138,6 +140,8 @@ class TorchOperators:
         """See Operators."""
         return looped
 
-    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+    def delta_net(
+        self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights
+    ) -> DeltaNet:
         """See Operators."""
-        return TorchDeltaNet(config, place, weights)
+        return TorchDeltaNet(config, state_index, weights)

@@ -72,7 +72,9 @@ class TritonOperators:
         """See Operators."""
         return GroupedExperts(weights, num_active, gate, looped)
 
-    def delta_net(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> DeltaNet:
+    def delta_net(
+        self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights
+    ) -> DeltaNet:
         """See Operators. Raises Unsupported: there is none for GPUs."""
         why = "has recurrent layers, which this build computes on CPUs only; use --device cpu"
         raise Unsupported.field("device", "cuda", why)

@@ -190,7 +190,7 @@ def _check_config(config: Any, classes: Any) -> None:
 
 @torch.inference_mode()
 def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
-    """How each layer calls attention, learnt from a pass over two tokens.
+    """How each layer calls attention, determined by a pass over two tokens.
 
     Raises:
         Unsupported: not every layer does, or not all in the same way.

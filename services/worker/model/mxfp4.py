@@ -10,18 +10,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loraplex.errors import InvalidRequest
 from loraplex_services.worker.model.load import Weights
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP, PAIRS, BIAS = 32, 16, 127
+NO_NUMBER = 255
 
 
 def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int]) -> Tensor:
-    """The weight `[experts, out, in]` that `name_blocks` and `name_scales` hold."""
+    """The weight `[experts, out, in]` that `name_blocks` and `name_scales` hold.
+
+    Raises InvalidRequest for a scale that is no number.
+    """
     num_experts, num_outputs, num_inputs = shape
     groups = (num_experts, num_outputs, num_inputs // GROUP)
     blocks = weights.take(f"{name}_blocks", (*groups, PAIRS), dtype=torch.uint8)
     scales = weights.take(f"{name}_scales", groups, dtype=torch.uint8)
+    if scales.eq(NO_NUMBER).any():
+        raise InvalidRequest.field(f"{name}_scales", NO_NUMBER, "is no scale in MXFP4, but NaN")
     weight = torch.empty(shape, dtype=weights.dtype, device=blocks.device)
     for expert in range(num_experts):  # one by one: what lies between takes eight times as much
         weight[expert] = dequantised(blocks[expert], scales[expert])

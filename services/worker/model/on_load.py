@@ -1,13 +1,13 @@
 """Quantises a full-precision base when it is loaded: `--quantization`.
 
-Linears become int8 with a scale for each row, or int4 with a scale for each group of inputs. The
-head becomes int8 in both: it is as sensitive as it is large. Embeddings, norms, biases and the
-routers of mixtures of experts stay.
+Linears become int8 or float8 with a scale for each row, or int4 with a scale for each group of
+inputs. The head becomes int8 in all of them: it is as sensitive as it is large. Embeddings, norms,
+biases and the routers of mixtures of experts stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.model.load import TensorWindow, Weights
-from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
+from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
-NONE, INT8, INT4 = "none", "int8", "int4"
+NONE, INT8, INT4, FP8 = "none", "int8", "int4", "fp8"
 GROUP_SIZE = 64
 """Inputs that share a scale in int4."""
 _HEADS = ("lm_head.weight", "model.embed_tokens.weight")
@@ -32,7 +32,7 @@ class QuantisedOnLoad:
     """Implements `load.Weights` over plain ones: linears are offered in codes."""
 
     def __init__(self, files: Weights, scheme: str) -> None:
-        """`scheme`: `int8` or `int4`."""
+        """`scheme`: one of `SCHEMES`."""
         self.dtype = files.dtype
         self._files = files
         self._scheme = scheme
@@ -65,7 +65,7 @@ class QuantisedOnLoad:
         if name in _HEADS:
             rows, columns = shape
             return replace(int8(weight), published=self.rows_in_files([(name, rows)], columns))
-        return int8(weight) if self._scheme == INT8 else int4(weight)
+        return SCHEMES[self._scheme](weight)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """See `load.Weights`."""
@@ -79,12 +79,28 @@ class QuantisedOnLoad:
 def int8(weight: Tensor) -> CodedWeight:
     """`[out, in]`, with the largest magnitude of each row as 127."""
     codes, scales = [], []
-    for rows in weight.split(CHUNK_ROWS):
-        wide = rows.float()
-        scale = _some(wide.abs().amax(1, keepdim=True) / 127)
+    for wide, scale in _row_scales(weight, 127):
         codes.append((wide / scale).round().to(torch.int8))
         scales.append(scale)
     return CodedWeight(INT8, torch.cat(codes), torch.cat(scales), weight.shape[1])
+
+
+def fp8(weight: Tensor) -> CodedWeight:
+    """`[out, in]`, with the largest magnitude of each row as 448, the largest of e4m3."""
+    largest = torch.finfo(FLOAT8).max
+    codes, scales = [], []
+    for wide, scale in _row_scales(weight, largest):
+        # Above the largest by a rounding, it would become no number.
+        codes.append((wide / scale).clamp(-largest, largest).to(FLOAT8))
+        scales.append(scale)
+    return CodedWeight(FP8, torch.cat(codes), torch.cat(scales), weight.shape[1])
+
+
+def _row_scales(weight: Tensor, largest: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """(rows, the scale of each that makes its largest magnitude `largest`), float32."""
+    for rows in weight.split(CHUNK_ROWS):
+        wide = rows.float()
+        yield wide, _some(wide.abs().amax(1, keepdim=True) / largest)
 
 
 def int4(weight: Tensor) -> CodedWeight:
@@ -102,6 +118,10 @@ def int4(weight: Tensor) -> CodedWeight:
     name = f"{INT4}-g{GROUP_SIZE}"
     table = INTEGERS - 8
     return CodedWeight(name, torch.cat(codes), torch.cat(scales), GROUP_SIZE, table=table)
+
+
+SCHEMES: Mapping[str, Callable[[Tensor], CodedWeight]] = {INT8: int8, INT4: int4, FP8: fp8}
+"""What becomes of a linear, by the setting's value."""
 
 
 def _some(scales: Tensor) -> Tensor:
@@ -129,8 +149,8 @@ def check_on_load(scheme: str, device: torch.device, num_ranks: int, method: str
     field = "quantization"
     if scheme == NONE:
         return
-    if scheme not in (INT8, INT4):
-        raise InvalidRequest.field(field, scheme, "must be none, int8 or int4")
+    if scheme not in SCHEMES:
+        raise InvalidRequest.field(field, scheme, f"must be none, {', '.join(SCHEMES)}")
     if method is not None:
         raise InvalidRequest.field(field, scheme, f"must be none: the base is quantised ({method})")
     if device.type != "cpu":

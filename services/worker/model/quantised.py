@@ -13,7 +13,6 @@ from loraplex.adapter_format.quantisation import (
     BLOCKS,
     BNB4,
     BNB8,
-    GGUF_BLOCKS,
     GPTQ,
     PACKED,
     PLAIN,
@@ -35,6 +34,10 @@ READERS: Mapping[str, ReadWeight] = {
     BNB4: bitsandbytes.read_four_bits,
     BNB8: bitsandbytes.read_eight_bits,
     "gguf-Q4_0": gguf.read_q4_0,
+    "gguf-Q4_K": gguf.read_q4_k,
+    "gguf-Q5_0": gguf.read_q5_0,
+    "gguf-Q5_K": gguf.read_q5_k,
+    "gguf-Q6_K": gguf.read_q6_k,
     "gguf-Q8_0": gguf.read_q8_0,
     GPTQ: gptq.read,
     PACKED: compressed_tensors.read_packed,
@@ -73,16 +76,11 @@ class QuantisedCheckpoint:
             return self._files.take(name, shape, window, dtype)
         assert window is None, "ranks refuse quantised bases"
         coded = self.take_codes(name, shape)
-        if coded is None:
-            layout = self._scheme_of(module).layout
-            values = gguf.dequantised(self._files, module, (shape[0], shape[1]), layout)
-        else:
-            values = coded.dequantised()
-        return values.to(dtype or self.dtype)
+        assert coded is not None, name
+        return coded.dequantised().to(dtype or self.dtype)
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """A weight as it is stored; None if it is not in codes, or in codes that this build can
-        only dequantise.
+        """A weight as it is stored; None if it is not in codes.
 
         Raises:
             InvalidRequest: it does not fit the config.
@@ -91,8 +89,6 @@ class QuantisedCheckpoint:
         if module is None:
             return None
         scheme = self._scheme_of(module)
-        if scheme.layout in GGUF_BLOCKS and scheme.layout not in READERS:
-            return None
         num_outputs, num_inputs = shape
         return READERS[scheme.layout](self._files, module, (num_outputs, num_inputs), scheme)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loraplex_services.worker.native.build import BuildFailed, build_library
 from loraplex_services.worker.native.check import computes_right
-from loraplex_services.worker.native.codes import PackedCodes
+from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.native.isa import TORCH, choose_isa
 from loraplex_services.worker.sampling import fixed_log
 
@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_linear": (None, (_P, _I, _P, _I, _P, _I, _I, _I, _I, _I)),
     "lpx_code_bytes": (_I, (_I, _I, _I)),
     "lpx_pack_codes": (None, (_P, _I, _I, _I, _P)),
-    "lpx_linear_codes": (None, (_P, _I, _P, _I, _P, _I, _P, _I, _I, _I, _P, _I, _I, _I, _I)),
+    "lpx_linear_codes": (None, (_P, _I, _P, _I, _P, _I, _P, *(_I,) * 4, _P, _I, _I, _I, _I)),
     "lpx_tile_items": (_I, (_I, _I)),
     "lpx_prefers_tiles": (_I, ()),
     "lpx_choose_pairs": (_I, (_I,)),
@@ -171,11 +171,11 @@ class Native:
         )
         return y
 
-    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+    def pack_codes(self, codes: Tensor, kind: CodeKind) -> Tensor:
         """uint8 `[out, in]`, a code in each, in the order that `linear_codes` reads; bytes."""
         codes = codes.contiguous()
-        packed = torch.empty(self._library.lpx_code_bytes(*codes.shape, bits), dtype=torch.uint8)
-        self._library.lpx_pack_codes(codes.data_ptr(), *codes.shape, bits, packed.data_ptr())
+        packed = torch.empty(self._library.lpx_code_bytes(*codes.shape, kind), dtype=torch.uint8)
+        self._library.lpx_pack_codes(codes.data_ptr(), *codes.shape, kind, packed.data_ptr())
         return packed
 
     def linear_codes(self, x: Tensor, weight: PackedCodes) -> Tensor:
@@ -186,10 +186,11 @@ class Native:
             x.data_ptr(),
             row_stride(x),
             weight.codes.data_ptr(),
-            weight.bits,
+            weight.kind,
             weight.scales.data_ptr(),
             DTYPE_CODES[weight.scales.dtype],
             None if weight.zeros is None else weight.zeros.data_ptr(),
+            0 if weight.zeros is None else DTYPE_CODES[weight.zeros.dtype],
             weight.zero,
             weight.group_size,
             weight.block_size,

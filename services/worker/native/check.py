@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.native.codes import PackedCodes
+from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.sampling.drawing import draw
 
 TOLERANCE = 1e-4
@@ -38,7 +38,7 @@ class Kernels(Protocol):
         """See Native."""
         ...
 
-    def pack_codes(self, codes: Tensor, bits: int) -> Tensor:
+    def pack_codes(self, codes: Tensor, kind: CodeKind) -> Tensor:
         """See Native."""
         ...
 
@@ -92,17 +92,20 @@ def computes_right(kernels: Kernels) -> bool:
 def _products_of_codes(
     kernels: Kernels, x: Tensor, generator: torch.Generator
 ) -> list[tuple[Tensor, Tensor]]:
-    """(found, expected) of weights in eight and four bits, with a scale for each output."""
+    """(found, expected) of weights in each kind of codes, with a scale for each output."""
     pairs, (num_panels, num_outputs, num_inputs) = [], (3, 70, x.shape[1])
     scales = torch.rand(num_panels, 1, 32, generator=generator) / 64
-    for bits in (8, 4):
-        codes = torch.randint(0, 1 << bits, (num_outputs, num_inputs), generator=generator)
-        codes, zero = codes.to(torch.uint8), 1 << (bits - 1)
-        packed = kernels.pack_codes(codes, bits)
+    for kind, num_values in ((CodeKind.INT8, 256), (CodeKind.INT4, 16), (CodeKind.FLOAT8, 127)):
+        codes = torch.randint(0, num_values, (num_outputs, num_inputs), generator=generator)
+        codes, zero = codes.to(torch.uint8), num_values // 2
+        values = codes.float() - zero
+        if kind is CodeKind.FLOAT8:
+            values = codes.view(torch.float8_e4m3fn).float()
+        packed = kernels.pack_codes(codes, kind)
         weight = PackedCodes(
-            num_outputs, num_inputs, bits, packed, scales, None, zero, num_inputs, 128
+            num_outputs, num_inputs, kind, packed, scales, None, zero, num_inputs, 128
         )
-        dense = (codes.float() - zero) * scales.flatten()[:num_outputs, None]
+        dense = values * scales.flatten()[:num_outputs, None]
         pairs.append((kernels.linear_codes(x, weight), F.linear(x, dense)))
         half = kernels.linear_codes(x.bfloat16(), weight).float()
         pairs.append((half, F.linear(x.bfloat16().float(), dense).bfloat16().float()))

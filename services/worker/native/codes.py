@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from torch import Tensor
+
+
+class CodeKind(IntEnum):
+    """What a code is: an unsigned integer less its zero point, or float8 (e4m3)."""
+
+    INT4 = 0
+    INT8 = 1
+    FLOAT8 = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +22,15 @@ class PackedCodes:
 
     out_features: int
     in_features: int
-    bits: int
+    kind: CodeKind
     codes: Tensor
     """uint8, of `pack_codes`."""
     scales: Tensor
     """Scales of a floating-point type, `[panels, groups, 32]`."""
     zeros: Tensor | None
-    """bfloat16, likewise; None = every one is `zero`."""
+    """bfloat16 or float32, likewise; None = every one is `zero`."""
     zero: int
+    """Not read with float8."""
     group_size: int
     block_size: int
     """Inputs that are summed before they are scaled; divides `group_size`."""

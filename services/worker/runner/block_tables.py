@@ -38,7 +38,7 @@ class TableChanges:
 
     rows: Int64s
     """`[n]`: the table row of each planned row."""
-    places: Int64s
+    indices: Int64s
     """`[u]`: where the entries go, in the flat tables."""
     blocks: NDArray[np.int32]
     """`[u]`: what they become."""
@@ -77,7 +77,7 @@ class BlockTables:
         """
         size, get = self._tokens_per_block, self._held.get
         table_rows: list[int] = []
-        places: list[int] = []
+        indices: list[int] = []
         blocks: list[int] = []
         for planned in rows:
             request, start = planned[0], planned[1]
@@ -87,21 +87,21 @@ class BlockTables:
                 held = self._enter(request, rows)
             num_blocks, block = len(tables[0]), start // size
             if num_blocks != held.num_blocks or block != held.first_open:
-                self._write(held, places, blocks)
+                self._write(held, indices, blocks)
                 held.first_open, held.num_blocks = block, num_blocks
             table_rows.append(held.row)
         return TableChanges(
             np.array(table_rows, dtype=np.int64),
-            np.array(places, dtype=np.int64),
+            np.array(indices, dtype=np.int64),
             np.array(blocks, dtype=np.int32),
         )
 
-    def cache_places(self, group: int, table_rows: Int64s, positions: Int64s) -> Int64s:
+    def kv_slots(self, group: int, table_rows: Int64s, positions: Int64s) -> Int64s:
         """`[T]`: block * tokens per block + slot in the block, of positions `[T]` in rows `[T]`."""
         size = self._tokens_per_block
         block, slot = np.divmod(positions, size)
-        places: Int64s = self._host[group, table_rows, block].astype(np.int64) * size + slot
-        return places
+        kv_slots: Int64s = self._host[group, table_rows, block].astype(np.int64) * size + slot
+        return kv_slots
 
     def _enter(self, request: Request, rows: Sequence[PlannedRow]) -> TableRow:
         """A row for a request that has none, or whose tables were started again."""
@@ -124,8 +124,8 @@ class BlockTables:
         for request in [request for request in self._held if request not in present]:
             self._free.append(self._held.pop(request).row)
 
-    def _write(self, held: TableRow, places: list[int], blocks: list[int]) -> None:
-        """Note the entries from the first that may have changed. Mutates: places, blocks."""
+    def _write(self, held: TableRow, indices: list[int], blocks: list[int]) -> None:
+        """Note the entries from the first that may have changed. Mutates: indices, blocks."""
         _, max_rows, max_blocks = self._host.shape
         begin = held.first_open
         for group, table in enumerate(held.tables):
@@ -133,5 +133,5 @@ class BlockTables:
             changed = table[begin:]
             self._host[group, held.row, begin : len(table)] = changed
             first = (group * max_rows + held.row) * max_blocks + begin
-            places += range(first, first + len(changed))
+            indices += range(first, first + len(changed))
             blocks += changed

@@ -3,7 +3,7 @@
 A graph is captured for each batch size of a short list: for the base alone, for adapters on
 attention, and for adapters anywhere. It reads its inputs at fixed addresses: `DecodeInputs` holds
 them for the largest batch, and a step fills the first rows. Rows up to the batch size are padding
-that writes nothing: no cache place, no keys, no adapter. Which adapters a step uses is read from
+that writes nothing: no KV slot, no keys, no adapter. Which adapters a step uses is read from
 device tables, so one graph serves any mix. Steps that compute prompts are in `mixed_graphs`.
 Everything else (several adapters in one request, embeddings or norms of an adapter's own) runs
 eagerly, as does the head with sampling.

@@ -50,7 +50,7 @@ class DecodeInputs:
         work = self._work if sites else None
         buffer, positions = self.buffer, self.buffer.positions[:size]
         attention = StaticInputs(
-            places=tuple(places[:size] for places in buffer.places),
+            kv_slots=tuple(kv_slots[:size] for kv_slots in buffer.kv_slots),
             tables=tuple(self.tables.device),
             table_rows=buffer.decode_rows[:size],
             max_keys=self._max_model_len,

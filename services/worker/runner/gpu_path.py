@@ -82,7 +82,7 @@ class GpuPath:
             stored,
             site_shapes(sites, arena.block_bytes // stored.itemsize),
             limits.max_resident,
-            record_capacity(len(sites.places), limits.max_resident, arena.data.nbytes),
+            record_capacity(len(sites.modules), limits.max_resident, arena.data.nbytes),
         )
         side = SideStream(arena.data.device) if arena.data.is_cuda else None
         self.lora = DeviceLora(tables, side)
@@ -211,7 +211,7 @@ class GpuPath:
 def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:
     """Sites that a graph's adapters may touch, smallest first: those of attention, then all. Most
     adapters are on attention alone, and even an empty launch takes microseconds."""
-    attention = {p.site_id for name, p in sites.places.items() if "self_attn" in name}
+    attention = {p.site_id for name, p in sites.modules.items() if "self_attn" in name}
     linear = {site.id for site in sites.sites if site.kind == LINEAR}
     return frozenset(attention & linear), frozenset(linear)
 

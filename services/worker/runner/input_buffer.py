@@ -29,8 +29,8 @@ Number = TypeVar("Number", bound=np.generic)
 class InputBuffer:
     """Inputs of at least `num_tokens` token rows, at addresses that stay.
 
-    Token rows beyond a step's are padding that writes nothing: token 0 at position 0, and no place
-    in the cache.
+    Token rows beyond a step's are padding that writes nothing: token 0 at position 0, and no KV
+    slot.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class InputBuffer:
         numbers = self._on_device(0, torch.int64)
         self.input_ids, self.positions, self.rope_rows = numbers[:3]
         """int64 `[num_tokens]` each."""
-        self.places = numbers[3:]
-        """int64 `[KV groups, num_tokens]`: see `BlockTables.cache_places`; -1 = none."""
+        self.kv_slots = numbers[3:]
+        """int64 `[KV groups, num_tokens]`: see `BlockTables.kv_slots`; -1 = none."""
         self.decode_rows = self._on_device(1, torch.int32)[0]
         """int32 `[num_rows]`: where the block tables of the generations are."""
         self.runs = self._on_device(2, torch.int32)
@@ -87,7 +87,7 @@ class InputBuffer:
         changes = tables.update(step.plan.rows)
         self.table_rows = changes.rows
         positions, token_table_rows = step.positions(), step.per_token(changes.rows)
-        changed: list[NDArray[Any]] = [changes.places, step.follows.ravel(), changes.blocks]
+        changed: list[NDArray[Any]] = [changes.indices, step.follows.ravel(), changes.blocks]
         extra = [array.view(np.uint8) for array in changed]
         num_extra_bytes = sum(map(len, extra))
         staging = torch.empty(
@@ -103,8 +103,8 @@ class InputBuffer:
         numbers[1, :num_tokens] = positions
         numbers[2, :num_tokens] = 0 if step.rope_rows is None else step.per_token(step.rope_rows)
         for group in range(len(numbers) - 3):
-            places = tables.cache_places(group, token_table_rows, positions)
-            numbers[3 + group, :num_tokens] = places
+            kv_slots = tables.kv_slots(group, token_table_rows, positions)
+            numbers[3 + group, :num_tokens] = kv_slots
         decode_rows = self._on_host(host, 1, np.int32)[0]
         num_contexts = step.plan.num_contexts
         decode_rows[: step.num_rows - num_contexts] = changes.rows[num_contexts:]
@@ -114,7 +114,7 @@ class InputBuffer:
         for array in extra:
             host[begin : begin + len(array)] = array
             begin += len(array)
-        self._apply(self._upload(staging), len(changes.places), step.follows.shape[1])
+        self._apply(self._upload(staging), len(changes.indices), step.follows.shape[1])
 
     def take_outputs(self, outputs: Tensor) -> None:
         """Insert the tokens that the previous step chose and that only the device knows.
@@ -132,7 +132,7 @@ class InputBuffer:
         return DeviceInputs(
             tables=tuple(self.block_tables.device),
             table_rows=self.table_rows.tolist(),
-            places=tuple(places[:num_tokens] for places in self.places),
+            kv_slots=tuple(kv_slots[:num_tokens] for kv_slots in self.kv_slots),
             decode_rows=self.decode_rows[:num_generations],
         )
 
@@ -145,14 +145,14 @@ class InputBuffer:
         self._data[: self._num_static_bytes].copy_(static, non_blocking=True)
         return to_device(staging[self._num_static_bytes :], self._data.device)
 
-    def _apply(self, changed: Tensor, num_places: int, num_follows: int) -> None:
+    def _apply(self, changed: Tensor, num_entries: int, num_follows: int) -> None:
         """Write changes of the block tables; keep which tokens follow which outputs."""
-        num_words = num_places + 2 * num_follows
+        num_words = num_entries + 2 * num_follows
         words = changed[: 8 * num_words].view(torch.int64)
-        if num_places:
+        if num_entries:
             blocks = changed[8 * num_words :].view(torch.int32)
-            self.block_tables.device.view(-1).index_copy_(0, words[:num_places], blocks)
-        self._follows = words[num_places:].view(2, num_follows) if num_follows else None
+            self.block_tables.device.view(-1).index_copy_(0, words[:num_entries], blocks)
+        self._follows = words[num_entries:].view(2, num_follows) if num_follows else None
 
     def _fill_runs(self, words: NDArray[np.int32], runs: Sequence[RowRun]) -> None:
         words[len(runs) :] = 0

@@ -6,7 +6,6 @@ decisions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from loraplex_services.worker.runner.step_results import (
 from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.runner_protocol import Copied, ModelInfo
 from loraplex_services.worker.types.step_plan import StepPlan
 
@@ -98,17 +98,17 @@ class TorchRunner:
         return self._info
 
     def pack_adapter(self, path: Path) -> Future[int]:
-        """Make the image of the adapter in a verified folder; the result is its blocks."""
+        """Make the image of the adapter in a verified folder; the result is its pages."""
         return self._adapters.pack(path)
 
     def copy_adapter(
-        self, path: Path, blocks: Sequence[int], step_s: float = 0.0
+        self, path: Path, extents: Extents, step_s: float = 0.0
     ) -> Future[CopiedImage]:
-        """Fill `blocks` from the image in a folder: see `runner_protocol`."""
-        copied = self._adapters.copy(path, blocks, step_s)
+        """Fill `extents` from the image in a folder: see `runner_protocol`."""
+        copied = self._adapters.copy(path, extents, step_s)
         if self._followers is None:
             return copied
-        return self._followers.copy(path, blocks, step_s, copied)
+        return self._followers.copy(path, extents, step_s, copied)
 
     def await_copies(self, timeout_s: float) -> None:
         """Wait until no copy is in progress, for at most `timeout_s`."""

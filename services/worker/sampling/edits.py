@@ -33,16 +33,16 @@ class LogitEdits:
     """V, the width of the logits."""
     constrained: list[tuple[int, Constraint]] = field(default_factory=list)
     """(row, grammar)."""
-    bias_places: list[int] = field(default_factory=list)
+    bias_indices: list[int] = field(default_factory=list)
     bias_values: list[float] = field(default_factory=list)
     penalised: list[tuple[int, NextToken]] = field(default_factory=list)
     """(row, token)."""
     restricted: list[int] = field(default_factory=list)
     """Rows that may choose listed tokens only."""
-    allowed_places: list[int] = field(default_factory=list)
-    forbidden_places: list[int] = field(default_factory=list)
+    allowed_indices: list[int] = field(default_factory=list)
+    forbidden_indices: list[int] = field(default_factory=list)
     doubtful: list[tuple[int, NextToken, int]] = field(default_factory=list)
-    """(place, token, id): forbidden if the token before, which only the device knows, is the id."""
+    """(index, token, id): forbidden if the token before, which only the device knows, is the id."""
 
     def add(self, row: int, token: NextToken, eos_ids: Sequence[int]) -> None:
         """List what a row asks for. Tokens that end the output are forbidden before min_tokens."""
@@ -51,20 +51,20 @@ class LogitEdits:
             self.constrained.append((row, token.request.constraint))
         if params.logit_bias:
             bias = [(i, value) for i, value in params.logit_bias if i < self.num_tokens]
-            self.bias_places += [begin + token_id for token_id, _ in bias]
+            self.bias_indices += [begin + token_id for token_id, _ in bias]
             self.bias_values += [value for _, value in bias]
         if token.position and _has_penalties(params):
             self.penalised.append((row, token))
         if params.allowed_token_ids:
             self.restricted.append(row)
-            self.allowed_places += self._places(begin, params.allowed_token_ids)
+            self.allowed_indices += self._indices(begin, params.allowed_token_ids)
         if params.bad_token_ids:
-            self.forbidden_places += self._places(begin, params.bad_token_ids)
+            self.forbidden_indices += self._indices(begin, params.bad_token_ids)
         if params.bad_sequences:
             self._forbid_ends(begin, token)
         if token.position < params.min_tokens:
             ending = (*params.stop_token_ids, *token.request.eos_ids(eos_ids))
-            self.forbidden_places += self._places(begin, ending)
+            self.forbidden_indices += self._indices(begin, ending)
 
     def _forbid_ends(self, begin: int, token: NextToken) -> None:
         """Forbid the last token of each bad sequence whose others the output ends with."""
@@ -77,13 +77,13 @@ class LogitEdits:
                 continue
             if tuple(output_ids[begins:end]) != sequence[:num_known]:
                 continue
-            places = self._places(begin, sequence[-1:])
+            indices = self._indices(begin, sequence[-1:])
             if is_in_flight:
-                self.doubtful += [(place, token, sequence[-2]) for place in places]
+                self.doubtful += [(index, token, sequence[-2]) for index in indices]
             else:
-                self.forbidden_places += places
+                self.forbidden_indices += indices
 
-    def _places(self, begin: int, token_ids: Sequence[int]) -> list[int]:
+    def _indices(self, begin: int, token_ids: Sequence[int]) -> list[int]:
         """Flat indices. Tokens of vocabularies wider than the step's are nobody's to choose, and
         an index for one would be the next row's."""
         return [begin + token_id for token_id in token_ids if token_id < self.num_tokens]
@@ -94,18 +94,18 @@ class LogitEdits:
             rows = [row for row, _ in self.constrained]
             upload.add("constrained", np.array(rows, dtype=np.int64))
             upload.add("bitmasks", self._bitmasks())
-        if self.bias_places:
-            upload.add("bias_places", np.array(self.bias_places, dtype=np.int64))
+        if self.bias_indices:
+            upload.add("bias_indices", np.array(self.bias_indices, dtype=np.int64))
             upload.add("bias_values", np.array(self.bias_values, dtype=np.float32))
         if self.penalised:
             self._upload_penalties(upload, num_rows)
         if self.restricted:
             upload.add("restricted", np.array(self.restricted, dtype=np.int64))
-            upload.add("allowed_places", np.array(self.allowed_places, dtype=np.int64))
-        if self.forbidden_places:
-            upload.add("forbidden_places", np.array(self.forbidden_places, dtype=np.int64))
+            upload.add("allowed_indices", np.array(self.allowed_indices, dtype=np.int64))
+        if self.forbidden_indices:
+            upload.add("forbidden_indices", np.array(self.forbidden_indices, dtype=np.int64))
         if self.doubtful:
-            doubtful = [(place, token.follows, before) for place, token, before in self.doubtful]
+            doubtful = [(index, token.follows, before) for index, token, before in self.doubtful]
             upload.add("doubtful", np.array(doubtful, dtype=np.int64).T)
 
     def apply(self, logits: Tensor, upload: Upload) -> None:
@@ -118,23 +118,23 @@ class LogitEdits:
         flat = logits.view(-1)
         if self.constrained:
             _constrain(logits, upload["constrained"], upload["bitmasks"])
-        if self.bias_places:
-            flat.index_add_(0, upload["bias_places"], upload["bias_values"])
+        if self.bias_indices:
+            flat.index_add_(0, upload["bias_indices"], upload["bias_values"])
         if self.penalised:
             _penalise(flat, *self._seen(upload), upload["penalties"], self.num_tokens)
         if self.restricted:
-            kept = flat.index_select(0, upload["allowed_places"])
+            kept = flat.index_select(0, upload["allowed_indices"])
             logits.index_fill_(0, upload["restricted"], MINUS_INF)
-            flat.index_copy_(0, upload["allowed_places"], kept)
-        if self.forbidden_places:
-            flat.index_fill_(0, upload["forbidden_places"], MINUS_INF)
+            flat.index_copy_(0, upload["allowed_indices"], kept)
+        if self.forbidden_indices:
+            flat.index_fill_(0, upload["forbidden_indices"], MINUS_INF)
         if self.doubtful:
-            # Adding 0 keeps what another entry for the same place has forbidden.
+            # Adding 0 keeps what another entry for the same index has forbidden.
             outputs = self.doubtful[0][1].outputs
             assert outputs is not None
-            places, follows, before = upload["doubtful"]
+            indices, follows, before = upload["doubtful"]
             is_bad = outputs.index_select(0, follows) == before
-            flat.index_add_(0, places, torch.where(is_bad, MINUS_INF, 0.0))
+            flat.index_add_(0, indices, torch.where(is_bad, MINUS_INF, 0.0))
 
     def _bitmasks(self) -> np.ndarray:
         """uint8 `[grammars, ceil(V / 8)]`: bits of allowed tokens, 0 beyond a grammar's own."""
@@ -159,7 +159,7 @@ class LogitEdits:
         ids = np.concatenate(all_ids)
         inside = ids < self.num_tokens
         upload.add("penalties", params)
-        upload.add("seen_places", (ids + rows * self.num_tokens)[inside])
+        upload.add("seen_indices", (ids + rows * self.num_tokens)[inside])
         upload.add("seen_counts", np.concatenate(all_counts)[inside])
         rows = np.flatnonzero(in_flight >= 0)
         if len(rows):
@@ -169,21 +169,21 @@ class LogitEdits:
     def _seen(self, upload: Upload) -> tuple[Tensor, Tensor]:
         """Where the output tokens of penalised rows lie, int64, and how often each was chosen,
         float32. A token that only the device knows may be there twice, with one count."""
-        places, counts = upload["seen_places"], upload["seen_counts"]
+        indices, counts = upload["seen_indices"], upload["seen_counts"]
         if "in_flight_rows" not in upload:
-            return places, counts
+            return indices, counts
         outputs = next(token.outputs for _, token in self.penalised if token.outputs is not None)
         rows = upload["in_flight_rows"]
         in_flight = outputs.index_select(0, upload["in_flight_outputs"]) + rows * self.num_tokens
         by_row = torch.full_like(upload["penalties"][:, 0], -1, dtype=torch.int64)
         by_row.index_copy_(0, rows, in_flight)
-        entry_rows = places // self.num_tokens
-        is_in_flight = places == by_row.index_select(0, entry_rows)
+        entry_rows = indices // self.num_tokens
+        is_in_flight = indices == by_row.index_select(0, entry_rows)
         counts = counts + is_in_flight
         known = torch.zeros_like(by_row, dtype=torch.float32)
         known.index_add_(0, entry_rows, counts * is_in_flight)
         known = known.index_select(0, rows).clamp(min=1)
-        return torch.cat((places, in_flight)), torch.cat((counts, known))
+        return torch.cat((indices, in_flight)), torch.cat((counts, known))
 
 
 def edits_of(tokens: Sequence[NextToken], eos_ids: Sequence[int], num_tokens: int) -> LogitEdits:
@@ -219,17 +219,17 @@ def _constrain(logits: Tensor, rows: Tensor, bitmasks: Tensor) -> None:
 
 
 def _penalise(
-    flat: Tensor, places: Tensor, counts: Tensor, penalties: Tensor, num_tokens: int
+    flat: Tensor, indices: Tensor, counts: Tensor, penalties: Tensor, num_tokens: int
 ) -> None:
     """Repetition scales a seen token's logit towards less likely; the others subtract.
 
     Args:
         flat: `[N * V]`. Mutated.
-        places: int64 `[n]`. A place that is there twice has the same count both times.
+        indices: int64 `[n]`. An index that occurs twice has the same count both times.
         counts: float32 `[n]`: how often the token was chosen.
         penalties: float32 `[N, 3]`: repetition, frequency, presence.
     """
-    repetition, frequency, presence = penalties.index_select(0, places // num_tokens).unbind(1)
-    seen = flat.index_select(0, places)
+    repetition, frequency, presence = penalties.index_select(0, indices // num_tokens).unbind(1)
+    seen = flat.index_select(0, indices)
     seen = torch.where(seen > 0, seen / repetition, seen * repetition)
-    flat.index_copy_(0, places, seen - frequency * counts - presence)
+    flat.index_copy_(0, indices, seen - frequency * counts - presence)

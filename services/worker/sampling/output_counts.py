@@ -30,21 +30,21 @@ class OutputCounts:
             self._num_counted = 0
             self._index.clear()
         for token_id in output_ids[self._num_counted : num_tokens]:
-            place = self._index.get(token_id)
-            if place is None:
+            index = self._index.get(token_id)
+            if index is None:
                 self._append(token_id)
             else:
-                self._counts[place] += 1
+                self._counts[index] += 1
         self._num_counted = num_tokens
         num_distinct = len(self._index)
         return self._ids[:num_distinct], self._counts[:num_distinct]
 
     def _append(self, token_id: int) -> None:
-        place = self._index[token_id] = len(self._index)
-        if place == len(self._ids):
+        index = self._index[token_id] = len(self._index)
+        if index == len(self._ids):
             self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
             self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
-        self._ids[place], self._counts[place] = token_id, 1
+        self._ids[index], self._counts[index] = token_id, 1
 
 
 _known: WeakKeyDictionary[Request, OutputCounts] = WeakKeyDictionary()

@@ -1,7 +1,7 @@
 """Drafts: tokens that a request may generate next, which one step verifies together.
 
 While a step must read all weights anyway, computing several tokens of a request takes little longer
-than computing one. A draft is a token that followed the request's last tokens at an earlier place:
+than computing one. A draft is a token that followed the request's last tokens earlier on:
 in its own prompt or output, or else in outputs of its adapters. The sampler chooses a token at each
 position as always, and a draft is accepted if it equals the token that was chosen. The output is
 therefore the same with and without drafts.
@@ -92,8 +92,8 @@ class Drafts:
         self._num_drafted += len(row.drafts)
         self._num_accepted += num_accepted
         history = self._history(row.request)
-        for place in range(min(num_accepted + 1, len(row.drafts))):
-            is_right = place < num_accepted
+        for index in range(min(num_accepted + 1, len(row.drafts))):
+            is_right = index < num_accepted
             history.rate += NEWEST_SHARE * (is_right - history.rate)
             history.kept.rate += NEWEST_SHARE / 4 * (is_right - history.kept.rate)
 
@@ -166,12 +166,12 @@ class TokenRun:
         """Up to `most` tokens after the last occurrence of `pattern` that has tokens after it."""
         end = len(self._bytes) - WIDTH
         begin = max(0, end - MAX_SEARCHED * WIDTH)
-        place = self._bytes.rfind(pattern, begin, end)
-        while place > 0 and place % WIDTH:
-            place = self._bytes.rfind(pattern, begin, place + len(pattern) - 1)
-        if place < 0:
+        index = self._bytes.rfind(pattern, begin, end)
+        while index > 0 and index % WIDTH:
+            index = self._bytes.rfind(pattern, begin, index + len(pattern) - 1)
+        if index < 0:
             return array("I")
-        first = place + len(pattern)
+        first = index + len(pattern)
         return array("I", bytes(self._bytes[first : first + most * WIDTH]))
 
 

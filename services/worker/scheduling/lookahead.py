@@ -64,9 +64,10 @@ class Lookahead:
                     continue
                 if spare_blocks is None:
                     spare_blocks = self._spare_blocks()
-                if adapter.num_blocks <= spare_blocks:
+                num_blocks = self._cache.new_blocks([digest])
+                if num_blocks <= spare_blocks:
                     self._cache.load([digest], protected, now)
-                    spare_blocks -= adapter.num_blocks
+                    spare_blocks -= num_blocks
 
     def _spare_blocks(self) -> int:
         """Blocks that no running request can want within the horizon."""

@@ -27,44 +27,44 @@ class RisingHeap(Generic[Item]):
         """`num_rising`: how many parts of a key, from its first, only rise; None = all."""
         self._num_rising = num_rising
         self._heap: list[tuple[SortKey, int, Item]] = []
-        self._places: dict[Item, tuple[SortKey, int, Item]] = {}
+        self._entries: dict[Item, tuple[SortKey, int, Item]] = {}
         """The valid entry of each item; other entries are dropped when they reach the top."""
         self._num_pushed = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def __contains__(self, item: object) -> bool:
-        return item in self._places
+        return item in self._entries
 
     def push(self, item: Item) -> None:
         """Take in an item, or one whose key may have fallen."""
         self._num_pushed += 1
-        place = self._places[item] = ((), self._num_pushed, item)
-        heapq.heappush(self._heap, place)
-        if len(self._heap) > 2 * len(self._places) + 64:
-            self._heap = list(self._places.values())
+        entry = self._entries[item] = ((), self._num_pushed, item)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
 
     def discard(self, item: Item) -> None:
         """Take an item out."""
-        self._places.pop(item, None)
+        self._entries.pop(item, None)
 
     def first(self, key_of: Callable[[Item], SortKey]) -> tuple[SortKey, Item | None]:
         """The least key, and its item; `LAST` and None if the heap is empty. Keys differ."""
         if self._num_rising is not None:
             return self._first_of_some(key_of)
         while self._heap:
-            place = self._heap[0]
-            old_key, number, item = place
-            if self._places.get(item) is not place:
+            entry = self._heap[0]
+            old_key, number, item = entry
+            if self._entries.get(item) is not entry:
                 heapq.heappop(self._heap)
                 continue
             key = key_of(item)
             if key > old_key:
-                place = self._places[item] = (key, number, item)
-                heapq.heapreplace(self._heap, place)
-            if self._heap[0] is place:
+                entry = self._entries[item] = (key, number, item)
+                heapq.heapreplace(self._heap, entry)
+            if self._heap[0] is entry:
                 return key, item
         return LAST, None
 
@@ -73,15 +73,15 @@ class RisingHeap(Generic[Item]):
         best: tuple[SortKey, Item | None] = LAST, None
         seen = []
         while self._heap and self._heap[0][0] < best[0]:
-            place = heapq.heappop(self._heap)
-            _, number, item = place
-            if self._places.get(item) is not place:
+            entry = heapq.heappop(self._heap)
+            _, number, item = entry
+            if self._entries.get(item) is not entry:
                 continue
             key = key_of(item)
-            place = self._places[item] = (key[: self._num_rising], number, item)
-            seen.append(place)
+            entry = self._entries[item] = (key[: self._num_rising], number, item)
+            seen.append(entry)
             if key < best[0]:
                 best = key, item
-        for place in seen:
-            heapq.heappush(self._heap, place)
+        for entry in seen:
+            heapq.heappush(self._heap, entry)
         return best

@@ -84,7 +84,7 @@ class AdapterFetcher:
     def ensure_loaded(self, digest: str) -> None:
         """Tell the engine where an adapter is, after fetching it if it is not on disk."""
         adapter = self._disk.get(digest)
-        if adapter is not None and adapter.num_blocks:
+        if adapter is not None and adapter.num_pages:
             self._client.send(_fetched(adapter))
         else:
             self._spawn(self._fetch(digest))
@@ -130,4 +130,4 @@ class AdapterFetcher:
 
 
 def _fetched(adapter: DiskAdapter) -> AdapterFetched:
-    return AdapterFetched(adapter.digest, str(adapter.path), adapter.max_rank, adapter.num_blocks)
+    return AdapterFetched(adapter.digest, str(adapter.path), adapter.max_rank, adapter.num_pages)

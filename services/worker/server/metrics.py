@@ -31,32 +31,36 @@ _running = Gauge("vllm:num_requests_running", "Requests in the batch")
 _waiting = Gauge("vllm:num_requests_waiting", "Requests not yet in the batch")
 _usage = Gauge("vllm:kv_cache_usage_perc", "Share of arena blocks in use, from 0 to 1")
 _first_token = Histogram(
-    "vllm:time_to_first_token_seconds", "From arrival to first token", buckets=_LATENCY_BUCKETS_S
+    "vllm:time_to_first_token_seconds",
+    "Time from arrival to the first token",
+    buckets=_LATENCY_BUCKETS_S,
 )
 _inter_token = Histogram(
-    "vllm:inter_token_latency_seconds", "Between two tokens", buckets=_LATENCY_BUCKETS_S
+    "vllm:inter_token_latency_seconds", "Time between two tokens", buckets=_LATENCY_BUCKETS_S
 )
 _whole = Histogram(
-    "vllm:e2e_request_latency_seconds", "From arrival to end", buckets=_LATENCY_BUCKETS_S
+    "vllm:e2e_request_latency_seconds",
+    "Time from arrival to the end of a request",
+    buckets=_LATENCY_BUCKETS_S,
 )
 _queue = Histogram(
     "vllm:request_queue_time_seconds",
-    "From arrival to the first step",
+    "Time from arrival to the first step",
     buckets=_LATENCY_BUCKETS_S,
 )
 _prefill = Histogram(
     "vllm:request_prefill_time_seconds",
-    "From the first step to the first token",
+    "Time from the first step to the first token",
     buckets=_LATENCY_BUCKETS_S,
 )
 _decode = Histogram(
     "vllm:request_decode_time_seconds",
-    "From the first token to the last",
+    "Time from the first token to the last",
     buckets=_LATENCY_BUCKETS_S,
 )
 _inference = Histogram(
     "vllm:request_inference_time_seconds",
-    "From the first step to the last token",
+    "Time from the first step to the last token",
     buckets=_LATENCY_BUCKETS_S,
 )
 _per_token = Histogram(
@@ -68,14 +72,14 @@ _prompt_length = Histogram(
     "vllm:request_prompt_tokens", "Prompt tokens of a request", buckets=_TOKEN_BUCKETS
 )
 _output_length = Histogram(
-    "vllm:request_generation_tokens", "Tokens that a request generated", buckets=_TOKEN_BUCKETS
+    "vllm:request_generation_tokens", "Generated tokens of a request", buckets=_TOKEN_BUCKETS
 )
 _output_limit = Histogram(
     "vllm:request_params_max_tokens", "max_tokens of a request", buckets=_TOKEN_BUCKETS
 )
 _step_tokens = Histogram(
     "vllm:iteration_tokens_total",
-    "Tokens of a step: those generated, and the prompts that it completed",
+    "Tokens of a step: generated tokens, and prompts that it completed",
     buckets=_TOKEN_BUCKETS,
 )
 _prefix_queries = Counter(
@@ -90,18 +94,19 @@ _generation_tokens = Counter("vllm:generation_tokens", "Tokens generated")
 _success = Counter("vllm:request_success", "Requests that ended", ["finished_reason"])
 _adapter_load = Histogram(
     "vllm:lora_adapter_load_seconds",
-    "Copies of adapters from disk to the device",
+    "Time to copy an adapter from disk to the device",
     buckets=_LATENCY_BUCKETS_S,
 )
 _sessions = Gauge("loraplex_worker_sessions", "Open sessions of gateways")
 _steps = Gauge("loraplex_worker_steps", "Engine steps since its start")
 _step_s = Gauge("loraplex_worker_step_seconds", "Mean duration of recent steps")
 _max_distinct = Gauge(
-    "loraplex_worker_max_distinct_adapters", "Most distinct adapters in one step since start"
+    "loraplex_worker_max_distinct_adapters",
+    "Largest number of adapters in one step since the start",
 )
 _layer_stall_s = Gauge(
     "loraplex_worker_layer_stall_seconds",
-    "Time for which steps have waited for adapters on their way to the device, since start",
+    "Time for which steps have waited for adapters that were being copied, since the start",
 )
 _free_blocks = Gauge("loraplex_worker_free_blocks", "Arena blocks free or idle")
 
@@ -233,7 +238,7 @@ class AdapterCollector(Collector):
         waiting = sorted(a.digest for a in adapters if a.tier == Tier.LOADING)
         info = GaugeMetricFamily(
             "vllm:lora_requests_info",
-            "Adapters in use; the value is the time of the statement",
+            "Adapters in use; the value is the time of the report",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
         labels = [str(self._max_loras), ",".join(running), ",".join(waiting[:MAX_ADAPTER_LABELS])]

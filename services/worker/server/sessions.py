@@ -15,7 +15,7 @@ MAX_UNREAD = 10_000
 
 @dataclass(slots=True)
 class ServerRequest:
-    """A request of a session, as the API server sees it."""
+    """The session, counts and times of a `WorkerRequest`; made by the API server process."""
 
     session: GatewaySession
     request_id: str

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
+from loraplex_services.worker.types.extents import count_pages_per_block, extent_begins
 from loraplex_services.worker.types.own_rope import BaseRopes
 from loraplex_services.worker.types.sharding import ONLY, Shard
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
-IMAGE_VERSION = 6
+IMAGE_VERSION = 7
 """Version of the image format and of the arithmetic that fills images; raised with every change of
 either."""
 HALF_DTYPES = ("BF16", "F16")
@@ -51,6 +52,16 @@ class AdapterLayout:
         size = self.shard.size
         return tuple(replace(self, shard=Shard(rank, size)) for rank in range(size))
 
+    @property
+    def pages_per_block(self) -> int:
+        """Pages that a block of the arena is divided into."""
+        return count_pages_per_block(self.block_bytes)
+
+    def extent_begins(self, num_pages: int) -> list[int]:
+        """Byte offset of each extent of `num_pages` in an image."""
+        page_bytes = self.block_bytes // self.pages_per_block
+        return [page * page_bytes for page in extent_begins(num_pages, self.pages_per_block)]
+
     def lora_dtype(self, published: str, site_kind: str) -> str:
         """What A and B are packed as."""
         if self.int8 and site_kind in (LINEAR, LM_HEAD):
@@ -63,7 +74,7 @@ class AdapterLayout:
     @property
     def fingerprint(self) -> str:
         """Images of equal fingerprints hold the same bytes for an adapter."""
-        sites = (self.sites.sites, sorted(self.sites.places.items()))
+        sites = (self.sites.sites, sorted(self.sites.modules.items()))
         types = (self.block_bytes, self.dtype, self.keeps_half, self.stored, self.max_rank)
         tokens = self.ropes.max_position_embeddings
         parts = repr(

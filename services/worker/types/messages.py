@@ -79,7 +79,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """End a request without a word; unknown ids are ignored."""
+    """End a request without a report of its end; unknown ids are ignored."""
 
     request_id: str
 
@@ -90,8 +90,8 @@ class AdapterFetched(msgspec.Struct, frozen=True, tag="fetched"):
     digest: str
     path: str
     max_rank: int
-    num_blocks: int = 0
-    """Blocks of its packed image; 0 = the engine has to pack it, because that takes the base's
+    num_pages: int = 0
+    """Pages of its packed image; 0 = the engine has to pack it, because that takes the base's
     weights."""
 
 

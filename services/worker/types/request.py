@@ -48,7 +48,7 @@ class Constraint(Protocol):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
-    """One sequence on its way through the engine.
+    """A `WorkerRequest` with its state in the engine; made by `outputs.to_request` on its arrival.
 
     Fresh, preempted and migrated requests differ only in `output_ids`: everything the sampler
     needs is a pure function of this object.

@@ -8,21 +8,22 @@ from pathlib import Path
 
 from loraplex.api.residency import Tier
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.extents import Extents
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy the adapter in folder `path` into `blocks` and enter it under `slot`."""
+    """Copy the adapter in folder `path` into the arena and enter it under `slot`."""
 
     slot: int
     digest: str
     path: Path
-    blocks: tuple[int, ...]
+    extents: Extents
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Take `slot` out of the tables; its blocks are already given back."""
+    """Take `slot` out of the tables; its pages are already given back."""
 
     slot: int
     digest: str
@@ -34,13 +35,15 @@ class CachedAdapter:
 
     digest: str
     path: Path
-    num_blocks: int
+    num_pages: int
+    """Pages of the arena that it fills, see `extents`."""
     max_rank: int
     tier: Tier = Tier.DISK
     on_disk: bool = True
     slot: int = -1
     """Row of the device tables while LOADING or on DEVICE."""
-    blocks: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    """First page of each of its extents in the arena."""
     num_running: int = 0
     """Running requests that use it."""
     pinned: bool = False
@@ -61,5 +64,5 @@ class CachedAdapter:
 
 
 def adapter_owner(digest: str) -> str:
-    """Owner name of an adapter's blocks in the arena."""
+    """Owner name of an adapter's pages in the arena."""
     return f"adapter {digest}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from loraplex.adapter_format.geometry import Geometry
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
 T_co = TypeVar("T_co", covariant=True)
@@ -61,7 +62,7 @@ class Pending(Protocol[T_co]):
 
 
 class Copied(Protocol):
-    """An adapter whose bytes are in their blocks, to be entered."""
+    """An adapter whose bytes are in the arena, to be entered."""
 
     @property
     def path(self) -> Path:
@@ -69,7 +70,7 @@ class Copied(Protocol):
         ...
 
     @property
-    def num_blocks(self) -> int:
+    def num_bytes(self) -> int:
         """That it fills."""
         ...
 
@@ -130,10 +131,8 @@ class Runner(Protocol):
         """Make the image of the adapter in a verified folder; the result is its blocks."""
         ...
 
-    def copy_adapter(
-        self, path: Path, blocks: Sequence[int], step_s: float = 0.0
-    ) -> Pending[Copied]:
-        """Fill `blocks`, which no step reads in the meantime, from the image in a folder.
+    def copy_adapter(self, path: Path, extents: Extents, step_s: float = 0.0) -> Pending[Copied]:
+        """Fill `extents`, which no step reads in the meantime, from the image in a folder.
 
         `step_s`: how long a step takes. A copy that lands in less may be passed on while it is
         under way; the steps that use it wait for what has not been copied.

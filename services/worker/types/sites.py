@@ -45,7 +45,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SiteRange:
     """Where a module lies: rows [out_begin, out_begin + out_features) of its site's weight."""
 
     site_id: int
@@ -55,24 +55,24 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SiteTable:
-    """All sites, and the places of all modules that adapters may name."""
+    """All sites, and the range of each module that adapters may name."""
 
     sites: tuple[Site, ...]
-    places: Mapping[str, Place]
+    modules: Mapping[str, SiteRange]
 
     def on_rank(self, shard: Shard) -> SiteTable:
         """The table of what one rank has; sites keep their ids."""
         if shard.size == 1:
             return self
         sites = tuple(site.on_rank(shard) for site in self.sites)
-        return SiteTable(sites, {n: self._local(p, shard) for n, p in self.places.items()})
+        return SiteTable(sites, {n: self._local(p, shard) for n, p in self.modules.items()})
 
-    def _local(self, place: Place, shard: Shard) -> Place:
-        spans = shard.spans(self.sites[place.site_id].cut.outputs)
+    def _local(self, site_range: SiteRange, shard: Shard) -> SiteRange:
+        spans = shard.spans(self.sites[site_range.site_id].cut.outputs)
         if not spans:
-            return place
-        end = place.out_begin + place.out_features
-        return Place(place.site_id, *local_range(spans, place.out_begin, end))
+            return site_range
+        end = site_range.out_begin + site_range.out_features
+        return SiteRange(site_range.site_id, *local_range(spans, site_range.out_begin, end))
 
 
 class SiteTableBuilder:
@@ -80,7 +80,7 @@ class SiteTableBuilder:
 
     def __init__(self) -> None:
         self._sites: list[Site] = []
-        self._places: dict[str, Place] = {}
+        self._modules: dict[str, SiteRange] = {}
 
     def add(
         self,
@@ -94,17 +94,17 @@ class SiteTableBuilder:
         site_id = len(self._sites)
         begin = 0
         for name, out_features in modules:
-            assert name not in self._places, name
-            self._places[name] = Place(site_id, begin, out_features)
+            assert name not in self._modules, name
+            self._modules[name] = SiteRange(site_id, begin, out_features)
             begin += out_features
         self._sites.append(Site(site_id, layer, kind, in_features, begin, cut))
         return site_id
 
     def alias(self, name: str, site_id: int) -> None:
         """Another name: of all modules of a site together."""
-        assert name not in self._places, name
-        self._places[name] = Place(site_id, 0, self._sites[site_id].out_features)
+        assert name not in self._modules, name
+        self._modules[name] = SiteRange(site_id, 0, self._sites[site_id].out_features)
 
     def build(self) -> SiteTable:
         """The finished table."""
-        return SiteTable(tuple(self._sites), self._places)
+        return SiteTable(tuple(self._sites), self._modules)

@@ -8,6 +8,7 @@ budgets and topology are not enforced.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import itertools
 import math
 import threading
@@ -32,6 +33,7 @@ class Cluster:
         self.network = Network(folder)
         self.images = Images()
         self.pods: list[Pod] = []
+        self._ending: list[Pod] = []
         self._folder = folder
         self._documents = documents
         self._deployments = {
@@ -89,8 +91,11 @@ class Cluster:
         """Withdraw a pod from every Service, then end it with its grace period."""
         with self._lock:
             self.pods.remove(pod)
+            self._ending.append(pod)
             self._apply()
         pod.stop()
+        with self._lock:
+            self._ending.remove(pod)
 
     def scale(self, deployment: str, replicas: int) -> None:
         """Add pods and wait for them, or remove the newest ones."""
@@ -149,4 +154,6 @@ class Cluster:
                 raise
 
     def _apply(self) -> None:
-        self.network.apply([pod.endpoint for pod in self.pods])
+        # A pod that ends is behind no Service any more, but network policies still know it.
+        ending = [dataclasses.replace(pod.endpoint, is_ready=False) for pod in self._ending]
+        self.network.apply([*(pod.endpoint for pod in self.pods), *ending])

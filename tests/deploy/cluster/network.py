@@ -76,13 +76,14 @@ class Network:
                 self.policies.append(document)
         # Locally made traffic to cluster IPs needs a route before it is translated.
         run("ip", "route", "add", "10.96.0.0/16", "dev", "lo", "src", GATEWAY)
-        hosts = self.folder / "hosts"
+        hosts, settings = self.folder / "hosts", self.folder / "dnsmasq.conf"
         hosts.write_text("")
+        settings.write_text("")
         self._dns = subprocess.Popen(
             [
                 *("dnsmasq", "--keep-in-foreground", "--no-resolv", "--no-hosts", "--user=root"),
                 *("--bind-interfaces", f"--listen-address={GATEWAY}", "--no-negcache"),
-                *(f"--addn-hosts={hosts}", "--local=/cluster.local/", "--conf-file=/dev/null"),
+                *(f"--addn-hosts={hosts}", "--local=/cluster.local/", f"--conf-file={settings}"),
                 f"--pid-file={self.folder / 'dnsmasq.pid'}",
             ]
         )

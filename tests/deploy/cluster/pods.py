@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 import urllib.request
@@ -24,7 +25,8 @@ from tests.deploy.cluster.images import Image
 from tests.deploy.cluster.network import Endpoint, Network, run
 from tests.deploy.kustomize import Document
 
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
+"""Minor numbers; the major one is 1."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,10 @@ class Pod:
             source = self._volume(volumes[mount["name"]])
             self._mount(str(source), layers["root"] / mount["mountPath"][1:], "--bind")
         self._mount("tmpfs", layers["root"] / "dev", "-t", "tmpfs", "-o", "mode=755")
-        for device in DEVICES:
-            (layers["root"] / "dev" / device).touch()
-            self._mount(f"/dev/{device}", layers["root"] / "dev" / device, "--bind")
+        for device, minor in DEVICES.items():
+            path = layers["root"] / "dev" / device
+            os.mknod(path, stat.S_IFCHR, os.makedev(1, minor))
+            path.chmod(0o666)
         (layers["root"] / "dev/shm").mkdir(mode=0o1777)
         self._mount("tmpfs", layers["root"] / "dev/shm", "-t", "tmpfs", "-o", "size=64m,mode=1777")
         return layers["root"]
@@ -202,7 +205,8 @@ class Pod:
 
     def _probe(self) -> None:
         kind = "readinessProbe" if self.has_started else "startupProbe"
-        probe = self.container.get(kind, self.container["readinessProbe"])
+        # Without a startup probe, a container that does not answer ends by its liveness probe.
+        probe = self.container.get(kind, self.container["livenessProbe"])
         self._probe_at_s = time.monotonic() + probe.get("periodSeconds", 10)
         passed = self._passes(probe)
         if not self.has_started:

@@ -128,7 +128,7 @@ async def test_a_worker_that_is_gone_shows_no_stale_load(stack: Stack) -> None:
     shown = (await _get(stack, "/console/state")).json()
     [gone] = await workers()
     assert shown["not_ready_reason"] == "no worker is ready"
-    assert (gone["state"], gone["running"], gone["total_blocks"]) == ("away", 0, 0)
+    assert (gone["state"], gone["running"], gone["total_blocks"]) == ("unreachable", 0, 0)
     assert (gone["on_device"], gone["adapters"]) == (0, [])
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -379,6 +378,8 @@ async def test_request_whose_prompt_cannot_be_read_in_time_never_reaches_a_worke
 
 
 async def test_paths_that_clients_know_say_what_to_do_instead(stack: Stack) -> None:
+    import anthropic  # thousands of modules, for the process that runs this alone
+
     await stack.start()
     with pytest.raises(openai.NotFoundError) as caught:
         await stack.openai().batches.list()

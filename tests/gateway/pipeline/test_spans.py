@@ -10,6 +10,7 @@ import pytest
 
 from loraplex.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_services.common.tracing import ENDPOINTS, open_tracer
+from loraplex_services.gateway.metrics import FIRST_TOKEN_S, REQUEST_S
 from tests.collector import EXPORTING, Collector, running_collector, values
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_registry import digest_of
@@ -75,6 +76,10 @@ async def test_a_request_over_grpc_is_a_span_of_its_callers_trace(
             pass
     _, span = collector.wait_for("gateway request")["gateway request"]
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    for metric in (FIRST_TOKEN_S, REQUEST_S):
+        samples = [sample for family in metric.collect() for sample in family.samples]
+        shown = [sample.exemplar.labels for sample in samples if sample.exemplar]
+        assert {"trace_id": TRACE_ID} in shown
 
 
 async def test_a_refused_request_is_an_error_that_does_not_repeat_what_it_named(

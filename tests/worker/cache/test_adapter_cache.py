@@ -1,5 +1,6 @@
 """Residency decisions under every order of events, with the engine's side played straight."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,11 @@ def carry_out(cache: AdapterCache) -> list[Load | Evict]:
 class CacheMachine(RuleBasedStateMachine):
     """Drives the cache as scheduler and engine do and mirrors the device's slot table."""
 
+    pages_per_block = 1
+
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(NUM_BLOCKS)
+        self.arena = Arena(NUM_BLOCKS // self.pages_per_block, self.pages_per_block)
         self.reclaimer = Reclaimer(self.arena)
         self.cache = make_cache(self.reclaimer, self.arena)
         self.now = 0.0
@@ -57,7 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(digest=DIGESTS)
     def fetched(self, digest: str) -> None:
-        if SIZES[digest] > 8:
+        if SIZES[digest] > 8 * self.pages_per_block:
             with pytest.raises(ResourceExhausted, match="needs 9 arena blocks"):
                 fetch(self.cache, digest)
         else:
@@ -89,7 +92,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert not self.users.get(action.digest), "evicted under a running request"
             else:
                 assert action.slot not in self.table, "loaded over a slot in use"
-                assert len(action.blocks) == SIZES[action.digest]
+                assert action.extents.num_pages == SIZES[action.digest]
                 if fails:
                     self.cache.failed(action.digest, DataLoss("damaged"), self.now)
                 else:
@@ -158,12 +161,22 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
         assert self.cache.pinned_blocks <= 10
         assert self.cache.held_blocks + self.cache.idle_blocks(()) + len(self.kv) == (
-            NUM_BLOCKS - self.arena.num_free
+            self.arena.num_blocks - self.arena.num_free
         )
 
 
 CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestCache = CacheMachine.TestCase
+
+
+class SharingCacheMachine(CacheMachine):
+    """Of adapters that share blocks."""
+
+    pages_per_block = 4
+
+
+SharingCacheMachine.TestCase.settings = CacheMachine.TestCase.settings
+TestSharingCache = SharingCacheMachine.TestCase
 
 
 @pytest.mark.parametrize(("block_s", "victim"), [(0.0, "sha256:c"), (1.0, "sha256:b")])
@@ -180,7 +193,7 @@ def test_evicts_what_costs_least_by_the_copies_that_were_measured(
         assert cache.load([digest], (), float(now))
         for action in cache.take_actions():
             assert isinstance(action, Load)
-            cache.loaded(digest, block_s * len(action.blocks))
+            cache.loaded(digest, block_s * action.extents.num_pages)
     cache.acquire(["sha256:a"], 9.0)
     cache.release(["sha256:a"], 9.0)
     assert reclaimer.reclaim(1, 9.0)
@@ -224,3 +237,52 @@ def test_a_failed_copy_gives_everything_back_and_is_not_tried_again_at_once() ->
     blocked = cache.failures.blocked("sha256:a", 0.9)
     assert blocked is not None and blocked.message == "bytes differ"
     assert cache.failures.blocked("sha256:a", 1.0) is None
+
+
+def test_adapters_that_share_blocks_are_counted_once() -> None:
+    arena = Arena(4, pages_per_block=4)
+    reclaimer = Reclaimer(arena)
+    cache = make_cache(reclaimer, arena)
+    names = ["sha256:a", "sha256:b", "sha256:c"]  # 1, 2 and 3 pages
+    for digest in names:
+        fetch(cache, digest)
+        assert cache.load([digest], (), 0.0)
+    carry_out(cache)
+    assert (arena.num_free, arena.num_split) == (2, 2)
+    assert (cache.held_blocks, cache.idle_blocks(())) == (0, 2)
+    cache.acquire(["sha256:a"], 1.0)
+    assert (cache.held_blocks, cache.idle_blocks(())) == (1, 1)
+    assert cache.idle_blocks(["sha256:c"]) == 0
+    assert not reclaimer.reclaim(4, 1.0) and cache.ready(names), "nothing was freed"
+    assert reclaimer.reclaim(3, 1.0) and cache.ready(["sha256:a"])
+
+
+def test_an_adapter_smaller_than_a_block_takes_the_place_of_idle_ones_beside_one_in_use() -> None:
+    arena = Arena(1, pages_per_block=4)
+    reclaimer = Reclaimer(arena)
+    cache = make_cache(reclaimer, arena)
+    for now, digest in enumerate(["sha256:a", "sha256:c", "sha256:b"]):
+        fetch(cache, digest)
+        assert cache.load([digest], (), float(now))
+        actions = carry_out(cache)
+        if now == 0:
+            cache.acquire([digest], 0.0)
+    assert [type(action) for action in actions] == [Evict, Load], "c goes, a stays"
+    assert cache.ready(["sha256:a", "sha256:b"]) and not cache.ready(["sha256:c"])
+
+
+def test_a_block_for_others_costs_only_the_adapters_that_share_it() -> None:
+    """The least used ones lie in many blocks, and each alone would free none of them."""
+    arena, rng = Arena(10, pages_per_block=8), random.Random(0)
+    reclaimer = Reclaimer(arena)
+    cache = make_cache(reclaimer, arena, max_resident=100)
+    names = [f"sha256:{number}" for number in range(26)]
+    for digest in names:
+        cache.fetched(digest, Path("/"), 3, max_rank=8)
+        assert cache.load([digest], (), 0.0)
+    carry_out(cache)
+    for now, digest in enumerate(rng.sample(names, len(names))):
+        cache.acquire([digest], float(now))
+        cache.release([digest], float(now))
+    assert arena.num_free == 0 and reclaimer.reclaim(1, 99.0)
+    assert len(carry_out(cache)) <= 4

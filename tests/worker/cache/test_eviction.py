@@ -27,7 +27,7 @@ def use(order: LeastExpectedLoss, adapter: CachedAdapter, now: float, times: int
     """Of an adapter that is not among the idle; then it is."""
     for _ in range(times):
         order.used(adapter, now)
-    order.enter(adapter, CopyTimes().seconds(adapter.num_blocks))
+    order.enter(adapter, CopyTimes().seconds(adapter.num_pages))
 
 
 USES = st.lists(st.tuples(st.sampled_from(range(len(SIZES))), st.floats(0, 600)), max_size=60)
@@ -62,7 +62,7 @@ def test_least_expected_loss_is_least_of_what_all_of_them_would_cost(
 
 def test_an_adapter_used_often_outlives_one_used_last() -> None:
     popular, fresh, *_ = make_adapters()
-    popular.num_blocks = fresh.num_blocks
+    popular.num_pages = fresh.num_pages
     order = LeastExpectedLoss(HALF_LIFE_S)
     use(order, popular, 0.0, times=5)
     use(order, fresh, 10.0)
@@ -71,7 +71,7 @@ def test_an_adapter_used_often_outlives_one_used_last() -> None:
 
 def test_old_uses_fade() -> None:
     once_popular, fresh, *_ = make_adapters()
-    once_popular.num_blocks = fresh.num_blocks
+    once_popular.num_pages = fresh.num_pages
     order = LeastExpectedLoss(HALF_LIFE_S)
     use(order, once_popular, 0.0, times=5)
     use(order, fresh, 3 * HALF_LIFE_S)
@@ -88,8 +88,8 @@ def test_of_equally_used_ones_the_larger_goes_as_its_copy_costs_less_a_block() -
 
 def test_what_was_loaded_ahead_and_never_used_counts_as_used_once_then() -> None:
     order, (old, ahead, *_) = LeastExpectedLoss(HALF_LIFE_S), make_adapters()
-    ahead.num_blocks, ahead.last_used_s = old.num_blocks, 10.0
-    order.enter(ahead, CopyTimes().seconds(ahead.num_blocks))
+    ahead.num_pages, ahead.last_used_s = old.num_pages, 10.0
+    order.enter(ahead, CopyTimes().seconds(ahead.num_pages))
     use(order, old, 0.0)
     assert order.next_victim(()) is old
 

@@ -25,7 +25,7 @@ class Shelf:
     def offer(self, protected: Collection[str], now: float) -> Offer | None:
         return None if self.name in protected or not self.items else self.items[0][0]
 
-    def give_up(self, protected: Collection[str]) -> None:
+    def give_up(self, protected: Collection[str], whole_block: bool) -> None:
         offer, blocks = self.items.pop(0)
         self.arena.free(self.name, blocks)
         self.gone.append(offer)

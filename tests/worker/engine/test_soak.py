@@ -78,19 +78,19 @@ class Soak:
         self.live[str(number)] = (name, number)
         sampling = SamplingParams(max_tokens=4, seed=0, ignore_eos=True)
         submit = make_submit(str(number), self.prompt(number), sampling, [digest])
-        return [submit, AdapterFetched(digest, str(self.folder(name)), 2, self.num_blocks(name))]
+        return [submit, AdapterFetched(digest, str(self.folder(name)), 2, self.num_pages(name))]
 
     def prompt(self, number: int) -> list[int]:
         rng = random.Random(number)
         return [rng.randrange(tiny.VOCAB - 1) for _ in range(6)]
 
-    def num_blocks(self, name: int) -> int:
+    def num_pages(self, name: int) -> int:
         """0 the first time: the engine packs."""
         path = image_path(self.folder(name), self.runner.layout.fingerprint)
         if not path.exists():
             return 0
         with ImageFile(path) as image:
-            return image.index.num_blocks
+            return image.index.num_pages
 
     def run(self, commands: list[Command]) -> None:
         while True:

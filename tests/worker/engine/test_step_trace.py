@@ -12,9 +12,12 @@ from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
 from loraplex_services.worker.engine.step_trace import TracedRunner
+from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.simulate.fleets import COSTS
+
+PAGES_PER_BLOCK = COSTS.block_bytes // COSTS.page_bytes
 
 
 @dataclass
@@ -24,8 +27,8 @@ class Traced:
     runner: TracedRunner
     clock: VirtualClock
 
-    def load(self, slot: int, folder: Path, blocks: list[int]) -> None:
-        pending = self.runner.copy_adapter(folder, blocks)
+    def load(self, slot: int, folder: Path, extents: Extents) -> None:
+        pending = self.runner.copy_adapter(folder, extents)
         while not pending.done():
             self.clock.advance(1.0)
         self.runner.enter_adapter(slot, pending.result())
@@ -53,7 +56,7 @@ def test_a_step_is_one_line_with_its_sizes_and_counts_each_adapter_once(tmp_path
     folder = tmp_path / "8"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 8}')
-    stage.load(3, folder, [1, 2])
+    stage.load(3, folder, Extents(2 * PAGES_PER_BLOCK, (4, 8)))
     rows = (row("a", slot=3), row("b", start=4, num_tokens=2, slot=3), row("c"))
     results = stage.runner.launch(StepPlan(0, rows)).result()
     assert [result.request_id for result in results] == ["a", "b", "c"]
@@ -83,8 +86,8 @@ def test_an_unloaded_slot_may_be_used_again(tmp_path: Path) -> None:
     folder = tmp_path / "8"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 8}')
-    for blocks in ([1, 2], [5]):
-        stage.load(0, folder, blocks)
+    for num_blocks, places in ((2, (4, 8)), (1, (20,))):
+        stage.load(0, folder, Extents(num_blocks * PAGES_PER_BLOCK, places))
         stage.runner.launch(StepPlan(0, (row("a", slot=0),))).result()
         stage.runner.unload_adapter(0)
     steps = [line["adapter_bytes"] for line in lines(path) if "step_s" in line]

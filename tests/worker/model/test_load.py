@@ -129,10 +129,10 @@ def test_dummy_weights_need_no_files_and_are_the_same_each_time(base, tmp_path):
 def test_sites_and_places_cover_every_linear(base):
     sites = build(base.folder).site_weights.table
     assert [site.kind for site in sites.sites].count("linear") == 4 * 2
-    place = sites.places["model.layers.1.self_attn.v_proj"]
-    site = sites.sites[place.site_id]
+    site_range = sites.modules["model.layers.1.self_attn.v_proj"]
+    site = sites.sites[site_range.site_id]
     assert (site.layer, site.in_features, site.out_features) == (1, 64, 128)
-    assert (place.out_begin, place.out_features) == (96, 32)
+    assert (site_range.out_begin, site_range.out_features) == (96, 32)
 
 
 def test_a_base_in_pickles_only_is_refused_with_the_way_out(base, tmp_path):
@@ -183,8 +183,8 @@ def test_a_multimodal_base_is_its_text_model_in_every_spelling(
         model = build(folder)
     text = multimodal.model.model.language_model
     expected = text.layers[0].self_attn.q_proj.weight
-    place = model.site_weights.table.places["model.layers.0.self_attn.q_proj"]
-    rows = model.site_weights.linears[place.site_id].weight_rows(0, place.out_features)
+    site_range = model.site_weights.table.modules["model.layers.0.self_attn.q_proj"]
+    rows = model.site_weights.linears[site_range.site_id].weight_rows(0, site_range.out_features)
     assert rows.equal(expected)
     (record,) = [r for r in caplog.records if "multimodal" in r.message]
     assert record.num_ignored_tensors > 0

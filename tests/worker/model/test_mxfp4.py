@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from loraplex.adapter_format import geometry_from_folder
@@ -30,6 +31,17 @@ def test_every_code_and_scale_is_what_transformers_makes_of_it():
     scales = scales.to(torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     assert dequantised(blocks[0], scales[0]).equal(expected[0].T)
+
+
+def test_a_scale_that_is_no_number_is_refused_by_name(published, tmp_path):
+    tensors = load_file(published / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("_scales"))
+    tensors[name].view(-1)[3] = 255
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").symlink_to(published / "config.json")
+    with pytest.raises(InvalidRequest, match="is no scale in MXFP4") as caught:
+        parity_runner(tmp_path, arena_bytes=8 << 20)
+    assert caught.value.violations[0].field == name
 
 
 def test_a_published_checkpoint_computes_what_transformers_computes(published):

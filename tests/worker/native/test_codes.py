@@ -1,9 +1,11 @@
 """Products of weights in codes, in every instruction set, against what the codes mean."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
+from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.cpu import CodedLinear, is_readable
 from loraplex_services.worker.ops.linear.reference import linear
 from tests.worker.native.isas import ISAS, native
@@ -14,7 +16,11 @@ def compiled(request):
     return native(request.param)
 
 
-def weight_in_codes(shape, bits, group_size, *, has_zeros=False, scales=torch.bfloat16, seed=0):
+FLOATS = torch.arange(256, dtype=torch.uint8).view(FLOAT8)
+"""All values; two of them are no numbers."""
+
+
+def weight_in_codes(shape, kind, group_size, *, has_zeros=False, scales=torch.bfloat16, seed=0):
     """Random codes of every value, and scales that differ between groups."""
     generator = torch.Generator().manual_seed(seed)
     num_outputs, num_inputs = shape
@@ -22,9 +28,15 @@ def weight_in_codes(shape, bits, group_size, *, has_zeros=False, scales=torch.bf
     scale = (torch.rand(groups, generator=generator) + 0.1).to(scales) / 64
     zeros = None
     if has_zeros:
-        low, high = (-128, 128) if bits == 8 else (0, 16)
+        low, high = (-128, 128) if kind == "int8" else (0, 16)
         zeros = torch.randint(low, high, groups, generator=generator).float()
-    if bits == 8:
+        if has_zeros is not True:  # zero points that are no integers, some of them large
+            zeros = (zeros + has_zeros) * 100 ** torch.rand(groups, generator=generator)
+    if kind == "float8":
+        numbers = FLOATS.view(torch.uint8)[~FLOATS.float().isnan()]
+        codes = numbers[torch.randint(0, 254, shape, generator=generator)].view(FLOAT8)
+        return CodedWeight("test", codes, scale, group_size)
+    if kind == "int8":
         codes = torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
         return CodedWeight("test", codes, scale, group_size, zeros)
     codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
@@ -41,15 +53,25 @@ def rows_between_nans(num_rows, num_inputs, dtype):
     return x.copy_(values)
 
 
-KINDS = [(8, 10_000, False), (8, 32, True), (4, 32, False), (4, 64, True), (4, 128, True)]
+KINDS = [
+    ("int8", 10_000, False),
+    ("int8", 32, True),
+    ("int4", 32, False),
+    ("int4", 64, True),
+    ("int4", 128, True),
+    ("int4", 32, 0.37),
+    ("int8", 16, False),
+    ("float8", 10_000, False),
+    ("float8", 64, False),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (70, 300)], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_product_is_that_of_the_weight_which_the_codes_mean(compiled, kind, shape, dtype):
-    bits, group_size, has_zeros = kind
-    weight = weight_in_codes(shape, bits, group_size, has_zeros=has_zeros)
+    code, group_size, has_zeros = kind
+    weight = weight_in_codes(shape, code, group_size, has_zeros=has_zeros)
     packed, dense = CodedLinear(compiled, weight), weight.dequantised()
     for num_rows in (1, 2, 5, 7, 13, 100):
         x = rows_between_nans(num_rows, shape[1], dtype)
@@ -65,7 +87,7 @@ def test_a_product_is_that_of_the_weight_which_the_codes_mean(compiled, kind, sh
 
 @pytest.mark.parametrize("scales", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_scales_are_read_in_the_type_of_the_files(compiled, scales):
-    weight = weight_in_codes((40, 96), 4, 32, scales=scales)
+    weight = weight_in_codes((40, 96), "int4", 32, scales=scales)
     x = rows_between_nans(3, 96, torch.float32)
     found = CodedLinear(compiled, weight).apply(x)
     torch.testing.assert_close(
@@ -76,9 +98,9 @@ def test_scales_are_read_in_the_type_of_the_files(compiled, scales):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_row_does_not_depend_on_its_neighbours(compiled, kind, dtype):
-    bits, group_size, has_zeros = kind
+    code, group_size, has_zeros = kind
     weight = CodedLinear(
-        compiled, weight_in_codes((100, 200), bits, group_size, has_zeros=has_zeros)
+        compiled, weight_in_codes((100, 200), code, group_size, has_zeros=has_zeros)
     )
     x = rows_between_nans(37, 200, dtype)
     together = weight.apply(x)
@@ -88,15 +110,15 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_rows_of_the_weight_come_back_as_the_codes_mean_them(compiled, kind):
-    bits, group_size, has_zeros = kind
-    weight = weight_in_codes((70, 45), bits, group_size, has_zeros=has_zeros)
+    code, group_size, has_zeros = kind
+    weight = weight_in_codes((70, 45), code, group_size, has_zeros=has_zeros)
     packed, whole = CodedLinear(compiled, weight), weight.dequantised()
     for begin, end in ((0, 70), (3, 3), (31, 33), (64, 70)):
         assert packed.weight_rows(begin, end).equal(whole[begin:end])
 
 
 def test_columns_in_another_order_meet_their_inputs(compiled):
-    plain = weight_in_codes((20, 64), 4, 32, has_zeros=True)
+    plain = weight_in_codes((20, 64), "int4", 32, has_zeros=True)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(2))
     weight = CodedWeight("test", plain.codes, plain.scales, 32, plain.zeros, plain.table, order)
     packed, x = CodedLinear(compiled, weight), rows_between_nans(4, 64, torch.float32)
@@ -106,14 +128,32 @@ def test_columns_in_another_order_meet_their_inputs(compiled):
 
 
 def test_rows_of_zeros_give_zeros(compiled):
-    packed = CodedLinear(compiled, weight_in_codes((33, 64), 4, 32, has_zeros=True))
+    packed = CodedLinear(compiled, weight_in_codes((33, 64), "int4", 32, has_zeros=True))
     for dtype in (torch.float32, torch.bfloat16):
         assert packed.apply(torch.zeros(2, 64, dtype=dtype)).eq(0).all()
 
 
+def test_every_float8_number_is_widened_exactly(compiled):
+    values = FLOATS[~FLOATS.float().isnan()]
+    weight = CodedWeight("float8", values[:, None].repeat(1, 4), torch.ones(254, 1), 4)
+    packed = CodedLinear(compiled, weight)
+    for column in range(4):
+        x = torch.eye(4)[column : column + 1]
+        assert packed.apply(x)[0].equal(values.float())
+
+
+@pytest.mark.parametrize(("kind", "num_bytes"), [("int4", 0.5), ("int8", 1), ("float8", 1)])
+def test_a_code_takes_the_bytes_of_its_kind(compiled, kind, num_bytes):
+    packed = CodedLinear(compiled, weight_in_codes((256, 512), kind, 10_000))
+    own = packed._weight
+    assert (own.codes.nbytes, own.scales.nbytes) == (num_bytes * 256 * 512, 256 * 2)
+
+
 def test_codes_that_the_kernel_does_not_read_are_known():
-    floats = CodedWeight("float8", torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.ones(2, 1), 64)
-    table = weight_in_codes((2, 64), 4, 64)
-    assert not is_readable(floats)
+    floats, table = weight_in_codes((2, 64), "float8", 64), weight_in_codes((2, 64), "int4", 64)
+    assert is_readable(floats)
     assert is_readable(table)
-    assert not is_readable(weight_in_codes((2, 64), 4, 48))
+    assert not is_readable(replace(floats, zeros=torch.ones(2, 1)))
+    assert not is_readable(replace(floats, codes=torch.zeros(2, 64).to(torch.float8_e5m2)))
+    assert not is_readable(replace(table, table=INTEGERS / 2))
+    assert not is_readable(weight_in_codes((2, 64), "int4", 40))

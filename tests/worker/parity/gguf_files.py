@@ -23,6 +23,7 @@ MIXTURES = {
     "F16": (Type.F16, Type.F16),
     "BF16": (Type.BF16, Type.BF16),
     "Q4_0": (Type.Q4_0, Type.Q8_0),
+    "Q5_0": (Type.Q5_0, Type.Q8_0),
     "Q8_0": (Type.Q8_0, Type.Q8_0),
     "Q4_K_M": (Type.Q4_K, Type.Q6_K),
     "Q5_K_M": (Type.Q5_K, Type.Q6_K),

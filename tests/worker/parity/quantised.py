@@ -260,6 +260,10 @@ def quantised_on_load(base: TinyBase, scheme: str) -> TinyBase:
         in_codes = name.endswith(("_proj.weight", "_proj", ".w1", ".w2", ".w3"))
         if name == "lm_head.weight" or (scheme == "int8" and in_codes):
             parameter.copy_(_nearest(parameter, parameter.abs().amax(-1, keepdim=True) / 127))
+        elif in_codes and scheme == "fp8":
+            scales = parameter.abs().amax(-1, keepdim=True) / 448
+            steps = (parameter / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+            parameter.copy_(steps.float() * scales)
         elif in_codes:
             for group in parameter.split(64, dim=-1):
                 largest = group.gather(-1, group.abs().argmax(-1, keepdim=True))

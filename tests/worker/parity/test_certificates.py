@@ -1,15 +1,19 @@
 """What a certificate finds of a quantised base: the right one passes, a damaged one never does."""
 
+import json
 import random
+import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from loraplex.client.certifying import NUM_CANDIDATES, divergence
+from tests.e2e.stack import BASE, DEMO, start
+from tests.e2e.test_certificates import following
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
-from tests.worker.parity.quantised import quantised_base
+from tests.worker.parity.quantised import LAYOUTS, quantised_base
 from tests.worker.parity.runners import parity_runner
 
 ADAPTERS = ("rank-1", "rank-8-all-linear", "dora", "patterns", "lm-head")
@@ -74,3 +78,53 @@ def test_a_scale_off_by_one_block_is_caught_in_100_of_100_and_a_good_one_passes(
         assert kl < MAX_KL / 100, (trial, kl)
         passed += 1
     assert (caught, passed) == (100, 100)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_base_whose_scales_are_off_by_one_block_is_caught_when_a_version_is_published(tmp_path):
+    write_quantised(tmp_path / "good", shift=0)
+    write_quantised(tmp_path / "bad", shift=1)
+    plain = ("--attention-backend", "vanilla", "--dtype", "float32")
+    reference = start(tmp_path / "reference", *plain, model=tmp_path / "good")
+    served = [
+        start(tmp_path / f"served-{name}", "--dtype", "float32", model=tmp_path / name)
+        for name in ("good", "bad")
+    ]
+    try:
+        reference.publish(DEMO / "adapters" / "upper")
+        for stack, is_good in zip(served, (True, False), strict=True):
+            stack.run_registry("tenants", "set", "default", "--max-kl", "0.0001")
+            with following(stack, reference.grpc, "--max-kl", "1e-4", "--tag", "latest") as lines:
+                stack.publish(DEMO / "adapters" / "upper", latest=False)
+                line = next(lines)
+            tagged = stack.run_registry("tag", "upper:v1", "latest", check=False)
+            if is_good:
+                assert (line["error"], tagged.returncode) == (None, 0)
+                assert stack.complete("upper", "abc")
+                continue
+            assert line["error"].startswith("default/upper:v1: KL")
+            assert "is above --max-kl 0.0001" in line["error"]
+            assert tagged.returncode == 3
+            assert "max_kl" in tagged.stderr
+    finally:
+        assert [stack.stop() for stack in (reference, *served)] == [0, 0, 0]
+
+
+def write_quantised(folder, shift):
+    """The demo base in four bits, each row's scales `shift` blocks too far to the right."""
+    layout = LAYOUTS["ct-int4"]
+    shutil.copytree(BASE, folder)
+    config = json.loads((BASE / "config.json").read_bytes())
+    config["quantization_config"] = layout.config
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, tensor in load_file(BASE / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        packed, _ = layout.pack(tensor.float())
+        packed["weight_scale"] = packed["weight_scale"].roll(shift, dims=1)
+        module = name.removesuffix(".weight")
+        tensors |= {f"{module}.{end}": part.contiguous() for end, part in packed.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

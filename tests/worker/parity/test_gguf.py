@@ -145,13 +145,21 @@ def test_the_geometry_is_the_one_of_the_plain_base_and_the_fingerprint_names_the
     assert own.fingerprint != plain.fingerprint
 
 
-def test_blocks_with_one_scale_stay_in_codes(tmp_path, caplog):
-    write_folder(written(tmp_path), tmp_path / "out")
+@pytest.mark.parametrize(
+    ("mixture", "expected"),
+    [
+        # All but v_proj of layer 0, which is plain, and with the head.
+        ("Q8_0", {"gguf-Q8_0-int8": 14}),
+        ("Q4_K_M", {"gguf-Q4_K-int4": 10, "gguf-Q6_K-int6": 4}),
+    ],
+)
+def test_blocks_stay_in_codes(mixture, expected, tmp_path, caplog):
+    write_folder(written(tmp_path, mixture=mixture), tmp_path / "out")
     with caplog.at_level("INFO"):
         build_runner(tmp_path / "out", device="cpu", arena_bytes=8 << 20)
     said = [record.getMessage() for record in caplog.records]
-    # All but v_proj of layer 0, which is plain, and with the head.
-    assert "quantised weights: 14 linears of gguf-Q8_0-int8 are kept in codes" in said
+    for scheme, count in expected.items():
+        assert f"quantised weights: {count} linears of {scheme} are kept in codes" in said
 
 
 TEXTS = ("Hello, world!", "  two  spaces", "Grüße, 世界 🙂", "x = 12345\n\n")

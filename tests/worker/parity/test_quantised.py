@@ -82,6 +82,8 @@ def test_a_plain_file_with_codes_is_refused_by_the_tensor(base, tmp_path):
     [
         ("llama", "int8"),
         pytest.param("llama", "int4", marks=pytest.mark.long),
+        pytest.param("llama", "fp8", marks=pytest.mark.long),
+        pytest.param("qwen3-moe", "fp8", marks=pytest.mark.long),
         pytest.param("mixtral", "int8", marks=pytest.mark.long),
         pytest.param("qwen2-moe", "int4", marks=pytest.mark.long),
         ("qwen3-moe", "int4"),
@@ -107,16 +109,16 @@ def test_what_a_base_becomes_on_load_is_part_of_the_arithmetic_and_not_of_the_ba
         scheme: build_runner(
             base.folder, device="cpu", arena_bytes=8 << 20, quantization=scheme
         ).model_info()
-        for scheme in ("none", "int8", "int4")
+        for scheme in ("none", "int8", "int4", "fp8")
     }
-    assert len({info.numerics_fingerprint for info in infos.values()}) == 3
+    assert len({info.numerics_fingerprint for info in infos.values()}) == 4
     assert len({info.geometry.fingerprint for info in infos.values()}) == 1
 
 
 @pytest.mark.parametrize(
     ("base_name", "changes"),
     [
-        ("llama", {"quantization": "fp8"}),
+        ("llama", {"quantization": "fp4"}),
         ("llama", {"quantization": "int8", "model_impl": "transformers"}),
         ("gpt-oss", {"quantization": "int4"}),
         ("quantised", {"quantization": "int8"}),

@@ -27,7 +27,7 @@ from tests.worker.parity.write_families import (
 )
 
 OUT = Path(__file__).parents[3] / "docs" / "parity-quantised.md"
-GGUF = ("Q4_0", "Q8_0", "Q4_K_M", "Q5_K_M")
+GGUF = ("Q4_0", "Q5_0", "Q8_0", "Q4_K_M", "Q5_K_M")
 INTRODUCTION = """# Parity of quantised bases
 
 Tiny random bases in each layout, and all kinds of random adapters that PEFT has for them, as PEFT
@@ -52,7 +52,7 @@ def bases(root: Path) -> Iterator[tuple[str, str, TinyBase, dict[str, str]]]:
         plain = make_base(name, root / name)
         for layout in LAYOUTS:
             yield name, layout, quantised_base(plain, layout, root / f"{name}-{layout}"), {}
-        for scheme in ("int8", "int4"):
+        for scheme in ("int8", "int4", "fp8"):
             meant = quantised_on_load(plain, scheme)
             yield name, f"--quantization {scheme}", meant, {"quantization": scheme}
     for name in ("mixtral", "qwen3-moe"):

@@ -22,8 +22,8 @@ def write(tables: BlockTables, rows: list[PlannedRow]) -> tuple[np.ndarray, int]
     """Table rows of a step, and how many entries were written for it."""
     changes = tables.update(rows)
     flat = tables.device.view(-1)
-    flat[torch.from_numpy(changes.places)] = torch.from_numpy(changes.blocks)
-    return changes.rows, len(changes.places)
+    flat[torch.from_numpy(changes.indices)] = torch.from_numpy(changes.blocks)
+    return changes.rows, len(changes.indices)
 
 
 class CheckedStage(Stage):
@@ -50,9 +50,9 @@ class CheckedStage(Stage):
                 expected = row.request.block_tables[group][first : last + 1]
                 found = self.tables.device[group, table_row, first : last + 1]
                 assert found.tolist() == expected
-                place = self.tables.cache_places(group, np.array([table_row]), positions)
+                kv_slot = self.tables.kv_slots(group, np.array([table_row]), positions)
                 slot = int(positions[0]) % TOKENS_PER_BLOCK
-                assert place.tolist() == [expected[-1] * TOKENS_PER_BLOCK + slot]
+                assert kv_slot.tolist() == [expected[-1] * TOKENS_PER_BLOCK + slot]
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["one by one", "overlapped"])

@@ -70,7 +70,7 @@ def make_buffer(max_blocks: int = 64) -> InputBuffer:
 
 
 def addresses(buffer: InputBuffer) -> list[int]:
-    inputs = buffer.input_ids, buffer.places, buffer.decode_rows, buffer.runs
+    inputs = buffer.input_ids, buffer.kv_slots, buffer.decode_rows, buffer.runs
     return [tensor.data_ptr() for tensor in inputs]
 
 
@@ -83,15 +83,15 @@ def test_a_step_fills_the_buffer_and_pads_what_is_left(ropes: Ropes) -> None:
     assert before == addresses(buffer)
     assert buffer.input_ids.tolist() == [*step.token_ids.tolist()[:10], 73, 71, 0, 0, 0, 0]
     assert buffer.positions.tolist() == [*step.positions().tolist(), 0, 0, 0, 0]
-    places = [10 * 4 + position for position in step.positions().tolist()]
-    assert buffer.places[0].tolist() == [*places, -1, -1, -1, -1]
+    kv_slots = [10 * 4 + position for position in step.positions().tolist()]
+    assert buffer.kv_slots[0].tolist() == [*kv_slots, -1, -1, -1, -1]
     assert buffer.decode_rows.tolist() == [*buffer.table_rows[2:], 0, 0, 0, 0, 0]
     words = buffer.runs.numpy()
     assert words[:, :3].tolist() == [[3, 0, 4], [3, 7, 11], [4, 11, 12], [0, 0, 0]]
     assert words[:3, 3].copy().view(np.float32).tolist() == [0.5, 0.5, 1.0]
     buffer.clear()
     assert not buffer.decode_rows.any() and not buffer.runs.any()
-    assert buffer.places.eq(-1).all()
+    assert buffer.kv_slots.eq(-1).all()
 
 
 def test_more_changes_than_the_buffer_holds_reach_the_tables(ropes: Ropes) -> None:

@@ -163,7 +163,7 @@ def test_running_requests_lose_nothing_to_adapters_that_load_ahead(
         for _ in range(num_steps):
             plan = step_safely(stage, plan)
         assert stage.now < 5000, "requests wait for ever"
-    held = sum(a.num_blocks for a in stage.cache.adapters() if a.slot >= 0)
+    held = sum(a.num_pages for a in stage.cache.adapters() if a.slot >= 0)
     assert stage.arena.num_free + stage.arena.num_retiring + held == num_blocks
 
 

@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.stage.arena.num_free
             + self.stage.prefixes.num_idle
             + self.stage.prefixes.states.idle_blocks(())
-            + sum(a.num_blocks for a in self.stage.cache.adapters() if a.slot >= 0)
+            + sum(a.num_pages for a in self.stage.cache.adapters() if a.slot >= 0)
             == self.stage.arena.num_blocks
         )
 

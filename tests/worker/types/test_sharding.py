@@ -16,7 +16,7 @@ from loraplex_services.worker.types.sharding import (
     padded_share,
     within,
 )
-from loraplex_services.worker.types.sites import LINEAR, Place, SiteTableBuilder
+from loraplex_services.worker.types.sites import LINEAR, SiteRange, SiteTableBuilder
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -66,10 +66,10 @@ def test_modules_of_a_stacked_site_keep_their_order_on_a_rank():
     builder.add(0, LINEAR, 64, [("o", 64)], Cut(inputs=((64, 8),)))
     table = builder.build().on_rank(Shard(1, 2))
     assert [(s.in_features, s.out_features) for s in table.sites] == [(64, 48), (32, 64)]
-    assert table.places["q"] == Place(0, 0, 32)
-    assert table.places["k"] == Place(0, 32, 8)
-    assert table.places["v"] == Place(0, 40, 8)
-    assert table.places["o"] == Place(1, 0, 64)
+    assert table.modules["q"] == SiteRange(0, 0, 32)
+    assert table.modules["k"] == SiteRange(0, 32, 8)
+    assert table.modules["v"] == SiteRange(0, 40, 8)
+    assert table.modules["o"] == SiteRange(1, 0, 64)
 
 
 def test_one_module_over_several_segments_is_one_range_on_a_rank():

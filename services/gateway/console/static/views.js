@@ -2,7 +2,7 @@
 
 import { byId, bytes, count, duration, h } from "./dom.js";
 
-const CONDITIONS = { ready: "good", draining: "warn", starting: "warn", away: "bad" };
+const CONDITIONS = { ready: "good", draining: "warn", starting: "warn", unreachable: "bad" };
 const [FEWEST_CHIPS, MOST_CHIPS, CHIPS_OF_ALL] = [4, 60, 300];
 
 const drawn = new Map();
@@ -29,23 +29,23 @@ export function showWorkers(workers) {
 function worker(state, numChips) {
   const share = (blocks) => (state.total_blocks ? Math.round(100 * blocks / state.total_blocks) : 0);
   const [used, cached] = [share(state.used_blocks), share(state.idle_blocks)];
-  const isAway = state.state === "away";
-  const facts = isAway ? [] : [
+  const isUnreachable = state.state === "unreachable";
+  const facts = isUnreachable ? [] : [
     ["running", count(state.running)], ["waiting", count(state.waiting)],
     ["per token", state.step_s ? duration(state.step_s).join(" ") : "–"], ["on device", count(state.on_device)],
   ];
   const more = state.num_adapters - Math.min(state.adapters.length, numChips);
   return h("article", { className: "worker", "aria-label": `Worker ${state.id}` },
     h("h3", {}, state.id, h("code", {}, state.base), h("span", { className: `pill ${CONDITIONS[state.state]}` }, state.state)),
-    isAway ? h("p", { className: "hint" }, "It does not answer. What it runs and holds is unknown.") : null,
-    h("dl", { className: "facts", hidden: isAway }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-    h("div", { className: "use", hidden: isAway }, h("span", {}, "Memory"),
+    isUnreachable ? h("p", { className: "hint" }, "It does not answer. What it runs and holds is unknown.") : null,
+    h("dl", { className: "facts", hidden: isUnreachable }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+    h("div", { className: "use", hidden: isUnreachable }, h("span", {}, "Memory"),
       meter(`Memory of ${state.id}: ${used}% in use, ${cached}% cached`, used, cached),
       h("span", {}, `${used}% in use, ${cached}% cached`)),
     state.adapters.length
       ? h("ul", { className: "chips", "aria-label": "Adapters here" }, ...state.adapters.slice(0, numChips).map(chip),
           more > 0 ? h("li", { className: "chip" }, `+${more}`) : null)
-      : h("p", { className: "hint", hidden: isAway }, "No adapter here yet: the first request brings it."));
+      : h("p", { className: "hint", hidden: isUnreachable }, "No adapter here yet: the first request brings it."));
 }
 
 /** A bar of two parts; the second one is what goes when its space is needed. */

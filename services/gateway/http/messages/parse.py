@@ -92,17 +92,17 @@ def _add_message(chat: ChatMessages, message: dict[str, Any], field: str) -> Non
         raise InvalidRequest.field(f"{field}.role", role, "must be user, assistant or system")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    for place, block in objects(content, f"{field}.content"):
+    for path, block in objects(content, f"{field}.content"):
         kind = block.get("type")
         read = _READERS[role].get(kind) if isinstance(kind, str) else None
         if read is None:
             shown = kind[:32] if isinstance(kind, str) else ""
             kinds = ", ".join(_READERS[role])
             why = f"blocks of type {shown!r} are not served in messages of the {role}, only {kinds}"
-            raise Unsupported.field(place, shown, why)
-        inner = Body({key: value for key, value in block.items() if key != "type"}, f"{place}.")
+            raise Unsupported.field(path, shown, why)
+        inner = Body({key: value for key, value in block.items() if key != "type"}, f"{path}.")
         inner.raw("cache_control")
-        read(chat, inner, place)
+        read(chat, inner, path)
         inner.finish()
 
 

@@ -112,8 +112,8 @@ class ResponsesFormatter:
     def _step_events(self, step: BlockEvent) -> list[Event]:
         block, name = step.block, _STEPS[step.block.kind]
         is_call = block.kind is BlockKind.CALL
-        place: dict[str, Any] = {"item_id": self._id(block), "output_index": block.index}
-        part_place = place if is_call else place | {"content_index": 0}
+        location: dict[str, Any] = {"item_id": self._id(block), "output_index": block.index}
+        part_location = location if is_call else location | {"content_index": 0}
         is_text = block.kind is BlockKind.TEXT
         match step.step:
             case BlockStep.OPENED:
@@ -124,21 +124,24 @@ class ResponsesFormatter:
                 if is_call:
                     return [added]
                 part = self._part(block, is_empty=True)
-                return [added, self._event("response.content_part.added", **part_place, part=part)]
+                return [
+                    added,
+                    self._event("response.content_part.added", **part_location, part=part),
+                ]
             case BlockStep.GREW:
                 shown = {"logprobs": self._logprobs.take()} if is_text else {}
-                return [self._event(f"{name}.delta", **part_place, delta=step.text, **shown)]
+                return [self._event(f"{name}.delta", **part_location, delta=step.text, **shown)]
             case BlockStep.CLOSED:
                 item = self._item(block, self._last_status())
                 if is_call:
                     fields = {"arguments": block.text, "name": item["name"]}
-                    events = [self._event(f"{name}.done", **place, **fields)]
+                    events = [self._event(f"{name}.done", **location, **fields)]
                 else:
                     part = self._part(block)
                     shown = {"logprobs": part["logprobs"]} if is_text else {}
                     events = [
-                        self._event(f"{name}.done", **part_place, text=block.text, **shown),
-                        self._event("response.content_part.done", **part_place, part=part),
+                        self._event(f"{name}.done", **part_location, text=block.text, **shown),
+                        self._event("response.content_part.done", **part_location, part=part),
                     ]
                 events.append(
                     self._event("response.output_item.done", output_index=block.index, item=item)

@@ -49,18 +49,18 @@ class SiteValues:
             return self._changed_rows(module, read)
 
     def _changed_rows(self, module: AdapterModule, read: Read) -> ChangedRows | None:
-        place = self._sites.table.places[module.name]
-        site = self._sites.table.sites[place.site_id]
+        site_range = self._sites.table.modules[module.name]
+        site = self._sites.table.sites[site_range.site_id]
         if site.kind == NORM:
             return None
         changed = None
         weight = module.full or module.base_copy
         if weight is not None:
-            begin = 0 if site.kind == EMBEDDING else place.out_begin
-            num_own = site.in_features if site.kind == EMBEDDING else place.out_features
-            base = self._sites.linears[place.site_id]
+            begin = 0 if site.kind == EMBEDDING else site_range.out_begin
+            num_own = site.in_features if site.kind == EMBEDDING else site_range.out_features
+            base = self._sites.linears[site_range.site_id]
             if module.full is None:  # a copy of what was published, whatever it is here
-                base = self._sites.published.get(place.site_id, base)
+                base = self._sites.published.get(site_range.site_id, base)
             own = _Rows(base, begin, num_own)
             changed = _difference(tensor_of(read(weight)).to(self._dtype), own, self._dtype)
         if module.token_delta is None:

@@ -51,18 +51,18 @@ class StallTimer:
 class CopyEvents:
     """Lets the step's stream wait, site by site, for what it is about to read.
 
-    Blocks are copied in the order of the image, with events in between, so that waiting for one
+    Extents are copied in the order of the image, with events in between, so that waiting for one
     is waiting for all before it; what the step's stream has waited for once, it need not wait for
     again.
     """
 
     def __init__(self, index: ImageIndex, events: Sequence[Event], stalls: StallTimer) -> None:
-        """`events`: for each block, one that is recorded after its copy."""
-        self._last_blocks = last_blocks(index)
+        """`events`: for each extent, one that is recorded after its copy."""
+        self._last_extents = last_extents(index)
         self._events = events
         self._stalls = stalls
         self._num_waited = 0
-        """Blocks that the step's stream has waited for."""
+        """Extents that the step's stream has waited for."""
 
     @property
     def is_done(self) -> bool:
@@ -71,23 +71,23 @@ class CopyEvents:
 
     def wait(self, site_id: int) -> None:
         """Let later work on the current stream read the adapter at a site."""
-        self._wait(self._last_blocks.get(site_id, -1) + 1)
+        self._wait(self._last_extents.get(site_id, -1) + 1)
 
     def wait_all(self) -> None:
-        """Let later work on the current stream read, or overwrite, all blocks."""
+        """Let later work on the current stream read, or overwrite, all extents."""
         self._wait(len(self._events))
 
-    def _wait(self, num_blocks: int) -> None:
-        if num_blocks <= self._num_waited:
+    def _wait(self, num_extents: int) -> None:
+        if num_extents <= self._num_waited:
             return
-        self._num_waited = num_blocks
-        copied = self._events[num_blocks - 1]
+        self._num_waited = num_extents
+        copied = self._events[num_extents - 1]
         if not copied.query():
             self._stalls.wait(copied)
 
 
-def last_blocks(index: ImageIndex) -> Mapping[int, int]:
-    """By site id: the last block of the image that holds a part of the site."""
+def last_extents(index: ImageIndex) -> Mapping[int, int]:
+    """By site id: the last extent of the image that holds a part of the site."""
     return {
         site.site_id: max((tile[4] for role in site.roles for tile in role.tiles), default=-1)
         for site in index.sites

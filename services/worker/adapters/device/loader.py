@@ -7,7 +7,6 @@ weights and that the API server process could therefore not pack.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from loraplex_services.worker.adapters.pack.image import (
 )
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.extents import Extents
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class CopiedImage:
 
     path: Path
     index: ImageIndex
-    blocks: tuple[int, ...]
+    places: tuple[int, ...]
+    """First page of each of its extents."""
     elapsed_s: float
     copy_events: CopyEvents | None = None
     """What steps have to wait for; None = every byte is on the device."""
@@ -42,9 +43,9 @@ class CopiedImage:
         return self.index.facts
 
     @property
-    def num_blocks(self) -> int:
+    def num_bytes(self) -> int:
         """That it fills."""
-        return self.index.num_blocks
+        return self.index.num_bytes
 
 
 class AtOnce(Executor):
@@ -77,12 +78,12 @@ class AdapterLoader:
         self._last_copy: Future[CopiedImage] | None = None
 
     def pack(self, folder: Path) -> Future[int]:
-        """Put the image of the adapter next to it; the result is its number of blocks."""
+        """Put the image of the adapter next to it; the result is its number of pages."""
         return self._packing.submit(self._pack, folder)
 
-    def copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> Future[CopiedImage]:
-        """Fill `blocks` from the image in `folder`; see `PinnedCache.copy`."""
-        self._last_copy = self._copying.submit(self._copy, folder, blocks, step_s)
+    def copy(self, folder: Path, extents: Extents, step_s: float) -> Future[CopiedImage]:
+        """Fill `extents` from the image in `folder`; see `PinnedCache.copy`."""
+        self._last_copy = self._copying.submit(self._copy, folder, extents, step_s)
         return self._last_copy
 
     def await_copies(self, timeout_s: float) -> None:
@@ -92,15 +93,16 @@ class AdapterLoader:
 
     def enter(self, slot: int, copied: CopiedImage) -> None:
         """Enter what was copied under `slot`, which is not in use. On the engine's thread."""
-        self.weights.enter(slot, copied.index, copied.blocks)
+        self.weights.enter(slot, copied.index, copied.places)
 
     def _pack(self, folder: Path) -> int:
         return self._packer.write(folder)
 
-    def _copy(self, folder: Path, blocks: Sequence[int], step_s: float) -> CopiedImage:
+    def _copy(self, folder: Path, extents: Extents, step_s: float) -> CopiedImage:
         begin_s = time.perf_counter()
         with ImageFile(image_path(folder, self._packer.fingerprint)) as image:
-            own = blocks[: image.index.num_blocks]  # another rank's image may be larger
+            # Another rank's image may be larger.
+            own = extents.holding(image.index.num_pages, self.weights.pages_per_block)
             copy_events, expected_s = self.weights.copy(image, own, step_s)
             elapsed_s = time.perf_counter() - begin_s + expected_s
             return CopiedImage(folder, image.index, tuple(own), elapsed_s, copy_events)

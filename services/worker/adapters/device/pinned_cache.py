@@ -1,6 +1,6 @@
 """Images in pinned host memory, between the disk cache and the arena of a GPU.
 
-    image file --read once--> pinned memory --copied by the GPU--> blocks of the arena
+    image file --read once--> pinned memory --copied by the GPU--> extents of the arena
 
 One thread copies while steps run. Without a GPU, the same code copies at once, for tests.
 """
@@ -18,11 +18,13 @@ from loraplex_services.worker.adapters.device.copy_events import CopyEvents, Sta
 from loraplex_services.worker.adapters.device.pinned_pool import PinnedPool
 from loraplex_services.worker.adapters.pack.image import Image
 from loraplex_services.worker.arena_buffer import ArenaBuffer
+from loraplex_services.worker.types.extents import extent_lengths
 
 MAX_DEFAULT_BYTES = 4 << 30
-EVENT_BLOCKS = 8
-"""Blocks between two events. With one after each block, 84 MB took 2.3 ms on an H200, where a plain
-pinned copy takes 1.5 ms; a group of 16 MiB takes 0.3 ms, which is how long a layer may wait more.
+EVENT_EXTENTS = 8
+"""Extents between two events. With one after each block, 84 MB took 2.3 ms on an H200, where a
+plain pinned copy takes 1.5 ms; a group of 16 MiB takes 0.3 ms, which is how long a layer may wait
+more.
 """
 
 
@@ -57,10 +59,10 @@ class PinnedCache:
     def __init__(self, arena: ArenaBuffer, num_bytes: int) -> None:
         """Allocates `num_bytes` of pinned memory, rounded down to a power of two, because torch
         pins powers of two, and at least one block."""
-        self._arena = arena.data
+        self._arena = arena
         num_blocks = max(1, (1 << num_bytes.bit_length() - 1) // arena.block_bytes)
-        self._memory = self._allocate(num_blocks)
-        self._pool = PinnedPool(num_blocks)
+        self._memory = self._allocate(num_blocks * arena.block_bytes)
+        self._pool = PinnedPool(num_blocks, arena.pages_per_block)
         self._stream = torch.cuda.Stream(arena.data.device) if arena.data.is_cuda else None
         self._forecast = CopyForecast()
         self._last: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
@@ -68,9 +70,10 @@ class PinnedCache:
         self.stalls = StallTimer(_now)
 
     def copy(
-        self, image: Image, blocks: Sequence[int], step_s: float
+        self, image: Image, places: Sequence[int], step_s: float
     ) -> tuple[CopyEvents | None, float]:
-        """Fill `blocks`, which no step reads, after reading the image into pinned memory.
+        """Fill the extents at `places`, which no step reads, after reading the image into pinned
+        memory.
 
         A copy that is expected to end within a step of `step_s` stays under way: the bytes of
         each layer arrive before the step needs them. Other copies are waited for.
@@ -80,66 +83,72 @@ class PinnedCache:
             pass until the device has everything.
 
         Raises:
-            DataLoss: the image ends early; the blocks' bytes are undefined then.
+            DataLoss: the image ends early; the extents' bytes are undefined then.
         """
-        size, left = self._arena.shape[1], image.index.num_bytes
-        lengths = [min(size, left - i * size) for i in range(len(blocks))]
-        rows = self._staged(image, lengths)
+        rows = self._staged(image)
+        starts = [place * self._arena.page_bytes for place in places]
         if self._stream is None:
-            self._copy_rows(blocks, rows)
+            self._copy_rows(starts, rows)
             return None, 0.0
         self._measure()
         with torch.cuda.stream(self._stream):
-            events = self._enqueue(blocks, rows)
-        expected_s = self._forecast.expect(left, time.perf_counter())
+            events = self._enqueue(starts, rows)
+        expected_s = self._forecast.expect(image.index.num_bytes, time.perf_counter())
         if expected_s is None or expected_s > step_s:
             self._stream.synchronize()
             self._measure()
             return None, 0.0
         return CopyEvents(image.index, events, self.stalls), expected_s
 
-    def _staged(self, image: Image, lengths: Sequence[int]) -> list[Tensor]:
-        """The image's bytes in pinned memory, block by block."""
-        name = image.sha256
-        places = self._pool.find(name)
-        if places is not None:
-            return _rows(self._memory, places, lengths)
-        places = self._pool.enter(name, len(lengths))
+    def _staged(self, image: Image) -> list[Tensor]:
+        """The image's bytes in pinned memory, extent by extent."""
+        name, index = image.sha256, image.index
+        lengths = extent_lengths(index.num_pages, index.num_bytes, self._arena.block_bytes)
+        extents = self._pool.find(name)
+        if extents is not None:
+            return self._rows(self._memory, extents.places, lengths)
+        extents = self._pool.enter(name, index.num_pages)
         if self._stream is not None:
             self._stream.synchronize()  # evicted images may still be copied
-        memory = self._memory
-        if places is None:  # larger than the pool; torch keeps the memory until the copy is done
-            memory = self._allocate(len(lengths))
-        rows = _rows(memory, places or range(len(lengths)), lengths)
+        if extents is not None:
+            rows = self._rows(self._memory, extents.places, lengths)
+        else:  # larger than the pool; torch keeps the memory until the copy is done
+            rows = list(self._allocate(sum(lengths)).split(lengths))
         try:
             image.read_into([row.numpy().data for row in rows])
         except BaseException:
-            if places is not None:
+            if extents is not None:
                 self._pool.drop(name)
             raise
         return rows
 
-    def _allocate(self, num_blocks: int) -> Tensor:
-        shape = num_blocks, self._arena.shape[1]
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._arena.is_cuda)
+    def _rows(self, memory: Tensor, places: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+        starts = [place * self._arena.page_bytes for place in places]
+        return [memory[s : s + n] for s, n in zip(starts, lengths, strict=True)]
 
-    def _enqueue(self, blocks: Sequence[int], rows: Sequence[Tensor]) -> list[torch.cuda.Event]:
-        """Copies in the current stream; for each, the event after its group of EVENT_BLOCKS."""
+    def _allocate(self, num_bytes: int) -> Tensor:
+        is_cuda = self._arena.data.is_cuda
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+
+    def _enqueue(self, starts: Sequence[int], rows: Sequence[Tensor]) -> list[torch.cuda.Event]:
+        """Copies in the current stream; for each, the event after its group of EVENT_EXTENTS."""
         begin = _now()
         events: list[torch.cuda.Event] = []
-        for first in range(0, len(blocks), EVENT_BLOCKS):
-            group = slice(first, first + EVENT_BLOCKS)
-            self._copy_rows(blocks[group], rows[group])
+        for first in range(0, len(starts), EVENT_EXTENTS):
+            group = slice(first, first + EVENT_EXTENTS)
+            self._copy_rows(starts[group], rows[group])
             events += [_now()] * len(rows[group])
         if events:
             self._last = begin, events[-1], sum(map(len, rows))
         return events
 
-    def _copy_rows(self, blocks: Sequence[int], rows: Sequence[Tensor]) -> None:
-        """Rows into blocks; one copy where neighbours lie next to each other on both sides."""
-        for first, end in _stretches(blocks, rows):
+    def _copy_rows(self, starts: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Rows to byte offsets in the arena; one copy where neighbours lie next to each other on
+        both sides."""
+        arena = self._arena.flat(torch.uint8)
+        for first, end in _stretches(starts, rows):
             num_bytes = sum(map(len, rows[first:end]))
-            target = self._arena[blocks[first]].as_strided((num_bytes,), (1,))
+            target = arena[starts[first] : starts[first] + num_bytes]
             target.copy_(rows[first].as_strided((num_bytes,), (1,)), non_blocking=True)
 
     def _measure(self) -> None:
@@ -150,21 +159,17 @@ class PinnedCache:
             self._last = None
 
 
-def _stretches(blocks: Sequence[int], rows: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Ranges [first, end) of blocks that follow each other, and whose rows, all of one storage, do
-    as well."""
+def _stretches(starts: Sequence[int], rows: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Ranges [first, end) of rows, all of one storage, that follow each other there and at their
+    `starts`."""
     first = 0
-    for i in range(1, len(blocks) + 1):
-        if i < len(blocks) and blocks[i] == blocks[i - 1] + 1:
+    for i in range(1, len(starts) + 1):
+        if i < len(starts) and starts[i] == starts[i - 1] + len(rows[i - 1]):
             before = rows[i - 1]
             if rows[i].storage_offset() == before.storage_offset() + len(before):
                 continue
         yield first, i
         first = i
-
-
-def _rows(memory: Tensor, places: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
-    return [memory[p, :length] for p, length in zip(places, lengths, strict=True)]
 
 
 def _now() -> torch.cuda.Event:

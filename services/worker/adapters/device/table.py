@@ -38,14 +38,14 @@ class AdapterTable(Mapping[tuple[int, int], SiteDelta]):
         self._arena = arena
         self._adapters: dict[int, EnteredAdapter] = {}
 
-    def enter(self, slot: int, index: ImageIndex, blocks: Sequence[int]) -> None:
-        """Enter what has been copied into `blocks` under `slot`, which is not in use."""
+    def enter(self, slot: int, index: ImageIndex, places: Sequence[int]) -> None:
+        """Enter what has been copied to `places` under `slot`, which is not in use."""
         assert slot not in self._adapters, f"slot {slot} is in use"
-        starts = [block * self._arena.block_bytes for block in blocks]
+        starts = [place * self._arena.page_bytes for place in places]
         self._adapters[slot] = EnteredAdapter(self._arena, index, starts)
 
     def remove(self, slot: int) -> None:
-        """Forget a slot; its blocks may be reused at once."""
+        """Forget a slot; its pages may be reused at once."""
         del self._adapters[slot]
 
     def adapter(self, slot: int) -> EnteredAdapter:
@@ -77,12 +77,12 @@ class AdapterTable(Mapping[tuple[int, int], SiteDelta]):
 
 @dataclass(slots=True)
 class EnteredAdapter:
-    """One adapter and its blocks in the arena."""
+    """One adapter and its extents in the arena."""
 
     arena: ArenaBuffer
     index: ImageIndex
     starts: Sequence[int]
-    """Byte offset of each of its blocks."""
+    """Byte offset of each of its extents."""
     sites: dict[int, PackedSite] = field(init=False)
     """Packed sites by site id."""
     _deltas: dict[int, SiteDelta] = field(init=False, default_factory=dict)
@@ -105,7 +105,7 @@ class EnteredAdapter:
         )
 
     def records(self) -> AdapterRecords:
-        """What kernels on a GPU read, counted from the image's blocks."""
+        """What kernels on a GPU read, counted from the image's extents."""
         return records_in(self.index)
 
     def delta(self, site_id: int) -> SiteDelta | None:
@@ -148,9 +148,9 @@ class EnteredAdapter:
         flat = self.arena.flat(STORED_DTYPES[role.dtype])
         item_bytes, first = flat.itemsize, flat.storage_offset()
         tiles = []
-        for row_begin, row_end, col_begin, col_end, block, offset in role.tiles:
+        for row_begin, row_end, col_begin, col_end, extent, offset in role.tiles:
             width = col_end - col_begin
-            begin = first + (self.starts[block] + offset) // item_bytes
+            begin = first + (self.starts[extent] + offset) // item_bytes
             view = flat.as_strided((row_end - row_begin, width), (width, 1), begin)
             tiles.append(Tile(row_begin, row_end, col_begin, col_end, view))
         return tuple(tiles)

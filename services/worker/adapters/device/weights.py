@@ -1,6 +1,6 @@
-"""Copies images into arena blocks and keeps the tables that kernels read.
+"""Copies images into the arena and keeps the tables that kernels read.
 
-`AdapterCache` decides which adapter gets which slot and blocks.
+`AdapterCache` decides which adapter gets which slot and extents.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from loraplex_services.worker.adapters.device.table import AdapterTable
 from loraplex_services.worker.adapters.pack.image import Image, ImageIndex
 from loraplex_services.worker.arena_buffer import ArenaBuffer
 from loraplex_services.worker.layers.ropes import Ropes
+from loraplex_services.worker.types.extents import extent_lengths
 from loraplex_services.worker.types.own_rope import BaseRopes, own_ropes
 
 
@@ -42,35 +43,40 @@ class AdapterWeights:
         self._host = host
 
     @property
+    def pages_per_block(self) -> int:
+        """Pages that a block of the arena is divided into."""
+        return self._arena.pages_per_block
+
+    @property
     def stall_s(self) -> float:
         """Seconds for which steps have waited for unfinished copies."""
         return 0.0 if self._host is None else self._host.stalls.total_s
 
     def copy(
-        self, image: Image, blocks: Sequence[int], step_s: float = 0.0
+        self, image: Image, places: Sequence[int], step_s: float = 0.0
     ) -> tuple[CopyEvents | None, float]:
-        """Fill `blocks`, which no step in flight reads. From any one thread, during steps.
+        """Fill the extents at `places`, which no step in flight reads. From any one thread, during
+        steps.
 
         Raises and returns as `PinnedCache.copy` does.
         """
-        assert len(blocks) == image.index.num_blocks, (len(blocks), image.index.num_blocks)
         if self._host is not None:
-            return self._host.copy(image, blocks, step_s)
-        size, left = self._arena.block_bytes, image.index.num_bytes
-        lengths = [min(size, left - i * size) for i in range(len(blocks))]
+            return self._host.copy(image, places, step_s)
+        index = image.index
+        lengths = extent_lengths(index.num_pages, index.num_bytes, self._arena.block_bytes)
         whole = self._arena.data.view(-1).numpy().data
-        starts = [block * size for block in blocks]
+        starts = [place * self._arena.page_bytes for place in places]
         image.read_into([whole[s : s + n] for s, n in zip(starts, lengths, strict=True)])
         return None, 0.0
 
-    def enter(self, slot: int, index: ImageIndex, blocks: Sequence[int]) -> None:
-        """Enter what was copied into `blocks` under `slot`."""
+    def enter(self, slot: int, index: ImageIndex, places: Sequence[int]) -> None:
+        """Enter what was copied to `places` under `slot`."""
         assert 0 <= slot < self._max_resident, (slot, self._max_resident)
-        self.table.enter(slot, index, blocks)
+        self.table.enter(slot, index, places)
         if index.facts.rope_scaling:
             self._ropes.enter(slot, own_ropes(self._base_ropes, parse(index.facts.rope_scaling)))
 
     def unload(self, slot: int) -> None:
-        """Take `slot` out of the tables; its blocks may be reused at once."""
+        """Take `slot` out of the tables; its pages may be reused at once."""
         self.table.remove(slot)
         self._ropes.remove(slot)

@@ -41,8 +41,8 @@ class DiskAdapter:
     """sha256 of its tensor file."""
     num_bytes: int
     """Size of all its files."""
-    num_blocks: int = 0
-    """Blocks of its image, if it was verified in this run; 0 = it was not, or there is none yet."""
+    num_pages: int = 0
+    """Pages of its image, if it was verified in this run; 0 = it was not, or there is none yet."""
 
 
 class DiskCache:
@@ -116,17 +116,17 @@ class DiskCache:
         for old in by_age[:-MAX_QUARANTINED]:
             _delete(old)
 
-    def commit(self, folder: Path, digest: str, manifest: Manifest, num_blocks: int) -> DiskAdapter:
+    def commit(self, folder: Path, digest: str, manifest: Manifest, num_pages: int) -> DiskAdapter:
         """Take a verified folder in, then delete what no longer fits."""
         path = self._adapters_dir / _hex(digest)
         os.replace(folder, path)
         [file] = manifest.files
-        adapter = DiskAdapter(digest, path, manifest.max_rank, file.sha256, _size(path), num_blocks)
+        adapter = DiskAdapter(digest, path, manifest.max_rank, file.sha256, _size(path), num_pages)
         self._enter(adapter)
         self._shrink()
         return adapter
 
-    def prepared(self, digest: str, num_blocks: int) -> DiskAdapter | None:
+    def prepared(self, digest: str, num_pages: int) -> DiskAdapter | None:
         """Note that the image is good, and how large the folder is now. None = it has left."""
         adapter = self._adapters.get(digest)
         if adapter is None:
@@ -135,7 +135,7 @@ class DiskCache:
             self._set_aside(damaged, f"{_hex(digest)}-image")
         num_bytes = _size(adapter.path)
         self._num_bytes += num_bytes - adapter.num_bytes
-        adapter = replace(adapter, num_bytes=num_bytes, num_blocks=num_blocks)
+        adapter = replace(adapter, num_bytes=num_bytes, num_pages=num_pages)
         self._adapters[digest] = adapter
         self._shrink()
         return adapter
@@ -147,10 +147,10 @@ class DiskCache:
             self._num_bytes -= adapter.num_bytes
             self.quarantine(adapter.path, digest)
 
-    def forget_blocks(self) -> None:
+    def forget_pages(self) -> None:
         """From now on, images are needed for another layout."""
         for digest, adapter in self._adapters.items():
-            self._adapters[digest] = replace(adapter, num_blocks=0)
+            self._adapters[digest] = replace(adapter, num_pages=0)
 
     def check_room(self, digest: str, manifest: Manifest) -> None:
         """Raises ResourceExhausted when an adapter is larger than the whole cache."""

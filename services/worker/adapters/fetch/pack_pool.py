@@ -74,7 +74,7 @@ class PackPool:
             self._idle.put_nowait(process if process in self._processes else None)
         if answer.error is not None:
             raise answer.error.to_error()
-        return answer.num_blocks
+        return answer.num_pages
 
     async def close(self) -> None:
         """End the processes; callers that wait for one get an error."""

@@ -71,7 +71,7 @@ class AdapterSource:
         if old is not None:
             self._closing.append(asyncio.create_task(old.close()))
             if old.fingerprint != pool.fingerprint:
-                self._disk.forget_blocks()
+                self._disk.forget_pages()
 
     async def ensure(self, digest: str) -> DiskAdapter:
         """The adapter on disk with its image, fetched and packed if need be. Concurrent callers
@@ -83,7 +83,7 @@ class AdapterSource:
             InvalidAdapter: not for this base, or over the rank limit.
             Unavailable: the object store cannot be reached.
         """
-        if (adapter := self._disk.get(digest)) is not None and adapter.num_blocks:
+        if (adapter := self._disk.get(digest)) is not None and adapter.num_pages:
             return adapter
         if (error := self._backoff.blocked(digest, self._clock())) is not None:
             raise error
@@ -130,12 +130,12 @@ class AdapterSource:
         if adapter is None:
             return None
         try:
-            num_blocks = await self._prepare(adapter.path, adapter.sha256)
+            num_pages = await self._prepare(adapter.path, adapter.sha256)
         except DataLoss as error:
             logger.warning("damaged", extra={"digest": digest, "reason": error.message})
             self._disk.drop_damaged(digest)
             return None
-        return self._disk.prepared(digest, num_blocks)
+        return self._disk.prepared(digest, num_pages)
 
     async def _fetch(self, digest: str) -> DiskAdapter:
         raw = await self._manifest(digest)
@@ -147,8 +147,8 @@ class AdapterSource:
         try:
             [file] = manifest.files
             await self._file(file, folder)
-            num_blocks = await self._prepare(folder, file.sha256)
-            return self._disk.commit(folder, digest, manifest, num_blocks)
+            num_pages = await self._prepare(folder, file.sha256)
+            return self._disk.commit(folder, digest, manifest, num_pages)
         except DataLoss:
             self._disk.quarantine(folder, digest)
             raise
@@ -161,13 +161,13 @@ class AdapterSource:
             pool = self._pool
             assert pool is not None, "asked for an adapter before there was an engine"
             try:
-                num_blocks = await pool.prepare(folder, sha256)
+                num_pages = await pool.prepare(folder, sha256)
             except Unavailable:
                 if pool is self._pool:
                     raise
             else:
                 if pool is self._pool:
-                    return num_blocks
+                    return num_pages
 
     async def _manifest(self, digest: str) -> bytes:
         check_digest(digest, field="adapters.digest")

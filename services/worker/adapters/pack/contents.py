@@ -40,7 +40,7 @@ class ModuleReader:
             max_rank=self._max_rank,
             allow_missing=True,
         )
-        unknown = [m.name for m in report.modules if m.name not in self._sites.places]
+        unknown = [m.name for m in report.modules if m.name not in self._sites.modules]
         if unknown:
             raise InvalidAdapter.of(
                 [Violation.of(f"{TENSOR_FILE}:{n}", n, CANNOT_ADAPT) for n in unknown]
@@ -64,12 +64,12 @@ def base_geometry(folder: Path, config: ModelConfig, sites: SiteTable) -> Geomet
     """The base's geometry from its files, or from the model when it has none (dummy weights)."""
     if any(folder.glob("*.safetensors")):
         geometry = geometry_from_folder(folder)
-        found = (replace(m, is_fixed=m.name not in sites.places) for m in geometry.modules)
+        found = (replace(m, is_fixed=m.name not in sites.modules) for m in geometry.modules)
         return replace(geometry, modules=tuple(found))
     modules = tuple(
-        Module(name, site.kind, site.in_features, place.out_features, has_bias=False)
-        for name, place in sorted(sites.places.items())
-        for site in [sites.sites[place.site_id]]
+        Module(name, site.kind, site.in_features, site_range.out_features, has_bias=False)
+        for name, site_range in sorted(sites.modules.items())
+        for site in [sites.sites[site_range.site_id]]
         if site.kind != HEAD
     )
     return Geometry(

@@ -1,8 +1,8 @@
-"""The image of an adapter: an index of its tiles, and the bytes of its arena blocks.
+"""The image of an adapter: an index of its tiles, and the bytes of its extents in the arena.
 
-    magic (8) · length of the index (8) · sha256 of all that follows (32) · index · zeros · blocks
+    magic (8) · length of the index (8) · sha256 of all that follows (32) · index · zeros · extents
 
-The index is msgpack; the blocks begin at a multiple of 64 bytes, and the last one ends with its
+The index is msgpack; the extents begin at a multiple of 64 bytes, and the last one ends with its
 last tile. To load an image, it is only copied. No torch.
 """
 
@@ -29,7 +29,7 @@ MAX_BUFFERS = 1024
 """Most buffers of one system call."""
 
 PackedTile = tuple[int, int, int, int, int, int]
-"""Rows [begin, end) and columns [begin, end) of the site's matrix, block, byte offset in it."""
+"""Rows [begin, end) and columns [begin, end) of the site's matrix, extent, byte offset in it."""
 PackedSlice = tuple[int, int, int, int, float]
 """Fields of `ops.lora.tables.Slice`."""
 
@@ -59,7 +59,7 @@ class PackedSite(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedRecords(msgspec.Struct, frozen=True, array_like=True):
-    """`kernels.lora.device_records.AdapterRecords`, which count from the image's blocks."""
+    """`kernels.lora.device_records.AdapterRecords`, which count from the image's extents."""
 
     index: bytes = b""
     data: bytes = b""
@@ -75,9 +75,10 @@ class ImageIndex(msgspec.Struct, frozen=True, array_like=True):
 
     fingerprint: str
     """Fingerprint of the layout that it was packed for."""
-    num_blocks: int
+    num_pages: int
+    """Pages of all extents, see `types.extents`."""
     num_bytes: int
-    """Size of all blocks; the last one may be partly full."""
+    """Size of all extents up to the end of the last tile."""
     sites: list[PackedSite]
     facts: AdapterFacts = AdapterFacts()
     records: PackedRecords = PackedRecords()
@@ -130,7 +131,7 @@ class PackedAdapter:
         return hasher.digest()
 
     def _tail(self) -> tuple[bytes, bytes, memoryview]:
-        """All that the hash is of: index, zeros, blocks."""
+        """All that the hash is of: index, zeros, extents."""
         index = msgspec.msgpack.encode(self.index)
         return index, bytes(-(_INDEX_BEGIN + len(index)) % ALIGN_BYTES), self._data
 

@@ -52,7 +52,8 @@ class ImageBuilder:
         self._plans = cut_plans(plans, layout, row_ids)
         parts = {_key(plan, part): part for plan in self._plans for part in plan.parts}
         packing = TileLayout(layout.block_bytes).pack([part.matrix for part in parts.values()])
-        self._num_blocks, self._num_bytes = packing.num_blocks, packing.num_bytes
+        self._num_pages, self._num_bytes = packing.num_pages, packing.num_bytes
+        self._begins = layout.extent_begins(packing.num_pages)
         self._data = np.zeros(packing.num_bytes, np.uint8)
         self._parts = {
             key: (part, places)
@@ -84,7 +85,7 @@ class ImageBuilder:
         """The image; every part was put."""
         sites = [self._site(plan) for plan in self._plans]
         fingerprint = self._layout.fingerprint
-        index = ImageIndex(fingerprint, self._num_blocks, self._num_bytes, sites, facts)
+        index = ImageIndex(fingerprint, self._num_pages, self._num_bytes, sites, facts)
         layout = self._layout
         in_torch = {site.id for site in layout.sites.sites if divides_both(site, layout)}
         index = with_records(index, layout.sites.on_rank(layout.shard), in_torch)
@@ -115,7 +116,7 @@ class ImageBuilder:
     def _write(self, value: Values, places: Sequence[TilePlace]) -> None:
         item_type: Any = value.data.dtype
         for place in places:
-            begin = place.block * self._layout.block_bytes + place.offset_bytes
+            begin = self._begins[place.extent] + place.offset_bytes
             shape = place.row_end - place.row_begin, place.col_end - place.col_begin
             end = begin + shape[0] * shape[1] * item_type.itemsize
             rows = slice(place.row_begin, place.row_end)
@@ -144,19 +145,19 @@ def _shifted(place: TilePlace, part: Part) -> PackedTile:
         part.row_begin + place.row_end,
         part.col_begin + place.col_begin,
         part.col_begin + place.col_end,
-        place.block,
+        place.extent,
         place.offset_bytes,
     )
 
 
 def _merged(tiles: Sequence[PackedTile], item_bytes: int) -> Iterator[PackedTile]:
-    """Join tiles of a block whose rows follow each other in the matrix and in memory."""
+    """Join tiles of an extent whose rows follow each other in the matrix and in memory."""
     last = tiles[0]
     for _, tile in pairwise(tiles):
-        row_begin, row_end, col_begin, col_end, block, offset = last
+        row_begin, row_end, col_begin, col_end, extent, offset = last
         end = offset + (row_end - row_begin) * (col_end - col_begin) * item_bytes
-        if (row_end, col_begin, col_end, block, end) == (tile[0], *tile[2:]):
-            last = (row_begin, tile[1], col_begin, col_end, block, offset)
+        if (row_end, col_begin, col_end, extent, end) == (tile[0], *tile[2:]):
+            last = (row_begin, tile[1], col_begin, col_end, extent, offset)
         else:
             yield last
             last = tile

@@ -47,7 +47,7 @@ def with_records(
 
 
 def records_in(index: ImageIndex) -> AdapterRecords:
-    """The records of an image, which count from its blocks."""
+    """The records of an image, which count from its extents."""
     packed = index.records
     return AdapterRecords(
         frozenset(packed.sites),

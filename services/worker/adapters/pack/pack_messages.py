@@ -29,7 +29,7 @@ class PackJob(msgspec.Struct, frozen=True):
 class Prepared(msgspec.Struct, frozen=True):
     """The folder has a good image, or the engine has to make it."""
 
-    num_blocks: int = 0
+    num_pages: int = 0
     """0 = the engine makes the image, because it depends on the base's weights."""
     error: WireError | None = None
     """Why the adapter cannot be served."""

@@ -47,7 +47,7 @@ def main() -> None:
 
 def prepare(folder: Path, sha256: str, packer: Packer) -> int:
     """Make sure of the images of all ranks, verified or made from the verified file. Returns the
-    blocks of the largest, or 0.
+    pages of the largest, or 0.
 
     A damaged image is renamed and made again.
 
@@ -55,7 +55,7 @@ def prepare(folder: Path, sha256: str, packer: Packer) -> int:
         DataLoss: the tensor file is damaged.
         InvalidAdapter: not for this base, over the rank limit, or not finite.
     """
-    counts = [_num_blocks(folder, fingerprint) for fingerprint in packer.fingerprints]
+    counts = [_num_pages(folder, fingerprint) for fingerprint in packer.fingerprints]
     if all(counts):
         return max(counts)
     paths = [image_path(folder, fingerprint) for fingerprint in packer.fingerprints]
@@ -70,13 +70,13 @@ def prepare(folder: Path, sha256: str, packer: Packer) -> int:
         return 0
 
 
-def _num_blocks(folder: Path, fingerprint: str) -> int:
-    """Blocks of a good image; 0 = there is none. A damaged one is renamed."""
+def _num_pages(folder: Path, fingerprint: str) -> int:
+    """Pages of a good image; 0 = there is none. A damaged one is renamed."""
     path = image_path(folder, fingerprint)
     try:
         with ImageFile(path) as image:
             image.check(fingerprint)
-            return image.index.num_blocks
+            return image.index.num_pages
     except FileNotFoundError:
         return 0
     except DataLoss:

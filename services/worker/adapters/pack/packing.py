@@ -97,12 +97,12 @@ class Packer:
     def write(self, folder: Path) -> int:
         """Write the images of all ranks into the adapter's folder.
 
-        Returns the blocks of the largest image: every rank gives an adapter the same blocks.
+        Returns the pages of the largest image: every rank gives an adapter the same pages.
         """
         images = self.pack_ranks(folder)
         for image, fingerprint in zip(images, self.fingerprints, strict=True):
             image.write(image_path(folder, fingerprint))
-        return max(image.index.num_blocks for image in images)
+        return max(image.index.num_pages for image in images)
 
     def _pack(self, folder: Path, layouts: Sequence[AdapterLayout]) -> list[PackedAdapter]:
         report = self._reader(folder)
@@ -141,7 +141,7 @@ class Packer:
 
     def _is_head(self, module: AdapterModule) -> bool:
         sites = self._layout.sites
-        return sites.sites[sites.places[module.name].site_id].kind == HEAD
+        return sites.sites[sites.modules[module.name].site_id].kind == HEAD
 
     def _packed(
         self, part: Part, site_id: int, changed: dict[str, ChangedRows], read: Read

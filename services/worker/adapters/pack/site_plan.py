@@ -11,7 +11,14 @@ from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex_services.worker.adapters.pack.tiles import Matrix
 from loraplex_services.worker.ops.lora.slices import Slice
 from loraplex_services.worker.types.sharding import Span
-from loraplex_services.worker.types.sites import EMBEDDING, LM_HEAD, NORM, Place, Site, SiteTable
+from loraplex_services.worker.types.sites import (
+    EMBEDDING,
+    LM_HEAD,
+    NORM,
+    Site,
+    SiteRange,
+    SiteTable,
+)
 
 FLOAT32_BYTES = 4
 
@@ -83,10 +90,10 @@ def plan_sites(
         sizes: of elements of A, B and rows.
         changed: by module, which rows of its weight the adapter replaces, ascending.
     """
-    by_site: dict[int, list[tuple[Place, AdapterModule]]] = {}
+    by_site: dict[int, list[tuple[SiteRange, AdapterModule]]] = {}
     for module in modules:
-        place = table.places[module.name]
-        by_site.setdefault(place.site_id, []).append((place, module))
+        site_range = table.modules[module.name]
+        by_site.setdefault(site_range.site_id, []).append((site_range, module))
     return [
         _plan_site(
             table.sites[site_id],
@@ -100,21 +107,21 @@ def plan_sites(
 
 def _plan_site(
     site: Site,
-    modules: Sequence[tuple[Place, AdapterModule]],
+    modules: Sequence[tuple[SiteRange, AdapterModule]],
     sizes: ItemBytes,
     changed: Mapping[str, tuple[int, ...]],
 ) -> SitePlan:
     slices: list[Slice] = []
     by_role: dict[Role, list[Part]] = {role: [] for role in Role}
     rank = num_replaced = 0
-    for place, module in modules:
+    for site_range, module in modules:
         if module.rank:
-            outs = place.out_begin, _outputs(site, place, module)
+            outs = site_range.out_begin, _outputs(site, site_range, module)
             slices.append(Slice(rank, module.rank, *outs, module.scale))
-        lora = _lora_parts(site, place, module, rank, sizes.lora)
+        lora = _lora_parts(site, site_range, module, rank, sizes.lora)
         rows = _row_parts(site, module, sizes.rows, num_replaced, changed.get(module.name, ()))
         num_replaced += len(changed.get(module.name, ()))
-        for part in (*lora, *_vector_parts(site, place, module), *rows):
+        for part in (*lora, *_vector_parts(site, site_range, module), *rows):
             by_role[part.role].append(part)
         rank += module.rank
     parts = tuple(part for role in Role for part in by_role[role])
@@ -124,7 +131,7 @@ def _plan_site(
 
 def _lora_parts(
     site: Site,
-    place: Place,
+    site_range: SiteRange,
     module: AdapterModule,
     rank: int,
     item_bytes: Callable[[TensorInfo, str], int],
@@ -139,11 +146,11 @@ def _lora_parts(
     else:
         matrix = Matrix(module.rank, site.in_features, item_bytes(a, site.kind))
         yield Part(module, Role.A, rank, 0, matrix)
-    matrix = Matrix(module.rank, _outputs(site, place, module), item_bytes(b, site.kind))
-    yield Part(module, Role.B, rank, place.out_begin, matrix)
+    matrix = Matrix(module.rank, _outputs(site, site_range, module), item_bytes(b, site.kind))
+    yield Part(module, Role.B, rank, site_range.out_begin, matrix)
 
 
-def _vector_parts(site: Site, place: Place, module: AdapterModule) -> Iterator[Part]:
+def _vector_parts(site: Site, site_range: SiteRange, module: AdapterModule) -> Iterator[Part]:
     vectors = (
         (Role.LORA_BIAS, module.lora_bias),
         (Role.GAIN, module.magnitude),
@@ -152,13 +159,13 @@ def _vector_parts(site: Site, place: Place, module: AdapterModule) -> Iterator[P
     )
     for role, tensor in vectors:
         if tensor is not None:
-            vector = Matrix(1, _outputs(site, place, module), FLOAT32_BYTES)
-            yield Part(module, role, 0, place.out_begin, vector)
+            vector = Matrix(1, _outputs(site, site_range, module), FLOAT32_BYTES)
+            yield Part(module, role, 0, site_range.out_begin, vector)
 
 
-def _outputs(site: Site, place: Place, module: AdapterModule) -> int:
+def _outputs(site: Site, site_range: SiteRange, module: AdapterModule) -> int:
     """Outputs of the adapter's module: at the head, tokens."""
-    return (site.kind == LM_HEAD and module.num_rows) or place.out_features
+    return (site.kind == LM_HEAD and module.num_rows) or site_range.out_features
 
 
 def _row_parts(

@@ -1,14 +1,21 @@
-"""Assigns the matrices of an adapter to positions in its blocks. Pure arithmetic.
+"""Assigns the matrices of an adapter to positions in its extents. Pure arithmetic.
 
 Matrices are cut into tiles of at most 16 rows; rows longer than a block are cut into pieces of
-columns first. A tile starts at a multiple of 64 bytes and never crosses a block, so an adapter
-needs no two blocks next to each other.
+columns first. A tile starts at a multiple of 64 bytes and never crosses an extent, so an adapter
+needs no two extents next to each other.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from loraplex_services.worker.types.extents import (
+    count_pages_per_block,
+    extent_begins,
+    extent_sizes,
+)
 
 MAX_TILE_ROWS = 16
 TILE_ALIGN_BYTES = 64
@@ -31,10 +38,10 @@ class TilePlace:
     row_end: int
     col_begin: int
     col_end: int
-    block: int
-    """Index into the adapter's list of blocks."""
+    extent: int
+    """Index into the adapter's list of extents."""
     offset_bytes: int
-    """Offset from the block's start."""
+    """Offset from the extent's start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +49,59 @@ class Packing:
     """The tiles of each matrix, in the order given, and what they fill."""
 
     tiles: tuple[tuple[TilePlace, ...], ...]
-    num_blocks: int
+    num_pages: int
     num_bytes: int
-    """Up to the end of the last tile."""
+    """Up to the end of the last tile, with the extents one behind the other."""
 
 
 class TileLayout:
-    """Packs matrices into blocks of `block_bytes`, in order, without gaps except for alignment."""
+    """Packs matrices into extents without gaps except for alignment and for rows that would cross
+    the end of an extent."""
 
     def __init__(self, block_bytes: int) -> None:
         assert block_bytes % TILE_ALIGN_BYTES == 0, block_bytes
         self._block_bytes = block_bytes
+        self._pages_per_block = count_pages_per_block(block_bytes)
+        self._page_bytes = block_bytes // self._pages_per_block
 
     def pack(self, matrices: Sequence[Matrix]) -> Packing:
-        """Place every matrix; neighbours share blocks."""
-        position = 0
-        tiles = []
+        """Place every matrix; neighbours share extents. Takes the fewest pages that hold them, up
+        to whole blocks."""
+        blocks = _Blocks(self._block_bytes)
+        tiles, ends = [], []
         for matrix in matrices:
-            placed, position = self._place(matrix, position)
+            placed = self._place(matrix, blocks)
+            assert placed is not None, "blocks do not run out"
             tiles.append(placed)
-        return Packing(tuple(tiles), -(-position // self._block_bytes), position)
+            ends.append(blocks.num_bytes)
+        num_bytes = blocks.num_bytes
+        num_blocks, rest = divmod(num_bytes, self._block_bytes)
+        num_pages = num_blocks * self._pages_per_block + -(-rest // self._page_bytes)
+        # What lies in whole blocks stays; only the rest is packed anew.
+        first = bisect_right(ends, num_blocks * self._block_bytes)
+        while num_pages % self._pages_per_block:
+            begin = ends[first - 1] if first else 0
+            parts = _Parts(begin, num_pages, self._pages_per_block, self._page_bytes)
+            if (packed := self._pack_into(matrices[first:], parts)) is not None:
+                return Packing((*tiles[:first], *packed), num_pages, parts.num_bytes)
+            num_pages += 1
+        return Packing(tuple(tiles), num_pages, num_bytes)
 
-    def _place(self, matrix: Matrix, position: int) -> tuple[tuple[TilePlace, ...], int]:
-        """Tiles of one matrix from a byte position on, and the position after them."""
+    def _pack_into(
+        self, matrices: Sequence[Matrix], parts: _Parts
+    ) -> list[tuple[TilePlace, ...]] | None:
+        """Tiles of each matrix; None if they do not fit. Those of long rows are placed first,
+        and short rows fill the gaps."""
+        tiles: dict[int, tuple[TilePlace, ...]] = {}
+        for index in sorted(range(len(matrices)), key=lambda i: -_row_bytes(matrices[i])):
+            placed = self._place(matrices[index], parts)
+            if placed is None:
+                return None
+            tiles[index] = placed
+        return [tiles[index] for index in range(len(matrices))]
+
+    def _place(self, matrix: Matrix, extents: _Blocks | _Parts) -> tuple[TilePlace, ...] | None:
+        """Tiles of one matrix; None if there is no room for them."""
         tiles = []
         chunk = min(matrix.num_columns, self._block_bytes // matrix.itemsize)
         for col_begin in range(0, matrix.num_columns, chunk):
@@ -72,18 +109,85 @@ class TileLayout:
             row = 0
             while row < matrix.num_rows:
                 row_bytes = (col_end - col_begin) * matrix.itemsize
-                position, num_rows = self._fit(position, row_bytes, matrix.num_rows - row)
-                block, offset = divmod(position, self._block_bytes)
-                tiles.append(TilePlace(row, row + num_rows, col_begin, col_end, block, offset))
+                extent = extents.with_room(row_bytes)
+                if extent is None:
+                    return None
+                num_rows = min(matrix.num_rows - row, MAX_TILE_ROWS, extent.room // row_bytes)
+                offset = extent.take(num_rows * row_bytes)
+                place = extent.index, offset
+                tiles.append(TilePlace(row, row + num_rows, col_begin, col_end, *place))
                 row += num_rows
-                position += num_rows * row_bytes
-        return tuple(tiles), position
+        return tuple(tiles)
 
-    def _fit(self, position: int, row_bytes: int, rows_left: int) -> tuple[int, int]:
-        """The next aligned position with space for a row, and how many rows fit there."""
-        position += -position % TILE_ALIGN_BYTES
-        room = self._block_bytes - position % self._block_bytes
-        if room < row_bytes:
-            position += room
-            room = self._block_bytes
-        return position, min(rows_left, MAX_TILE_ROWS, room // row_bytes)
+
+@dataclass(slots=True)
+class _Extent:
+    """One extent that is being filled."""
+
+    index: int
+    begin: int
+    """Byte offset of its start in the image."""
+    size: int
+    filled: int = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes from the next aligned position on."""
+        return self.size - self._next
+
+    def take(self, num_bytes: int) -> int:
+        """Fill what there is room for. Returns its offset."""
+        offset = self._next
+        self.filled = offset + num_bytes
+        return offset
+
+    @property
+    def _next(self) -> int:
+        return self.filled + -self.filled % TILE_ALIGN_BYTES
+
+
+class _Blocks:
+    """Whole blocks without end, filled one after another."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._last = _Extent(0, 0, block_bytes)
+
+    def with_room(self, num_bytes: int) -> _Extent:
+        """The last block, or a new one."""
+        if self._last.room < num_bytes:
+            index, size = self._last.index + 1, self._last.size
+            self._last = _Extent(index, index * size, size)
+        return self._last
+
+    @property
+    def num_bytes(self) -> int:
+        """Up to the end of what is filled."""
+        return self._last.begin + self._last.filled
+
+
+class _Parts:
+    """The last extents of so many pages, all of which are filled at once."""
+
+    def __init__(self, begin: int, num_pages: int, pages_per_block: int, page_bytes: int) -> None:
+        """`begin`: the byte before which everything is filled."""
+        sizes = extent_sizes(num_pages, pages_per_block)
+        begins = extent_begins(num_pages, pages_per_block)
+        extents = [
+            _Extent(index, page * page_bytes, size * page_bytes)
+            for index, (page, size) in enumerate(zip(begins, sizes, strict=True))
+        ]
+        self._open = [extent for extent in extents if begin < extent.begin + extent.size]
+        self._open[0].filled = begin - self._open[0].begin
+
+    def with_room(self, num_bytes: int) -> _Extent | None:
+        """The first one that has it."""
+        return next((extent for extent in self._open if extent.room >= num_bytes), None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Up to the end of what is filled."""
+        return max(extent.begin + extent.filled for extent in self._open if extent.filled)
+
+
+def _row_bytes(matrix: Matrix) -> int:
+    return matrix.num_columns * matrix.itemsize

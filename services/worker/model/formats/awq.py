@@ -8,11 +8,12 @@ from loraplex_services.worker.model.formats.words import (
     StoredTensors,
     number_of_groups,
     stored,
+    stored_scales,
     unpacked,
 )
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 
-PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which output of a word each of its codes belongs to, lowest bits first."""
 
 
@@ -22,12 +23,12 @@ def read(files: StoredTensors, module: str, shape: tuple[int, int], scheme: Sche
     num_groups, group_size = number_of_groups(num_inputs, scheme.group_size)
     words = stored(files, f"{module}.qweight", (num_inputs, num_outputs // 8))
     zero_words = stored(files, f"{module}.qzeros", (num_groups, num_outputs // 8))
-    scales = stored(files, f"{module}.scales", (num_groups, num_outputs))
+    scales = stored_scales(files, f"{module}.scales", (num_groups, num_outputs))
     return CodedWeight(
         scheme.name,
-        unpacked(words, 4, PLACES).T.contiguous(),
+        unpacked(words, 4, NIBBLE_ORDER).T.contiguous(),
         scales.T.contiguous(),
         group_size,
-        unpacked(zero_words, 4, PLACES).T.float().contiguous(),
+        unpacked(zero_words, 4, NIBBLE_ORDER).T.float().contiguous(),
         INTEGERS,
     )

@@ -16,7 +16,12 @@ from torch import Tensor
 from loraplex.adapter_format.quantisation import Scheme
 from loraplex.adapter_format.quantised_tensors import QUANT_STATES
 from loraplex.errors import InvalidRequest
-from loraplex_services.worker.model.formats.words import StoredTensors, stored
+from loraplex_services.worker.model.formats.words import (
+    StoredTensors,
+    checked,
+    stored,
+    stored_scales,
+)
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 
 
@@ -35,7 +40,7 @@ def read_four_bits(
     group_size = math.gcd(num_inputs, block_size)
     starts = torch.arange(0, num_items, group_size, device=scales.device)
     scales = scales[starts // block_size].view(num_outputs, -1)
-    table = stored(files, f"{module}.weight.quant_map", (16,)).float().cpu()
+    table = stored_scales(files, f"{module}.weight.quant_map", (16,)).float().cpu()
     kind = f"bnb-{state['quant_type']}-g{group_size}"
     return CodedWeight(kind, codes, scales, group_size, table=table)
 
@@ -58,15 +63,16 @@ def _block_scales(
     files: StoredTensors, module: str, state: dict[str, Any], num_blocks: int
 ) -> Tensor:
     """float32 `[blocks]`."""
-    scales = stored(files, f"{module}.weight.absmax", (num_blocks,))
+    name = f"{module}.weight.absmax"
     if not files.has(f"{module}.weight.nested_absmax"):
-        return scales.float()
+        return stored_scales(files, name, (num_blocks,)).float()
+    codes = stored(files, name, (num_blocks,))
     nested_size = int(state["nested_blocksize"])
     num_nested = -(-num_blocks // nested_size)
-    own = stored(files, f"{module}.weight.nested_absmax", (num_nested,)).float()
+    own = stored_scales(files, f"{module}.weight.nested_absmax", (num_nested,)).float()
     table = stored(files, f"{module}.weight.nested_quant_map", (256,)).float()
     blocks = torch.arange(num_blocks, device=own.device) // nested_size
-    return table[scales.int()] * own[blocks] + float(state["nested_offset"])
+    return checked(name, table[codes.int()] * own[blocks] + float(state["nested_offset"]))
 
 
 def read_eight_bits(
@@ -74,7 +80,7 @@ def read_eight_bits(
 ) -> CodedWeight:
     """See `ReadWeight`. A row's scale is its largest magnitude, which has the code 127."""
     codes = stored(files, f"{module}.weight", shape)
-    scales = stored(files, f"{module}.SCB", (shape[0],)).float()[:, None] / 127
+    scales = stored_scales(files, f"{module}.SCB", (shape[0],)).float()[:, None] / 127
     name = f"{module}.weight_format"
     if files.has(name) and int(files.stored(name)) != 0:
         raise InvalidRequest.field(name, "not 0", "only rows in their plain order are served")

@@ -18,6 +18,7 @@ from loraplex_services.worker.model.formats.words import (
     number_of_groups,
     signed,
     stored,
+    stored_scales,
     unpacked,
 )
 from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
@@ -44,7 +45,7 @@ def read_packed(
     order = None
     if files.has(name := f"{module}.weight_g_idx"):
         groups = stored(files, name, (num_inputs,))
-        if int(groups.min()) >= 0:  # -1 = not used
+        if not groups.eq(-1).all():  # -1 = not used
             order, _ = column_order(name, groups, scales.shape[1], group_size)
             codes = codes if order is None else codes[:, order]
     if bits == 8:
@@ -63,6 +64,8 @@ def read_plain(
     if codes.dtype is not wanted:
         why = f"quantization_config asks for {wanted}"
         raise InvalidRequest.field(f"{module}.weight", codes.dtype, why)
+    if scheme.is_float and (codes.view(torch.uint8) & 0x7F == 0x7F).any():
+        raise InvalidRequest.field(f"{module}.weight", "NaN", "codes must be numbers")
     if scheme.block is not None:
         scales, group_size = _block_scales(files, module, shape, scheme)
     else:
@@ -85,7 +88,7 @@ def _scales(
 ) -> tuple[Tensor, int]:
     """(`[out, groups]`, inputs of a group)."""
     _, group_size = number_of_groups(shape[1], scheme.group_size)
-    scales = stored(files, f"{module}.weight_scale", *_scale_shapes(shape, scheme))
+    scales = stored_scales(files, f"{module}.weight_scale", *_scale_shapes(shape, scheme))
     return _by_row(scales, shape[0]), group_size
 
 
@@ -104,7 +107,5 @@ def _block_scales(
     num_rows, num_columns = scheme.block
     blocks = -(-shape[0] // num_rows), -(-shape[1] // num_columns)
     suffix = "weight_scale_inv" if scheme.layout == BLOCKS else "weight_scale"
-    scales = stored(files, f"{module}.{suffix}", blocks)
-    if not scales.is_floating_point() or scales.element_size() == 1:
-        scales = scales.float()
+    scales = stored_scales(files, f"{module}.{suffix}", blocks)
     return scales.repeat_interleave(num_rows, 0)[: shape[0]].contiguous(), num_columns

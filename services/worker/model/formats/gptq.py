@@ -15,6 +15,7 @@ from loraplex_services.worker.model.formats.words import (
     number_of_groups,
     signed,
     stored,
+    stored_scales,
     unpacked,
 )
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
@@ -29,9 +30,9 @@ def read(files: StoredTensors, module: str, shape: tuple[int, int], scheme: Sche
     codes = unpacked(words.T.contiguous(), bits)
     zero_words = stored(files, f"{module}.qzeros", (num_groups, num_outputs // per_word))
     if scheme.zero_step:  # whole words, as writers subtract: a zero point of 0 borrows
-        zero_words = zero_words + sum(1 << bits * place for place in range(per_word))
+        zero_words = zero_words + sum(1 << bits * index for index in range(per_word))
     zeros = unpacked(zero_words, bits).int()
-    scales = stored(files, f"{module}.scales", (num_groups, num_outputs)).T.contiguous()
+    scales = stored_scales(files, f"{module}.scales", (num_groups, num_outputs)).T.contiguous()
     order = None
     if files.has(name := f"{module}.g_idx"):
         groups = stored(files, name, (num_inputs,))

@@ -53,6 +53,31 @@ def stored(files: StoredTensors, name: str, *shapes: Sequence[int]) -> Tensor:
     return tensor
 
 
+def stored_scales(files: StoredTensors, name: str, *shapes: Sequence[int]) -> Tensor:
+    """`stored`, for scales; those of eight bits become float32.
+
+    Raises InvalidRequest for what can be no scales.
+    """
+    scales = stored(files, name, *shapes)
+    if not scales.is_floating_point():
+        raise InvalidRequest.field(name, str(scales.dtype), "scales must be floating-point numbers")
+    scales = scales.float() if scales.element_size() == 1 else scales
+    return checked(name, scales)
+
+
+def checked(name: str, factors: Tensor) -> Tensor:
+    """Scales or a table of values. Some may be zero: so are scales of groups whose weights are.
+
+    Raises InvalidRequest if one is infinite or no number, or if all are zero.
+    """
+    if not factors.isfinite().all():
+        raise InvalidRequest.field(name, "inf or NaN", "scales and tables must be finite numbers")
+    if not factors.any():
+        why = "scales and tables must not be zero altogether, as the whole weight would be"
+        raise InvalidRequest.field(name, 0, why)
+    return factors
+
+
 def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """int32 `[rows, n]` -> uint8 `[rows, n * 32 / bits]`: the codes of each word, lowest first.
 

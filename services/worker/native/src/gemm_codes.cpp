@@ -1,9 +1,11 @@
 // y = x W^T where W[o][k] = (code[o][k] - zero[o][g]) * scale[o][g] for groups g of inputs, and codes are
-// unsigned integers of eight or four bits. Codes are widened in registers and never stored wide.
+// unsigned integers of eight or four bits, or float8 (e4m3, without zero points). Codes are widened in
+// registers and never stored wide.
 //
 // A panel is 32 outputs. For every four inputs (a quad) it holds the codes of 16 outputs side by side,
 // four bytes each, then those of the other 16; four-bit codes of the first 16 are the low halves of the
-// bytes whose high halves are the other 16's. Scales and zero points follow as [panel][group][32].
+// bytes whose high halves are the other 16's. Of float8, the two bytes for the first two inputs of each
+// of the 16 outputs come before those for the other two. Scales and zero points are [panel][group][32].
 //
 // Inputs are taken in blocks that no group's end lies in. In float32, a block is summed in the order of
 // its inputs and then multiplied with the scale. For bfloat16 rows, processors with VNNI take a block's
@@ -21,12 +23,17 @@ constexpr int64_t kTaskPanels = 2;
 constexpr int64_t kTaskRows = 96;
 constexpr int64_t kAheadBytes = 4096;
 
+enum class Code : int64_t { kInt4, kInt8, kFloat8 };  // `CodeKind` of native/codes.py
+constexpr int bits_of(Code kind) { return kind == Code::kInt4 ? 4 : 8; }
+// Float8 is widened to 2^-8 of its value; scales make up for it.
+constexpr float factor_of(Code kind) { return kind == Code::kFloat8 ? 256.0f : 1.0f; }
+
 struct CodedProduct {
     const uint8_t* codes;
     const void* scales;
     int64_t scale_dtype;
-    const bf16* zeros;  // or null: every one is `zero`
-    int64_t zero;
+    const void* zeros;  // or null: every one is `zero`
+    int64_t zero_dtype, zero;
     void* y;
     int64_t dtype;  // of y
     int64_t num_rows, num_inputs, num_outputs;
@@ -38,14 +45,13 @@ struct CodedProduct {
 };
 
 // One block of a panel.
-template <int Bits>
+template <Code Kind>
 struct Block {
     const uint8_t* codes;
-    float scales[kPanel];
-    const bf16* zeros;
+    float scales[kPanel], zeros[kPanel];
     int64_t first, num_inputs;  // inputs
 
-    static constexpr int64_t kQuadBytes = kPanel * kQuad * Bits / 8;
+    static constexpr int64_t kQuadBytes = kPanel * kQuad * bits_of(Kind) / 8;
 
     Block(const CodedProduct& g, int64_t panel, int64_t block) {
         first = block * g.block_size;
@@ -54,18 +60,59 @@ struct Block {
         const int64_t at = (panel * g.num_groups() + first / g.group_size) * kPanel;
         with_weight(g.scale_dtype, [&](auto s) {
             const auto* from = static_cast<const decltype(s)*>(g.scales) + at;
-            for (int64_t i = 0; i < kPanel; i += kLanes) store(scales + i, load(from + i));
+            for (int64_t i = 0; i < kPanel; i += kLanes) {
+                store(scales + i, mul(load(from + i), set1(factor_of(Kind))));
+            }
         });
-        zeros = g.zeros == nullptr ? nullptr : g.zeros + at;
+        if (g.zeros == nullptr) {
+            for (int64_t i = 0; i < kPanel; ++i) zeros[i] = static_cast<float>(g.zero);
+            return;
+        }
+        with_weight(g.zero_dtype, [&](auto z) {
+            const auto* from = static_cast<const decltype(z)*>(g.zeros) + at;
+            for (int64_t i = 0; i < kPanel; i += kLanes) store(zeros + i, load(from + i));
+        });
     }
 };
 
+#if defined(__AVX2__)
+// Float8 in the upper halves of 16-bit words, as half precision of 2^-8 times the value: it has the same
+// sign, one bit more of the exponent, and seven more of the mantissa.
+#if defined(__AVX512F__)
+inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pairs));
+    const __m256i codes = is_upper ? raw : _mm256_slli_epi16(raw, 8);
+    const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+    return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(codes, 1), mask))};
+}
+#else
+inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pairs));
+    const __m128i codes = is_upper ? raw : _mm_slli_epi16(raw, 8);
+    const __m128i mask = _mm_set1_epi16(static_cast<int16_t>(0xbf80));
+    return {_mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(codes, 1), mask))};
+}
+#endif
+#else
+inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
+    Vec values;
+    for (int i = 0; i < kLanes; ++i) {
+        const int code = pairs[2 * i + is_upper];
+        values.v[i] = widened(half{static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7)});
+    }
+    return values;
+}
+#endif
+
 // Code `j` of a quad, of kLanes outputs from `first` on, as floats.
-template <int Bits>
+template <Code Kind>
 inline Vec decode(const uint8_t* quad, int first, int j) {
-    const uint8_t* from = quad + (Bits == 8 ? first : first % 16) * kQuad;
-    const int shift = 8 * j + (Bits == 4 && first >= 16 ? 4 : 0);
-    constexpr int kMask = (1 << Bits) - 1;
+    if (Kind == Code::kFloat8) {
+        return widen_float8(quad + first / 16 * 64 + j / 2 * 32 + first % 16 * 2, j % 2 == 1);
+    }
+    constexpr int kBits = bits_of(Kind), kMask = (1 << kBits) - 1;
+    const uint8_t* from = quad + (kBits == 8 ? first : first % 16) * kQuad;
+    const int shift = 8 * j + (kBits == 4 && first >= 16 ? 4 : 0);
 #if defined(__AVX512F__)
     const __m512i words = _mm512_srli_epi32(_mm512_loadu_si512(from), shift);
     return {_mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(kMask)))};
@@ -89,8 +136,8 @@ struct WideRows {
     int64_t ldx;
 
     // totals[r][32] += the block's product with R rows.
-    template <int R, int Bits>
-    void add(const CodedProduct& g, const Block<Bits>& block, int64_t row, float* totals) const {
+    template <int R, Code Kind>
+    void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
         for (int first = 0; first < kPanel; first += 2 * kLanes) {
             add_part<R>(g, block, row, first, totals + first);
         }
@@ -98,19 +145,20 @@ struct WideRows {
 
 private:
     // Two vectors of outputs.
-    template <int R, int Bits>
-    void add_part(const CodedProduct& g, const Block<Bits>& block, int64_t row, int first,
+    template <int R, Code Kind>
+    void add_part(const CodedProduct& g, const Block<Kind>& block, int64_t row, int first,
                   float* totals) const {
         Vec sums[R][2], zeros[2];
         for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = lpx::zero();
-        for (int v = 0; v < 2; ++v) {
-            zeros[v] = block.zeros ? load(block.zeros + first + v * kLanes) : set1(float(g.zero));
-        }
+        for (int v = 0; v < 2; ++v) zeros[v] = load(block.zeros + first + v * kLanes);
         const float* in = x + row * ldx + block.first;
         const auto step = [&](int64_t quad, int j) {
             const uint8_t* codes = block.codes + quad * block.kQuadBytes;
-            const Vec low = sub(decode<Bits>(codes, first, j), zeros[0]);
-            const Vec high = sub(decode<Bits>(codes, first + kLanes, j), zeros[1]);
+            Vec low = decode<Kind>(codes, first, j), high = decode<Kind>(codes, first + kLanes, j);
+            if (Kind != Code::kFloat8) {
+                low = sub(low, zeros[0]);
+                high = sub(high, zeros[1]);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const Vec input = set1(in[r * ldx + quad * kQuad + j]);
@@ -121,7 +169,7 @@ private:
         const int64_t num_whole = block.num_inputs / kQuad;
         for (int64_t quad = 0; quad < num_whole; ++quad) {
             __builtin_prefetch(block.codes + quad * block.kQuadBytes + kAheadBytes, 0, 3);
-            if (Bits == 8) {
+            if (bits_of(Kind) == 8) {
                 __builtin_prefetch(block.codes + quad * block.kQuadBytes + kAheadBytes + 64, 0, 3);
             }
 #pragma GCC unroll 4
@@ -144,6 +192,7 @@ private:
 struct DigitRows {
     static constexpr int kMaxRows = 6;
     static constexpr float kLargest = 32639.0f;  // both digits of it fit into eight bits
+    static constexpr float kLargestZero = 256.0f;  // times 128 inputs, it fits into 32 bits
     int8_t* digits;   // [row][high, low][padded inputs]
     float* factors;   // [row][block]
     int32_t* sums;    // [row][block]: of the integers
@@ -168,8 +217,8 @@ struct DigitRows {
         });
     }
 
-    template <int R, int Bits>
-    void add(const CodedProduct& g, const Block<Bits>& block, int64_t row, float* totals) const {
+    template <int R, Code Kind>
+    void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
         __m512i high[R][2], low[R][2];
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
@@ -181,7 +230,7 @@ struct DigitRows {
             const uint8_t* from = block.codes + quad * block.kQuadBytes;
             _mm_prefetch(from + kAheadBytes, _MM_HINT_T0);
             __m512i codes[2];
-            if constexpr (Bits == 8) {
+            if constexpr (Kind == Code::kInt8) {
                 _mm_prefetch(from + kAheadBytes + 64, _MM_HINT_T0);
                 codes[0] = _mm512_loadu_si512(from);
                 codes[1] = _mm512_loadu_si512(from + 64);
@@ -203,12 +252,16 @@ struct DigitRows {
         const int64_t at = row * num_blocks + block.first / g.block_size;
         for (int v = 0; v < 2; ++v) {
             const Vec scale = load(block.scales + v * 16);
-            const __m512i zero = block.zeros ? _mm512_cvtps_epi32(load(block.zeros + v * 16).v)
-                                             : _mm512_set1_epi32(static_cast<int>(g.zero));
+            // Zero points are subtracted as integers, which is exact, and what is left of others as floats.
+            const Vec exact = load(block.zeros + v * 16);
+            const Vec whole_zero = round(min(max(exact, set1(-kLargestZero)), set1(kLargestZero)));
+            const __m512i zero = _mm512_cvtps_epi32(whole_zero.v);
+            const Vec rest = sub(whole_zero, exact);
             for (int r = 0; r < R; ++r) {
                 const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]);
-                const __m512i shift = _mm512_mullo_epi32(zero, _mm512_set1_epi32(sums[at + r * num_blocks]));
-                const Vec sum = {_mm512_cvtepi32_ps(_mm512_sub_epi32(whole, shift))};
+                const __m512i inputs = _mm512_set1_epi32(sums[at + r * num_blocks]);
+                const __m512i shifted = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, inputs));
+                const Vec sum = fma(rest, {_mm512_cvtepi32_ps(inputs)}, {_mm512_cvtepi32_ps(shifted)});
                 float* total = totals + r * kPanel + v * 16;
                 store(total, fma(mul(sum, set1(factors[at + r * num_blocks])), scale, load(total)));
             }
@@ -247,8 +300,8 @@ private:
 
 #endif
 
-template <int R, int Bits, class Rows>
-void add_rows(int64_t n, const CodedProduct& g, const Block<Bits>& block, const Rows& rows,
+template <int R, Code Kind, class Rows>
+void add_rows(int64_t n, const CodedProduct& g, const Block<Kind>& block, const Rows& rows,
               int64_t row, float* totals) {
     if constexpr (R > 1) {
         if (n < R) return add_rows<R - 1>(n, g, block, rows, row, totals);
@@ -271,7 +324,7 @@ void store_totals(const CodedProduct& g, const float* totals, int64_t row, int64
     });
 }
 
-template <int Bits, class Rows>
+template <Code Kind, class Rows>
 void multiply(const CodedProduct& g, const Rows& rows) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
@@ -283,7 +336,7 @@ void multiply(const CodedProduct& g, const Rows& rows) {
         for (int64_t panel = first; panel < smaller(first + kTaskPanels, num_panels); ++panel) {
             std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
             for (int64_t b = 0; b < g.num_blocks(); ++b) {
-                const Block<Bits> block(g, panel, b);
+                const Block<Kind> block(g, panel, b);
                 int64_t row = begin;
                 for (int64_t left = ceil_div(end - begin, Rows::kMaxRows); left > 0; --left) {
                     const int64_t n = ceil_div(end - row, left);
@@ -296,69 +349,73 @@ void multiply(const CodedProduct& g, const Rows& rows) {
     });
 }
 
-template <int Bits, class T>
+template <Code Kind, class T>
 void multiply_rows(const CodedProduct& g, const T* x, int64_t ldx) {
 #if defined(__AVX512VNNI__)
-    if constexpr (std::is_same<T, bf16>::value) {
-        return multiply<Bits>(g, DigitRows(g, x, ldx));
+    if constexpr (std::is_same<T, bf16>::value && Kind != Code::kFloat8) {
+        return multiply<Kind>(g, DigitRows(g, x, ldx));
     }
 #endif
     const bool copies = sizeof(T) != sizeof(float);
     float* buffer = copies ? scratch(3, g.num_rows * g.num_inputs) : nullptr;
     const WideRows rows{widen(x, ldx, g.num_rows, g.num_inputs, buffer),
                         widened_stride(x, ldx, g.num_inputs)};
-    multiply<Bits>(g, rows);
+    multiply<Kind>(g, rows);
 }
 
 }  // namespace
 }  // namespace lpx
 
 // Bytes that `lpx_pack_codes` writes.
-LPX_EXPORT int64_t lpx_code_bytes(int64_t num_outputs, int64_t num_inputs, int64_t bits) {
+LPX_EXPORT int64_t lpx_code_bytes(int64_t num_outputs, int64_t num_inputs, int64_t kind) {
     using namespace lpx;
-    return ceil_div(num_outputs, kPanel) * ceil_div(num_inputs, kQuad) * kPanel * kQuad * bits / 8;
+    const int64_t num_codes = ceil_div(num_outputs, kPanel) * ceil_div(num_inputs, kQuad) * kPanel * kQuad;
+    return num_codes * bits_of(static_cast<Code>(kind)) / 8;
 }
 
 // From one byte for each code, [num_outputs, num_inputs].
-LPX_EXPORT void lpx_pack_codes(const void* codes, int64_t num_outputs, int64_t num_inputs, int64_t bits,
+LPX_EXPORT void lpx_pack_codes(const void* codes, int64_t num_outputs, int64_t num_inputs, int64_t kind,
                                void* packed) {
     using namespace lpx;
+    const Code code = static_cast<Code>(kind);
     const uint8_t* from = static_cast<const uint8_t*>(codes);
     const int64_t num_quads = ceil_div(num_inputs, kQuad);
-    const int64_t quad_bytes = kPanel * kQuad * bits / 8;
+    const int64_t quad_bytes = kPanel * kQuad * bits_of(code) / 8;
     parallel_for(ceil_div(num_outputs, kPanel), [&](int64_t panel) {
         uint8_t* out = static_cast<uint8_t*>(packed) + panel * num_quads * quad_bytes;
         std::memset(out, 0, num_quads * quad_bytes);
         for (int64_t i = 0; i < smaller(kPanel, num_outputs - panel * kPanel); ++i) {
             const uint8_t* row = from + (panel * kPanel + i) * num_inputs;
             for (int64_t k = 0; k < num_inputs; ++k) {
-                uint8_t* quad = out + k / kQuad * quad_bytes + k % kQuad;
-                if (bits == 8) {
-                    quad[i * kQuad] = row[k];
+                uint8_t* quad = out + k / kQuad * quad_bytes;
+                const int64_t j = k % kQuad;
+                if (code == Code::kInt8) {
+                    quad[i * kQuad + j] = row[k];
+                } else if (code == Code::kInt4) {
+                    quad[i % 16 * kQuad + j] |= static_cast<uint8_t>(row[k] << (i < 16 ? 0 : 4));
                 } else {
-                    quad[i % 16 * kQuad] |= static_cast<uint8_t>(row[k] << (i < 16 ? 0 : 4));
+                    quad[i / 16 * 64 + j / 2 * 32 + i % 16 * 2 + j % 2] = row[k];
                 }
             }
         }
     });
 }
 
-// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T. Scales and zero points (bfloat16; null = all
-// are `zero`) as [panel][group][32]. Blocks divide groups, and hold at most 128 inputs.
-LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed, int64_t bits,
-                                 const void* scales, int64_t scale_dtype, const void* zeros, int64_t zero,
-                                 int64_t group_size, int64_t block_size, void* y, int64_t dtype,
+// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T. Scales and zero points (null = all are `zero`)
+// as [panel][group][32]. Blocks divide groups, and hold at most 128 inputs.
+LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed, int64_t kind,
+                                 const void* scales, int64_t scale_dtype, const void* zeros,
+                                 int64_t zero_dtype, int64_t zero, int64_t group_size, int64_t block_size, void* y, int64_t dtype,
                                  int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
     using namespace lpx;
-    const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype,
-                         static_cast<const bf16*>(zeros), zero, y, dtype, num_rows, num_inputs,
-                         num_outputs, group_size, block_size};
+    const CodedProduct g{static_cast<const uint8_t*>(packed), scales, scale_dtype, zeros, zero_dtype, zero,
+                         y, dtype, num_rows, num_inputs, num_outputs, group_size, block_size};
     with_activation(dtype, [&](auto t) {
         const auto* in = static_cast<const decltype(t)*>(x);
-        if (bits == 8) {
-            multiply_rows<8>(g, in, ldx);
-        } else {
-            multiply_rows<4>(g, in, ldx);
+        switch (static_cast<Code>(kind)) {
+            case Code::kInt4: return multiply_rows<Code::kInt4>(g, in, ldx);
+            case Code::kInt8: return multiply_rows<Code::kInt8>(g, in, ldx);
+            case Code::kFloat8: return multiply_rows<Code::kFloat8>(g, in, ldx);
         }
     });
 }

@@ -73,13 +73,13 @@ class KvCacheParams:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInputs:
-    """Block tables and places of a step where the runner keeps them on the device."""
+    """Block tables and KV slots of a step if the runner keeps them on the device."""
 
     tables: tuple[Tensor, ...]
     """Per KV group: int32 `[rows, blocks]`: block ids in position order."""
     table_rows: Sequence[int]
     """The row of each sequence in `tables`."""
-    places: tuple[Tensor, ...]
+    kv_slots: tuple[Tensor, ...]
     """Per KV group: int64 `[num_tokens]`, block * T + slot of each new token; -1 = none."""
     decode_rows: Tensor
     """int32 `[num_generations]`: `table_rows` of the generations."""
@@ -89,7 +89,7 @@ class DeviceInputs:
 class StaticInputs:
     """One generation in each row, at addresses that a captured step reads again and again."""
 
-    places: tuple[Tensor, ...]
+    kv_slots: tuple[Tensor, ...]
     """Per KV group: int64 `[size]`, block * T + slot of each new token; -1 for a padding row."""
     tables: tuple[Tensor, ...]
     """Per KV group: int32 `[rows, blocks]`: block ids in position order."""

@@ -47,7 +47,7 @@ class VanillaAttentionMetadata(AttentionMetadata):
     """Adds gather and scatter indices for each KV group."""
 
     write_offsets: Tensor | None = None
-    """int64 `[num_tokens]`: place of each new token in its block."""
+    """int64 `[num_tokens]`: index of each new token in its block."""
     groups: tuple[GroupTables, ...] = ()
     spans: tuple[tuple[int, int, int], ...] = ()
     """Spans of the context; see `context_spans`."""

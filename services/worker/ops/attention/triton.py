@@ -186,19 +186,19 @@ def _constants(shape: HeadShape, tiling: Tiling, block_tokens: int) -> dict[str,
     }
 
 
-def append(k: Tensor, v: Tensor, planes: tuple[Tensor, Tensor], places: Tensor) -> None:
+def append(k: Tensor, v: Tensor, planes: tuple[Tensor, Tensor], kv_slots: Tensor) -> None:
     """Write keys and values `[tokens, Hkv * D]` to the cache.
 
     Args:
         planes: `[num_blocks, Hkv, T, D]` each. Mutated.
-        places: int64 `[tokens]`: block * T + slot, or -1 for rows that have none.
+        kv_slots: int64 `[tokens]`: block * T + slot, or -1 for rows that have none.
     """
     _, num_heads, num_tokens, head_dim = planes[0].shape
     kernels.append[(len(k), num_heads)](
         k,
         v,
         *planes,
-        places,
+        kv_slots,
         k.stride(0),
         v.stride(0),
         planes[0].stride(0),

@@ -53,7 +53,7 @@ class Workspace:
 
 @dataclass(slots=True)
 class TritonAttentionMetadata(AttentionMetadata):
-    """Adds block tables, tiles, items and cache places on the device."""
+    """Adds block tables, tiles, items and KV slots on the device."""
 
     workspace: Workspace = field(default_factory=Workspace)
     tables: tuple[Tensor, ...] = ()
@@ -62,7 +62,7 @@ class TritonAttentionMetadata(AttentionMetadata):
     """The row of each sequence's blocks in `tables`; None = the sequences are the rows in order."""
     decode_rows: Tensor | None = None
     """int32 `[num_generations]` on the device: `table_rows` of the generations."""
-    places: tuple[Tensor, ...] = ()
+    kv_slots: tuple[Tensor, ...] = ()
     """Per KV group: int64 `[num_tokens]`, block * T + slot of each new token; -1 = none."""
     split_limit: int = work_items.LARGEST_SPLIT
     """Keys of an item, at most."""
@@ -88,7 +88,7 @@ class TritonAttentionMetadata(AttentionMetadata):
         assert self.kv_cache_manager is not None
         device, starts = self.position_ids.device, params.num_cached_tokens_per_seq
         if (given := self.device_inputs) is not None:
-            self.tables, self.places = given.tables, given.places
+            self.tables, self.kv_slots = given.tables, given.kv_slots
             self.table_rows, self.decode_rows = given.table_rows, given.decode_rows
         else:
             self._set_tables(params.block_tables, self.kv_cache_manager.tokens_per_block)
@@ -104,13 +104,13 @@ class TritonAttentionMetadata(AttentionMetadata):
         assert self.position_ids is not None
         device = self.position_ids.device
         self.tables = tuple(_table(rows, device) for rows in block_tables)
-        self.places = _places(self.tables, self.seq_lens, self.position_ids, block_tokens)
+        self.kv_slots = _kv_slots(self.tables, self.seq_lens, self.position_ids, block_tokens)
         self.decode_rows = _rows_in_order(self.num_contexts, self.num_generations, device)
 
     def prepare_idle(self) -> None:
         """Launches the kernels without writing keys, because no token has a cache position."""
         self.prepare()
-        self.places = tuple(torch.full_like(places, -1) for places in self.places)
+        self.kv_slots = tuple(torch.full_like(kv_slots, -1) for kv_slots in self.kv_slots)
 
     def create_cuda_graph_metadata(self, inputs: StaticInputs) -> TritonAttentionMetadata:
         """See AttentionMetadata. Padding rows have one item without keys."""
@@ -121,7 +121,7 @@ class TritonAttentionMetadata(AttentionMetadata):
             is_cuda_graph=True,
             tables=inputs.tables,
             decode_rows=inputs.table_rows,
-            places=inputs.places,
+            kv_slots=inputs.kv_slots,
         )
         made.split_limit = _split_limit(self.kv_cache_manager, self.num_generations, device)
         made.max_items = self.num_generations * work_items.max_splits(
@@ -142,7 +142,7 @@ class TritonAttentionMetadata(AttentionMetadata):
             if window not in self._items:
                 device = self.position_ids.device
                 self._items[window] = work_items.empty_items(self.max_items, device)
-            inputs = self.position_ids, self.places[group], self.decode_rows
+            inputs = self.position_ids, self.kv_slots[group], self.decode_rows
             items = self._items[window]
             work_items.list_items(items, *inputs, rows, window, self.split_limit)
 
@@ -190,7 +190,7 @@ def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(table), device)
 
 
-def _places(
+def _kv_slots(
     tables: Sequence[Tensor], seq_lens: Tensor, positions: Tensor, num_slots: int
 ) -> tuple[Tensor, ...]:
     sequence_of_token = to_device(torch.repeat_interleave(seq_lens), positions.device)
@@ -225,10 +225,10 @@ class TritonAttention(AttentionBackend):
         is_full = self.sees_all(metadata, attention_mask)
         planes, group = self._cache(k, metadata)
         if self.pos_embd_params is None:
-            kernels.append(k, v, planes, metadata.places[group])
+            kernels.append(k, v, planes, metadata.kv_slots[group])
         else:
             cos_sin = metadata.rotations[self.layer_idx]
-            rotate_and_append(q, k, v, cos_sin, planes, metadata.places[group])
+            rotate_and_append(q, k, v, cos_sin, planes, metadata.kv_slots[group])
         out = q.new_empty(q.shape) if metadata.out is None else metadata.out
         if metadata.num_contexts:
             self._contexts(out, q, planes, group, metadata, is_full=is_full)

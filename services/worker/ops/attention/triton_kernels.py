@@ -191,16 +191,16 @@ def _cap(scores, softcap):
     ]
 )  # fmt: skip
 def list_items(
-    positions, places, sequences, items, sequence_stride, first_row, num_rows, window, split_limit,
-    max_splits, KEY_STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    positions, kv_slots, sequences, items, sequence_stride, first_row, num_rows, window,
+    split_limit, max_splits, KEY_STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Cut the keys of each generation into items: see `work_items`. Grid: one program for each row.
 
-    `positions`, `places` int64 `[first_row + num_rows]`. `sequences` int32 `[num_rows]`: rows of
+    `positions`, `kv_slots` int64 `[first_row + num_rows]`. `sequences` int32 `[num_rows]`: rows of
     the block tables. `items [1 + n, 6]` int32: the number of items, then for each its row,
     sequence, first key, end key, and the first item and number of items of its row. They are in
-    order of rows and keys. A row without a place in the cache is padding: one item without keys.
+    order of rows and keys. A row without a KV slot is padding: one item without keys.
     """
     row = tl.program_id(0)
     first_item = 0
@@ -209,12 +209,12 @@ def list_items(
         is_before = rows < row
         at = first_row + rows
         position = tl.load(positions + at, mask=is_before, other=0)
-        place = tl.load(places + at, mask=is_before, other=-1)
-        _, _, _, count = _split_keys(position, place, window, split_limit, max_splits, KEY_STEP)
+        kv_slot = tl.load(kv_slots + at, mask=is_before, other=-1)
+        _, _, _, count = _split_keys(position, kv_slot, window, split_limit, max_splits, KEY_STEP)
         first_item += tl.sum(tl.where(is_before, count, 0), axis=0)
-    position, place = tl.load(positions + first_row + row), tl.load(places + first_row + row)
+    position, kv_slot = tl.load(positions + first_row + row), tl.load(kv_slots + first_row + row)
     begin, end, span, count = _split_keys(
-        position, place, window, split_limit, max_splits, KEY_STEP
+        position, kv_slot, window, split_limit, max_splits, KEY_STEP
     )
     split = tl.arange(0, BLOCK_SPLITS)
     is_split = split < count
@@ -232,11 +232,11 @@ def list_items(
 
 
 @triton.jit
-def _split_keys(position, place, window, split_limit, max_splits, KEY_STEP: tl.constexpr):
+def _split_keys(position, kv_slot, window, split_limit, max_splits, KEY_STEP: tl.constexpr):
     """First key, end key, keys of an item, number of items. As `work_items.split_keys`."""
     position = position.to(tl.int32)
     begin = tl.where(window > 0, tl.maximum(0, position + 1 - window), 0)
-    end = tl.where(place >= 0, position + 1, begin)
+    end = tl.where(kv_slot >= 0, position + 1, begin)
     num_keys = end - begin
     count = (num_keys + split_limit - 1) // split_limit
     count = tl.minimum(tl.maximum(count, 1), max_splits)
@@ -378,7 +378,7 @@ def append(
     v,
     k_plane,
     v_plane,
-    places,
+    kv_slots,
     k_stride,
     v_stride,
     plane_stride,
@@ -388,13 +388,13 @@ def append(
 ):
     """Write new keys and values to their positions in the cache. Grid: (token, KV head).
 
-    `places [tokens]` int64: block * TOKENS + slot, or -1 for a padding row.
+    `kv_slots [tokens]` int64: block * TOKENS + slot, or -1 for a padding row.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(places + token)
+    kv_slot = tl.load(kv_slots + token)
     dim = tl.arange(0, BLOCK_DIM)
-    mask = (dim < HEAD_DIM) & (place >= 0)
-    to = (place // TOKENS) * plane_stride + (head * TOKENS + place % TOKENS) * HEAD_DIM + dim
+    mask = (dim < HEAD_DIM) & (kv_slot >= 0)
+    to = (kv_slot // TOKENS) * plane_stride + (head * TOKENS + kv_slot % TOKENS) * HEAD_DIM + dim
     row = head * HEAD_DIM + dim
     tl.store(k_plane + to, tl.load(k + token * k_stride + row, mask=mask), mask=mask)
     tl.store(v_plane + to, tl.load(v + token * v_stride + row, mask=mask), mask=mask)

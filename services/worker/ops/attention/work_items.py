@@ -60,7 +60,7 @@ def max_splits(max_keys: int, limit: int) -> int:
 def list_items(
     items: Tensor,
     positions: Tensor,
-    places: Tensor,
+    kv_slots: Tensor,
     sequences: Tensor,
     rows: tuple[int, int],
     window: int | None,
@@ -70,8 +70,8 @@ def list_items(
 
     Args:
         items: int32 `[1 + n, 6]`, see the kernel. Mutated.
-        positions, places: int64 `[num_tokens]`: position of each token, and its place in the cache
-            or -1 for padding.
+        positions, kv_slots: int64 `[num_tokens]`: position of each token, and its slot in the KV
+            cache or -1 for padding.
         sequences: int32, for each generation the row of its block table.
         rows: token rows [begin, end) of the generations, not empty.
         window: of the layers that use the items.
@@ -80,7 +80,7 @@ def list_items(
     begin, end = rows
     kernels.list_items[(end - begin,)](
         positions,
-        places,
+        kv_slots,
         sequences,
         items,
         sequences.stride(0),

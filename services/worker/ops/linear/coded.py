@@ -13,6 +13,7 @@ from torch import Tensor
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
 FLOAT8 = torch.float8_e4m3fn
+CHUNK_ROWS = 4096
 INTEGERS = torch.arange(16, dtype=torch.float32)
 """The table of four-bit codes that are their own values."""
 
@@ -30,7 +31,7 @@ class CodedWeight:
     group_size: int
     """Inputs that share a scale; the last group may have fewer."""
     zeros: Tensor | None = None
-    """float32 `[out, groups]`, integral."""
+    """float32 `[out, groups]`; integral, except in the K types of GGUF."""
     table: Tensor | None = None
     """float32 `[16]`, of uint8 codes."""
     order: Tensor | None = None
@@ -50,14 +51,21 @@ class CodedWeight:
 
     def dequantised(self) -> Tensor:
         """float32 `[out, in]`: exactly what the codes say, rounded once."""
+        values = torch.empty(self.codes.shape, device=self.codes.device)
+        for begin in range(0, self.out_features, CHUNK_ROWS):  # some arrays of this size at once
+            values[begin : begin + CHUNK_ROWS] = self._rows(slice(begin, begin + CHUNK_ROWS))
+        return values
+
+    def _rows(self, rows: slice) -> Tensor:
+        codes = self.codes[rows]
         if self.table is not None:
-            values = self.table.to(self.codes.device)[self.codes.int()]
+            values = self.table.to(codes.device)[codes.int()]
         else:
-            values = self.codes.float()
+            values = codes.float()
         groups = torch.arange(self.in_features, device=values.device) // self.group_size
         if self.zeros is not None:
-            values = values - self.zeros[:, groups]
-        values = values * self.scales.float()[:, groups]
+            values = values - self.zeros[rows][:, groups]
+        values = values * self.scales[rows].float()[:, groups]
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.order.to(values.device), values)

@@ -7,38 +7,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex_services.worker.native.bindings import Native
-from loraplex_services.worker.native.codes import PackedCodes
-from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
+from loraplex_services.worker.native.codes import CodeKind, PackedCodes
+from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 
 PANEL, QUAD = 32, 4
-BLOCK_SIZES = (128, 64, 32)
+BLOCK_SIZES = (128, 64, 32, 16)
 """Inputs that the kernel may sum before it scales."""
 
 
 def is_readable(weight: CodedWeight) -> bool:
-    """Whether the kernel reads the codes: integers, in groups that end where blocks end."""
-    return _zero_of(weight) is not None and _block_size(weight) is not None
+    """Whether the kernel reads the codes: integers or float8, in groups that end where blocks
+    end."""
+    return _kind_of(weight) is not None and _block_size(weight) is not None
 
 
 class CodedLinear:
     """Implements `BaseLinear`; the weight stays in codes."""
 
     def __init__(self, native: Native, weight: CodedWeight) -> None:
-        block_size, zero = _block_size(weight), _zero_of(weight)
-        assert block_size is not None and zero is not None, weight.scheme
+        block_size, kind = _block_size(weight), _kind_of(weight)
+        assert block_size is not None and kind is not None, weight.scheme
         self.scheme = weight.scheme
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self._native = native
         self._order = weight.order
-        bits, codes = 4, weight.codes
-        if weight.table is None:
-            bits, codes = 8, codes.view(torch.uint8) ^ 0x80
-        zeros = None if weight.zeros is None else (weight.zeros + 128 * (bits == 8)).bfloat16()
+        codes, zeros, zero = weight.codes.view(torch.uint8), weight.zeros, 0
+        if kind is CodeKind.INT8:
+            codes, zero = codes ^ 0x80, 128
+            zeros = None if zeros is None else zeros + zero
+        elif kind is CodeKind.INT4 and weight.table is not None:
+            zero = -int(weight.table[0])
+        if zeros is not None and zeros.bfloat16().float().equal(zeros):
+            zeros = zeros.bfloat16()
         self._weight = PackedCodes(
             self.out_features,
             self.in_features,
-            bits,
-            native.pack_codes(codes, bits),
+            kind,
+            native.pack_codes(codes, kind),
             _in_panels(weight.scales),
             None if zeros is None else _in_panels(zeros),
             zero,
@@ -60,25 +65,30 @@ class CodedLinear:
         """Rows [begin, end), float32."""
         own = self._weight
         first, last = begin // PANEL, -(-end // PANEL)
-        codes = _unpacked(own, first, last).float()
+        codes = _unpacked(own, first, last)
         groups = torch.arange(self.in_features) // own.group_size
-        zeros = own.zero if own.zeros is None else _out_of_panels(own.zeros[first:last])[:, groups]
-        rows = (codes - zeros) * _out_of_panels(own.scales[first:last])[:, groups]
+        if own.kind is CodeKind.FLOAT8:
+            values = codes.contiguous().view(FLOAT8).float()
+        elif own.zeros is None:
+            values = codes.float() - own.zero
+        else:
+            values = codes.float() - _out_of_panels(own.zeros[first:last])[:, groups]
+        rows = values * _out_of_panels(own.scales[first:last])[:, groups]
         rows = rows[begin - first * PANEL : end - first * PANEL]
         if self._order is None:
             return rows
         return torch.empty_like(rows).index_copy_(1, self._order, rows)
 
 
-def _zero_of(weight: CodedWeight) -> int | None:
-    """The code of 0 if all outputs have the same; None = the codes are no plain integers."""
+def _kind_of(weight: CodedWeight) -> CodeKind | None:
+    """None = codes of another kind."""
+    if weight.table is not None:
+        known = (INTEGERS, INTEGERS - 8)
+        return CodeKind.INT4 if any(weight.table.equal(table) for table in known) else None
     if weight.codes.dtype is torch.int8:
-        return 128
-    if weight.table is None:
-        return None
-    if weight.table.equal(INTEGERS):
-        return 0
-    return 8 if weight.table.equal(INTEGERS - 8) else None
+        return CodeKind.INT8
+    is_float8 = weight.codes.dtype is FLOAT8 and weight.zeros is None
+    return CodeKind.FLOAT8 if is_float8 else None
 
 
 def _block_size(weight: CodedWeight) -> int | None:
@@ -102,9 +112,13 @@ def _out_of_panels(values: Tensor) -> Tensor:
 def _unpacked(weight: PackedCodes, first: int, last: int) -> Tensor:
     """uint8 `[outputs of panels first to last - 1, in]`."""
     num_quads = -(-weight.in_features // QUAD)
-    if weight.bits == 8:
+    if weight.kind is CodeKind.FLOAT8:
+        pairs = weight.codes.view(-1, num_quads, 2, 2, PANEL // 2, QUAD // 2)[first:last]
+        codes = pairs.permute(0, 2, 4, 1, 3, 5)
+        return codes.reshape(-1, num_quads * QUAD)[:, : weight.in_features]
+    if weight.kind is CodeKind.INT8:
         codes = weight.codes.view(-1, num_quads, PANEL, QUAD)[first:last]
     else:
-        pairs = weight.codes.view(-1, num_quads, PANEL // 2, QUAD)[first:last]
-        codes = torch.cat((pairs & 0x0F, pairs >> 4), dim=2)
+        halves = weight.codes.view(-1, num_quads, PANEL // 2, QUAD)[first:last]
+        codes = torch.cat((halves & 0x0F, halves >> 4), dim=2)
     return codes.transpose(1, 2).reshape(-1, num_quads * QUAD)[:, : weight.in_features]

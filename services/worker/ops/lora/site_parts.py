@@ -14,8 +14,11 @@ SERVED_KINDS = (LINEAR, LM_HEAD)
 def module_edges(sites: SiteTable) -> list[list[int]]:
     """By site id: where the outputs of its modules begin and end, ascending."""
     edges: dict[int, set[int]] = {site.id: {0, site.out_features} for site in sites.sites}
-    for place in sites.places.values():
-        edges[place.site_id] |= {place.out_begin, place.out_begin + place.out_features}
+    for site_range in sites.modules.values():
+        edges[site_range.site_id] |= {
+            site_range.out_begin,
+            site_range.out_begin + site_range.out_features,
+        }
     return [sorted(edges[site.id]) for site in sites.sites]
 
 

@@ -62,12 +62,12 @@ def replace_outputs(y: Tensor, x: Tensor, rows: Sequence[Tile], row_ids: Tensor)
 
 def _replace_rows(y: Tensor, token_ids: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
     """y[t] = rows[i] where token_ids[t] == row_ids[i]."""
-    places = torch.searchsorted(row_ids, token_ids).clamp_(max=len(row_ids) - 1)
-    is_changed = row_ids[places] == token_ids
+    indices = torch.searchsorted(row_ids, token_ids).clamp_(max=len(row_ids) - 1)
+    is_changed = row_ids[indices] == token_ids
     for tile in rows:
-        inside = is_changed & (places >= tile.row_begin) & (places < tile.row_end)
+        inside = is_changed & (indices >= tile.row_begin) & (indices < tile.row_end)
         hits = inside.nonzero()[:, 0]
-        y[hits, tile.col_begin : tile.col_end] = tile.data[places[hits] - tile.row_begin]
+        y[hits, tile.col_begin : tile.col_end] = tile.data[indices[hits] - tile.row_begin]
 
 
 def shrink(x: Tensor, a: Sequence[Tile], num_rows: int) -> Tensor:

@@ -46,9 +46,11 @@ class StateBatch:
     targets: Tensor
     """int64 `[spans, cells]`."""
 
-    def layer_cells(self, place: int) -> slice:
+    def layer_cells(self, state_index: int) -> slice:
         """The cells of the layer with this index among the layers with a state."""
-        return slice(place * self.layout.layer_cells, (place + 1) * self.layout.layer_cells)
+        return slice(
+            state_index * self.layout.layer_cells, (state_index + 1) * self.layout.layer_cells
+        )
 
 
 def state_cells(arena: Tensor, layout: StateLayout) -> Tensor:

@@ -16,18 +16,18 @@ class NativeDeltaNet:
     """Implements `DeltaNet`."""
 
     def __init__(
-        self, native: Native, config: RecurrenceConfig, place: int, weights: DeltaWeights
+        self, native: Native, config: RecurrenceConfig, state_index: int, weights: DeltaWeights
     ) -> None:
-        """`place`: of the layer among those with a state."""
+        """`state_index`: of the layer among those with a state."""
         self._native = native
         self._config = config
-        self._place = place
+        self._state_index = state_index
         self._taps = weights.taps.T.contiguous()
         self._weights = weights
 
     def forward(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
         """See `DeltaNet`; rows of qkv, a, b may lie apart."""
-        cells = states.layer_cells(self._place)
+        cells = states.layer_cells(self._state_index)
         weights = self._taps, self._weights.rates, self._weights.step_bias
         tables = states.sources[:, cells], states.targets[:, cells], states.words, states.row_ends
         layout = self._layout(qkv, a, b, states)

@@ -34,10 +34,10 @@ class RecurrenceInputs:
 class TorchDeltaNet:
     """Implements `DeltaNet`."""
 
-    def __init__(self, config: RecurrenceConfig, place: int, weights: DeltaWeights) -> None:
-        """`place`: of the layer among those with a state."""
+    def __init__(self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights) -> None:
+        """`state_index`: of the layer among those with a state."""
         self._config = config
-        self._place = place
+        self._state_index = state_index
         self._weights = weights
 
     def forward(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
@@ -97,8 +97,8 @@ class TorchDeltaNet:
     def _read(self, states: StateBatch, spans: slice) -> tuple[Tensor, Tensor]:
         """Fresh inputs of the convolution `[n, K - 1, channels]` and matrices `[n, H, Dk, Dv]`."""
         config, layout = self._config, states.layout
-        cells = states.sources[spans, states.layer_cells(self._place)]
-        found = states.cells[_places(cells.clamp(min=0), layout)]
+        cells = states.sources[spans, states.layer_cells(self._state_index)]
+        found = states.cells[_cell_indices(cells.clamp(min=0), layout)]
         if (is_zero := cells[:, 0] < 0).any():
             found[is_zero] = 0.0
         matrices, conv = found.split((layout.num_heads, layout.conv_cells), dim=1)
@@ -109,14 +109,14 @@ class TorchDeltaNet:
 
     def _write(self, states: StateBatch, spans: slice, before: Tensor, state: Tensor) -> None:
         layout = states.layout
-        cells = states.targets[spans, states.layer_cells(self._place)]
+        cells = states.targets[spans, states.layer_cells(self._state_index)]
         num_free = layout.conv_cells * layout.cell_items - layout.conv_items
         conv = F.pad(before.flatten(1), (0, num_free))
         values = torch.cat((state.flatten(2), conv.unflatten(1, (layout.conv_cells, -1))), dim=1)
-        states.cells[_places(cells, layout)] = values
+        states.cells[_cell_indices(cells, layout)] = values
 
 
-def _places(begins: Tensor, layout: StateLayout) -> tuple[Tensor, Tensor]:
+def _cell_indices(begins: Tensor, layout: StateLayout) -> tuple[Tensor, Tensor]:
     """Block, and cell in the block, of cells that begin at these items."""
     return begins // layout.block_items, begins % layout.block_items // layout.cell_items
 

@@ -29,7 +29,7 @@ def rotate_and_append_kernel(
     sin,
     k_plane,
     v_plane,
-    places,
+    kv_slots,
     q_stride,
     k_stride,
     v_stride,
@@ -61,10 +61,10 @@ def rotate_and_append_kernel(
         head = ((block - num_q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         is_head = head < NUM_KV_HEADS
         mask = is_half & is_head
-        place = tl.load(places + token)
-        if place >= 0:
+        kv_slot = tl.load(kv_slots + token)
+        if kv_slot >= 0:
             at = k + token * k_stride + head * HEAD_DIM
-            to = (place // TOKENS) * plane_stride + (head * TOKENS + place % TOKENS) * HEAD_DIM
+            to = (kv_slot // TOKENS) * plane_stride + (head * TOKENS + kv_slot % TOKENS) * HEAD_DIM
             first, second = _rotated(at, cos_row, sin_row, half, mask, HALF, k.dtype.element_ty)
             tl.store(k_plane + to + half, first, mask=mask)
             tl.store(k_plane + to + HALF + half, second, mask=mask)
@@ -83,9 +83,9 @@ def rotate_and_append(
     v: Tensor,
     cos_sin: tuple[Tensor, Tensor],
     planes: tuple[Tensor, Tensor],
-    places: Tensor,
+    kv_slots: Tensor,
 ) -> None:
-    """Semantics: q[t, h] = R(t) q[t, h]; cache[places[t]] = R(t) k[t], v[t].
+    """Semantics: q[t, h] = R(t) q[t, h]; cache[kv_slots[t]] = R(t) k[t], v[t].
 
     R(t) turns the pairs (i, i + dim / 2) of the leading dim components of each head.
 
@@ -94,7 +94,7 @@ def rotate_and_append(
         k, v: `[T, Hkv * D]`, rows contiguous; not changed.
         cos_sin: contiguous `[T, 1, dim / 2]` each.
         planes: K and V of the layer, each `[num_blocks, Hkv, T, D]`. Mutated.
-        places: int64 `[T]`: block * T + slot, or -1 for padding rows.
+        kv_slots: int64 `[T]`: block * T + slot, or -1 for padding rows.
     """
     _, num_kv_heads, num_tokens, head_dim = planes[0].shape
     cos, sin = cos_sin
@@ -109,7 +109,7 @@ def rotate_and_append(
         cos,
         sin,
         *planes,
-        places,
+        kv_slots,
         q.stride(0),
         k.stride(0),
         v.stride(0),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from loraplex_services.worker.runner.parallel.messages import (
 )
 from loraplex_services.worker.runner.parallel.mirror import StepWriter
 from loraplex_services.worker.runner.step_inputs import StepInputs
+from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.messages import frame
 
 logger = logging.getLogger(__name__)
@@ -145,9 +146,9 @@ class Followers:
             follower.socket.send_frame(data)
 
     def copy(
-        self, path: Path, blocks: Sequence[int], step_s: float, own: Future[CopiedImage]
+        self, path: Path, extents: Extents, step_s: float, own: Future[CopiedImage]
     ) -> Future[CopiedImage]:
-        """Have all ranks fill `blocks` from their images; `own` is this rank's copy.
+        """Have all ranks fill `extents` from their images; `own` is this rank's copy.
 
         Returns: what ends when the last rank is done, with the error of one if any failed.
         """
@@ -156,7 +157,7 @@ class Followers:
             copy_id = self._num_copies
             copy = self._copies[copy_id] = GroupCopy(1 + len(self._all))
         self._last_copy = copy.whole
-        self.send(Copy(copy_id, str(path), list(blocks), step_s))
+        self.send(Copy(copy_id, str(path), extents, step_s))
         own.add_done_callback(lambda done: self._own_copied(copy_id, done))
         return copy.whole
 

@@ -15,6 +15,7 @@ from collections import deque
 
 import msgspec
 
+from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.messages import FrameBuffer, WireError, frame
 
 RECEIVE_BYTES = 1 << 20
@@ -98,11 +99,11 @@ class LogitRows(msgspec.Struct, frozen=True, tag="logits"):
 
 
 class Copy(msgspec.Struct, frozen=True, tag="copy"):
-    """Fill blocks from the rank's own image in a folder."""
+    """Fill extents from the rank's own image in a folder."""
 
     copy_id: int
     path: str
-    blocks: list[int]
+    extents: Extents
     step_s: float
 
 

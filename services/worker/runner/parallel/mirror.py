@@ -24,7 +24,7 @@ NO_SAMPLING = SamplingParams(max_tokens=0, seed=0)
 
 @dataclass(slots=True)
 class SentRequest:
-    """What the other ranks know of a request."""
+    """The block tables of a request that the other ranks know; made by rank 0's `StepWriter`."""
 
     key: int
     tables: list[list[int]]

@@ -82,7 +82,7 @@ class FollowingRank:
                     self._runner.unload_adapter(slot)
 
     def _copy(self, copy: Copy) -> None:
-        pending = self._runner.copy_adapter(Path(copy.path), copy.blocks, copy.step_s)
+        pending = self._runner.copy_adapter(Path(copy.path), copy.extents, copy.step_s)
         pending.add_done_callback(partial(self._tell, copy.copy_id))
 
     def _tell(self, copy_id: int, pending: Future[CopiedImage]) -> None:

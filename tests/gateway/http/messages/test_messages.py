@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pydantic
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 
 from loraplex.v1 import registry_pb2
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.http.talking import CALL, PARAMETERS, prompt_of, says, started_talker
 from tests.gateway.scripted_worker import endless
 
-EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(RawMessageStreamEvent)
+if TYPE_CHECKING:
+    import anthropic
+
 WEATHER: dict[str, Any] = {"name": "weather", "input_schema": PARAMETERS}
 THINKING = {"type": "enabled", "budget_tokens": 1024}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def official_client() -> None:
+    """These are thousands of modules, and each process of a run would load them to collect."""
+    global anthropic
+    import anthropic
 
 
 @pytest.fixture
@@ -54,7 +61,7 @@ async def _refusal(stack: Stack, **fields: Any) -> anthropic.APIStatusError:
 async def test_a_message_has_the_fields_and_types_of_the_official_client(talker: Stack) -> None:
     says(talker, f"let me look\n</think>\n\nOne moment.\n{CALL}")
     answer = await _ask(talker, tools=[WEATHER], thinking=THINKING, system="Be brief.")
-    checked = Message.model_validate(answer.to_dict())
+    checked = anthropic.types.Message.model_validate(answer.to_dict())
     thought, text, call = checked.content
     assert thought.type == "thinking" and thought.thinking == "let me look"
     assert thought.signature.startswith("sha256:")
@@ -74,8 +81,9 @@ async def test_streamed_events_are_those_of_the_official_client_and_add_up(talke
     asked: dict[str, Any] = {"tools": [WEATHER], "thinking": THINKING}
     whole = await _ask(talker, **asked)
     events = await _events(talker, **asked)
+    known: Any = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)
     for event in events:
-        EVENT.validate_python(event.to_dict())
+        known.validate_python(event.to_dict())
     kinds = [event.type for event in events]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]

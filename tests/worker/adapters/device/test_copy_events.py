@@ -2,7 +2,11 @@
 
 import pytest
 
-from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer, last_blocks
+from loraplex_services.worker.adapters.device.copy_events import (
+    CopyEvents,
+    StallTimer,
+    last_extents,
+)
 from loraplex_services.worker.adapters.pack.image import ImageIndex, PackedRole, PackedSite
 
 
@@ -85,5 +89,5 @@ def test_time_lost_is_counted_when_the_waits_are_over(copy_events, clock, stalls
 
 def test_sites_without_tiles_need_no_block():
     index = ImageIndex("layout", 0, 0, [PackedSite(3, [], [], [])])
-    assert last_blocks(index) == {3: -1}
+    assert last_extents(index) == {3: -1}
     assert CopyEvents(index, [], None).is_done

@@ -55,7 +55,7 @@ def test_blocks_hold_the_image_whatever_was_copied_before(arena, tier):
     images = [image_of(seed, generator.randint(1, SLAB_BLOCKS + 3)) for seed in range(12)]
     for _ in range(200):
         image, data = generator.choice(images)
-        blocks = generator.sample(range(arena.num_blocks), image.index.num_blocks)
+        blocks = generator.sample(range(arena.num_blocks), image.index.num_pages)
         copy_events, expected_s = tier.copy(image, blocks, step_s=1.0)
         assert copy_events is None and expected_s == 0.0
         assert held(arena, blocks, len(data)) == data

@@ -11,7 +11,7 @@ ACTS = st.tuples(st.sampled_from(("load", "drop")), st.integers(0, 7))
 
 @given(sizes=st.lists(st.integers(0, 8), min_size=8, max_size=8), acts=st.lists(ACTS, max_size=40))
 def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
-    pool = PinnedPool(NUM_BLOCKS)
+    pool = PinnedPool(NUM_BLOCKS, pages_per_block=1)
     recent: list[int] = []
     held: dict[int, set[int]] = {}
     for act, number in acts:
@@ -23,12 +23,12 @@ def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
             if found is not None:
                 pool.drop(name)
             continue
-        blocks = pool.enter(name, size) if found is None else found
+        extents = pool.enter(name, size) if found is None else found
         if size > NUM_BLOCKS:
-            assert blocks is None
+            assert extents is None
             continue
-        assert blocks is not None and len(set(blocks)) == size
-        held[number] = set(blocks)
+        assert extents is not None and len(set(extents.places)) == size
+        held[number] = set(extents.places)
         recent.append(number)
         while sum(sizes[other] for other in recent) > NUM_BLOCKS:
             recent.pop(0)
@@ -37,10 +37,19 @@ def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
 
 
 def test_an_image_that_is_asked_for_again_stays_longer():
-    pool = PinnedPool(2)
+    pool = PinnedPool(2, 1)
     for name in (b"a", b"b"):
         pool.enter(name, 1)
     pool.find(b"a")
     pool.enter(b"c", 1)
     assert pool.find(b"b") is None
     assert pool.find(b"a") is not None
+
+
+def test_small_images_share_a_block():
+    pool = PinnedPool(1, pages_per_block=4)
+    places = [pool.enter(name, 1).places for name in (b"a", b"b", b"c", b"d")]
+    assert sorted(places) == [(0,), (1,), (2,), (3,)]
+    assert pool.enter(b"e", 2) is not None
+    assert pool.find(b"a") is None and pool.find(b"b") is None
+    assert pool.find(b"c") is not None and pool.find(b"d") is not None

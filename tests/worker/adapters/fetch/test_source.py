@@ -139,7 +139,7 @@ async def test_a_fetched_adapter_comes_with_its_image(stage: Stage) -> None:
     adapter = await stage.source.ensure(await stage.publish("one"))
     with ImageFile(image_path(adapter.path, stage.layout.fingerprint)) as image:
         image.check(stage.layout.fingerprint)
-        assert image.index.num_blocks == adapter.num_blocks > 0
+        assert image.index.num_pages == adapter.num_pages > 0
     assert adapter.num_bytes == sum(file.stat().st_size for file in adapter.path.iterdir())
 
 
@@ -148,7 +148,7 @@ async def test_an_image_is_packed_once_and_verified_after_a_restart(stage: Stage
     image = image_path(first.path, stage.layout.fingerprint)
     made_ns = image.stat().st_mtime_ns
     again = stage.restarted()
-    assert again.disk.adapters()[0].num_blocks == 0, "not verified yet"
+    assert again.disk.adapters()[0].num_pages == 0, "not verified yet"
     assert (await again.source.ensure(digest)) == first
     assert image.stat().st_mtime_ns == made_ns
 
@@ -173,7 +173,7 @@ async def test_another_layout_packs_anew_and_leaves_no_old_image(stage: Stage) -
     other = replace(stage.layout, block_bytes=2 * stage.layout.block_bytes)
     stage.source.pack_with(Here(stage.geometry, other))
     second = await stage.source.ensure(digest)
-    assert second.num_blocks < first.num_blocks
+    assert second.num_pages < first.num_pages
     assert images_in(first.path) == [image_path(first.path, other.fingerprint)]
     await stage.source.close()
 
@@ -189,7 +189,7 @@ async def test_what_is_packed_while_another_engine_comes_is_packed_for_that_one(
     other = replace(stage.layout, block_bytes=2 * stage.layout.block_bytes)
     stage.source.pack_with(Here(stage.geometry, other))
     adapter = await flight
-    assert adapter.num_blocks > 0
+    assert adapter.num_pages > 0
     assert images_in(adapter.path) == [image_path(adapter.path, other.fingerprint)]
     await stage.source.close()
 
@@ -230,7 +230,7 @@ async def test_processes_prepare_survive_a_kill_and_answer_the_right_caller(stag
         process.kill()
         await process.wait()
     last = await stage.source.ensure(await stage.publish("eleven..."))
-    assert last.num_blocks == adapters[0].num_blocks
+    assert last.num_pages == adapters[0].num_pages
     await stage.source.close()
     assert all(process.returncode is not None for process in pool._processes)
 

@@ -9,6 +9,7 @@ import torch
 from loraplex_services.worker.adapters.pack.tiles import Matrix, TileLayout
 from loraplex_services.worker.adapters.pack.values import Values
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from loraplex_services.worker.types.extents import count_pages_per_block, extent_begins
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 
@@ -41,12 +42,16 @@ class PackedArena:
         num_rows, num_cols = matrix.shape
         shape = Matrix(num_rows, num_cols, matrix.itemsize)
         packing = self._layout.pack([shape])
-        blocks = [self._free.pop() for _ in range(packing.num_blocks)]
+        per_block = count_pages_per_block(len(self.data[0]))
+        begins = extent_begins(packing.num_pages, per_block)
+        blocks = [self._free.pop() for _ in range(-(-packing.num_pages // per_block))]
+        page_bytes = len(self.data[0]) // per_block
         tiles = []
         for place in packing.tiles[0]:
             rows, columns = place.row_end - place.row_begin, place.col_end - place.col_begin
-            begin = place.offset_bytes
-            raw = self.data[blocks[place.block]][begin : begin + rows * columns * matrix.itemsize]
+            block, page = divmod(begins[place.extent], per_block)
+            begin = page * page_bytes + place.offset_bytes
+            raw = self.data[blocks[block]][begin : begin + rows * columns * matrix.itemsize]
             view = raw.view(matrix.dtype).view(rows, columns)
             view.copy_(matrix[place.row_begin : place.row_end, place.col_begin : place.col_end])
             tiles.append(

@@ -113,8 +113,8 @@ def check_step(shape, dtype, device, pieces, tolerance=None, sinks=None):
 
 @pytest.fixture(autouse=True)
 def short_items(monkeypatch):
-    """Cut sequences that the interpreter computes in a second into several items."""
-    monkeypatch.setattr(work_items, "LARGEST_SPLIT", 512)
+    """Cut sequences that the interpreter computes in half a second into several items."""
+    monkeypatch.setattr(work_items, "LARGEST_SPLIT", 256)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_contexts_and_generations_in_pages_equal_dense_attention(shape, dtype, d
     [
         (HeadShape(4, 2, 16, 0.25, None, None), torch.float32),
         (HeadShape(6, 2, 24, 0.2, 20.0, None), torch.float16),
-        (HeadShape(4, 1, 64, 0.125, None, 1000), torch.bfloat16),
+        (HeadShape(4, 1, 64, 0.125, None, 500), torch.bfloat16),
     ],
     ids=str,
 )
 def test_generations_of_any_length_equal_dense_attention(shape, dtype, device):
-    check_step(shape, dtype, device, [(n - 1, 1) for n in (1, 64, 512, 513, 641, 1300, 3000)])
+    check_step(shape, dtype, device, [(n - 1, 1) for n in (1, 64, 256, 257, 321, 650, 1500)])
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_generations_of_any_length_equal_dense_attention(shape, dtype, device):
 )
 def test_sinks_take_their_share_once_whatever_the_number_of_items(shape, dtype, device):
     sinks = torch.linspace(-40.0, 8.0, shape.num_heads, device=device)
-    pieces = [(0, 40), (62, 9), (200, 70), (0, 1), (15, 1), (512, 1), (1300, 1)]
+    pieces = [(0, 40), (62, 9), (200, 70), (0, 1), (15, 1), (256, 1), (650, 1)]
     check_step(shape, dtype, device, pieces, sinks=sinks)
 
 
@@ -176,7 +176,7 @@ def test_scores_that_float32_cannot_exponentiate_are_attended(device):
 
 def test_a_generation_has_the_same_bits_whatever_runs_beside_it(device):
     shape = HeadShape(4, 2, 16, 0.25, None, None)
-    pieces = [(0, 30), (900, 1), (5, 1), (1400, 1), (300, 1)]
+    pieces = [(0, 30), (450, 1), (5, 1), (700, 1), (150, 1)]
     kv, sequences = make_step(shape, torch.float16, device, pieces)
     together = run_step(shape, kv, sequences)
     for i in range(1, len(sequences)):
@@ -186,7 +186,7 @@ def test_a_generation_has_the_same_bits_whatever_runs_beside_it(device):
 
 def test_steps_share_a_workspace_and_leave_its_counters_at_zero(device):
     shape = HeadShape(4, 2, 16, 0.25, None, None)
-    kv, sequences = make_step(shape, torch.float32, device, [(900, 1), (5, 1), (1400, 1)])
+    kv, sequences = make_step(shape, torch.float32, device, [(450, 1), (5, 1), (700, 1)])
     workspace = Workspace()
     first = run_step(shape, kv, sequences, workspace)
     sums = workspace.partial_sums(1, 1, shape, device)
@@ -210,7 +210,8 @@ def test_items_cover_all_keys_and_keep_their_limit_while_there_are_few(limit):
             assert max(end - begin for begin, end in ranges) <= limit
 
 
-def test_small_batches_are_cut_into_smaller_items():
+def test_small_batches_are_cut_into_smaller_items(monkeypatch):
+    monkeypatch.setattr(work_items, "LARGEST_SPLIT", 1536)
     limits = [work_items.split_limit(rows, 1, torch.device("cpu")) for rows in (1, 2, 3, 300)]
     assert limits == sorted(limits)
     assert limits[0] < limits[-1] == work_items.LARGEST_SPLIT
@@ -221,14 +222,14 @@ def test_the_device_lists_the_items_of_every_row_and_none_for_padding(window, de
     rng = random.Random(5)
     num_contexts, lens = 3, [rng.choice([1, 200, 900, 40_000]) for _ in range(260)]
     positions = torch.tensor([9] * num_contexts + [num - 1 for num in lens], device=device)
-    places = torch.ones_like(positions)
+    kv_slots = torch.ones_like(positions)
     padding = {4, 259}
     for row in padding:
-        places[num_contexts + row] = -1
+        kv_slots[num_contexts + row] = -1
     items = work_items.empty_items(260 * work_items.MAX_SPLITS, device)
     rows = num_contexts, num_contexts + len(lens)
     table_rows = torch.arange(1040, 0, -1, dtype=torch.int32, device=device).view(-1, 4)[:, 1]
-    work_items.list_items(items, positions, places, table_rows, rows, window, limit=512)
+    work_items.list_items(items, positions, kv_slots, table_rows, rows, window, limit=512)
     expected = []
     for row, num_keys in enumerate(lens):
         visible = num_keys if window is None else min(num_keys, window)

@@ -36,19 +36,19 @@ def test_profiling_leaves_the_cache_alone() -> None:
 
 def test_metadata_of_captured_steps_keeps_the_tensors_it_was_made_with() -> None:
     bench = contract.Bench(triton_attention(), (4, 2))
-    positions, places = torch.tensor([3, 0]), torch.tensor([2 * 16 + 3, -1])
+    positions, kv_slots = torch.tensor([3, 0]), torch.tensor([2 * 16 + 3, -1])
     tables = torch.tensor([[2], [0]], dtype=torch.int32)
     rows = torch.tensor([0, 1], dtype=torch.int32)
-    inputs = StaticInputs((places,), (tables,), rows, max_keys=64)
+    inputs = StaticInputs((kv_slots,), (tables,), rows, max_keys=64)
     metadata = bench.maker.graph_metadata(bench.kv, positions, inputs)
     assert isinstance(metadata, TritonAttentionMetadata)
     assert metadata.is_cuda_graph and metadata.num_generations == 2
     assert metadata.seq_lens_cuda.tolist() == [1, 1]
-    kept = metadata.position_ids, metadata.tables[0], metadata.places[0], metadata.decode_rows
+    kept = metadata.position_ids, metadata.tables[0], metadata.kv_slots[0], metadata.decode_rows
     q, k, v = bench.random(5)
     outputs = []
     for last in (3, 4):  # the same metadata, replayed one position further
-        positions[0], places[0] = last, 2 * 16 + last
+        positions[0], kv_slots[0] = last, 2 * 16 + last
         for plane, values in zip(bench.kv.planes(0), (k, v), strict=True):
             plane[2, :, :last] = values[:last].transpose(0, 1)
         metadata.begin_forward()

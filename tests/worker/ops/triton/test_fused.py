@@ -51,9 +51,9 @@ def test_rotation_turns_queries_and_fills_the_cache(dtype, head_dim, half, heads
     cos_sin = angles.cos().to(dtype), angles.sin().to(dtype)
     angles_of_tokens = [x.squeeze(1) for x in cos_sin]
     planes = torch.full((2, 5, num_kv_heads, 16, head_dim), float("nan"), device=device).to(dtype)
-    places = torch.tensor([3 * 16 + 5, -1, 0, 4 * 16 + 15], device=device)
+    kv_slots = torch.tensor([3 * 16 + 5, -1, 0, 4 * 16 + 15], device=device)
     q_out, k_out, v_out = before = qkv.split(sizes, dim=-1)
-    rotate_and_append(q_out, k_out, v_out, cos_sin, (planes[0], planes[1]), places)
+    rotate_and_append(q_out, k_out, v_out, cos_sin, (planes[0], planes[1]), kv_slots)
     tolerance = TOLERANCE[dtype]
     turned_q, turned_k = (
         rotate(x.view(4, -1, head_dim), *angles_of_tokens).to(dtype) for x in (q, k)

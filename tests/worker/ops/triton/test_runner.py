@@ -18,10 +18,11 @@ from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.gpu_path import site_masks
 from loraplex_services.worker.runner.profiling import run_largest_step
 from loraplex_services.worker.runner.warm_up import idle_batch
+from loraplex_services.worker.types.extents import extent_sizes
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
-from tests.worker.loading import adapter_blocks, load_adapter
+from tests.worker.loading import adapter_blocks, in_blocks, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
@@ -161,18 +162,19 @@ def test_questions_to_the_device_are_seen():
 
 
 class BytesToCome:
-    """An event whose block has its bytes once a stream has waited for it."""
+    """An event whose extent has its bytes once a stream has waited for it."""
 
-    def __init__(self, arena, block):
-        self._arena, self._block = arena.data, block
-        self._bytes = self._arena[block].clone()
-        self._arena[block] = 0xFF  # NaN in any floating-point type
+    def __init__(self, arena, place, num_pages):
+        pages = arena.data.view(-1, arena.page_bytes)
+        self._extent = pages[place : place + num_pages]
+        self._bytes = self._extent.clone()
+        self._extent.fill_(0xFF)  # NaN in any floating-point type
 
     def query(self):
         return False
 
     def wait(self):
-        self._arena[self._block] = self._bytes
+        self._extent.copy_(self._bytes)
 
     def elapsed_time(self, _):
         return 0.0
@@ -183,6 +185,7 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
     folder, slot = folders[1][1], 2
     index = runner._adapters._packer.pack(folder).index
     blocks = [free.pop() for _ in range(adapter_blocks(runner, folder))]
+    _, places = in_blocks(runner, index.num_pages, blocks)
     load_adapter(runner, slot, folder, blocks)
     request = Request("being-copied", PROMPTS[2], SamplingParams(max_tokens=4, seed=1))
     request.block_tables = [[free.pop(), free.pop()] for _ in runner.kv_group_windows]
@@ -192,10 +195,11 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
         expected = forward(runner, plan)
     runner.unload_adapter(slot)
 
-    events = [BytesToCome(runner.arena, block) for block in blocks]
+    sizes = extent_sizes(index.num_pages, runner.arena.pages_per_block)
+    events = [BytesToCome(runner.arena, *e) for e in zip(places, sizes, strict=True)]
     assert len(events) > 1
     copy_events = CopyEvents(index, InOrder(events), StallTimer(lambda: events[0]))
-    runner.enter_adapter(slot, CopiedImage(folder, index, tuple(blocks), 0.0, copy_events))
+    runner.enter_adapter(slot, CopiedImage(folder, index, places, 0.0, copy_events))
     with torch.inference_mode():
         found = forward(runner, plan)
     assert torch.equal(found, expected)
@@ -218,10 +222,11 @@ def test_an_adapter_that_leaves_while_it_lands_is_waited_for(folders, kernel_run
     runner, free = kernel_runner
     folder = folders[1][0]
     index = runner._adapters._packer.pack(folder).index
-    blocks = free[: index.num_blocks]
-    events = [BytesToCome(runner.arena, block) for block in blocks]
+    _, places = in_blocks(runner, index.num_pages, free)
+    sizes = extent_sizes(index.num_pages, runner.arena.pages_per_block)
+    events = [BytesToCome(runner.arena, *e) for e in zip(places, sizes, strict=True)]
     copy_events = CopyEvents(index, events, StallTimer(lambda: events[0]))
-    runner.enter_adapter(3, CopiedImage(folder, index, tuple(blocks), 0.0, copy_events))
+    runner.enter_adapter(3, CopiedImage(folder, index, places, 0.0, copy_events))
     assert not copy_events.is_done
     runner.unload_adapter(3)
     assert copy_events.is_done

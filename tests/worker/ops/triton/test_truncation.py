@@ -35,11 +35,14 @@ KINDS = ("spread", "tied", "deep", "tiny", "masked")
 @pytest.mark.parametrize(
     ("width", "kind"),
     [
-        *((width, kind) for width in (1, 97) for kind in KINDS),
-        (WIDE, "tied"),
-        (WIDE, "masked"),
+        *((97, kind) for kind in KINDS),
+        *((width, kind) for width in (1, WIDE) for kind in ("tied", "masked")),
         *(pytest.param(1000, kind, marks=pytest.mark.long) for kind in KINDS),
-        *(pytest.param(WIDE, kind, marks=pytest.mark.long) for kind in ("spread", "deep", "tiny")),
+        *(
+            pytest.param(width, kind, marks=pytest.mark.long)
+            for width in (1, WIDE)
+            for kind in ("spread", "deep", "tiny")
+        ),
     ],
 )
 def test_what_is_kept_is_what_sorting_keeps(device, width, kind):

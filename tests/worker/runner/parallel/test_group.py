@@ -24,6 +24,7 @@ from loraplex_services.worker.runner.parallel.messages import RankLost, RankRead
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.sharding import Shard, padded_share
 from tests.worker import tiny
+from tests.worker.loading import in_blocks
 from tests.worker.parity.driving import Driver, Job, greedy
 
 PATIENCE_S = 60.0
@@ -106,7 +107,7 @@ def held_bytes(group: Group, folder: Path) -> list[int]:
         with ImageFile(image_path(folder, layout.fingerprint)) as image:
             tiles = [t for site in image.index.sites for role in site.roles for t in role.tiles]
             num_items = sum((t[1] - t[0]) * (t[3] - t[2]) for t in tiles)
-            assert image.index.num_blocks <= group.runner.pack_adapter(folder).result()
+            assert image.index.num_pages <= group.runner.pack_adapter(folder).result()
             found.append(num_items * FLOAT_BYTES)
     return found
 
@@ -185,10 +186,11 @@ def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(mortal):
 def test_an_image_that_one_rank_cannot_read_fails_the_load_and_not_the_group(group):
     folder = group.adapter("one", 4)
     driver = Driver(group.runner)
-    num_blocks = group.runner.pack_adapter(folder).result()
+    num_pages = group.runner.pack_adapter(folder).result()
     image_path(folder, group.runner.layout.ranks[1].fingerprint).unlink()
+    extents = in_blocks(group.runner, num_pages, range(group.runner.arena_blocks))
     with pytest.raises(LoraplexError) as caught:
-        group.runner.copy_adapter(folder, range(num_blocks)).result(PATIENCE_S)
+        group.runner.copy_adapter(folder, extents).result(PATIENCE_S)
     assert caught.value.reason == "ADAPTER_LOAD_FAILED"
     driver.load(2, folder)  # packed anew
     assert sent_bytes(group, 4, ((2, 1.0),)) > 0

@@ -1,0 +1,118 @@
+"""Counts the blocks that adapters hold, and those that can be reclaimed from them.
+
+A block that adapters share can be reclaimed while all of these are idle.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from loraplex_services.worker.cache.arena import Arena
+from loraplex_services.worker.types.extents import count_most_blocks
+from loraplex_services.worker.types.residency import CachedAdapter
+
+
+class BlockUse:
+    """Counts for the adapters of one arena, which alone split its blocks."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._held_whole = 0
+        self._idle_whole = 0
+        self._held_parts: Counter[int] = Counter()
+        """Extents of adapters that are not idle, by split block."""
+        self._sharers: dict[int, set[str]] = {}
+        """Digests of the residents in each split block."""
+
+    @property
+    def held(self) -> int:
+        """Blocks that an adapter is in which is not idle."""
+        return self._held_whole + len(self._held_parts)
+
+    @property
+    def idle(self) -> int:
+        """Blocks that only idle adapters are in."""
+        return self._idle_whole + self._arena.num_split - len(self._held_parts)
+
+    def add(self, adapter: CachedAdapter) -> None:
+        """A new resident, which is not idle."""
+        self._hold(adapter)
+        for block in self._parts(adapter):
+            self._sharers.setdefault(block, set()).add(adapter.digest)
+
+    def drop(self, adapter: CachedAdapter) -> None:
+        """It was not idle, and its blocks have been given back."""
+        self._held_whole -= self._num_whole(adapter)
+        self._release(adapter)
+        for block in {*self._parts(adapter)}:
+            self._sharers[block].remove(adapter.digest)
+            if not self._sharers[block]:
+                del self._sharers[block]
+
+    def enter_idle(self, adapter: CachedAdapter) -> None:
+        """A resident becomes idle."""
+        self._held_whole -= self._num_whole(adapter)
+        self._idle_whole += self._num_whole(adapter)
+        self._release(adapter)
+
+    def leave_idle(self, adapter: CachedAdapter) -> None:
+        """A resident is idle no more."""
+        self._idle_whole -= self._num_whole(adapter)
+        self._hold(adapter)
+
+    def idle_of(self, adapters: Iterable[CachedAdapter]) -> int:
+        """Of the idle blocks, those that the given idle adapters are in."""
+        parts: set[int] = set()
+        num_blocks = 0
+        for adapter in adapters:
+            num_blocks += self._num_whole(adapter)
+            parts.update(self._parts(adapter))
+        return num_blocks + len(parts - self._held_parts.keys())
+
+    def beside(self, adapter: CachedAdapter, protected: Collection[str]) -> Collection[str]:
+        """The other adapters in the split block that is free after the fewest evictions, if the
+        given idle one has no whole blocks; none where others than idle ones are in all of them, or
+        `protected` ones."""
+        if self._num_whole(adapter):
+            return ()
+        blocks = {*self._parts(adapter)}.difference(self._held_parts)
+        sharers = (self._sharers[block] for block in blocks)
+        choices = [some - {adapter.digest} for some in sharers if some.isdisjoint(protected)]
+        return min(choices, key=len, default=())
+
+    def most_of(self, adapter: CachedAdapter) -> int:
+        """Upper bound on the blocks that it is in, wherever it is loaded."""
+        return count_most_blocks(adapter.num_pages, self._arena.pages_per_block)
+
+    def check_integrity(self, adapters: Iterable[CachedAdapter]) -> None:
+        """Assert that the counts are those of the given residents."""
+        residents = list(adapters)
+        expected = BlockUse(self._arena)
+        for adapter in residents:
+            expected.add(adapter)
+            if adapter.is_idle:
+                expected.enter_idle(adapter)
+        assert (expected.held, expected.idle) == (self.held, self.idle)
+        assert expected._held_parts == self._held_parts
+        assert expected._sharers == self._sharers
+        split = {block for adapter in residents for block in self._parts(adapter)}
+        assert len(split) == self._arena.num_split, "a split block without an adapter"
+
+    def _num_whole(self, adapter: CachedAdapter) -> int:
+        return adapter.num_pages // self._arena.pages_per_block
+
+    def _hold(self, adapter: CachedAdapter) -> None:
+        self._held_whole += self._num_whole(adapter)
+        self._held_parts.update(self._parts(adapter))
+
+    def _parts(self, adapter: CachedAdapter) -> list[int]:
+        """The split blocks that it is in, once for each of its extents there."""
+        places = adapter.places[self._num_whole(adapter) :]
+        return [place // self._arena.pages_per_block for place in places]
+
+    def _release(self, adapter: CachedAdapter) -> None:
+        for block in self._parts(adapter):
+            self._held_parts[block] -= 1
+            if not self._held_parts[block]:
+                del self._held_parts[block]
