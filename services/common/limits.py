@@ -246,7 +246,8 @@ MAX_CHARS_PER_TOKEN = 128
 """A text with more characters per token of the context is refused before it is tokenized. Tokens of
 natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
 MAX_TOKEN_IDS_PER_FIELD = 4096
-"""Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
+"""Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias, and the
+tokens of all bad_words together."""
 MAX_PROMPT_LOGPROBS = 256 * KIB
 """Logprobs of prompt tokens in the answer to one request, candidates and choices included.
 They cross a worker's and a gateway's event loop packed, 8 bytes each; as JSON each takes 100."""
