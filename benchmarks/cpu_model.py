@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.llama import Shape, write_adapter
+from loraplex.adapter_format.quantisation import GGUF_BLOCKS
 
 RANKS = (8, 16, 32, 64)
 FIRST_ORDINARY_TOKEN = 300
 
 
+FILES = {"Q8_0": ("Q8_0", "Q8_0", "Q8_0"), "Q4_K_M": ("Q4_K", "Q6_K", "Q6_K")}
+"""Types of most linears, of some, and of the table of tokens, in files of llama.cpp."""
+FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+"""Of rows whose length is no multiple of 256."""
+FACTORS_AT = {"Q8_0": (0,), "Q5_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
+"""Where half-precision factors are in a block."""
 SHAPES = {
     "135m": Shape("135m", 49152, 576, 1536, 30, 9, 3),
     "500m": Shape("500m", 151936, 896, 4864, 24, 14, 2),
@@ -49,6 +60,45 @@ def make_base(shape: Shape, root: Path) -> Path:
         model: Any = LlamaForCausalLM(config)
         model.to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def make_gguf_folder(base: Path, file: str, root: Path) -> Path:
+    """What a worker makes of a GGUF file of a base, with random codes and small scales."""
+    folder = root / f"{base.name}-{file}"
+    if folder.exists():
+        return folder
+    tensors, types = {}, defaultdict(list)
+    rng = np.random.default_rng(0)
+    for name, tensor in load_file(base / "model.safetensors").items():
+        tensors[name] = tensor
+        if not name.endswith(("_proj.weight", "embed_tokens.weight")):
+            continue
+        kind = _gguf_type(name, tensor.shape[1], *FILES[file])
+        types[kind].append(name.removesuffix(".weight"))
+        _, num_inputs, num_bytes = GGUF_BLOCKS[f"gguf-{kind}"]
+        shape = len(tensor), tensor.shape[1] // num_inputs, num_bytes
+        blocks = rng.integers(0, 256, shape, np.uint8)
+        # Half-precision factors from 2^-14 to 2^-12, so that outputs stay finite.
+        for begin in FACTORS_AT[kind]:
+            blocks[..., begin + 1] = 4 + blocks[..., begin + 1] % 8
+        tensors[name] = torch.from_numpy(blocks.reshape(len(tensor), -1))
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_bytes())
+    config["quantization_config"] = {"quant_method": "gguf", "tensor_types": types}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _gguf_type(name: str, num_inputs: int, most: str, some: str, table: str) -> str:
+    """As llama.cpp chooses: `some` for `down_proj` and `v_proj`, mostly of every second layer, and
+    other types for rows that are not whole blocks."""
+    if "embed_tokens" in name:
+        kind = table
+    else:
+        is_some = ("down_proj" in name or "v_proj" in name) and int(name.split(".")[2]) % 2 == 0
+        kind = some if is_some else most
+    return kind if num_inputs % GGUF_BLOCKS[f"gguf-{kind}"][1] == 0 else FALLBACKS[kind]
 
 
 def make_adapter(shape: Shape, root: Path, adapter: int) -> Path:

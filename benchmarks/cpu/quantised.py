@@ -1,11 +1,13 @@
-"""Decode steps on a base quantised on load, over those of the same base in bfloat16.
+"""Decode steps on a quantised base, over those of the same base in bfloat16.
 
     python -m benchmarks run cpu.quantised --work-dir DIR [--model 500m] [--repetitions 3]
+        [--schemes int8,int4,fp8,Q8_0,Q4_K_M]
 
-The engine in process, four times: bfloat16, int8, int4 and fp8, in turns in one run. Random
-weights; adapters of ranks 8, 16, 32 and 64 on every linear; greedy; all requests at once. Prints
-how many times faster the step that decodes the whole batch is, by wall time and by processor time,
-medians over the repetitions of the median step, and the memory of the weights. Writes
+The engine in process, once in bfloat16 and once for each scheme, in turns in one run: quantised on
+load, or with the types of tensors that llama.cpp gives a GGUF file of that name. Random weights;
+adapters of ranks 8, 16, 32 and 64 on every linear; greedy; all requests at once. Prints how many
+times faster the step that decodes the whole batch is, by wall time and by processor time, medians
+over the repetitions of the median step. Writes
 `results/<machine>/cpu_quantised.json`.
 """
 
@@ -19,11 +21,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cpu.sides import OurEngine, Run
-from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
+from benchmarks.cpu_model import (
+    FILES,
+    SHAPES,
+    make_adapter,
+    make_base,
+    make_gguf_folder,
+    make_prompts,
+)
 from benchmarks.machine import write_results
 from loraplex_services.worker.native.isa import choose_isa
 
-SCHEMES = ("none", "int8", "int4", "fp8")
+PLAIN, SCHEMES = "none", "int8,int4,fp8"
 CASES = "1x0,2x0,4x0,8x0,8x8,32x0,32x32"
 """Requests x distinct adapters."""
 Runs = dict[str, list[Run]]
@@ -35,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", choices=tuple(SHAPES), default="500m")
     parser.add_argument("--work-dir", type=Path, help="keep models here for the next run")
+    parser.add_argument("--schemes", default=SCHEMES, help="--quantization, or Q8_0 and Q4_K_M")
     parser.add_argument("--cases", default=CASES, help="requests x adapters")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=16)
@@ -49,14 +59,17 @@ def main() -> None:
         num_adapters = max(adapters for _, adapters in cases)
         folders = [make_adapter(shape, root, i) for i in range(num_adapters)]
         sides = {}
-        for scheme in SCHEMES:
+        for scheme in (PLAIN, *args.schemes.split(",")):
+            published = scheme in FILES
+            folder = make_gguf_folder(base, scheme, root) if published else base
+            on_load = PLAIN if published else scheme
             sides[scheme] = OurEngine(
-                base, "bfloat16", "auto", args.arena_bytes, quantization=scheme
+                folder, "bfloat16", "auto", args.arena_bytes, quantization=on_load
             )
             sides[scheme].load(folders)
         results = {}
         for count, adapters in cases:
-            runs: Runs = {scheme: [] for scheme in SCHEMES}
+            runs: Runs = {scheme: [] for scheme in sides}
             for repetition in range(-1, args.repetitions):
                 prompts = make_prompts(count, shape.vocab_size, seed=1000 * count + repetition)
                 for scheme, side in sides.items():
@@ -79,11 +92,11 @@ def main() -> None:
 
 def report(case: str, runs: Runs) -> None:
     """One line: milliseconds of a step in bfloat16, and how many times faster the others are."""
-    plain_ms = median(runs["none"], "step_s") * 1e3
+    plain_ms = median(runs[PLAIN], "step_s") * 1e3
     parts = [f"{case}: bfloat16 {plain_ms:.1f} ms"]
-    for scheme in SCHEMES[1:]:
+    for scheme in [scheme for scheme in runs if scheme != PLAIN]:
         wall, cpu = (
-            median(runs["none"], field) / median(runs[scheme], field)
+            median(runs[PLAIN], field) / median(runs[scheme], field)
             for field in ("step_s", "step_cpu_s")
         )
         parts.append(f"{scheme} {wall:.2f}x ({cpu:.2f}x of processor time)")

@@ -150,7 +150,7 @@ def test_the_geometry_is_the_one_of_the_plain_base_and_the_fingerprint_names_the
     [
         # All but v_proj of layer 0, which is plain, and with the head.
         ("Q8_0", {"gguf-Q8_0-int8": 14}),
-        ("Q4_K_M", {"gguf-Q4_K-int4": 10, "gguf-Q6_K-int6": 4}),
+        ("Q4_K_M", {"gguf-Q4_K-int4": 11, "gguf-Q6_K-int6": 3}),
     ],
 )
 def test_blocks_stay_in_codes(mixture, expected, tmp_path, caplog):
