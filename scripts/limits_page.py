@@ -99,7 +99,7 @@ COUNTS = {
     "MAX_RUNNING": "sequences that one gateway relays at a time; further requests wait",
     "MAX_QUEUED": "requests that wait at one gateway; further ones are refused with status 429",
     "MAX_TOKEN_IDS_PER_FIELD": "distinct ids in each of `stop_token_ids`, `allowed_token_ids`, "
-    "`bad_token_ids` and `logit_bias`",
+    "`bad_token_ids` and `logit_bias`, and tokens of all `bad_words` together",
     "MAX_PROMPT_LOGPROBS": "logprobs of prompt tokens for one request: tokens, times candidates "
     "and one, times `n`",
     "MAX_BAD_WORDS": "words in `bad_words`",

@@ -197,6 +197,20 @@ async def unknown_keys(target: Target) -> None:
     await _ask(Target(target.host, target.port, "", key), "/v1/completions", {"model": "base"})
 
 
+async def tiny_chunks(target: Target) -> None:
+    """Bodies in chunks of one byte."""
+    reader, writer = await asyncio.open_connection(target.host, target.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 40_000
+    )
+    try:
+        await writer.drain()
+        _statuses[(await reader.readline()).decode()[9:12]] += 1
+    finally:
+        writer.close()
+
+
 async def _parts(upload_id: str) -> AsyncIterator[pb.UploadPartRequest]:
     chunk, crc32 = _chunk()
     for offset in range(0, _PART_BYTES, _MIB):
@@ -256,6 +270,7 @@ ATTACKS: dict[str, tuple[str, Attack, int, str]] = {
 """Resource -> (what the attacker sends, how, by how many clients, the other tenant's traffic)."""
 STRANGERS: dict[str, tuple[str, Attack, int, str]] = {
     "messages without a key": ("16 MiB that parse into 530 MiB", unknown_messages, 6, "text"),
+    "tiny chunks": ("bodies in chunks of one byte", tiny_chunks, 8, "text"),
     "wrong keys": ("a new one each time", unknown_keys, 8, "text"),
 }
 """The same, without a key."""

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from loraplex.cli import shadow
 from loraplex.cli.catalog import pending_of, sides_of, spelled
 from loraplex.cli.output import moment, print_json, print_table
 from loraplex.cli.parsing import add_command, add_connection, add_when_loaded, key_value
@@ -53,6 +54,7 @@ def add(commands: Any) -> None:
         help="a version and its share of the requests, such as v3=90",
     )
     _add_expect(parser)
+    shadow.add_flags(parser)
     add_when_loaded(parser)
     add_connection(parser, "registry")
 
@@ -200,6 +202,9 @@ async def _split(args: argparse.Namespace) -> None:
     targets = dict(args.sides)
     if len(targets) != len(args.sides):
         raise InvalidRequest("vN=WEIGHT: name each version only once", reason="USAGE")
+    if args.shadow:
+        await shadow.compare(args)
+        return
     async with client_of(args) as client:
         tag = await client.set_tag(
             args.name, args.tag, targets, expect=args.expect, when_loaded_s=args.when_loaded

@@ -15,8 +15,8 @@ from loraplex.errors import LoraplexError, Unavailable
 
 MAX_RECEIVE_BYTES = 64 << 20
 CHUNK_BYTES = 256 << 10
-"""The most bytes of a file in one message. Receiving 1 MiB, which is allowed, takes the event loop
-of a registry 1.3 ms, for which calls of others wait at each of their steps."""
+"""Largest number of bytes of a file in one message. Servers accept 1 MiB, but receiving it occupies
+the event loop of a registry for 1.3 ms, in which all other calls wait."""
 CALL_TIMEOUT_S = 60.0
 
 OPTIONS: list[tuple[str, Any]] = [

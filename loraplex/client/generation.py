@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from loraplex.api.load import RecentLoad
 from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage, WeightSpan
 from loraplex.api.residency import AdapterResidency, WorkerLoad
+from loraplex.api.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,21 @@ class Fetched:
     worker_ids: tuple[str, ...]
     """Workers in the order of preference."""
     took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """A request that ended, and what another version needs for a comparable answer."""
+
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    sampling: Sampling
+    """With the seed and the most tokens that were used."""
+    token_ids: tuple[int, ...]
+    """The answer."""
+    text: str
+    digest: str
+    """Digest of the version that answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loraplex.api.request import AskedAdapter, ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
-from loraplex.api.request_wire import generate_request_to_proto
+from loraplex.api.request_wire import generate_request_from_proto, generate_request_to_proto
 from loraplex.api.sampling import Sampling
 from loraplex.api.wire import (
     finish_reason_from_proto,
@@ -22,6 +22,7 @@ from loraplex.api.wire import (
 from loraplex.client.generation import (
     CompletionChunk,
     Message,
+    Mirrored,
     Prompt,
     ResidentAdapter,
     Status,
@@ -83,6 +84,20 @@ def chunk(message: pb.GenerateResponse) -> CompletionChunk:
         else None,
         usage=usage_from_proto(message.usage) if message.HasField("usage") else None,
         timings=timings_from_proto(message.timings) if message.HasField("timings") else None,
+    )
+
+
+def mirrored(message: admin_pb2.MirrorRequestsResponse) -> Mirrored:
+    """A request that a gateway mirrors."""
+    request = generate_request_from_proto(message.request)
+    assert isinstance(request.prompt, TokenPrompt), "gateways send token ids"
+    return Mirrored(
+        prompt_ids=request.prompt.ids,
+        prompt_text=message.prompt_text,
+        sampling=request.sampling,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        digest=message.digest,
     )
 
 

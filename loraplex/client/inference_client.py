@@ -18,6 +18,7 @@ from loraplex.client.generation import (
     Completion,
     CompletionChunk,
     Fetched,
+    Mirrored,
     Model,
     Prompt,
     Status,
@@ -171,6 +172,25 @@ class InferenceClient:
         stub = self._channel.stub(admin_pb2_grpc.AdminServiceStub)
         request = admin_pb2.GetStatusRequest(include_adapters=include_adapters)
         return generation_wire.status(await self._channel.call(stub.GetStatus, request))
+
+    async def mirrored(self, ref: str, share: float = 1.0) -> AsyncGenerator[Mirrored, None]:
+        """A share of the caller's tenant's requests for a tag, each when it has ended well.
+
+        Needs a key with the scope "admin". Requests that ran with several adapters, choices or
+        versions are left out, and so is what comes while the caller does not read.
+
+        Args:
+            ref: such as `upper:prod`.
+            share: above 0 and at most 1.
+
+        Raises:
+            NotFound: there is no such tag.
+        """
+        stub = self._channel.stub(admin_pb2_grpc.AdminServiceStub)
+        request = admin_pb2.MirrorRequestsRequest(ref=ref, share=share)
+        async with aclosing(self._channel.stream(stub.MirrorRequests, request)) as responses:
+            async for response in responses:
+                yield generation_wire.mirrored(response)
 
     async def fetch(self, ref: str, num_workers: int = 1) -> Fetched:
         """Load an adapter on the worker that its requests will reach, or on several, before its

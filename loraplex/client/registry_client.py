@@ -254,12 +254,14 @@ class RegistryClient:
         *,
         expect: str | None = None,
         when_loaded_s: float = 0.0,
+        reason: str = "",
     ) -> Tag:
         """Point a tag at versions.
 
         Args:
             targets: weight by version number; one entry unless the tag is split.
             expect: digest the tag must point at now, or "none".
+            reason: for the audit log.
 
         Raises:
             Conflict: `expect` does not hold.
@@ -270,6 +272,7 @@ class RegistryClient:
             targets=[pb.TagTarget(version=v, weight=w) for v, w in targets.items()],
             expect=expect,
             when_loaded_s=when_loaded_s,
+            reason=reason,
         )
         return await self._set_tag(request)
 

@@ -94,7 +94,10 @@ def _load(source: BinaryIO, file_bytes: int) -> dict[str, torch.Tensor]:
             )
         description = "is code that reading the file would run, so it was not read; do not trust it"
         _refuse(PICKLE_FILE, name[1], description)
-    except (RuntimeError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
+    except (
+        *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
+        *(RuntimeError, TypeError, ValueError),
+    ) as error:
         if "allocate" in str(error):
             raise MemoryError from None
         _refuse(PICKLE_FILE, type(error).__name__, "is damaged: torch cannot read it")

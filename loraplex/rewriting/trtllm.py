@@ -301,8 +301,8 @@ def _read(folder: Path) -> tuple[Array, npt.NDArray[np.int64]]:
 
 def _load(path: Path) -> npt.NDArray[np.generic]:
     try:
-        array: npt.NDArray[np.generic] = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        array: npt.NDArray[np.generic] = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError, OSError, OverflowError) as error:
         raise InvalidRequest.field(path.name, str(path), f"cannot be read: {error}") from None
     return array
 

@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from loraplex.v1 import inference_pb2 as loraplex_dot_v1_dot_inference__pb2
 from loraplex.v1 import worker_pb2 as loraplex_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17loraplex/v1/admin.proto\x12\x0bloraplex.v1\x1a\x18loraplex/v1/worker.proto\",\n\x10GetStatusRequest\x12\x18\n\x10include_adapters\x18\x01 \x01(\x08\"\x87\x02\n\x11GetStatusResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61se_ids\x18\x03 \x03(\t\x12)\n\x07workers\x18\x04 \x03(\x0b\x32\x18.loraplex.v1.WorkerState\x12\x1a\n\x12registry_connected\x18\x05 \x01(\x08\x12\x14\n\x0cnum_adapters\x18\x06 \x01(\x04\x12\x18\n\x10running_requests\x18\x07 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x08 \x01(\r\x12\'\n\x06recent\x18\t \x01(\x0b\x32\x17.loraplex.v1.RecentLoad\"\xd9\x02\n\nRecentLoad\x12\x10\n\x08window_s\x18\x01 \x01(\x01\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x37\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32%.loraplex.v1.RecentLoad.FailuresEntry\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x66irst_token_p50_s\x18\x06 \x01(\x01\x12\x19\n\x11\x66irst_token_p95_s\x18\x07 \x01(\x01\x12\x16\n\x0e\x64uration_p50_s\x18\x08 \x01(\x01\x12\x16\n\x0e\x64uration_p95_s\x18\t \x01(\x01\x12&\n\x06models\x18\n \x03(\x0b\x32\x16.loraplex.v1.ModelLoad\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\tModelLoad\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\x03 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x04 \x01(\x04\"\xa3\x02\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12%\n\x04load\x18\x07 \x01(\x0b\x32\x17.loraplex.v1.WorkerLoad\x12.\n\x08\x61\x64\x61pters\x18\x08 \x03(\x0b\x32\x1c.loraplex.v1.ResidentAdapter\x12\x1e\n\x16num_adapters_on_device\x18\t \x01(\r\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0f\n\x07kernels\x18\x0b \x01(\t\x12\x14\n\x0cquantization\x18\x0c \x01(\t\"h\n\x0fResidentAdapter\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x30\n\tresidency\x18\x02 \x01(\x0b\x32\x1d.loraplex.v1.AdapterResidency\x12\x16\n\x0enum_other_refs\x18\x03 \x01(\r\"7\n\x13\x46\x65tchAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x13\n\x0bnum_workers\x18\x02 \x01(\r\"W\n\x14\x46\x65tchAdapterResponse\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\nworker_ids\x18\x03 \x03(\t\x12\x0e\n\x06took_s\x18\x04 \x01(\x01\x32\xaf\x01\n\x0c\x41\x64minService\x12J\n\tGetStatus\x12\x1d.loraplex.v1.GetStatusRequest\x1a\x1e.loraplex.v1.GetStatusResponse\x12S\n\x0c\x46\x65tchAdapter\x12 .loraplex.v1.FetchAdapterRequest\x1a!.loraplex.v1.FetchAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17loraplex/v1/admin.proto\x12\x0bloraplex.v1\x1a\x1bloraplex/v1/inference.proto\x1a\x18loraplex/v1/worker.proto\",\n\x10GetStatusRequest\x12\x18\n\x10include_adapters\x18\x01 \x01(\x08\"\x87\x02\n\x11GetStatusResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61se_ids\x18\x03 \x03(\t\x12)\n\x07workers\x18\x04 \x03(\x0b\x32\x18.loraplex.v1.WorkerState\x12\x1a\n\x12registry_connected\x18\x05 \x01(\x08\x12\x14\n\x0cnum_adapters\x18\x06 \x01(\x04\x12\x18\n\x10running_requests\x18\x07 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x08 \x01(\r\x12\'\n\x06recent\x18\t \x01(\x0b\x32\x17.loraplex.v1.RecentLoad\"\xd9\x02\n\nRecentLoad\x12\x10\n\x08window_s\x18\x01 \x01(\x01\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x37\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32%.loraplex.v1.RecentLoad.FailuresEntry\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x66irst_token_p50_s\x18\x06 \x01(\x01\x12\x19\n\x11\x66irst_token_p95_s\x18\x07 \x01(\x01\x12\x16\n\x0e\x64uration_p50_s\x18\x08 \x01(\x01\x12\x16\n\x0e\x64uration_p95_s\x18\t \x01(\x01\x12&\n\x06models\x18\n \x03(\x0b\x32\x16.loraplex.v1.ModelLoad\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\tModelLoad\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\x03 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x04 \x01(\x04\"\xa3\x02\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12%\n\x04load\x18\x07 \x01(\x0b\x32\x17.loraplex.v1.WorkerLoad\x12.\n\x08\x61\x64\x61pters\x18\x08 \x03(\x0b\x32\x1c.loraplex.v1.ResidentAdapter\x12\x1e\n\x16num_adapters_on_device\x18\t \x01(\r\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0f\n\x07kernels\x18\x0b \x01(\t\x12\x14\n\x0cquantization\x18\x0c \x01(\t\"h\n\x0fResidentAdapter\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x30\n\tresidency\x18\x02 \x01(\x0b\x32\x1d.loraplex.v1.AdapterResidency\x12\x16\n\x0enum_other_refs\x18\x03 \x01(\r\"7\n\x13\x46\x65tchAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x13\n\x0bnum_workers\x18\x02 \x01(\r\"W\n\x14\x46\x65tchAdapterResponse\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\nworker_ids\x18\x03 \x03(\t\x12\x0e\n\x06took_s\x18\x04 \x01(\x01\"3\n\x15MirrorRequestsRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\r\n\x05share\x18\x02 \x01(\x01\"\x8d\x01\n\x16MirrorRequestsResponse\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.loraplex.v1.GenerateRequest\x12\x13\n\x0bprompt_text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t2\x8c\x02\n\x0c\x41\x64minService\x12J\n\tGetStatus\x12\x1d.loraplex.v1.GetStatusRequest\x1a\x1e.loraplex.v1.GetStatusResponse\x12S\n\x0c\x46\x65tchAdapter\x12 .loraplex.v1.FetchAdapterRequest\x1a!.loraplex.v1.FetchAdapterResponse\x12[\n\x0eMirrorRequests\x12\".loraplex.v1.MirrorRequestsRequest\x1a#.loraplex.v1.MirrorRequestsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,24 +35,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RECENTLOAD_FAILURESENTRY']._loaded_options = None
   _globals['_RECENTLOAD_FAILURESENTRY']._serialized_options = b'8\001'
-  _globals['_GETSTATUSREQUEST']._serialized_start=66
-  _globals['_GETSTATUSREQUEST']._serialized_end=110
-  _globals['_GETSTATUSRESPONSE']._serialized_start=113
-  _globals['_GETSTATUSRESPONSE']._serialized_end=376
-  _globals['_RECENTLOAD']._serialized_start=379
-  _globals['_RECENTLOAD']._serialized_end=724
-  _globals['_RECENTLOAD_FAILURESENTRY']._serialized_start=677
-  _globals['_RECENTLOAD_FAILURESENTRY']._serialized_end=724
-  _globals['_MODELLOAD']._serialized_start=726
-  _globals['_MODELLOAD']._serialized_end=812
-  _globals['_WORKERSTATE']._serialized_start=815
-  _globals['_WORKERSTATE']._serialized_end=1106
-  _globals['_RESIDENTADAPTER']._serialized_start=1108
-  _globals['_RESIDENTADAPTER']._serialized_end=1212
-  _globals['_FETCHADAPTERREQUEST']._serialized_start=1214
-  _globals['_FETCHADAPTERREQUEST']._serialized_end=1269
-  _globals['_FETCHADAPTERRESPONSE']._serialized_start=1271
-  _globals['_FETCHADAPTERRESPONSE']._serialized_end=1358
-  _globals['_ADMINSERVICE']._serialized_start=1361
-  _globals['_ADMINSERVICE']._serialized_end=1536
+  _globals['_GETSTATUSREQUEST']._serialized_start=95
+  _globals['_GETSTATUSREQUEST']._serialized_end=139
+  _globals['_GETSTATUSRESPONSE']._serialized_start=142
+  _globals['_GETSTATUSRESPONSE']._serialized_end=405
+  _globals['_RECENTLOAD']._serialized_start=408
+  _globals['_RECENTLOAD']._serialized_end=753
+  _globals['_RECENTLOAD_FAILURESENTRY']._serialized_start=706
+  _globals['_RECENTLOAD_FAILURESENTRY']._serialized_end=753
+  _globals['_MODELLOAD']._serialized_start=755
+  _globals['_MODELLOAD']._serialized_end=841
+  _globals['_WORKERSTATE']._serialized_start=844
+  _globals['_WORKERSTATE']._serialized_end=1135
+  _globals['_RESIDENTADAPTER']._serialized_start=1137
+  _globals['_RESIDENTADAPTER']._serialized_end=1241
+  _globals['_FETCHADAPTERREQUEST']._serialized_start=1243
+  _globals['_FETCHADAPTERREQUEST']._serialized_end=1298
+  _globals['_FETCHADAPTERRESPONSE']._serialized_start=1300
+  _globals['_FETCHADAPTERRESPONSE']._serialized_end=1387
+  _globals['_MIRRORREQUESTSREQUEST']._serialized_start=1389
+  _globals['_MIRRORREQUESTSREQUEST']._serialized_end=1440
+  _globals['_MIRRORREQUESTSRESPONSE']._serialized_start=1443
+  _globals['_MIRRORREQUESTSRESPONSE']._serialized_end=1584
+  _globals['_ADMINSERVICE']._serialized_start=1587
+  _globals['_ADMINSERVICE']._serialized_end=1855
 # @@protoc_insertion_point(module_scope)

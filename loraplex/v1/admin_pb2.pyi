@@ -1,3 +1,4 @@
+from loraplex.v1 import inference_pb2 as _inference_pb2
 from loraplex.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -135,3 +136,25 @@ class FetchAdapterResponse(_message.Message):
     worker_ids: _containers.RepeatedScalarFieldContainer[str]
     took_s: float
     def __init__(self, ref: _Optional[str] = ..., digest: _Optional[str] = ..., worker_ids: _Optional[_Iterable[str]] = ..., took_s: _Optional[float] = ...) -> None: ...
+
+class MirrorRequestsRequest(_message.Message):
+    __slots__ = ("ref", "share")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    ref: str
+    share: float
+    def __init__(self, ref: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
+
+class MirrorRequestsResponse(_message.Message):
+    __slots__ = ("request", "prompt_text", "token_ids", "text", "digest")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    request: _inference_pb2.GenerateRequest
+    prompt_text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    digest: str
+    def __init__(self, request: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ..., prompt_text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...

@@ -45,6 +45,11 @@ class AdminServiceStub(object):
                 request_serializer=loraplex_dot_v1_dot_admin__pb2.FetchAdapterRequest.SerializeToString,
                 response_deserializer=loraplex_dot_v1_dot_admin__pb2.FetchAdapterResponse.FromString,
                 _registered_method=True)
+        self.MirrorRequests = channel.unary_stream(
+                '/loraplex.v1.AdminService/MirrorRequests',
+                request_serializer=loraplex_dot_v1_dot_admin__pb2.MirrorRequestsRequest.SerializeToString,
+                response_deserializer=loraplex_dot_v1_dot_admin__pb2.MirrorRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -65,6 +70,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MirrorRequests(self, request, context):
+        """MirrorRequests streams a share of the caller's tenant's requests for a tag, each when it has ended well.
+        Requests that ran with several adapters, choices or versions, and those of other tenants, are left out, and so
+        is what comes while the caller does not read. The stream ends when the caller cancels it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +91,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.FetchAdapter,
                     request_deserializer=loraplex_dot_v1_dot_admin__pb2.FetchAdapterRequest.FromString,
                     response_serializer=loraplex_dot_v1_dot_admin__pb2.FetchAdapterResponse.SerializeToString,
+            ),
+            'MirrorRequests': grpc.unary_stream_rpc_method_handler(
+                    servicer.MirrorRequests,
+                    request_deserializer=loraplex_dot_v1_dot_admin__pb2.MirrorRequestsRequest.FromString,
+                    response_serializer=loraplex_dot_v1_dot_admin__pb2.MirrorRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +153,33 @@ class AdminService(object):
             '/loraplex.v1.AdminService/FetchAdapter',
             loraplex_dot_v1_dot_admin__pb2.FetchAdapterRequest.SerializeToString,
             loraplex_dot_v1_dot_admin__pb2.FetchAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MirrorRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/loraplex.v1.AdminService/MirrorRequests',
+            loraplex_dot_v1_dot_admin__pb2.MirrorRequestsRequest.SerializeToString,
+            loraplex_dot_v1_dot_admin__pb2.MirrorRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

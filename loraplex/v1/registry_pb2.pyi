@@ -342,7 +342,7 @@ class ListAdaptersResponse(_message.Message):
     def __init__(self, versions: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class SetTagRequest(_message.Message):
-    __slots__ = ("name", "tag", "targets", "expect", "delete", "rollback", "rollback_version", "when_loaded_s")
+    __slots__ = ("name", "tag", "targets", "expect", "delete", "rollback", "rollback_version", "when_loaded_s", "reason")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +351,7 @@ class SetTagRequest(_message.Message):
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_VERSION_FIELD_NUMBER: _ClassVar[int]
     WHEN_LOADED_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     name: str
     tag: str
     targets: _containers.RepeatedCompositeFieldContainer[TagTarget]
@@ -359,7 +360,8 @@ class SetTagRequest(_message.Message):
     rollback: bool
     rollback_version: int
     when_loaded_s: float
-    def __init__(self, name: _Optional[str] = ..., tag: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., expect: _Optional[str] = ..., delete: bool = ..., rollback: bool = ..., rollback_version: _Optional[int] = ..., when_loaded_s: _Optional[float] = ...) -> None: ...
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., tag: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., expect: _Optional[str] = ..., delete: bool = ..., rollback: bool = ..., rollback_version: _Optional[int] = ..., when_loaded_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SetTagResponse(_message.Message):
     __slots__ = ("tag",)

@@ -41,6 +41,7 @@ REGISTRY_DEFAULT = MethodLimits(num_calls=1)
 """Every method of the registry counts."""
 
 _INFERENCE = "/loraplex.v1.InferenceService/"
+_ADMIN = "/loraplex.v1.AdminService/"
 _REGISTRY = "/loraplex.v1.RegistryService/"
 _WORKER = "/loraplex.v1.WorkerService/"
 
@@ -48,6 +49,7 @@ METHODS: Mapping[str, MethodLimits] = {
     _INFERENCE + "Generate": MethodLimits(max_message_bytes=4 * MIB),
     _INFERENCE + "Embed": MethodLimits(max_message_bytes=4 * MIB),
     _INFERENCE + "Score": MethodLimits(max_message_bytes=4 * MIB),
+    _ADMIN + "MirrorRequests": MethodLimits(max_calls_per_tenant=4),
     # A safetensors header of at most 8 MiB, and the config.
     _REGISTRY + "ValidateAdapter": MethodLimits(
         max_message_bytes=9 * MIB, max_calls_per_tenant=2, num_calls=10
@@ -184,6 +186,8 @@ DIVERGENCE = NumberLimits(0, 1000)
 
 MAX_DESCRIPTION_CHARS = 256
 """Characters in the description of a key."""
+MAX_REASON_CHARS = 256
+"""Characters of the reason for a move of a tag."""
 MAX_MODEL_CHARS = 512
 MAX_CACHE_SALT_CHARS = 256
 MAX_REQUEST_ID_CHARS = 256
@@ -242,10 +246,14 @@ MAX_CHARS_PER_TOKEN = 128
 """A text with more characters per token of the context is refused before it is tokenized. Tokens of
 natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
 MAX_TOKEN_IDS_PER_FIELD = 4096
-"""Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias."""
+"""Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias, and the
+tokens of all bad_words together."""
 MAX_PROMPT_LOGPROBS = 256 * KIB
 """Logprobs of prompt tokens in the answer to one request, candidates and choices included.
 They cross a worker's and a gateway's event loop packed, 8 bytes each; as JSON each takes 100."""
+MAX_MIRRORED_TOKENS = 64 * KIB
+"""Tokens of the requests that wait for one reader of mirrored requests. Further ones are left
+out."""
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 128
 MAX_GRAMMAR_CHARS = 128 * KIB

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, 
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.addresses import is_local, is_loopback
 from loraplex_services.common.service_token import is_service_token
 from loraplex_services.common.stacks import all_stacks, profile
 
@@ -30,6 +31,7 @@ _REASONS = {
     200: "OK",
     400: "Bad Request",
     401: "Unauthorized",
+    403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
     409: "Conflict",
@@ -54,6 +56,7 @@ class MetricsServer:
         self._registry = registry
         self._service_token = service_token
         self._is_profiling = False
+        self._is_local = False
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -70,6 +73,7 @@ class MetricsServer:
                 listen,
                 f"cannot listen on {listen}: {error.strerror}; choose another port",
             ) from None
+        self._is_local = is_local(listen)
         self.port = self._server.sockets[0].getsockname()[1]
         logger.info("metrics listening", extra={"port": self.port})
 
@@ -101,6 +105,10 @@ class MetricsServer:
             return 405, _TEXT, b"only GET\n"
         path = words[1].split(b"?", 1)[0]
         if path == b"/metrics":
+            host = _header(head.decode("latin-1"), "host").lower()
+            if self._is_local and host and not (is_loopback(host) or is_local(host)):
+                # A page whose name was rebound to this machine, in a browser here.
+                return 403, _TEXT, b"call this address by a loopback name\n"
             return 200, *self._scrape(head)
         if path == b"/healthz":
             return _probe(True)

@@ -235,6 +235,7 @@ class Gateway:
             self._controller,
             self.readiness.missing,
             self._generation.usage.recent,
+            self._generation.mirrors,
         )
         return await grpc_server.start(
             [server.service(self._generation, self._resolver), admin.service(operators)],

@@ -1,4 +1,4 @@
-"""One child process, which is restarted whenever it ends until it is stopped."""
+"""One child process, which is restarted whenever it ends, until it is stopped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 STEADY_S = 30.0
-"""A child that ran this long starts again without a growing pause."""
+"""A child that ran at least this long is restarted without a longer pause than before."""
 FINAL_EXITS = (2, 3, 4, 5, 7)
-"""Bad usage; something refused, taken, forbidden or missing: the next start would end alike."""
+"""Exit codes after which the next start would fail in the same way: something is refused, taken,
+forbidden or missing."""
 MAX_FAILED_STARTS = 3
-"""Deaths before the child was ready once; then it is given up."""
+"""Number of failed starts of a child that was never ready, after which it is not started again."""
 
 
 class Child:
@@ -32,15 +33,15 @@ class Child:
         self.was_ready = False
         """Set once it has been ready: from then on it is restarted until `stop`."""
         self.last_error = ""
-        """Why the last process ended, in its own words; "" = it did not say."""
+        """The error message with which the last process ended; "" = it wrote none."""
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
     async def keep_running(self) -> int:
         """Run until stopped. Returns the exit code of the last process.
 
-        Returns early where starting again makes no sense: bad usage, a clash, or failed starts
-        before the child was ready once.
+        Returns early if another start makes no sense: after a usage error or a conflict, or if the
+        child failed to start several times and was never ready.
         """
         pause_s = FIRST_PAUSE_S
         failed_starts = 0
@@ -92,7 +93,7 @@ class Child:
             os.close(error_fd)
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the process to drain; kill its group when it takes longer than `grace_s`."""
+        """Ask the process to drain; kill its group if it takes longer than `grace_s`."""
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
@@ -106,7 +107,7 @@ class Child:
             await process.wait()
 
     def kill(self) -> None:
-        """End the whole process group at once."""
+        """Kill the whole process group."""
         self._stopping = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -120,7 +121,7 @@ class Child:
 
 
 def _read_now(pipe: int) -> str:
-    """What a pipe holds; "" if nothing."""
+    """The text in a pipe; "" if there is none."""
     try:
         return os.read(pipe, MAX_ERROR_BYTES).decode(errors="replace").strip()
     except BlockingIOError:

@@ -27,27 +27,27 @@ LISTENERS = {
 }
 """The variable that corresponds to each flag."""
 WORKER_SETTINGS = tuple(s for s in env.ALL_SETTINGS if s.readers == "up worker")
-"""What workers read, and flags of the same names set."""
+"""Variables of workers that flags of the same names set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Where one server that people reach listens."""
+    """The listening address of one server for users."""
 
     host: str
     port: int
-    """0 = any free one."""
+    """0 = any free port."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpConfig:
-    """What to run and where."""
+    """The stack to run, and its addresses."""
 
     state_dir: Path
     listeners: Mapping[str, Listener]
-    """Where to listen, by the flag of the port: --http-port, --grpc-port, --registry-port."""
+    """Listening addresses by the flag of the port: --http-port, --grpc-port, --registry-port."""
     metrics_listen: str
-    """First of a row of ports, one a child; "" = nowhere."""
+    """The first of consecutive ports, one for each child; "" = none."""
     num_workers: int
     worker: Mapping[str, str]
     """Variables of workers for which flags were given; the base is always one of them."""
@@ -98,9 +98,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
 
 
 def named_as_given(message: str, argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """A child's message with the names of variables replaced by their flags.
-
-    A variable keeps its name where it was set and the flag was not given.
+    """A child's message with the names of variables replaced by their flags. A variable keeps its
+    name if it was set and the flag was not given.
     """
     given = vars(make_parser().parse_args(argv))
 
@@ -121,7 +120,7 @@ def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
 
 
 def _listener(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -> Listener:
-    """The flags, else the variable, else its default."""
+    """The value of the flag, else of the variable, else the default."""
     host, _, port = _no_socket(LISTENERS[flag], environ).rpartition(":")
     given = getattr(args, flag.removeprefix("--").replace("-", "_"))
     return Listener(
@@ -138,7 +137,7 @@ def _no_socket(setting: Setting[str], environ: Mapping[str, str]) -> str:
 
 
 def _num_workers(given: str | None, environ: Mapping[str, str]) -> int:
-    """A gateway of its own gets addresses in LORAPLEX_WORKERS; here it is a number, as the flag."""
+    """A separate gateway gets addresses in LORAPLEX_WORKERS; here it is a number, like the flag."""
     if given is not None:
         return int(_parsed("--workers", given, integer(1, 64)))
     return int(_parsed(env.WORKERS.name, environ.get(env.WORKERS.name) or "1", integer(1, 64)))
@@ -179,7 +178,7 @@ def _check_bind(config: UpConfig) -> None:
             raise InvalidRequest.field(
                 "--host",
                 listener.host,
-                f"{listener.host} ({LISTENERS[flag].name}) would let other machines in without "
+                f"{listener.host} ({LISTENERS[flag].name}) would accept other machines without "
                 "a key: set LORAPLEX_AUTH=keys, or add --insecure",
             )
 
@@ -190,7 +189,11 @@ _FLAGS = {
         ("--served-model-name", "ID", "id that clients use for the base"),
         ("--device", "NAME", "auto, cpu or cuda (default: auto)"),
         ("--dtype", "NAME", "arithmetic: auto, float32, bfloat16 or float16 (default: auto)"),
-        ("--lora-dtype", "NAME", "storage of adapters: as --dtype, or int8 (default: auto)"),
+        (
+            "--lora-dtype",
+            "NAME",
+            "storage of adapters: a type as in --dtype, or int8 (default: auto)",
+        ),
         ("--quantization", "NAME", "quantise on load: none, int8, int4 or fp8 (default: none)"),
         ("--kv-cache-dtype", "NAME", "storage of the KV cache: auto or int8 (default: auto)"),
         (
@@ -210,19 +213,23 @@ _FLAGS = {
         ),
         ("--gpu-memory-utilization", "SHARE", "share of a GPU's memory to use (default: 0.9)"),
         ("--max-model-len", "N", "longest context in tokens (default: that of the base)"),
-        ("--max-num-seqs", "N", "requests in one step (default: 256)"),
-        ("--max-num-batched-tokens", "N", "tokens in one step (default: 2048)"),
-        ("--max-loras", "N", "distinct adapters in one step (default: no limit)"),
+        ("--max-num-seqs", "N", "largest number of requests in one step (default: 256)"),
+        ("--max-num-batched-tokens", "N", "largest number of tokens in one step (default: 2048)"),
+        ("--max-loras", "N", "largest number of adapters in one step (default: no limit)"),
         ("--max-lora-rank", "N", "largest rank that is accepted (default: 256)"),
     ),
     "processes and addresses": (
-        ("--host", "HOST", "where gateway and registry listen (default: 127.0.0.1)"),
+        ("--host", "HOST", "address on which gateway and registry listen (default: 127.0.0.1)"),
         ("--http-port", "PORT", "port of the HTTP API; 0 = any free port (default: 8080)"),
         ("--grpc-port", "PORT", "gRPC port of the gateway (default: 50051)"),
         ("--registry-port", "PORT", "gRPC port of the registry (default: 50052)"),
         ("--workers", "N", "number of worker processes (default: 1)"),
-        ("--state-dir", "DIR", "adapters and caches (default: ~/.local/state/loraplex)"),
-        ("--drain-s", "SECONDS", "longest time for running requests after SIGTERM (default: 20)"),
+        ("--state-dir", "DIR", "folder for adapters and caches (default: ~/.local/state/loraplex)"),
+        (
+            "--drain-s",
+            "SECONDS",
+            "seconds in which running requests may finish after SIGTERM (default: 20)",
+        ),
         ("--insecure", None, "allow --host beyond loopback without API keys"),
     ),
 }

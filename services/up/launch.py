@@ -1,4 +1,4 @@
-"""Runs between supervisor and child: makes the child end with the supervisor, then executes it.
+"""Makes the child end with the supervisor, then executes it.
 
 The kernel keeps the death signal across exec, so the child itself needs to know nothing.
 """

@@ -25,7 +25,7 @@ class StateDir:
     """A locked state folder."""
 
     def __init__(self, path: Path) -> None:
-        """Create the folder where missing, take its lock and check its stamp.
+        """Create the folder if it is missing, lock it and check its layout version.
 
         Raises:
             AlreadyExists: another `up` holds it.
@@ -42,7 +42,8 @@ class StateDir:
         _check_stamp(path / STAMP)
         self.sockets = _socket_folder(path)
         self.scratch = self.cache / "scratch"
-        """Temporary files of the workers. Empty at first: workers that were killed left theirs."""
+        """Folder of the workers' temporary files. It is emptied first, because killed workers leave
+        files."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir(mode=0o700, parents=True)
 
@@ -53,7 +54,7 @@ class StateDir:
 
     @property
     def cache(self) -> Path:
-        """Folder of verified adapters, with one sub-folder a worker."""
+        """Folder of verified adapters, with one sub-folder for each worker."""
         return self.path / "cache"
 
     def release(self) -> None:
@@ -98,7 +99,7 @@ def _check_stamp(stamp: Path) -> None:
 
 
 def _socket_folder(state: Path) -> Path:
-    """A folder only the user can enter, with a path short enough for sockets."""
+    """A folder that only the user can enter, with a path short enough for sockets."""
     folder = state / "run"
     if len(os.fsencode(folder)) > MAX_SOCKET_FOLDER_BYTES:
         return Path(tempfile.mkdtemp(prefix="loraplex-"))

@@ -21,23 +21,23 @@ LOG_EVERY_S = 15.0
 _KNOWN_EXITS = range(2, 8)
 """Exit codes of docs/reference/commands.md; a signal or a traceback says nothing more than 1."""
 KILL_MARGIN_S = 5.0
-"""Beyond the drain time, for a child to close its files."""
+"""Time in addition to the drain time in which a child closes its files."""
 
 
 class ChildFailed(LoraplexError):
-    """A child ended before the stack was ready, and the next one would end in the same way."""
+    """A child ended before the stack was ready, and another start would fail in the same way."""
 
     reason = "CHILD_FAILED"
 
     def __init__(self, name: str, exit_code: int, why: str) -> None:
-        """`why` is what the child said; "" = nothing but what it printed."""
+        """`why` is the child's error message; "" = it wrote only to its log."""
         super().__init__(
             why
             or f"{name} ended with exit code {exit_code} before it was ready; see its last lines "
             "above"
         )
         self.exit_code = exit_code if exit_code in _KNOWN_EXITS else 1
-        """What `up` ends with."""
+        """The exit code of `up`."""
 
 
 class Supervisor:

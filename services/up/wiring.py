@@ -34,7 +34,7 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where people reach the stack, in the order of LISTENERS."""
+    """The addresses for users, in the order of LISTENERS."""
 
     http: str
     grpc: str
@@ -77,21 +77,21 @@ def child_specs(
 
 
 def addresses_of(listeners: Mapping[str, Listener]) -> Addresses:
-    """Addresses for what was chosen for the flags."""
+    """The addresses that result from the chosen ports."""
     return Addresses(
         *(address_of(listeners[flag].host, listeners[flag].port) for flag in LISTENERS)
     )
 
 
 def _with_metrics(specs: list[ChildSpec], listen: str) -> list[ChildSpec]:
-    """One address means that many consecutive ports, beginning with its port; port 0 means any port
-    for each."""
+    """The specs with a metrics address for each child: consecutive ports, beginning with that of
+    `listen`; port 0 means any port for each."""
     if not listen:
         return specs
     host, _, port = listen.rpartition(":")
     first, last = int(port), int(port) + len(specs) - 1
     if first and last > MAX_PORT:
-        why = f"takes the ports {first} to {last}, the last there is is {MAX_PORT}"
+        why = f"takes the ports {first} to {last}, but the highest port is {MAX_PORT}"
         raise InvalidRequest.field(env.METRICS_LISTEN.name, listen, why)
     ports = range(first, last + 1) if first else [0] * len(specs)
     return [
@@ -114,7 +114,7 @@ def _worker(config: UpConfig, index: int, state: StateDir, shared: Mapping[str, 
 
 
 def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> dict[str, str]:
-    """What every child gets. The user's own variables pass through, except where wired."""
+    """The environment of every child: the user's own variables, except those that are set here."""
     private = (
         "LORAPLEX_METRICS_LISTEN",
         "LORAPLEX_METADATA",
@@ -136,7 +136,7 @@ def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> di
 
 
 def _service_token(state: StateDir) -> Path:
-    """A secret that the services of this stack show to each other."""
+    """A secret with which the services of this stack authenticate to each other."""
     path = state.sockets / "service-token"
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -155,6 +155,6 @@ def _present(environ: Mapping[str, str], *names: str) -> dict[str, str]:
 
 
 def _reachable(address: str) -> str:
-    """The address that children of this machine dial for a listening address."""
+    """The address by which children on this machine reach a listening address."""
     host, _, port = address.rpartition(":")
     return f"{_ANY_ADDRESS.get(host.strip('[]'), host)}:{port}"

@@ -18,12 +18,17 @@ PROMETHEUS_3 = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8,
 
 
 async def _get(
-    port: int, path: str, method: str = "GET", token: str = "", accept: str = ""
+    port: int,
+    path: str,
+    method: str = "GET",
+    token: str = "",
+    accept: str = "",
+    host: str = "localhost",
 ) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     shown = f"Authorization: Bearer {token}\r\n" if token else ""
     shown += f"Accept: {accept}\r\n" if accept else ""
-    writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n{shown}\r\n".encode())
+    writer.write(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{shown}\r\n".encode())
     answer = (await reader.read()).decode()
     writer.close()
     head, _, body = answer.partition("\r\n\r\n")
@@ -65,6 +70,28 @@ async def test_prometheus_gets_exemplars_and_the_names_of_the_text_format(accept
     assert exemplars == [{"trace_id": "ab"}] and "trace_id" not in plain
     in_text = [s for family in text_string_to_metric_families(plain) for s in family.samples]
     assert {sample.name for sample in samples} == {sample.name for sample in in_text}
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    ("listen", "host", "status"),
+    [
+        ("127.0.0.1:0", "evil.example:9090", 403),
+        ("127.0.0.1:0", "localhost.evil.example", 403),
+        ("127.0.0.1:0", "127.0.0.1:9090", 200),
+        ("127.0.0.1:0", "[::1]:9090", 200),
+        ("127.0.0.1:0", "LOCALHOST", 200),
+        ("0.0.0.0:0", "gateway.loraplex.svc:9090", 200),
+    ],
+)
+async def test_a_page_whose_name_was_rebound_to_this_machine_reads_no_metrics(
+    listen: str, host: str, status: int
+) -> None:
+    server = MetricsServer(lambda: True, registry=CollectorRegistry())
+    await server.start(listen)
+    assert (await _get(server.port, "/metrics", host=host))[0] == status
+    assert (await _get(server.port, "/healthz", host=host))[0] == 200
+    await server.stop()
 
 
 async def test_taken_port_names_the_setting() -> None:

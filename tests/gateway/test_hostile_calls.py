@@ -192,6 +192,20 @@ def test_repeated_token_ids_reach_workers_once_and_many_are_refused(field: str) 
         resolved(tuple(range(MAX_TOKEN_IDS_PER_FIELD + 1)))
 
 
+def test_bad_words_of_many_tokens_are_refused_before_each_choice_carries_them() -> None:
+    base = ServedModel("base", vocab_size=1 << 17, max_model_len=64)
+
+    def resolved(num_words: int) -> int:
+        words = [tuple(range(128))] * num_words
+        asked = Sampling(n=128)
+        done = resolve(asked, base, 4, words, fills_context=False, draw_seed=lambda: 1)
+        return len(done.sampling.bad_sequences)
+
+    assert resolved(MAX_TOKEN_IDS_PER_FIELD // 128) == 32
+    with pytest.raises(InvalidRequest, match="bad_words"):
+        resolved(MAX_TOKEN_IDS_PER_FIELD // 128 + 1)
+
+
 async def test_malformed_logit_bias_is_a_bad_request(stack: Stack) -> None:
     await stack.start()
     for biases in ({"--5": 1}, {"5": 1, "05": 2}):

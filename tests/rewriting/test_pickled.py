@@ -162,7 +162,10 @@ def test_values_that_are_no_numbers_are_refused(saved: tuple[Path, Path], tmp_pa
     assert NAME in _problem(folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize("damage", [_long(b""), b"garbage", _long(b"PK\x03\x04" + b"\0" * 100)])
+@pytest.mark.parametrize(
+    "damage",
+    [_long(b""), _long(b"PK\x03\x04" + b"\0" * 100), _long(b"\x80\x02](((.")],
+)
 def test_a_damaged_file_is_refused(saved: tuple[Path, Path], tmp_path: Path, damage: bytes) -> None:
     folder = _with_weights(saved, tmp_path / "bad", {})
     (folder / BIN).write_bytes(damage)

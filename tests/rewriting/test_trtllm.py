@@ -279,6 +279,28 @@ def test_pickled_arrays_are_never_opened(tmp_path: Path) -> None:
         from_trtllm(folder, tmp_path / "out", tiny_geometry())
 
 
+@pytest.mark.hostile
+@pytest.mark.parametrize("values", [1 << 40, -10])
+def test_an_array_that_claims_more_values_than_its_file_has_takes_no_memory(
+    tmp_path: Path, values: int
+) -> None:
+    folder = _save(tmp_path / "trt", np.ones((1, 32)), [[1, 0, 2]])
+    with (folder / WEIGHTS_FILE).open("wb") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (1, 1, values)}
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        from_trtllm(folder, tmp_path / "out", tiny_geometry())
+
+
+@pytest.mark.hostile
+def test_a_compressed_archive_is_not_opened(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "trt", np.ones((1, 32)), [[1, 0, 2]])
+    with (folder / WEIGHTS_FILE).open("wb") as file:
+        np.savez_compressed(file, a=np.zeros(1 << 20))
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        from_trtllm(folder, tmp_path / "out", tiny_geometry())
+
+
 def test_what_the_format_cannot_carry_is_refused_by_name(tmp_path: Path) -> None:
     files = adapter_files(0, use_dora=False, bias="none")
     folder = write_folder(tmp_path / "peft", files)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from loraplex.api.request_wire import generate_request_to_proto
 from loraplex.api.residency import Tier, WorkerLoad
 from loraplex.api.wire import load_to_proto, recent_load_to_proto, residency_to_proto
 from loraplex.errors import InvalidRequest, Unavailable
+from loraplex.refs import parse_ref
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
 from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.pipeline.mirror import Mirrors
 from loraplex_services.gateway.pipeline.recent import RecentRequests
 from loraplex_services.gateway.registry.keyring import sees_all_adapters
 from loraplex_services.gateway.registry.link import RegistryLink
@@ -42,6 +45,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         controller: AdmissionController,
         not_ready_reason: Callable[[], str],
         recent: RecentRequests,
+        mirrors: Mirrors,
     ) -> None:
         self._fleet = fleet
         self._registry = registry
@@ -49,6 +53,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._controller = controller
         self._not_ready_reason = not_ready_reason
         self._recent = recent
+        self._mirrors = mirrors
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: Context
@@ -97,6 +102,30 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.FetchAdapterResponse(
             ref=found.label, digest=found.digest, worker_ids=chosen, took_s=now_s() - begin_s
         )
+
+    async def MirrorRequests(
+        self, request: admin_pb2.MirrorRequestsRequest, context: Context
+    ) -> AsyncGenerator[admin_pb2.MirrorRequestsResponse]:
+        """Requests of the caller's tenant for a tag, until the caller has enough."""
+        tenant = current_caller.get().tenant
+        ref = parse_ref(request.ref, tenant)
+        if ref.tag is None:
+            raise InvalidRequest.field("ref", request.ref, "name a tag, as in NAME:TAG")
+        if not 0 < request.share <= 1:
+            raise InvalidRequest.field("share", request.share, "must be above 0 and at most 1")
+        await self._resolver.model(request.ref, tenant)
+        with self._mirrors.opened(tenant, ref, request.share) as mirror:
+            # The caller knows from the metadata that requests are mirrored from now on.
+            await context.send_initial_metadata(())
+            while True:
+                mirrored = await mirror.next()
+                yield admin_pb2.MirrorRequestsResponse(
+                    request=generate_request_to_proto(mirrored.request),
+                    prompt_text=mirrored.prompt_text,
+                    token_ids=mirrored.token_ids,
+                    text=mirrored.text,
+                    digest=mirrored.digest,
+                )
 
 
 @dataclass(frozen=True, slots=True)

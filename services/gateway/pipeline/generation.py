@@ -14,7 +14,7 @@ from loraplex.api.pooling import Pooling
 from loraplex.api.registry import TenantLimits
 from loraplex.api.request import ChatPrompt
 from loraplex.api.sampling import GrammarTokens
-from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.tracing import Span, Tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
@@ -31,6 +31,7 @@ from loraplex_services.gateway.metrics import (
 from loraplex_services.gateway.pipeline.call_limits import check_call, truncation_of
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.live import LiveRequests, check_update_policy
+from loraplex_services.gateway.pipeline.mirror import Mirrors, draining
 from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest, scaled
 from loraplex_services.gateway.pipeline.recent import CANCELLED, OK
@@ -97,10 +98,12 @@ class Generation:
         self._tracer = tracer or Tracer()
         self._is_draining = False
         self.usage = UsageCounter()
+        self.mirrors = Mirrors()
 
     def refuse_new(self) -> None:
-        """Refuse new requests. Requests that are already prepared still run."""
+        """Refuse new requests, and end mirrors. Requests that are already prepared still run."""
         self._is_draining = True
+        self.mirrors.end()
 
     async def prepare(self, call: GenerateCall) -> PreparedRequest:
         """Check a request and resolve everything that a worker needs.
@@ -119,11 +122,7 @@ class Generation:
 
     async def _prepared(self, call: GenerateCall, span: Span) -> PreparedRequest:
         if self._is_draining:
-            raise Unavailable(
-                "this gateway is draining; retry at another one",
-                reason="DRAINING",
-                retry_after_s=1.0,
-            )
+            raise draining()
         check_call(call)
         arrival_s = now_s()
         limits = await self.charge_request(call.tenant)
@@ -219,6 +218,7 @@ class Generation:
         ):
             PROMPT_TOKENS.labels(base_id).inc(prepared.usage.prompt_tokens)
             is_first = True
+            recording = self.mirrors.recording(prepared)
             async for text_delta in text_deltas:
                 if is_first:
                     first_token_s = now_s() - prepared.arrival_s
@@ -228,7 +228,11 @@ class Generation:
                 _count(prepared.usage, text_delta)
                 self.usage.recent.history.generated(len(text_delta.token_ids))
                 permit.served(len(text_delta.token_ids))
+                if recording is not None:
+                    recording.add(text_delta)
                 yield text_delta
+        if recording is not None:
+            recording.end()
         COMPLETION_TOKENS.labels(base_id).inc(prepared.usage.completion_tokens)
         duration_s = now_s() - prepared.arrival_s
         REQUEST_S.labels(base_id).observe(duration_s, prepared.span.exemplar)

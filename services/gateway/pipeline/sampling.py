@@ -68,7 +68,9 @@ def resolve(
     """
     check_grammar(asked.grammar)
     max_tokens = _max_tokens(asked, base, num_prompt_tokens, fills_context)
-    sampling = _sampling(asked, base, max_tokens, draw_seed, tuple(bad_words))
+    words = tuple(bad_words)
+    _check_word_tokens(words)
+    sampling = _sampling(asked, base, max_tokens, draw_seed, words)
     if sampling.min_tokens > max_tokens:
         raise _bad("min_tokens", sampling.min_tokens, f"must be at most max_tokens ({max_tokens})")
     num_choices = _integer("n", asked.n, 1, 1, MAX_CHOICES)
@@ -124,6 +126,20 @@ def check_bad_words(words: Sequence[str]) -> None:
         if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
             why = f"word {index} is blank or longer than {MAX_BAD_WORD_CHARS} characters"
             raise _bad("bad_words", "", why)
+
+
+def _check_word_tokens(words: Sequence[Sequence[int]]) -> None:
+    """Each choice of a request carries them all, and looks at them in every step.
+
+    Raises: InvalidRequest.
+    """
+    num_tokens = sum(map(len, words))
+    if num_tokens > MAX_TOKEN_IDS_PER_FIELD:
+        why = (
+            f"the words, each with and without a space before it, have {num_tokens} tokens; at "
+            f"most {MAX_TOKEN_IDS_PER_FIELD}"
+        )
+        raise _bad("bad_words", "", why)
 
 
 def _sampling(

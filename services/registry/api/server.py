@@ -17,7 +17,7 @@ from loraplex.refs import check_name, check_tag, check_tenant, parse_name, parse
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common import grpc_server
-from loraplex_services.common.limits import MAX_UPLOAD_IDLE_S, WAIT_S
+from loraplex_services.common.limits import MAX_REASON_CHARS, MAX_UPLOAD_IDLE_S, WAIT_S, check_chars
 from loraplex_services.registry.access.lookup import Query, visible_batches
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import convert
@@ -192,16 +192,20 @@ class RegistryService(AdminService):
         access.require("publisher", tenant)
         address = TagAddress(tenant, name, check_tag(request.tag))
         WAIT_S.check("when_loaded_s", request.when_loaded_s)
+        reason = check_chars("reason", request.reason, MAX_REASON_CHARS)
         if request.when_loaded_s and (request.rollback or request.delete):
             raise Unsupported.field(
                 "when_loaded_s", request.when_loaded_s, "only moves to named versions can be staged"
             )
+        if request.when_loaded_s and reason:
+            raise Unsupported.field("reason", reason, "staged moves do not record one")
         expect = request.expect if request.HasField("expect") else None
         tags = self._registry.tags
         if request.rollback:
-            record = await tags.rollback(address, request.rollback_version, expect, access.actor)
+            version = request.rollback_version
+            record = await tags.rollback(address, version, expect, access.actor, reason)
         elif request.delete:
-            record = await tags.set(address, (), expect, access.actor)
+            record = await tags.set(address, (), expect, access.actor, reason)
         else:
             targets = await self._targets(address, request.targets, access)
             if request.when_loaded_s and targets:
@@ -209,7 +213,7 @@ class RegistryService(AdminService):
                     address, targets, expect, access.actor, request.when_loaded_s
                 )
             else:
-                record = await tags.set(address, targets, expect, access.actor)
+                record = await tags.set(address, targets, expect, access.actor, reason)
         return pb.SetTagResponse(tag=convert.tag_to_proto(record))
 
     async def ListTagHistory(

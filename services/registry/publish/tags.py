@@ -87,9 +87,17 @@ class Tags:
         return await documents.change(self._store, address.key, TagRecord, step)
 
     async def set(
-        self, address: TagAddress, targets: Sequence[TagTarget], expect: str | None, mover: str
+        self,
+        address: TagAddress,
+        targets: Sequence[TagTarget],
+        expect: str | None,
+        mover: str,
+        reason: str = "",
     ) -> TagRecord:
         """Point a tag at versions; without targets it is deleted.
+
+        Args:
+            reason: recorded in the audit log, also if the tag points there already.
 
         Raises:
             Conflict: the tag differs from `expect` (a digest, or "none").
@@ -104,11 +112,16 @@ class Tags:
             return wanted
 
         return await self._move_and_index(
-            address, choose, mover, "tag.set" if wanted else "tag.delete"
+            address, choose, mover, "tag.set" if wanted else "tag.delete", reason
         )
 
     async def rollback(
-        self, address: TagAddress, version: int, expect: str | None, mover: str
+        self,
+        address: TagAddress,
+        version: int,
+        expect: str | None,
+        mover: str,
+        reason: str = "",
     ) -> TagRecord:
         """Move a tag back to its previous targets, or to `version` if that is not 0.
 
@@ -124,7 +137,7 @@ class Tags:
             check_expected(address, current, expect)
             return [target] if target is not None else _previous(address, current, live)
 
-        return await self._move_and_index(address, choose, mover, "tag.rollback")
+        return await self._move_and_index(address, choose, mover, "tag.rollback", reason)
 
     async def _move_and_index(
         self,
@@ -132,6 +145,7 @@ class Tags:
         choose: Callable[[TagRecord | None], Sequence[TagTarget]],
         mover: str,
         action: str,
+        reason: str = "",
     ) -> TagRecord:
         operation = await self._catalog.note_pending(address.scope)
         try:
@@ -146,6 +160,8 @@ class Tags:
         assert record is not None, "choose returned targets"
         record = await self._without_deleted_targets(address, record, mover)
         details = {"targets": describe(record.targets), "generation": str(record.generation)}
+        if reason:
+            details["reason"] = reason
         digest = record.targets[0].digest if record.targets else ""
         await self._audit.write(
             mover, address.tenant, action, str(address), digest=digest, details=details

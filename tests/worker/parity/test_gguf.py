@@ -1,6 +1,9 @@
 """Bases from GGUF files == transformers + peft over the weights that transformers reads."""
 
 import json
+import struct
+import subprocess
+import sys
 
 import gguf
 import numpy as np
@@ -15,7 +18,7 @@ from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.model.formats.gguf_folder import GgufFile, write_folder
 from loraplex_services.worker.ops.rope.torch import Rotary
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.server.base_files import find_model, read_tokenizer
+from loraplex_services.worker.server.base_files import GGUF_MODULE, find_model, read_tokenizer
 from tests.worker.parity.adapters import features_of
 from tests.worker.parity.gguf_files import MIXTURES, finish, gguf_base, gguf_model, write_gguf
 from tests.worker.parity.suite import MAX_LOGPROB_ERROR, judge, make_jobs, stage_of
@@ -96,6 +99,21 @@ def test_a_damaged_file_is_refused(kept, tmp_path):
     (tmp_path / "base.gguf").write_bytes(content[:kept])
     with pytest.raises(InvalidRequest, match=r"LORAPLEX_MODEL: is not a readable GGUF file"):
         write_folder(tmp_path / "base.gguf", tmp_path / "out")
+
+
+@pytest.mark.hostile
+def test_a_list_that_claims_more_entries_than_its_file_has_does_not_fill_the_machine(tmp_path):
+    def text(value):
+        return struct.pack("<Q", len(value)) + value
+
+    endless = text(b"a.b") + struct.pack("<IIQ", 9, 4, 1 << 40)  # a list of uint32
+    path = tmp_path / "base.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + endless)
+    script = f"import {GGUF_MODULE} as g; g.SPARE_MEMORY_BYTES = 64 << 20; g.main()"
+    command = [sys.executable, "-c", script, str(path), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert "needs more memory" in done.stderr.splitlines()[-1]
 
 
 def test_llama_3_frequencies_equal_those_of_its_config(tmp_path):

@@ -9,8 +9,10 @@ Names and metadata keys are those of llama.cpp's converter. What is not known is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import resource
 import shutil
 import sys
 from collections import defaultdict
@@ -55,6 +57,9 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )
 """Files of the original base that are copied if they are in the folder of the GGUF file."""
+SPARE_MEMORY_BYTES = 4 << 30
+"""Memory of the process beside that for the file. The gguf library believes the lengths of lists:
+those of a file of 100 bytes would fill the machine."""
 INSTALL = ".venv/bin/pip install 'gguf>=0.19,<1'"
 
 
@@ -295,10 +300,18 @@ def _convert_tokenizer(file: GgufFile, folder: Path) -> None:
 
 def main() -> None:
     """Write the folder; the reason of a refusal is the last line of stderr, and the status is 3."""
+    path, why = Path(sys.argv[1]), ""
+    with contextlib.suppress(ValueError, OSError):  # no file, or a system without this limit
+        most = 3 * path.stat().st_size + SPARE_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
-        write_folder(Path(sys.argv[1]), Path(sys.argv[2]))
+        write_folder(path, Path(sys.argv[2]))
     except LoraplexError as error:
-        print(error.message.replace("\n", " "), file=sys.stderr)
+        why = error.message.replace("\n", " ")
+    except MemoryError:
+        why = "it needs more memory than a file of its size may: it is damaged"
+    if why:
+        print(why, file=sys.stderr)
         sys.exit(3)
 
 

@@ -1,0 +1,195 @@
+"""`registry split --shadow`: compares a candidate on live requests, then moves the tag or not."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from loraplex.cli.output import print_json
+from loraplex.cli.parsing import credentials_of
+from loraplex.cli.publish import client_of
+
+if TYPE_CHECKING:
+    from loraplex.api.registry import AdapterVersion
+    from loraplex.client.comparing import Comparison
+    from loraplex.client.inference_client import InferenceClient
+    from loraplex.client.paired_test import PairedTest
+    from loraplex.client.registry_client import RegistryClient
+
+SHOWN_EVERY = 25
+"""Pairs between two lines of progress."""
+SCORER_GRACE_S = 5.0
+"""How long the scorer may take to end."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of `registry split` that concern a comparison."""
+    group = parser.add_argument_group("comparison")
+    group.add_argument(
+        "--shadow",
+        action="store_true",
+        help="let the tag stay at the first version, run the second on copies of its share of the "
+        "requests, and move the tag to the second if it is no worse",
+    )
+    group.add_argument(
+        "--scorer",
+        metavar="COMMAND",
+        help="command that reads a line of JSON for each answer, with prompt, answer and version, "
+        "and writes its score from 0 to 1 (default: compare the log-probability per token of the "
+        "answers that were served)",
+    )
+    group.add_argument(
+        "--margin",
+        type=_margin,
+        default=0.01,
+        metavar="SCORE",
+        help="how much worse the second version may be on average (default: 0.01)",
+    )
+    group.add_argument(
+        "--max-pairs",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="end undecided, with exit code 1, after this many requests (default: 2000)",
+    )
+    group.add_argument(
+        "--gateway",
+        metavar="HOST:PORT",
+        help="gateway whose requests are copied (default: LORAPLEX_GATEWAY_ADDRESS)",
+    )
+
+
+def _margin(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")
+    return value
+
+
+async def compare(args: argparse.Namespace) -> None:
+    """Compare until the evidence suffices; then move the tag, or record why it stays.
+
+    Raises:
+        InvalidAdapter: the candidate is worse.
+        Conflict: the tag moved in the meantime.
+        LoraplexError: undecided after `--max-pairs`.
+    """
+    from loraplex.client.inference_client import InferenceClient
+    from loraplex.client.paired_test import Outcome, PairedTest
+    from loraplex.errors import InvalidAdapter, LoraplexError, Violation
+
+    test = PairedTest(args.margin)
+    async with client_of(args) as registry:
+        served, candidate = await _versions(args, registry)
+        async with InferenceClient(args.gateway, credentials_of(args)) as gateway:
+            await _run(args, test, gateway, served, candidate)
+        is_accepted = test.outcome is Outcome.ACCEPTED
+        found = (
+            f"v{candidate.version} {test.outcome} against v{served.version}: mean difference "
+            f"{test.mean:+.4f} (+-{test.radius:.4f}) over {test.num_pairs} requests, margin "
+            f"{test.margin:g}"
+        )
+        tag = await registry.set_tag(
+            args.name,
+            args.tag,
+            {(candidate if is_accepted else served).version: 1},
+            expect=served.digest,
+            reason=f"shadow: {found}",
+        )
+    if test.outcome is Outcome.REJECTED:
+        raise InvalidAdapter.of([Violation.of(candidate.ref, f"{test.mean:+.4f}", found)])
+    if not is_accepted:
+        raise LoraplexError(f"the tag stays: {found}", reason="UNDECIDED")
+    if args.json:
+        about = {"name": tag.name, "version": candidate.version, "digest": candidate.digest}
+        figures = {"mean": test.mean, "radius": test.radius, "pairs": test.num_pairs}
+        print_json({**about, "tag": tag.tag, "decision": test.outcome.value, **figures})
+        return
+    print(f"{tag.tenant}/{tag.name}:{tag.tag} -> v{candidate.version} ({found})")
+
+
+async def _versions(
+    args: argparse.Namespace, registry: RegistryClient
+) -> tuple[AdapterVersion, AdapterVersion]:
+    """What the tag points at and the candidate. Raises: InvalidRequest, Conflict, NotFound."""
+    from loraplex.errors import Conflict, InvalidRequest
+
+    if len(args.sides) != 2:
+        raise InvalidRequest("sides: --shadow takes the served version and one other")
+    if args.when_loaded or args.expect:
+        raise InvalidRequest("--shadow: goes without --when-loaded and --expect")
+    if args.max_pairs < 1:
+        raise InvalidRequest.field("--max-pairs", args.max_pairs, "must be at least 1")
+    served, candidate = [
+        (await registry.get(f"{args.name}:v{version}")).version for version, _ in args.sides
+    ]
+    tagged = (await registry.get(f"{args.name}:{args.tag}")).tags
+    targets = next(tag.targets for tag in tagged if tag.tag == args.tag)
+    if [target.version for target in targets] != [served.version]:
+        raise Conflict(
+            f"{args.name}:{args.tag} must point at v{served.version} alone, which comes first"
+        )
+    return served, candidate
+
+
+async def _run(
+    args: argparse.Namespace,
+    test: PairedTest,
+    gateway: InferenceClient,
+    served: AdapterVersion,
+    candidate: AdapterVersion,
+) -> None:
+    """Add pairs until the test is decided. Mutates: test."""
+    from loraplex.client.paired_test import Outcome
+    from loraplex.errors import Conflict
+
+    weights = [weight for _, weight in args.sides]
+    mirrored = gateway.mirrored(f"{args.name}:{args.tag}", weights[1] / sum(weights))
+    async with (
+        contextlib.aclosing(mirrored) as requests,
+        _comparison(args, gateway, served.ref, candidate.ref) as comparison,
+    ):
+        async for request in requests:
+            if request.digest != served.digest:
+                raise Conflict(f"{args.name}:{args.tag} was moved by someone else")
+            test.add(await comparison.difference(request))
+            if test.num_pairs % SHOWN_EVERY == 0 and sys.stderr.isatty():
+                shown = f"{test.num_pairs} requests, mean difference {test.mean:+.4f}"
+                print(f"{shown} +-{test.radius:.4f}", file=sys.stderr)
+            is_decided = test.outcome is not Outcome.UNDECIDED
+            if is_decided or test.num_pairs >= args.max_pairs:
+                return
+
+
+@contextlib.asynccontextmanager
+async def _comparison(
+    args: argparse.Namespace, gateway: InferenceClient, served: str, candidate: str
+) -> AsyncIterator[Comparison]:
+    import asyncio
+    import os
+    import shlex
+    import signal
+
+    from loraplex.client.comparing import LogprobComparison, ScorerComparison
+
+    if not args.scorer:
+        yield LogprobComparison(gateway, served, candidate)
+        return
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *shlex.split(args.scorer), stdin=pipe, stdout=pipe, start_new_session=True
+    )
+    try:
+        yield ScorerComparison(gateway, candidate, process)
+    finally:
+        # The end of its input tells the command to finish. What it started goes with it.
+        assert process.stdin is not None, "piped"
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), SCORER_GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
