@@ -53,6 +53,7 @@ def test_reads_typed_values(setting: Setting[object], text: str, value: object) 
         (env.INSECURE, "maybe"),
         (env.DEVICE, "tpu"),
         (env.ATTENTION_BACKEND, "flashinfer"),
+        (env.MAX_REQUEST_S, "0"),
         (env.HTTP_LISTEN, "8080"),
         (env.HTTP_LISTEN, "127.0.0.1:70000"),
         (env.MAX_LORA_RANK, "0"),
@@ -66,7 +67,12 @@ def test_bad_value_names_the_variable(setting: Setting[object], text: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [(env.ATTENTION_BACKEND, "flashinfer"), (env.QUANTIZATION, "fp8")]
+    ("setting", "value"),
+    [
+        (env.ATTENTION_BACKEND, "flashinfer"),
+        (env.QUANTIZATION, "fp8"),
+        (env.KV_CACHE_DTYPE, "fp8"),
+    ],
 )
 def test_a_value_that_is_not_built_yet_is_refused_as_such(
     setting: Setting[str], value: str
