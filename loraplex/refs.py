@@ -69,14 +69,15 @@ def parse_ref(text: str, default_tenant: str = DEFAULT_TENANT, *, field: str = "
     path, at, digest = text.partition("@")
     if at:
         tenant, name = parse_name(path, default_tenant, field=field)
-        return Ref(tenant, name, digest=check_digest(digest, field=field))
+        return Ref(tenant, name, digest=check_digest(digest, field=field, before=f"{path}@"))
     path, colon, selector = text.partition(":")
     tenant, name = parse_name(path, default_tenant, field=field)
     if not colon:
         return Ref(tenant, name, tag=LATEST)
     if _NUMBERED.fullmatch(selector.lower()):
-        return Ref(tenant, name, version=parse_version(selector, field=field))
-    return Ref(tenant, name, tag=check_tag(selector, field=field))
+        version = parse_version(selector, field=field, before=f"{path}:")
+        return Ref(tenant, name, version=version)
+    return Ref(tenant, name, tag=check_tag(selector, field=field, before=f"{path}:"))
 
 
 def parse_name(
@@ -122,19 +123,20 @@ def check_tenant(tenant: str, *, field: str = "tenant") -> str:
     )
 
 
-def check_tag(tag: str, *, field: str = "tag") -> str:
-    """Return `tag` if it is a legal tag."""
+def check_tag(tag: str, *, field: str = "tag", before: str = "") -> str:
+    """Return `tag` if it is a legal tag. `before`: what precedes it in the corrected spelling."""
     if _NUMBERED.fullmatch(tag.lower()):
         raise InvalidRequest.field(
-            field, tag, f"v and a number always means a version; try '{tag.lower()}-tag'"
+            field, tag, f"v and a number always means a version; try '{before}{tag.lower()}-tag'"
         )
     if _TAG.fullmatch(tag):
         return tag
+    fixed = _corrected(tag.lower(), MAX_TAG_CHARS) if tag else LATEST
     raise InvalidRequest.field(
         field,
         tag,
         "must be 1-64 lower-case letters, digits, '_', '.' or '-' and not begin with '.' or '-'; "
-        f"try {_corrected(tag.lower(), MAX_TAG_CHARS)!r}",
+        f"try {before + fixed!r}",
     )
 
 
@@ -151,24 +153,24 @@ def check_base_id(base_id: str, *, field: str) -> str:
     )
 
 
-def parse_version(text: str, *, field: str = "version") -> int:
-    """`v3` -> 3."""
+def parse_version(text: str, *, field: str = "version", before: str = "") -> int:
+    """`v3` -> 3. `before` as in `check_tag`."""
     match = _VERSION.fullmatch(text)
     if match:
         return int(match[1])
     digits = text.lower().removeprefix("v").lstrip("0") if text.isascii() else ""
     fixed = digits if digits.isdigit() and len(digits) <= 10 else "1"
     raise InvalidRequest.field(
-        field, text, f"versions are v1, v2, ... up to v{MAX_VERSION}; try 'v{fixed}'"
+        field, text, f"versions are v1, v2, ... up to v{MAX_VERSION}; try '{before}v{fixed}'"
     )
 
 
-def check_digest(digest: str, *, field: str = "digest") -> str:
-    """Return `digest` if it is `sha256:` and 64 lower-case hex characters."""
+def check_digest(digest: str, *, field: str = "digest", before: str = "") -> str:
+    """Return `digest` if it is `sha256:` and 64 lower-case hex characters. `before` as above."""
     if _DIGEST.fullmatch(digest):
         return digest
     fixed = digest.lower()
-    hint = f"; try {fixed!r}" if _DIGEST.fullmatch(fixed) else ""
+    hint = f"; try {before + fixed!r}" if _DIGEST.fullmatch(fixed) else ""
     raise InvalidRequest.field(
         field, digest, f"must be 'sha256:' and 64 lower-case hex characters{hint}"
     )

@@ -37,7 +37,7 @@ from loraplex.api.wire import (
     sampling_to_proto,
     set_fields,
 )
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, Unsupported
 from loraplex.v1 import inference_pb2, worker_pb2
 
 
@@ -208,10 +208,19 @@ _UPDATE_POLICIES = {
 }
 _UPDATE_POLICY_OF = {number: policy for policy, number in _UPDATE_POLICIES.items()}
 
+
+def _update_policy(number: inference_pb2.UpdatePolicy) -> UpdatePolicy:
+    """Only of a field that is set, so unspecified does not occur."""
+    if number not in _UPDATE_POLICY_OF:
+        why = "is a policy that this version does not know"
+        raise Unsupported.field("on_update", number, why)
+    return _UPDATE_POLICY_OF[number]
+
+
 _GENERATE_READERS: dict[str, Callable[[Any], object]] = {
     "sampling": sampling_from_proto,
     "adapters": _asked_adapters,
-    "on_update": lambda number: _UPDATE_POLICY_OF.get(number, UpdatePolicy.FINISH),
+    "on_update": _update_policy,
 }
 _WORKER_READERS: dict[str, Callable[[Any], object]] = {
     "adapters": _adapter_set,

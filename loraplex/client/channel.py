@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,7 +12,7 @@ import grpc
 from loraplex.allocation import reuse_large_blocks
 from loraplex.api.error_wire import from_rpc_error, has_details
 from loraplex.client.settings import Credentials, check_address
-from loraplex.errors import LoraplexError, Unavailable
+from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 
 MAX_RECEIVE_BYTES = 64 << 20
 CHUNK_BYTES = 256 << 10
@@ -105,9 +106,36 @@ class Channel:
         given = self._credentials
         if not given.uses_tls:
             return grpc.aio.insecure_channel(self.address, options=OPTIONS)
+        _check_files(given)
         tls = grpc.ssl_channel_credentials(
             root_certificates=given.ca.read_bytes() if given.ca else None,
             private_key=given.key.read_bytes() if given.key else None,
             certificate_chain=given.cert.read_bytes() if given.cert else None,
         )
         return grpc.aio.secure_channel(self.address, tls, options=OPTIONS)
+
+
+def _check_files(given: Credentials) -> None:
+    """Raises InvalidRequest for TLS files that gRPC cannot use; some of them end its process."""
+    import ssl  # takes 10 ms, which commands without TLS need not wait
+
+    if (given.cert is None) != (given.key is None):
+        missing = "key" if given.key is None else "cert"
+        raise InvalidRequest.field(missing, "", "a certificate and its key go together; give both")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if given.ca is not None:
+            context.load_verify_locations(given.ca)
+    except (ssl.SSLError, OSError) as error:
+        raise _unusable("ca", given.ca, error) from None
+    try:
+        if given.cert is not None:
+            context.load_cert_chain(given.cert, given.key, password="")
+    except (ssl.SSLError, OSError) as error:
+        raise _unusable("cert", given.cert, error) from None
+
+
+def _unusable(field: str, path: Path | None, error: OSError) -> InvalidRequest:
+    needed = "a PEM certificate" if field == "ca" else "a PEM certificate and its unencrypted key"
+    why = getattr(error, "reason", None) or error.strerror or error
+    return InvalidRequest.field(field, str(path), f"must be {needed} ({why})")

@@ -29,7 +29,7 @@ class Credentials:
     @property
     def uses_tls(self) -> bool:
         """TLS is on as soon as any of its files is given."""
-        return self.ca is not None or self.cert is not None
+        return any(path is not None for path in (self.ca, self.cert, self.key))
 
     def __repr__(self) -> str:
         key = "..." if self.api_key else ""

@@ -30,6 +30,7 @@ from loraplex_services.common.units import (
     parse_list,
     parse_memory,
     parse_share,
+    parse_some_seconds,
     parse_store_url,
     parse_text,
 )
@@ -164,7 +165,7 @@ WORKERS: Setting[tuple[str, ...]] = Setting(
 )
 MAX_REQUEST_S: Setting[float] = Setting(
     "LORAPLEX_MAX_REQUEST_S",
-    parse_seconds,
+    parse_some_seconds,
     600.0,
     "gateway",
     "Deadline of requests that set none, in seconds.",
@@ -221,9 +222,10 @@ QUANTIZATION: Setting[str] = Setting(
     "up worker",
     "Quantise the linears of a full-precision base when it is loaded; CPUs only.",
 )
-KV_CACHE_DTYPE = choice_setting(
+KV_CACHE_DTYPE: Setting[str] = Setting(
     "LORAPLEX_KV_CACHE_DTYPE",
-    "auto int8",
+    choice("auto", "int8", not_yet=["fp8"]),
+    "auto",
     "up worker",
     "Storage of keys and values; `auto` = as computed, `int8` = about half the size, CPUs only.",
 )

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from loraplex.units import parse_bytes
+from loraplex.units import parse_bytes, parse_seconds
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
@@ -111,6 +111,13 @@ def parse_memory(text: str) -> Memory:
             raise ValueError("expected more than 0 bytes, such as 24MiB, or a percentage above 0%")
         return Memory(num_bytes)
     return Memory(share=_number(text.strip()[:-1], 100.0, "a percentage above 0%") / 100)
+
+
+def parse_some_seconds(text: str) -> float:
+    """A time above 0, as `parse_seconds` reads it."""
+    if not (seconds := parse_seconds(text)):
+        raise ValueError("expected a time above 0, such as 20, 500ms or 5m")
+    return seconds
 
 
 def parse_share(text: str) -> float:

@@ -139,12 +139,12 @@ def read_costs(path: Path) -> Costs:
     try:
         fields = json.loads(path.read_text())
     except FileNotFoundError:
-        raise InvalidRequest.field("--costs", path, "no such file") from None
+        raise InvalidRequest.field("--costs", str(path), "no such file") from None
     except ValueError as error:
-        raise InvalidRequest.field("--costs", path, f"is not JSON: {error}") from None
+        raise InvalidRequest.field("--costs", str(path), f"is not JSON: {error}") from None
     known = {field.name for field in dataclasses.fields(Costs)}
     given = set(fields) if isinstance(fields, dict) else set()
     if wrong := sorted(known ^ given):
         state = "is missing" if wrong[0] in known else "is not a cost"
-        raise InvalidRequest.field("--costs", path, f"{wrong[0]} {state}")
+        raise InvalidRequest.field("--costs", str(path), f"{wrong[0]} {state}")
     return Costs(**fields)

@@ -149,10 +149,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        raise InvalidRequest.field("--fit", path, "no such file") from None
+        raise InvalidRequest.field("--fit", str(path), "no such file") from None
     complete, _, _ = text.rpartition("\n")
     for number, line in enumerate(complete.splitlines(), start=1):
         try:
             yield json.loads(line)
         except ValueError:
-            raise InvalidRequest.field("--fit", path, f"line {number} is not JSON") from None
+            raise InvalidRequest.field("--fit", str(path), f"line {number} is not JSON") from None

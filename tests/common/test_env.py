@@ -53,6 +53,7 @@ def test_reads_typed_values(setting: Setting[object], text: str, value: object) 
         (env.INSECURE, "maybe"),
         (env.DEVICE, "tpu"),
         (env.ATTENTION_BACKEND, "flashinfer"),
+        (env.MAX_REQUEST_S, "0"),
         (env.HTTP_LISTEN, "8080"),
         (env.HTTP_LISTEN, "127.0.0.1:70000"),
         (env.MAX_LORA_RANK, "0"),
@@ -65,9 +66,18 @@ def test_bad_value_names_the_variable(setting: Setting[object], text: str) -> No
     assert caught.value.violations[0].field == setting.name
 
 
-def test_a_value_that_is_not_built_yet_is_refused_as_such() -> None:
-    with pytest.raises(InvalidRequest, match="flashinfer is not part of this build yet"):
-        env.ATTENTION_BACKEND.read({env.ATTENTION_BACKEND.name: "flashinfer"})
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        (env.ATTENTION_BACKEND, "flashinfer"),
+        (env.KV_CACHE_DTYPE, "fp8"),
+    ],
+)
+def test_a_value_that_is_not_built_yet_is_refused_as_such(
+    setting: Setting[str], value: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"{value} is not part of this build yet"):
+        setting.read({setting.name: value})
 
 
 def test_secret_may_come_from_a_file(tmp_path: Path) -> None:

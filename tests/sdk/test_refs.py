@@ -103,9 +103,13 @@ def test_corrected_name_in_a_refusal_parses(text: str, tenanted: bool) -> None:
         ("-x", "'x'"),
         ("a/b/c", "'a/b-c'"),
         ("", "'my-adapter'"),
+        ("upper:Prod", "'upper:prod'"),
+        ("upper:", "'upper:latest'"),
+        ("acme/upper:V07", "'acme/upper:v7'"),
+        (f"upper@{DIGEST.upper()}", f"'upper@{DIGEST}'"),
     ],
 )
-def test_shows_the_corrected_name(text: str, suggestion: str) -> None:
+def test_shows_the_corrected_spelling(text: str, suggestion: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(f"try {suggestion}")):
         parse_ref(text)
 
@@ -118,7 +122,7 @@ def test_refuses_illegal_tags(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["upper:v0", "upper:v01", "upper:V3", "upper:v12345678901"])
 def test_refuses_misspelled_versions(text: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"try 'v[1-9]"):
+    with pytest.raises(InvalidRequest, match=r"try 'upper:v[1-9]"):
         parse_ref(text)
 
 
@@ -129,7 +133,7 @@ def test_refuses_illegal_digests(text: str) -> None:
 
 
 def test_upper_case_digest_is_refused_with_its_lower_case() -> None:
-    with pytest.raises(InvalidRequest, match=f"try '{DIGEST}'"):
+    with pytest.raises(InvalidRequest, match=f"try 'upper@{DIGEST}'"):
         parse_ref("upper@" + DIGEST.upper())
 
 

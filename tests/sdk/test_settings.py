@@ -68,3 +68,22 @@ def test_an_address_without_a_port_names_its_variable(
 def test_address_without_a_port_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="HOST:PORT"):
         Channel("localhost", Credentials(), "registry")
+
+
+@pytest.mark.parametrize("field", ["ca", "cert"])
+def test_a_tls_file_that_is_no_certificate_is_refused_by_name(tmp_path: Path, field: str) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+    given = Credentials(ca=wrong) if field == "ca" else Credentials(cert=wrong, key=wrong)
+    with pytest.raises(InvalidRequest) as caught:
+        Channel("127.0.0.1:1", given, "gateway").stub(lambda channel: channel)
+    assert caught.value.violations[0].field == field
+    assert caught.value.violations[0].value == str(wrong)
+
+
+@pytest.mark.parametrize(("given", "missing"), [("cert", "key"), ("key", "cert")])
+def test_a_certificate_needs_its_key(tmp_path: Path, given: str, missing: str) -> None:
+    credentials = Credentials(**{given: tmp_path / "client.pem"})
+    with pytest.raises(InvalidRequest) as caught:
+        Channel("127.0.0.1:1", credentials, "gateway").stub(lambda channel: channel)
+    assert caught.value.violations[0].field == missing

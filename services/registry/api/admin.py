@@ -224,7 +224,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
         wanted = SharingChange(
-            int(request.visibility),
+            convert.visibility_from_proto(request.visibility, "visibility"),
             tuple(check_tenant(other, field="shared_with") for other in request.shared_with),
             request.pullable if request.HasField("pullable") else None,
         )

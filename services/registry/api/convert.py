@@ -20,7 +20,7 @@ from loraplex.api.format_wire import (
 )
 from loraplex.api.registry import Certificate
 from loraplex.api.registry_wire import certificate, targets_to_proto, tenant_limits
-from loraplex.errors import InvalidAdapter, InvalidRequest
+from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex.refs import LATEST, check_tag, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import current_caller
@@ -86,7 +86,7 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
         name=name,
         tags=tuple(dict.fromkeys(tags)),
         base_id=message.base_id,
-        visibility=int(message.visibility),
+        visibility=visibility_from_proto(message.visibility, "options.visibility"),
         labels=dict(message.labels),
         strict=message.strict,
         allow_missing=message.allow_missing,
@@ -96,6 +96,13 @@ def options_from_proto(message: pb.PublishOptions, tenant: str) -> Options:
         spelling=message.name.rpartition("/")[2],
         ttl_s=message.ttl_s,
     )
+
+
+def visibility_from_proto(number: pb.Visibility, field: str) -> int:
+    """As records have it, or 0 for unspecified. Raises Unsupported for a later version's."""
+    if number not in pb.Visibility.values():
+        raise Unsupported.field(field, number, "is a visibility that this version does not know")
+    return int(number)
 
 
 def offered_from_proto(messages: Iterable[pb.Signature]) -> list[Offered]:

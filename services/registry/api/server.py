@@ -269,6 +269,8 @@ class RegistryService(AdminService):
         access.require("reader")
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
         access.require_pull(found.version.tenant, found.adapter)
+        for path in {*request.paths} - {file.path for file in found.version.files}:
+            raise InvalidRequest.field("paths", path, "is not a file of this version")
         yield pb.DownloadAdapterResponse(version=convert.resolved_to_proto(found))
         chunks = chunks_of(
             self._registry.store,

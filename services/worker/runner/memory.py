@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from pathlib import Path
 import torch
 
 from loraplex.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_GPU_UTILIZATION = 0.9
 MAX_DEFAULT_CPU_BYTES = 1 << 30
@@ -34,12 +37,12 @@ class ArenaSize:
             step_bytes: runs the largest step and says what it needs in addition to them.
 
         Raises:
-            InvalidRequest: nothing is left, more is asked for than the device has, or the setting
-                means nothing on this device.
+            InvalidRequest: nothing is left, or more is asked for than the device has.
         """
         if self.gpu_utilization and not is_gpu:
-            why = "the worker computes on the CPU; set --kv-memory, in bytes or percent"
-            raise InvalidRequest.field("gpu_memory_utilization", self.gpu_utilization, why)
+            logger.warning(
+                "gpu_memory_utilization has no effect on a CPU; kv_memory sets the size there"
+            )
         if self.num_bytes > memory.total_bytes:
             why = f"is more than the {memory.total_bytes} bytes of memory that there are; lower it"
             raise InvalidRequest.field("kv_memory", self.num_bytes, why)

@@ -140,20 +140,20 @@ class ApiServer:
 
     async def load(self, digest: str, pin: bool) -> AdapterResidency:
         """Fetch and load an adapter ahead of requests; returns once the device has it."""
-        check_digest(digest, field="adapters.digest")
+        check_digest(digest)
         self._running()
         return await self._fetcher.load(digest, pin)
 
     def unpin(self, digest: str) -> AdapterResidency:
         """Release a pin."""
-        check_digest(digest, field="adapters.digest")
+        check_digest(digest)
         self._running()
         self._fetcher.unpin(digest)
         return dataclasses.replace(self.status.adapter(digest), pinned=False)
 
     def unload(self, digest: str) -> None:
         """Free an adapter as soon as no request uses it."""
-        check_digest(digest, field="adapters.digest")
+        check_digest(digest)
         self._running()
         self._fetcher.unload(digest)
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from loraplex.api.error_wire import from_rpc_error
-from loraplex.errors import InvalidRequest, LoraplexError, NotFound
+from loraplex.errors import InvalidRequest, LoraplexError, NotFound, Unsupported
 from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
@@ -108,6 +108,9 @@ async def test_refusals_are_typed(stack: Stack, stub: Stub) -> None:
     error = await _refusal(stub, sampling=formless)
     assert isinstance(error, InvalidRequest)
     assert error.violations[0].field == "grammar"
+    error = await _refusal(stub, on_update=9)
+    assert isinstance(error, Unsupported)
+    assert error.violations[0].field == "on_update"
     assert (await _refusal(stub, text=None)).violations[0].field == "prompt"
     assert (await _refusal(stub, text=None, chat={})).violations[0].field == "messages"
 

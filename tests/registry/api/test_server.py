@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from loraplex.api.format_wire import geometry_to_proto
@@ -20,6 +22,7 @@ from loraplex.errors import (
     NotFound,
     PermissionDenied,
     Unauthenticated,
+    Unsupported,
 )
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common import grpc_server
@@ -57,6 +60,31 @@ async def test_bad_options_name_their_field(
     with pytest.raises(InvalidRequest) as refused:
         await served.client._channel.call(served.client._stub.CreateUpload, request)
     assert refused.value.violations[0].field == field
+
+
+async def test_a_visibility_of_a_later_version_is_refused_and_stored_nowhere(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
+    await upload(served.client, tmp_path, "sql", 1)
+    later: Any = 9
+    options = pb.PublishOptions(name="sql", visibility=later)
+    channel, stub = served.client._channel, served.client._stub
+    with pytest.raises(Unsupported, match=r"options\.visibility: is a visibility that"):
+        await channel.call(stub.CreateUpload, pb.CreateUploadRequest(options=options))
+    with pytest.raises(Unsupported, match="visibility: is a visibility that"):
+        await channel.call(stub.SetSharing, pb.SetSharingRequest(name="sql", visibility=later))
+    assert [version.visibility async for version in served.client.list()] == ["private"]
+
+
+async def test_a_download_names_the_file_that_a_version_lacks(
+    served: ServedRegistry, tmp_path: Path
+) -> None:
+    await upload(served.client, tmp_path, "sql", 1)
+    call = served.client._stub.DownloadAdapter(
+        pb.DownloadAdapterRequest(ref="sql", paths=["README.md"])
+    )
+    with pytest.raises(grpc.RpcError, match="paths: is not a file of this version"):
+        await call.read()
 
 
 @pytest.mark.parametrize("index", ["there", "lost"])

@@ -49,9 +49,13 @@ def test_a_cpu_gets_an_eighth_of_the_host_and_at_most_one_gibibyte() -> None:
     assert ArenaSize().choose(large, no_step, is_gpu=False) == 1 << 30
 
 
-def test_a_setting_that_means_nothing_here_or_leaves_nothing_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="gpu_memory_utilization: the worker computes on the"):
-        ArenaSize(gpu_utilization=0.9).choose(STATE, no_step, is_gpu=False)
+def test_a_share_of_a_gpu_means_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    size = ArenaSize(num_bytes=MiB, gpu_utilization=0.9)
+    assert size.choose(STATE, no_step, is_gpu=False) == MiB
+    assert "gpu_memory_utilization has no effect on a CPU" in caplog.text
+
+
+def test_a_setting_that_leaves_nothing_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="gpu_memory_utilization: leaves nothing"):
         ArenaSize(gpu_utilization=0.4).choose(STATE, lambda: 0, is_gpu=True)
     with pytest.raises(InvalidRequest, match="kv_memory: leaves nothing"):
