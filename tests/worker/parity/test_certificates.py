@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from contextlib import ExitStack
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -86,20 +87,23 @@ def test_a_base_whose_scales_are_off_by_one_block_is_caught_when_a_version_is_pu
     write_quantised(tmp_path / "good", shift=0)
     write_quantised(tmp_path / "bad", shift=1)
     plain = ("--attention-backend", "vanilla", "--dtype", "float32")
-    reference = start(tmp_path / "reference", *plain, model=tmp_path / "good")
-    served = [
-        start(tmp_path / f"served-{name}", "--dtype", "float32", model=tmp_path / name)
-        for name in ("good", "bad")
-    ]
-    try:
+    with ExitStack() as stacks:
+
+        def started(name, model, *flags):
+            stack = start(tmp_path / name, *flags, model=tmp_path / model)
+            stacks.callback(stack.stop)
+            return stack
+
+        reference = started("reference", "good", *plain)
         reference.publish(DEMO / "adapters" / "upper")
-        for stack, is_good in zip(served, (True, False), strict=True):
+        for name in ("good", "bad"):
+            stack = started(f"served-{name}", name, "--dtype", "float32")
             stack.run_registry("tenants", "set", "default", "--max-kl", "0.0001")
             with following(stack, reference.grpc, "--max-kl", "1e-4", "--tag", "latest") as lines:
                 stack.publish(DEMO / "adapters" / "upper", latest=False)
                 line = next(lines)
             tagged = stack.run_registry("tag", "upper:v1", "latest", check=False)
-            if is_good:
+            if name == "good":
                 assert (line["error"], tagged.returncode) == (None, 0)
                 assert stack.complete("upper", "abc")
                 continue
@@ -107,8 +111,6 @@ def test_a_base_whose_scales_are_off_by_one_block_is_caught_when_a_version_is_pu
             assert "is above --max-kl 0.0001" in line["error"]
             assert tagged.returncode == 3
             assert "max_kl" in tagged.stderr
-    finally:
-        assert [stack.stop() for stack in (reference, *served)] == [0, 0, 0]
 
 
 def write_quantised(folder, shift):
