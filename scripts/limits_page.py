@@ -51,6 +51,7 @@ COUNTS = {
     "MAX_STREAMS_PER_CONNECTION": "open calls on one HTTP/2 connection (gRPC)",
     "MAX_OPEN_STREAMS": "open health watches of one server, and as many calls of reflection",
     "MAX_DESCRIPTION_CHARS": "characters in the description of a key",
+    "MAX_REASON_CHARS": "characters of the reason for a move of a tag",
     "MAX_MODEL_CHARS": "characters in `model`, and in each adapter reference of a request",
     "MAX_CACHE_SALT_CHARS": "characters in `cache_salt`",
     "MAX_REQUEST_ID_CHARS": "characters in the `request_id` of a gRPC request",
@@ -102,6 +103,7 @@ COUNTS = {
     "`bad_token_ids` and `logit_bias`, and tokens of all `bad_words` together",
     "MAX_PROMPT_LOGPROBS": "logprobs of prompt tokens for one request: tokens, times candidates "
     "and one, times `n`",
+    "MAX_MIRRORED_TOKENS": "tokens of mirrored requests that wait for one reader",
     "MAX_BAD_WORDS": "words in `bad_words`",
     "MAX_BAD_WORD_CHARS": "characters in each of these words",
     "MAX_GRAMMAR_CHARS": "characters of a grammar, also of one that is made of the schemas of "

@@ -188,7 +188,7 @@ def test_a_client_says_what_its_servers_need(client_only: Installation, command:
     status, _, errors = client_only.run("loraplex", command, "--help")
     assert status == 1
     [line] = errors.splitlines()
-    assert line.startswith(f"loraplex {command}: this is loraplex-client, which has no servers")
+    assert line.startswith(f"loraplex {command}: the installed package is loraplex-client, which")
 
 
 def test_both_distributions_say_the_same_version(
