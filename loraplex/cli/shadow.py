@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from loraplex.cli.output import print_json
-from loraplex.cli.parsing import credentials_of
+from loraplex.cli.parsing import count, credentials_of
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from loraplex.client.paired_test import PairedTest
     from loraplex.client.registry_client import RegistryClient
 
+DEFAULT_MARGIN = 0.01
+DEFAULT_MAX_PAIRS = 2000
+MAX_FAILED = 20
+"""Requests in turn that may fail for want of room or time; they are left out."""
 SHOWN_EVERY = 25
 """Pairs between two lines of progress."""
 SCORER_GRACE_S = 5.0
@@ -32,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--shadow",
         action="store_true",
         help="let the tag stay at the first version, run the second on copies of its share of the "
-        "requests, and move the tag to the second if it is no worse",
+        "requests, and move the tag to the second unless it is worse by more than --margin",
     )
     group.add_argument(
         "--scorer",
@@ -44,14 +48,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--margin",
         type=_margin,
-        default=0.01,
         metavar="SCORE",
         help="how much worse the second version may be on average (default: 0.01)",
     )
     group.add_argument(
         "--max-pairs",
-        type=int,
-        default=2000,
+        type=count,
         metavar="N",
         help="end undecided, with exit code 1, after this many requests (default: 2000)",
     )
@@ -63,10 +65,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _margin(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")
+        raise argparse.ArgumentTypeError(
+            f"expected a number above 0 and at most 1, such as 0.01, got {text!r}"
+        )
     return value
+
+
+def check_unused(args: argparse.Namespace) -> None:
+    """Raises InvalidRequest if a flag of the comparison is given without `--shadow`."""
+    from loraplex.errors import InvalidRequest
+
+    for name in ("scorer", "margin", "max_pairs", "gateway"):
+        if getattr(args, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidRequest.field(flag, getattr(args, name), "is used only with --shadow")
 
 
 async def compare(args: argparse.Namespace) -> None:
@@ -81,11 +98,12 @@ async def compare(args: argparse.Namespace) -> None:
     from loraplex.client.paired_test import Outcome, PairedTest
     from loraplex.errors import InvalidAdapter, LoraplexError, Violation
 
-    test = PairedTest(args.margin)
+    test = PairedTest(DEFAULT_MARGIN if args.margin is None else args.margin)
+    max_pairs = DEFAULT_MAX_PAIRS if args.max_pairs is None else args.max_pairs
     async with client_of(args) as registry:
         served, candidate = await _versions(args, registry)
         async with InferenceClient(args.gateway, credentials_of(args)) as gateway:
-            await _run(args, test, gateway, served, candidate)
+            await _run(args, test, max_pairs, gateway, served, candidate)
         is_accepted = test.outcome is Outcome.ACCEPTED
         found = (
             f"v{candidate.version} {test.outcome} against v{served.version}: mean difference "
@@ -121,8 +139,8 @@ async def _versions(
         raise InvalidRequest("sides: --shadow takes the served version and one other")
     if args.when_loaded or args.expect:
         raise InvalidRequest("--shadow: goes without --when-loaded and --expect")
-    if args.max_pairs < 1:
-        raise InvalidRequest.field("--max-pairs", args.max_pairs, "must be at least 1")
+    if args.max_pairs == 0:
+        raise InvalidRequest.field("--max-pairs", 0, "must be at least 1")
     served, candidate = [
         (await registry.get(f"{args.name}:v{version}")).version for version, _ in args.sides
     ]
@@ -138,14 +156,16 @@ async def _versions(
 async def _run(
     args: argparse.Namespace,
     test: PairedTest,
+    max_pairs: int,
     gateway: InferenceClient,
     served: AdapterVersion,
     candidate: AdapterVersion,
 ) -> None:
     """Add pairs until the test is decided. Mutates: test."""
     from loraplex.client.paired_test import Outcome
-    from loraplex.errors import Conflict
+    from loraplex.errors import Conflict, DeadlineExceeded, ResourceExhausted, Unavailable
 
+    num_failed = 0
     weights = [weight for _, weight in args.sides]
     mirrored = gateway.mirrored(f"{args.name}:{args.tag}", weights[1] / sum(weights))
     async with (
@@ -155,12 +175,19 @@ async def _run(
         async for request in requests:
             if request.digest != served.digest:
                 raise Conflict(f"{args.name}:{args.tag} was moved by someone else")
-            test.add(await comparison.difference(request))
+            try:
+                test.add(await comparison.difference(request))
+            except (DeadlineExceeded, ResourceExhausted, Unavailable):
+                num_failed += 1
+                if num_failed > MAX_FAILED:
+                    raise
+                continue
+            num_failed = 0
             if test.num_pairs % SHOWN_EVERY == 0 and sys.stderr.isatty():
                 shown = f"{test.num_pairs} requests, mean difference {test.mean:+.4f}"
                 print(f"{shown} +-{test.radius:.4f}", file=sys.stderr)
             is_decided = test.outcome is not Outcome.UNDECIDED
-            if is_decided or test.num_pairs >= args.max_pairs:
+            if is_decided or test.num_pairs >= max_pairs:
                 return
 
 
@@ -174,13 +201,20 @@ async def _comparison(
     import signal
 
     from loraplex.client.comparing import LogprobComparison, ScorerComparison
+    from loraplex.errors import InvalidRequest
 
-    if not args.scorer:
+    if args.scorer is None:
         yield LogprobComparison(gateway, served, candidate)
         return
+    try:
+        words = shlex.split(args.scorer)
+    except ValueError as error:
+        raise InvalidRequest.field("--scorer", args.scorer, f"{error}") from None
+    if not words:
+        raise InvalidRequest.field("--scorer", args.scorer, "must be a command")
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *shlex.split(args.scorer), stdin=pipe, stdout=pipe, start_new_session=True
+        *words, stdin=pipe, stdout=pipe, start_new_session=True
     )
     try:
         yield ScorerComparison(gateway, candidate, process)

@@ -205,6 +205,7 @@ async def _split(args: argparse.Namespace) -> None:
     if args.shadow:
         await shadow.compare(args)
         return
+    shadow.check_unused(args)
     async with client_of(args) as client:
         tag = await client.set_tag(
             args.name, args.tag, targets, expect=args.expect, when_loaded_s=args.when_loaded

@@ -122,6 +122,20 @@ def test_only_what_the_tag_points_at_can_be_compared(stack: Stack) -> None:
     assert done.returncode == 4 and "must point at v3" in done.stderr
 
 
+def test_flags_of_the_comparison_need_shadow_and_a_value_that_fits(stack: Stack) -> None:
+    words = ("split", NAME, "prod", f"v{SERVED}=1", f"v{SAME}=1")
+    for flags, told in (
+        (("--margin", "0.2"), "is used only with --shadow"),
+        (("--shadow", "--scorer", "'open"), "No closing quotation"),
+        (("--shadow", "--scorer", ""), "must be a command"),
+        (("--shadow", "--margin", "nan"), "above 0 and at most 1"),
+        (("--shadow", "--max-pairs", "0"), "must be at least 1"),
+    ):
+        done = stack.run_registry(*words, *flags, check=False)
+        assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert prod(stack) == SERVED
+
+
 def test_an_equal_version_takes_the_tag(stack: Stack) -> None:
     done = shadow(stack, SAME, "--margin", "0.2")
     assert done.returncode == 0, done.stderr

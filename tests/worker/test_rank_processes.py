@@ -84,6 +84,7 @@ async def test_a_killed_engine_process_takes_its_ranks_along(worker: WorkerProce
         rank = other_rank(worker)
         worker.engine().kill()
     rank.wait(PATIENCE_S)
+    assert len((await tokens_of(worker))["base-greedy"]) == 24
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_base_ends_the_worker() -> None:

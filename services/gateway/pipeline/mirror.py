@@ -38,8 +38,8 @@ class MirroredRequest:
 class Mirror:
     """What one reader still has to read; bounded in tokens."""
 
-    def __init__(self, tenant: str, ref: Ref, share: float) -> None:
-        self.tenant = tenant
+    def __init__(self, ref: Ref, share: float) -> None:
+        """`share` of the requests for the tag `ref`."""
         self.ref = ref
         self.share = share
         self._waiting: asyncio.Queue[MirroredRequest | None] = asyncio.Queue()
@@ -112,11 +112,17 @@ class Mirrors:
 
     def __init__(self) -> None:
         self._open: dict[str, list[Mirror]] = {}
+        self._has_ended = False
 
     @contextmanager
     def opened(self, tenant: str, ref: Ref, share: float) -> Iterator[Mirror]:
-        """A mirror of this share of a tenant's requests for a tag."""
-        mirror = Mirror(tenant, ref, share)
+        """A mirror of this share of a tenant's requests for a tag.
+
+        Raises: Unavailable if the gateway drains.
+        """
+        if self._has_ended:
+            raise draining()
+        mirror = Mirror(ref, share)
         self._open.setdefault(tenant, []).append(mirror)
         try:
             yield mirror
@@ -126,7 +132,8 @@ class Mirrors:
                 del self._open[tenant]
 
     def end(self) -> None:
-        """End all of them, because the gateway drains."""
+        """End all of them, and open no more, because the gateway drains."""
+        self._has_ended = True
         for mirrors in self._open.values():
             for mirror in mirrors:
                 mirror.end()

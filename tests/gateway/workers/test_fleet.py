@@ -108,6 +108,7 @@ async def test_a_name_that_is_unknown_yet_is_looked_up_again(pool: TemplatePool)
 async def test_worker_that_returns_with_another_context_is_taken_as_it_is(stack: Stack) -> None:
     await stack.start()
     await stack.stop_server("w0")
+    await stack.until_ready(0)
     await stack.start_worker(ScriptedWorker(max_model_len=32))
     await stack.until_ready(1)
     models = await stack.openai().models.list()
