@@ -71,10 +71,11 @@ class Certifier:
         reported once. The tag only moves forward, from one version to a later one of its adapter.
 
         Raises:
-            Unavailable: neither the gateway nor the registry answers at first.
+            Unavailable: at the start, the gateway or the registry does not answer.
             Unauthenticated: the key is not valid.
         """
         await self.served.status()
+        await self.registry.admin.bases()
         waiting: dict[str, AdapterVersion] = {}
         reported: set[str] = set()
         arrived = asyncio.Event()

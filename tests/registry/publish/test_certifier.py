@@ -13,7 +13,8 @@ from loraplex.api.registry import AdapterVersion, Certificate
 from loraplex.client import certifier
 from loraplex.client.certifier import Certifier
 from loraplex.client.inference_client import InferenceClient
-from loraplex.errors import AdapterNotFound, InvalidAdapter, LoraplexError
+from loraplex.client.registry_client import RegistryClient
+from loraplex.errors import AdapterNotFound, InvalidAdapter, LoraplexError, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc
 from loraplex.v1 import inference_pb2 as pb
 from loraplex_services.common.grpc_server import start
@@ -136,3 +137,10 @@ async def test_a_version_that_the_reference_does_not_have_yet_is_tried_again(
         assert ref == "acme/a:v2"
         assert isinstance(found, Certificate)
         assert outcomes.empty()
+
+
+async def test_an_address_at_which_no_registry_answers_ends_it_at_once() -> None:
+    async with serving(ScoringGateway()) as own, RegistryClient("127.0.0.1:1") as nowhere:
+        one = Certifier(nowhere, own, own, "reference:1", ("text",))
+        with pytest.raises(Unavailable, match="no registry answers"):
+            await one.follow(lambda version, outcome: None)
