@@ -97,8 +97,12 @@ class BenchRunner:
                 source, num_pages = first[rank], first[rank].index.num_pages
                 blocks = self.blocks(blocks_of(self.runner, num_pages))
                 size, data = self.runner.arena.pages_per_block, self.runner.arena.data
-                data[blocks] = data[list(dict.fromkeys(place // size for place in source.places))]
-                copied = replace(source, places=in_blocks(self.runner, num_pages, blocks).places)
+                data[blocks] = data[
+                    list(dict.fromkeys(page // size for page in source.first_pages))
+                ]
+                copied = replace(
+                    source, first_pages=in_blocks(self.runner, num_pages, blocks).first_pages
+                )
             self.runner.enter_adapter(slot, copied)
             self._slots.append(slot)
             self._first_cache_block = blocks[-1] + 1

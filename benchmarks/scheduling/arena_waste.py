@@ -201,7 +201,7 @@ def left_empty(adapter: Adapter, block_bytes: int) -> float:
                 arena.free(KV_OWNER, [kv.pop(rng.randrange(len(kv)))])
             elif len(kv) < arena.num_blocks // 4 and reclaimer.reclaim(1, now):
                 kv += arena.allocate(KV_OWNER, 1)
-    num_resident = sum(bool(held.places) for held in cache.adapters())
+    num_resident = sum(bool(held.first_pages) for held in cache.adapters())
     num_blocks = arena.num_blocks - arena.num_free - len(kv)
     return 1 - num_resident * adapter.num_bytes / (num_blocks * block_bytes)
 

@@ -183,10 +183,10 @@ class AdapterCache:
             return False
         adapter.tier = Tier.LOADING
         adapter.slot = self._free_slots.pop()
-        adapter.places = self._arena.allocate_pages(adapter_owner(digest), adapter.num_pages)
+        adapter.first_pages = self._arena.allocate_pages(adapter_owner(digest), adapter.num_pages)
         adapter.last_used_s = now
         self._use.add(adapter)
-        extents = Extents(adapter.num_pages, tuple(adapter.places))
+        extents = Extents(adapter.num_pages, tuple(adapter.first_pages))
         self._actions.append(Load(adapter.slot, digest, adapter.path, extents))
         self._note(digest)
         return True
@@ -302,9 +302,9 @@ class AdapterCache:
         one is to be free and can be."""
         victim = self._order.next_victim(protected)
         assert victim is not None, "there was an offer"
-        beside = self._use.beside(victim, protected) if whole_block else ()
+        others = self._use.co_residents(victim, protected) if whole_block else ()
         self._evict(victim)
-        for digest in beside:
+        for digest in others:
             self._evict(self._adapters[digest])
 
     def take_actions(self) -> list[Load | Evict]:
@@ -336,9 +336,11 @@ class AdapterCache:
         by_owner = self._arena.blocks_by_owner()
         for adapter in adapters:
             owned = by_owner.get(adapter_owner(adapter.digest), set())
-            blocks = {place // self._arena.pages_per_block for place in adapter.places}
+            blocks = {
+                first_page // self._arena.pages_per_block for first_page in adapter.first_pages
+            }
             assert owned == blocks, f"{adapter.digest}: {owned} != {blocks}"
-            assert bool(adapter.places) == (adapter in resident), adapter.digest
+            assert bool(adapter.first_pages) == (adapter in resident), adapter.digest
             assert not (adapter.num_running and adapter.tier != Tier.DEVICE), adapter.digest
 
     def _note(self, digest: str) -> None:
@@ -366,10 +368,10 @@ class AdapterCache:
     def _vacate(self, adapter: CachedAdapter) -> None:
         """Free its slot and blocks; afterwards the adapter is only on disk, or gone."""
         owner, num_pages = adapter_owner(adapter.digest), adapter.num_pages
-        self._arena.free_pages(owner, adapter.places, num_pages, adapter.last_step)
+        self._arena.free_pages(owner, adapter.first_pages, num_pages, adapter.last_step)
         self._free_slots.append(adapter.slot)
         self._use.drop(adapter)
-        adapter.tier, adapter.slot, adapter.places = Tier.DISK, -1, []
+        adapter.tier, adapter.slot, adapter.first_pages = Tier.DISK, -1, []
         adapter.unload = False
         self._note(adapter.digest)
         if not adapter.on_disk:

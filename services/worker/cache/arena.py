@@ -78,7 +78,7 @@ class Arena:
     def blocks_for(self, num_pages: int) -> int:
         """Free blocks that `allocate_pages` would take now."""
         whole, rest = divmod(num_pages, self.pages_per_block)
-        counts = {size: len(places) for size, places in self._free_extents.items()}
+        counts = {size: len(first_pages) for size, first_pages in self._free_extents.items()}
         for wanted in extent_sizes(rest, self.pages_per_block):
             size = wanted
             while not counts.get(size):
@@ -97,8 +97,8 @@ class Arena:
         `blocks_for` are free. Returns their first pages."""
         whole, rest = divmod(num_pages, self.pages_per_block)
         blocks = self.allocate(owner, whole)
-        places = [block * self.pages_per_block for block in blocks]
-        return places + [
+        first_pages = [block * self.pages_per_block for block in blocks]
+        return first_pages + [
             self._allocate_extent(owner, size) for size in extent_sizes(rest, self.pages_per_block)
         ]
 
@@ -111,12 +111,12 @@ class Arena:
         self._give_back(owner, blocks, [], last_used)
 
     def free_pages(
-        self, owner: str, places: Sequence[int], num_pages: int, last_used: int | None = None
+        self, owner: str, first_pages: Sequence[int], num_pages: int, last_used: int | None = None
     ) -> None:
         """Take what `allocate_pages` gave back from `owner`, as `free` does."""
         num_whole = num_pages // self.pages_per_block
-        blocks = [place // self.pages_per_block for place in places[:num_whole]]
-        self._give_back(owner, blocks, places[num_whole:], last_used)
+        blocks = [first_page // self.pages_per_block for first_page in first_pages[:num_whole]]
+        self._give_back(owner, blocks, first_pages[num_whole:], last_used)
 
     def transfer(self, owner: str, new_owner: str, blocks: Sequence[int]) -> None:
         """Pass `blocks` on; their content and the steps that read them are not touched."""
@@ -143,12 +143,12 @@ class Arena:
                 self._merge(*extent)
 
     def _give_back(
-        self, owner: str, blocks: Sequence[int], places: Sequence[int], last_used: int | None
+        self, owner: str, blocks: Sequence[int], first_pages: Sequence[int], last_used: int | None
     ) -> None:
         for block in blocks:
             holder = self._owners.pop(block, None)
             assert holder == owner, f"{owner} frees block {block} of {holder}"
-        extents = [self._release(owner, place) for place in places]
+        extents = [self._release(owner, first_page) for first_page in first_pages]
         last_used = self._last_planned if last_used is None else last_used
         if last_used > self._last_retired:
             # Filed under the last step planned, perhaps a later one, to keep the queue in order.
@@ -164,41 +164,41 @@ class Arena:
         while size < self.pages_per_block and not self._free_extents[size]:
             size *= 2
         if size == self.pages_per_block:
-            place = self._free.pop() * size
+            first_page = self._free.pop() * size
         else:
             # The lowest address, so that the upper blocks become free.
-            place = min(self._free_extents[size])
-            self._free_extents[size].remove(place)
+            first_page = min(self._free_extents[size])
+            self._free_extents[size].remove(first_page)
         while size > wanted:
             size //= 2
-            self._free_extents[size].add(place + size)
-        self._extents[place] = size, owner
-        block = place // self.pages_per_block
+            self._free_extents[size].add(first_page + size)
+        self._extents[first_page] = size, owner
+        block = first_page // self.pages_per_block
         self._used[block] += 1
         self._unused.discard(block)
-        return place
+        return first_page
 
-    def _release(self, owner: str, place: int) -> Extent:
+    def _release(self, owner: str, first_page: int) -> Extent:
         """Take an extent from `owner`. Steps in flight may still read it."""
-        size, holder = self._extents.pop(place, (0, None))
-        assert holder == owner, f"{owner} frees page {place} of {holder}"
-        block = place // self.pages_per_block
+        size, holder = self._extents.pop(first_page, (0, None))
+        assert holder == owner, f"{owner} frees page {first_page} of {holder}"
+        block = first_page // self.pages_per_block
         self._used[block] -= 1
         if not self._used[block]:
             del self._used[block]
             self._unused.add(block)
-        return place, size
+        return first_page, size
 
-    def _merge(self, place: int, size: int) -> None:
+    def _merge(self, first_page: int, size: int) -> None:
         """Free an extent, joining it with its buddy while that is free too."""
-        while size < self.pages_per_block and place ^ size in self._free_extents[size]:
-            self._free_extents[size].remove(place ^ size)
-            place, size = min(place, place ^ size), 2 * size
+        while size < self.pages_per_block and first_page ^ size in self._free_extents[size]:
+            self._free_extents[size].remove(first_page ^ size)
+            first_page, size = min(first_page, first_page ^ size), 2 * size
         if size < self.pages_per_block:
-            self._free_extents[size].add(place)
+            self._free_extents[size].add(first_page)
         else:
-            self._unused.remove(place // size)
-            self._free.append(place // size)
+            self._unused.remove(first_page // size)
+            self._free.append(first_page // size)
 
     def blocks_by_owner(self) -> dict[str, set[int]]:
         """Who owns what, and of split blocks a part. Walks all blocks: for tests and integrity
@@ -206,24 +206,26 @@ class Arena:
         owned: dict[str, set[int]] = {}
         for block, owner in self._owners.items():
             owned.setdefault(owner, set()).add(block)
-        for place, (_, owner) in self._extents.items():
-            owned.setdefault(owner, set()).add(place // self.pages_per_block)
+        for first_page, (_, owner) in self._extents.items():
+            owned.setdefault(owner, set()).add(first_page // self.pages_per_block)
         return owned
 
     def check_integrity(self) -> None:
         """Assert that every page is in exactly one place."""
-        free = [(p, size) for size, places in self._free_extents.items() for p in places]
+        free = [(p, size) for size, first_pages in self._free_extents.items() for p in first_pages]
         retiring = [extent for _, _, extents in self._retiring for extent in extents]
         parts = [*free, *retiring, *((p, size) for p, (size, _) in self._extents.items())]
-        pages = [page for place, size in parts for page in range(place, place + size)]
+        pages = [
+            page for first_page, size in parts for page in range(first_page, first_page + size)
+        ]
         blocks = [*self._free, *self._owners, *(b for _, some, _ in self._retiring for b in some)]
         per_block = self.pages_per_block
         pages += [p for b in blocks for p in range(b * per_block, (b + 1) * per_block)]
         assert len(pages) == self.num_blocks * per_block, f"{len(pages)} pages accounted for"
         assert set(pages) == set(range(len(pages))), "a page is in two places"
-        split = {place // per_block for place, _ in parts}
+        split = {first_page // per_block for first_page, _ in parts}
         assert split == {*self._used, *self._unused} and not self._unused & {*self._used}
-        used = Counter(place // per_block for place in self._extents)
+        used = Counter(first_page // per_block for first_page in self._extents)
         assert used == self._used, f"{used} != {self._used}"
         steps = [step for step, _, _ in self._retiring]
         assert steps == sorted(steps), f"retiring out of order: {steps}"

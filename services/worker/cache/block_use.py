@@ -70,7 +70,7 @@ class BlockUse:
             parts.update(self._parts(adapter))
         return num_blocks + len(parts - self._held_parts.keys())
 
-    def beside(self, adapter: CachedAdapter, protected: Collection[str]) -> Collection[str]:
+    def co_residents(self, adapter: CachedAdapter, protected: Collection[str]) -> Collection[str]:
         """The other adapters in the split block that is free after the fewest evictions, if the
         given idle one has no whole blocks; none where others than idle ones are in all of them, or
         `protected` ones."""
@@ -108,8 +108,8 @@ class BlockUse:
 
     def _parts(self, adapter: CachedAdapter) -> list[int]:
         """The split blocks that it is in, once for each of its extents there."""
-        places = adapter.places[self._num_whole(adapter) :]
-        return [place // self._arena.pages_per_block for place in places]
+        first_pages = adapter.first_pages[self._num_whole(adapter) :]
+        return [first_page // self._arena.pages_per_block for first_page in first_pages]
 
     def _release(self, adapter: CachedAdapter) -> None:
         for block in self._parts(adapter):

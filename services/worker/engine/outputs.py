@@ -72,7 +72,7 @@ def residency_change(
         digest=digest,
         tier=adapter.tier,
         max_rank=adapter.max_rank,
-        device_bytes=adapter.num_pages * page_bytes if adapter.places else 0,
+        device_bytes=adapter.num_pages * page_bytes if adapter.first_pages else 0,
         pinned=adapter.pinned,
         running_requests=adapter.num_running,
     )

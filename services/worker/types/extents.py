@@ -63,7 +63,7 @@ class Extents(NamedTuple):
     """Where an adapter lies in an arena."""
 
     num_pages: int
-    places: tuple[int, ...]
+    first_pages: tuple[int, ...]
     """First page of each extent; `extent_sizes` has their sizes."""
 
     def holding(self, num_pages: int, pages_per_block: int) -> list[int]:
@@ -78,6 +78,6 @@ class Extents(NamedTuple):
         own_begins = extent_begins(num_pages, pages_per_block)
         holders = [bisect_right(begins, begin) - 1 for begin in own_begins]
         return [
-            self.places[holder] + begin - begins[holder]
+            self.first_pages[holder] + begin - begins[holder]
             for holder, begin in zip(holders, own_begins, strict=True)
         ]

@@ -42,7 +42,7 @@ class CachedAdapter:
     on_disk: bool = True
     slot: int = -1
     """Row of the device tables while LOADING or on DEVICE."""
-    places: list[int] = field(default_factory=list)
+    first_pages: list[int] = field(default_factory=list)
     """First page of each of its extents in the arena."""
     num_running: int = 0
     """Running requests that use it."""

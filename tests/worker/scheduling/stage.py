@@ -141,9 +141,9 @@ class Stage:
         for action in actions:
             if isinstance(action, Load):
                 for step in self.in_flight:
-                    assert not set(action.extents.places) & set().union(*step.blocks.values()), (
-                        "in use"
-                    )
+                    assert not set(action.extents.first_pages) & set().union(
+                        *step.blocks.values()
+                    ), "in use"
                 self.copies.append((self.now + self.copy_steps * STEP_S, action.digest))
         while self.copies and self.copies[0][0] <= self.now:
             self.cache.loaded(self.copies.popleft()[1])
@@ -170,7 +170,7 @@ class Stage:
     def used(self, row: PlannedRow, spans: tuple[StateSpan, ...]) -> set[int]:
         tables = {block for table in row.request.block_tables for block in table}
         tables |= {block for span in spans for block in (*span.source, *span.target)}
-        adapters = (self.cache.get(digest).places for digest in row.request.adapters.digests)
+        adapters = (self.cache.get(digest).first_pages for digest in row.request.adapters.digests)
         return tables.union(*adapters)
 
     def advance(self, request: Request, row: PlannedRow) -> None:

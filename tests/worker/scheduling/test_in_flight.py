@@ -15,7 +15,7 @@ def test_blocks_of_an_adapter_come_back_only_after_the_last_step_that_reads_them
     stage.scheduler.remove("r", stage.now)
     num_free = stage.arena.num_free
     stage.cache.unload("sha256:c")
-    assert stage.cache.get("sha256:c").places == []
+    assert stage.cache.get("sha256:c").first_pages == []
     assert stage.arena.num_free == num_free
     stage.step()
     assert not stage.in_flight

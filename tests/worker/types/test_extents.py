@@ -49,14 +49,20 @@ def test_a_smaller_image_lies_inside_the_extents_of_a_larger_one(one, other, per
     blocks = rng.sample(range(1000), len(sizes))
     extents = Extents(num_pages, tuple(block * per_block for block in blocks))
     given = {
-        p for place, n in zip(extents.places, sizes, strict=True) for p in range(place, place + n)
+        p
+        for first_page, n in zip(extents.first_pages, sizes, strict=True)
+        for p in range(first_page, first_page + n)
     }
     own = extents.holding(num_own, per_block)
     own_sizes = extent_sizes(num_own, per_block)
-    taken = [p for place, n in zip(own, own_sizes, strict=True) for p in range(place, place + n)]
+    taken = [
+        p
+        for first_page, n in zip(own, own_sizes, strict=True)
+        for p in range(first_page, first_page + n)
+    ]
     assert len(taken) == len(set(taken)) == num_own and set(taken) <= given
     if num_own == num_pages:
-        assert tuple(own) == extents.places
+        assert tuple(own) == extents.first_pages
 
 
 @given(st.integers(1, 200), st.integers(1, 500), st.integers(0, 3))

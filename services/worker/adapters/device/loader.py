@@ -29,7 +29,7 @@ class CopiedImage:
 
     path: Path
     index: ImageIndex
-    places: tuple[int, ...]
+    first_pages: tuple[int, ...]
     """First page of each of its extents."""
     elapsed_s: float
     copy_events: CopyEvents | None = None
@@ -93,7 +93,7 @@ class AdapterLoader:
 
     def enter(self, slot: int, copied: CopiedImage) -> None:
         """Enter what was copied under `slot`, which is not in use. On the engine's thread."""
-        self.weights.enter(slot, copied.index, copied.places)
+        self.weights.enter(slot, copied.index, copied.first_pages)
 
     def _pack(self, folder: Path) -> int:
         return self._packer.write(folder)

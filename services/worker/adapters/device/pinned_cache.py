@@ -70,10 +70,10 @@ class PinnedCache:
         self.stalls = StallTimer(_now)
 
     def copy(
-        self, image: Image, places: Sequence[int], step_s: float
+        self, image: Image, first_pages: Sequence[int], step_s: float
     ) -> tuple[CopyEvents | None, float]:
-        """Fill the extents at `places`, which no step reads, after reading the image into pinned
-        memory.
+        """Fill the extents at `first_pages`, which no step reads, after reading the image into
+        pinned memory.
 
         A copy that is expected to end within a step of `step_s` stays under way: the bytes of
         each layer arrive before the step needs them. Other copies are waited for.
@@ -86,7 +86,7 @@ class PinnedCache:
             DataLoss: the image ends early; the extents' bytes are undefined then.
         """
         rows = self._staged(image)
-        starts = [place * self._arena.page_bytes for place in places]
+        starts = [first_page * self._arena.page_bytes for first_page in first_pages]
         if self._stream is None:
             self._copy_rows(starts, rows)
             return None, 0.0
@@ -106,12 +106,12 @@ class PinnedCache:
         lengths = extent_lengths(index.num_pages, index.num_bytes, self._arena.block_bytes)
         extents = self._pool.find(name)
         if extents is not None:
-            return self._rows(self._memory, extents.places, lengths)
+            return self._rows(self._memory, extents.first_pages, lengths)
         extents = self._pool.enter(name, index.num_pages)
         if self._stream is not None:
             self._stream.synchronize()  # evicted images may still be copied
         if extents is not None:
-            rows = self._rows(self._memory, extents.places, lengths)
+            rows = self._rows(self._memory, extents.first_pages, lengths)
         else:  # larger than the pool; torch keeps the memory until the copy is done
             rows = list(self._allocate(sum(lengths)).split(lengths))
         try:
@@ -122,8 +122,10 @@ class PinnedCache:
             raise
         return rows
 
-    def _rows(self, memory: Tensor, places: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
-        starts = [place * self._arena.page_bytes for place in places]
+    def _rows(
+        self, memory: Tensor, first_pages: Sequence[int], lengths: Sequence[int]
+    ) -> list[Tensor]:
+        starts = [first_page * self._arena.page_bytes for first_page in first_pages]
         return [memory[s : s + n] for s, n in zip(starts, lengths, strict=True)]
 
     def _allocate(self, num_bytes: int) -> Tensor:

@@ -34,11 +34,11 @@ class PinnedPool:
             return None
         while self._arena.blocks_for(num_pages) > self._arena.num_free:
             self.drop(next(iter(self._images)))
-        places = self._arena.allocate_pages(sha256.hex(), num_pages)
-        self._images[sha256] = Extents(num_pages, tuple(places))
+        first_pages = self._arena.allocate_pages(sha256.hex(), num_pages)
+        self._images[sha256] = Extents(num_pages, tuple(first_pages))
         return self._images[sha256]
 
     def drop(self, sha256: bytes) -> None:
         """Forget an image."""
-        num_pages, places = self._images.pop(sha256)
-        self._arena.free_pages(sha256.hex(), places, num_pages)
+        num_pages, first_pages = self._images.pop(sha256)
+        self._arena.free_pages(sha256.hex(), first_pages, num_pages)

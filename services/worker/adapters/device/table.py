@@ -38,10 +38,10 @@ class AdapterTable(Mapping[tuple[int, int], SiteDelta]):
         self._arena = arena
         self._adapters: dict[int, EnteredAdapter] = {}
 
-    def enter(self, slot: int, index: ImageIndex, places: Sequence[int]) -> None:
-        """Enter what has been copied to `places` under `slot`, which is not in use."""
+    def enter(self, slot: int, index: ImageIndex, first_pages: Sequence[int]) -> None:
+        """Enter what has been copied to `first_pages` under `slot`, which is not in use."""
         assert slot not in self._adapters, f"slot {slot} is in use"
-        starts = [place * self._arena.page_bytes for place in places]
+        starts = [first_page * self._arena.page_bytes for first_page in first_pages]
         self._adapters[slot] = EnteredAdapter(self._arena, index, starts)
 
     def remove(self, slot: int) -> None:

@@ -53,26 +53,26 @@ class AdapterWeights:
         return 0.0 if self._host is None else self._host.stalls.total_s
 
     def copy(
-        self, image: Image, places: Sequence[int], step_s: float = 0.0
+        self, image: Image, first_pages: Sequence[int], step_s: float = 0.0
     ) -> tuple[CopyEvents | None, float]:
-        """Fill the extents at `places`, which no step in flight reads. From any one thread, during
-        steps.
+        """Fill the extents at `first_pages`, which no step in flight reads. From any one thread,
+        during steps.
 
         Raises and returns as `PinnedCache.copy` does.
         """
         if self._host is not None:
-            return self._host.copy(image, places, step_s)
+            return self._host.copy(image, first_pages, step_s)
         index = image.index
         lengths = extent_lengths(index.num_pages, index.num_bytes, self._arena.block_bytes)
         whole = self._arena.data.view(-1).numpy().data
-        starts = [place * self._arena.page_bytes for place in places]
+        starts = [first_page * self._arena.page_bytes for first_page in first_pages]
         image.read_into([whole[s : s + n] for s, n in zip(starts, lengths, strict=True)])
         return None, 0.0
 
-    def enter(self, slot: int, index: ImageIndex, places: Sequence[int]) -> None:
-        """Enter what was copied to `places` under `slot`."""
+    def enter(self, slot: int, index: ImageIndex, first_pages: Sequence[int]) -> None:
+        """Enter what was copied to `first_pages` under `slot`."""
         assert 0 <= slot < self._max_resident, (slot, self._max_resident)
-        self.table.enter(slot, index, places)
+        self.table.enter(slot, index, first_pages)
         if index.facts.rope_scaling:
             self._ropes.enter(slot, own_ropes(self._base_ropes, parse(index.facts.rope_scaling)))
 

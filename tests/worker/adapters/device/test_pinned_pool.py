@@ -27,8 +27,8 @@ def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
         if size > NUM_BLOCKS:
             assert extents is None
             continue
-        assert extents is not None and len(set(extents.places)) == size
-        held[number] = set(extents.places)
+        assert extents is not None and len(set(extents.first_pages)) == size
+        held[number] = set(extents.first_pages)
         recent.append(number)
         while sum(sizes[other] for other in recent) > NUM_BLOCKS:
             recent.pop(0)
@@ -48,8 +48,8 @@ def test_an_image_that_is_asked_for_again_stays_longer():
 
 def test_small_images_share_a_block():
     pool = PinnedPool(1, pages_per_block=4)
-    places = [pool.enter(name, 1).places for name in (b"a", b"b", b"c", b"d")]
-    assert sorted(places) == [(0,), (1,), (2,), (3,)]
+    first_pages = [pool.enter(name, 1).first_pages for name in (b"a", b"b", b"c", b"d")]
+    assert sorted(first_pages) == [(0,), (1,), (2,), (3,)]
     assert pool.enter(b"e", 2) is not None
     assert pool.find(b"a") is None and pool.find(b"b") is None
     assert pool.find(b"c") is not None and pool.find(b"d") is not None
