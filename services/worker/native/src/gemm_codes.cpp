@@ -8,10 +8,16 @@
 // of the 16 outputs come before those for the other two. Scales and zero points are [panel][group][32].
 //
 // Inputs are taken in blocks that no group's end lies in. In float32, a block is summed in the order of
-// its inputs and then multiplied with the scale. For bfloat16 rows, processors with VNNI take a block's
-// inputs as 16-bit integers with one factor, in two digits of eight bits; the sum over a block is then
-// exact, and the factor's rounding 2^-16 of the block's largest input. Either way a row's result does not
-// depend on the rows beside it.
+// its inputs and then multiplied with the scale. Rows in bfloat16 have two other ways:
+//
+// - Where dot products of bfloat16 pairs are fast (see pairs.h), codes become bfloat16 in registers, which
+//   is exact, and a block is summed in float32.
+// - Elsewhere, processors with VNNI take a block's inputs as 16-bit integers with one factor, in two digits
+//   of eight bits; the sum over a block is then exact, and the factor's rounding 2^-16 of the block's largest
+//   input.
+//
+// In all of them a row's result does not depend on the rows beside it.
+#include "pairs.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -186,6 +192,162 @@ private:
     }
 };
 
+#if defined(__AVX512BF16__)
+
+// [vector of 16 outputs][inputs 0 and 1, inputs 2 and 3] of a quad.
+using Pairs = __m512bh[2][2];
+
+// The value that is subtracted from codes where they become pairs.
+constexpr float pair_zero_of(Code kind) {
+    return kind == Code::kInt8 ? 128.0f : kind == Code::kInt4 ? 8.0f : 0.0f;
+}
+
+// Floats that bfloat16 holds exactly, side by side.
+inline __m512bh pair_of(__m512 first, __m512 second) {
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
+    return (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(second));
+}
+
+template <Code Kind>
+inline void decode_pairs(const uint8_t* quad, Pairs& pairs);
+
+template <>
+inline void decode_pairs<Code::kInt8>(const uint8_t* quad, Pairs& pairs) {
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+        const __m512i codes =
+            _mm512_xor_si512(_mm512_loadu_si512(quad + v * 64), _mm512_set1_epi8(-128));
+        const auto value = [&](int j) {
+            return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(codes, 24 - 8 * j), 24));
+        };
+        pairs[v][0] = pair_of(value(0), value(1));
+        pairs[v][1] = pair_of(value(2), value(3));
+    }
+}
+
+// A code's two bytes come from tables.
+template <>
+inline void decode_pairs<Code::kInt4>(const uint8_t* quad, Pairs& pairs) {
+    const auto table = [](const uint8_t (&bytes)[16]) {
+        return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    };
+    alignas(16) static constexpr uint8_t kUpper[16] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
+                                                       0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
+    alignas(16) static constexpr uint8_t kLower[16] = {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,
+                                                       0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0};
+    const __m512i both = _mm512_loadu_si512(quad), mask = _mm512_set1_epi8(15);
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+        const __m512i codes = _mm512_and_si512(v == 0 ? both : _mm512_srli_epi16(both, 4), mask);
+        const __m512i upper = _mm512_shuffle_epi8(table(kUpper), codes);
+        const __m512i lower = _mm512_shuffle_epi8(table(kLower), codes);
+        // All four inputs of two outputs in every 128 bits, and those of the next two.
+        const __m512 even = _mm512_castsi512_ps(_mm512_unpacklo_epi8(lower, upper));
+        const __m512 odd = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
+        pairs[v][0] = (__m512bh)_mm512_shuffle_ps(even, odd, 0x88);
+        pairs[v][1] = (__m512bh)_mm512_shuffle_ps(even, odd, 0xdd);
+    }
+}
+
+template <>
+inline void decode_pairs<Code::kFloat8>(const uint8_t* quad, Pairs& pairs) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const uint8_t* from = quad + i * 32;
+        pairs[i / 2][i % 2] = pair_of(widen_float8(from, false).v, widen_float8(from, true).v);
+    }
+}
+
+// Rows of bfloat16, as they are.
+template <Code Kind>
+struct PairRows {
+    // As many as hide the widening of eight-bit codes; four-bit codes need less for it, and registers for
+    // their tables.
+    static constexpr int kMaxRows = bits_of(Kind) == 8 ? 12 : 8;
+    static constexpr float kZero = pair_zero_of(Kind);
+    const bf16* x;
+    int64_t ldx, num_blocks;
+    const float* sums = nullptr;  // [row][block]: of the inputs, where zero points need them
+
+    PairRows(const CodedProduct& g, const bf16* rows, int64_t stride)
+        : x(rows), ldx(stride), num_blocks(g.num_blocks()) {
+        const bool has_zeros = Kind != Code::kFloat8;
+        const bool needs_sums =
+            has_zeros && (g.zeros != nullptr || static_cast<float>(g.zero) != kZero);
+        const int64_t padded = g.num_quads() * kQuad;
+        const bool copies = padded != g.num_inputs;
+        if (!needs_sums && !copies) return;
+        const int64_t num_sums = g.num_rows * num_blocks;
+        float* own = scratch(3, num_sums + (copies ? g.num_rows * padded / 2 : 0));
+        if (copies) {
+            bf16* copy = reinterpret_cast<bf16*>(own + num_sums);
+            for (int64_t row = 0; row < g.num_rows; ++row) {
+                std::memcpy(copy + row * padded, x + row * ldx, g.num_inputs * sizeof(bf16));
+                std::memset(copy + row * padded + g.num_inputs, 0,
+                            (padded - g.num_inputs) * sizeof(bf16));
+            }
+            x = copy;
+            ldx = padded;
+        }
+        if (!needs_sums) return;
+        sums = own;
+        parallel_for(g.num_rows, [&](int64_t row) {
+            for (int64_t block = 0; block < num_blocks; ++block) {
+                const int64_t first = block * g.block_size;
+                own[row * num_blocks + block] =
+                    sum_of(x + row * ldx + first, smaller(g.block_size, g.num_inputs - first));
+            }
+        });
+    }
+
+    template <int R>
+    void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
+        __m512 own[R][2];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) own[r][0] = own[r][1] = _mm512_setzero_ps();
+        const bf16* in = x + row * ldx + block.first;
+        const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
+        for (int64_t quad = 0; quad < num_quads; ++quad) {
+            const uint8_t* from = block.codes + quad * block.kQuadBytes;
+            _mm_prefetch(from + kAheadBytes, _MM_HINT_T0);
+            if (bits_of(Kind) == 8) _mm_prefetch(from + kAheadBytes + 64, _MM_HINT_T0);
+            Pairs codes;
+            decode_pairs<Kind>(from, codes);
+#pragma GCC unroll 2
+            for (int pair = 0; pair < 2; ++pair) {
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r) {
+                    const __m512bh input = broadcast_pair(in + r * ldx + quad * kQuad + 2 * pair);
+                    own[r][0] = _mm512_dpbf16_ps(own[r][0], input, codes[0][pair]);
+                    own[r][1] = _mm512_dpbf16_ps(own[r][1], input, codes[1][pair]);
+                }
+            }
+        }
+        const int64_t at = row * num_blocks + block.first / g.block_size;
+        for (int v = 0; v < 2; ++v) {
+            const Vec scale = load(block.scales + v * 16);
+            const Vec zero = sub(set1(kZero), load(block.zeros + v * 16));
+            for (int r = 0; r < R; ++r) {
+                Vec sum{own[r][v]};
+                if (sums != nullptr) sum = fma(zero, set1(sums[at + r * num_blocks]), sum);
+                float* total = totals + r * kPanel + v * 16;
+                store(total, fma(sum, scale, load(total)));
+            }
+        }
+    }
+
+private:
+    static float sum_of(const bf16* from, int64_t n) {
+        Vec partial = lpx::zero();
+        for (int64_t i = 0; i < n; i += kLanes) {
+            partial = lpx::add(partial, load_n(from + i, n - i));
+        }
+        return lpx::sum(partial);
+    }
+};
+
+#endif
+
 #if defined(__AVX512VNNI__)
 
 // Rows of 16-bit integers in two digits, with a factor for each block.
@@ -351,6 +513,11 @@ void multiply(const CodedProduct& g, const Rows& rows) {
 
 template <Code Kind, class T>
 void multiply_rows(const CodedProduct& g, const T* x, int64_t ldx) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same<T, bf16>::value) {
+        if (uses_pairs()) return multiply<Kind>(g, PairRows<Kind>(g, x, ldx));
+    }
+#endif
 #if defined(__AVX512VNNI__)
     if constexpr (std::is_same<T, bf16>::value && Kind != Code::kFloat8) {
         return multiply<Kind>(g, DigitRows(g, x, ldx));
