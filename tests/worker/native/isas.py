@@ -7,7 +7,7 @@ one takes more than ten seconds.
 import pytest
 
 from loraplex_services.worker.native.bindings import Native
-from loraplex_services.worker.native.build import BuildFailed, build_library
+from loraplex_services.worker.native.build import build_library, find_compiler
 from loraplex_services.worker.native.isa import ISA_FLAGS, host_isas
 
 
@@ -21,10 +21,12 @@ ISAS = [pytest.param(isa, marks=_marks(isa)) for isa in ISA_FLAGS]
 
 
 def native(isa: str) -> Native:
-    """The library with two threads, so that tasks really run next to each other."""
-    try:
-        library = Native(isa, build_library(isa))
-    except BuildFailed as error:
-        pytest.skip(str(error))
+    """The library with two threads, so that tasks really run next to each other.
+
+    Sources that do not compile fail the test: only a missing compiler skips it.
+    """
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    library = Native(isa, build_library(isa))
     library.set_threads(2)
     return library
