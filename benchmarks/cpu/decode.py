@@ -59,6 +59,7 @@ def main() -> None:
         if args.join:
             results, limits = joined(args, limits)
         ours = OurEngine(base, args.dtype, args.cpu_isa, args.arena_bytes)
+        ours.touch()
         loads = {"loraplex": ours.load(folders)}
         sides: dict[str, Any] = {"loraplex": ours}
         if args.second_isa:

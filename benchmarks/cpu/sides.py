@@ -76,6 +76,7 @@ class OurEngine:
         kv_cache_dtype: str = "auto",
         *,
         drafts: bool = False,
+        model_impl: str = "auto",
     ) -> None:
         """Without drafts, so that a step is a token of each request, unless asked for."""
         config = EngineConfig(
@@ -97,6 +98,7 @@ class OurEngine:
             cpu_isa=cpu_isa,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            model_impl=model_impl,
         )
         self.dtype = runner.model_info().dtype
         self._threads = torch.get_num_threads()
@@ -105,6 +107,11 @@ class OurEngine:
         self._num_requests = 0
         self.outputs: list[list[int]] = []
         """Token ids of the last run's requests."""
+
+    def touch(self) -> None:
+        """Write every byte of the arena, as a worker has that has served for a while. Virtual
+        machines may need milliseconds for each megabyte that is written for the first time."""
+        self._timed.arena.data.zero_()
 
     def load(self, folders: list[Path]) -> list[float]:
         """Make adapters resident; seconds of each, from its packed image, which a worker makes
