@@ -205,13 +205,15 @@ def make_files(family: Family, folder: Path, num_adapters: int) -> tuple[Path, l
     lora = peft.LoraConfig(
         r=RANK, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
     )
-    for adapter in range(num_adapters):
-        if adapter == 0:
-            model = peft.get_peft_model(model, lora, adapter_name="0")
+    # No bare numbers: PEFT would take `layers.1` for a part of the adapter's name.
+    names = [f"adapter-{i}" for i in range(num_adapters)]
+    for name in names:
+        if name == names[0]:
+            model = peft.get_peft_model(model, lora, adapter_name=name)
         else:
-            model.add_adapter(str(adapter), lora)
+            model.add_adapter(name, lora)
     model.save_pretrained(folder / "adapters")
-    return folder / "base", [folder / "adapters" / str(i) for i in range(num_adapters)]
+    return folder / "base", [folder / "adapters" / name for name in names]
 
 
 def table(lines: dict[str, Any]) -> str:
