@@ -82,13 +82,14 @@ class Native:
         self.has_tiles: bool = self._library.lpx_tile_items(1, 1) > 0
         """Whether bfloat16 dot products, and so products of tiles, are compiled in."""
         self.uses_pairs = self.choose_pairs(None)
-        """Whether low-rank updates in bfloat16 use dot products."""
+        """Whether low-rank updates and products of codes in bfloat16 use dot products."""
         self.prefers_tiles: bool = self._library.lpx_prefers_tiles() > 0
         """Whether `linear_tiles` is faster than `linear` of bfloat16."""
 
     def choose_pairs(self, wanted: bool | None) -> bool:
-        """Whether low-rank updates in bfloat16 use dot products from now on: as wanted, or, if that
-        is None, where a measurement of 0.1 ms finds them faster than float32 vectors."""
+        """Whether low-rank updates and products of codes in bfloat16 use dot products from now on:
+        as wanted, or, if that is None, where a measurement of 0.1 ms finds them faster than float32
+        vectors."""
         choice = -1 if wanted is None else int(wanted)
         return bool(self._library.lpx_choose_pairs(choice))
 

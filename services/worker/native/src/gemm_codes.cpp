@@ -143,17 +143,16 @@ struct WideRows {
 
     // totals[r][32] += the block's product with R rows.
     template <int R, Code Kind>
-    void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
+    void add(const CodedProduct&, const Block<Kind>& block, int64_t row, float* totals) const {
         for (int first = 0; first < kPanel; first += 2 * kLanes) {
-            add_part<R>(g, block, row, first, totals + first);
+            add_part<R>(block, row, first, totals + first);
         }
     }
 
 private:
     // Two vectors of outputs.
     template <int R, Code Kind>
-    void add_part(const CodedProduct& g, const Block<Kind>& block, int64_t row, int first,
-                  float* totals) const {
+    void add_part(const Block<Kind>& block, int64_t row, int first, float* totals) const {
         Vec sums[R][2], zeros[2];
         for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = lpx::zero();
         for (int v = 0; v < 2; ++v) zeros[v] = load(block.zeros + first + v * kLanes);
@@ -202,7 +201,7 @@ constexpr float pair_zero_of(Code kind) {
     return kind == Code::kInt8 ? 128.0f : kind == Code::kInt4 ? 8.0f : 0.0f;
 }
 
-// Floats that bfloat16 holds exactly, side by side.
+// Lane by lane, two floats that bfloat16 holds exactly.
 inline __m512bh pair_of(__m512 first, __m512 second) {
     const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
     return (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(second));

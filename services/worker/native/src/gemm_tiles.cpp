@@ -11,8 +11,8 @@
 #include "tiles.h"
 #include "vec.h"
 
-// Whether low-rank updates in bfloat16 use dot products from now on: 1, 0, or -1 = where they are fast.
-// Returns what was chosen.
+// Whether low-rank updates and products of codes in bfloat16 use dot products from now on: 1, 0, or -1 =
+// where they are fast. Returns what was chosen.
 LPX_EXPORT int64_t lpx_choose_pairs([[maybe_unused]] int64_t choice) {
 #if defined(__AVX512BF16__)
     lpx::chosen_pairs = static_cast<int>(choice);
