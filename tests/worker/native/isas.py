@@ -4,11 +4,14 @@
 one takes more than ten seconds.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.build import build_library, find_compiler
-from loraplex_services.worker.native.isa import ISA_FLAGS, host_isas
+from loraplex_services.worker.native.isa import ISA_FLAGS, LEVELS, host_isas
 
 
 def _marks(isa: str) -> list[pytest.MarkDecorator]:
@@ -18,6 +21,12 @@ def _marks(isa: str) -> list[pytest.MarkDecorator]:
 
 
 ISAS = [pytest.param(isa, marks=_marks(isa)) for isa in ISA_FLAGS]
+PAIRED = [
+    pytest.param((isa, True), marks=_marks(isa), id=f"{isa}-pairs")
+    for isa in ISA_FLAGS
+    if LEVELS[isa].half_wins
+]
+"""The levels with dot products of bfloat16 pairs, for `native_choosing`."""
 
 
 def native(isa: str) -> Native:
@@ -30,3 +39,14 @@ def native(isa: str) -> Native:
     library = Native(isa, build_library(isa))
     library.set_threads(2)
     return library
+
+
+@contextlib.contextmanager
+def native_choosing(path: str | tuple[str, bool]) -> Iterator[Native]:
+    """The library of a parameter of `ISAS` without dot products of pairs where there is a choice,
+    or of `PAIRED` with them, whichever this processor does faster."""
+    isa, in_pairs = (path, False) if isinstance(path, str) else path
+    library = native(isa)
+    assert library.choose_pairs(in_pairs) == in_pairs
+    yield library
+    library.choose_pairs(None)

@@ -8,12 +8,14 @@ import torch
 from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.cpu import CodedLinear, is_readable
 from loraplex_services.worker.ops.linear.reference import linear
-from tests.worker.native.isas import ISAS, native
+from tests.worker.native.isas import ISAS, PAIRED, native_choosing
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=[*ISAS, *PAIRED])
 def compiled(request):
-    return native(request.param)
+    """Bfloat16 rows are read in digits or widened, and in pairs, whichever is faster here."""
+    with native_choosing(request.param) as library:
+        yield library
 
 
 FLOATS = torch.arange(256, dtype=torch.uint8).view(FLOAT8)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loraplex_services.worker.native.isa import LEVELS
 from loraplex_services.worker.ops.lora import reference
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.cpu import NativeLora
@@ -17,19 +16,12 @@ from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.ops.lora.runs import RowRun, row_runs
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
-from tests.worker.native.isas import ISAS, native
+from tests.worker.native.isas import ISAS, PAIRED, native_choosing
 
 SITE, NUM_SITES = 3, 5
 NUM_ADAPTERS = 7
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 SHAPES = [(1, 1, 1), (7, 33, 5), (31, 65, 130), (64, 100, 257)]
-
-
-PAIRED = [
-    pytest.param((*param.values, True), marks=param.marks, id=f"{param.values[0]}-pairs")
-    for param in ISAS
-    if LEVELS[param.values[0]].half_wins
-]
 
 
 @contextlib.contextmanager
@@ -38,11 +30,8 @@ def update_of(path):
     if path == "torch":
         yield portable.add_lora
         return
-    isa, in_pairs = (path, False) if isinstance(path, str) else path
-    library = native(isa)
-    assert library.choose_pairs(in_pairs) == in_pairs
-    yield NativeLora(library).add_lora
-    library.choose_pairs(None)
+    with native_choosing(path) as library:
+        yield NativeLora(library).add_lora
 
 
 @pytest.fixture(params=["torch", *ISAS, *PAIRED])
