@@ -188,6 +188,8 @@ def _next_projections(config: RecurrenceConfig) -> tuple[Modules, Split]:
         )
         b, a = second.unflatten(-1, (num_heads, -1)).split((shared, shared), dim=-1)
         qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
-        return qkv, gates.flatten(1), b.flatten(1), a.flatten(1)
+        # With one value head for each key head, `flatten` leaves every second column.
+        b, a = (x.flatten(1).contiguous() for x in (b, a))
+        return qkv, gates.flatten(1), b, a
 
     return tuple(zip(names, widths, strict=True)), split

@@ -18,9 +18,11 @@ from loraplex.errors import InvalidAdapter, LoraplexError, Unsupported
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.runner.parallel.group import check_group
 from tests.worker.parity.adapters import draw, make_adapter
-from tests.worker.parity.bases import TinyBase, make_base
+from tests.worker.parity.bases import BASES, DELTA_NETS, TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.near_tie import Verdict
 from tests.worker.parity.runners import parity_runner
+from tests.worker.parity.suite import MAX_LOGPROB_ERROR, judge, make_jobs, stage_of
 
 PUBLISHED = {
     "attn_output_gate": True,
@@ -92,6 +94,22 @@ def test_a_base_as_published_equals_the_one_that_transformers_writes(
         assert outputs_of(published, adapters) == outputs_of(base.folder, adapters)
     what = "multimodal" if base.is_multimodal else "layers that predict further tokens"
     assert any(what in record.message for record in caplog.records), "nothing is said of the rest"
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
+def test_a_base_with_as_many_key_heads_as_value_heads_equals_peft(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, near_ties: Verdict
+) -> None:
+    class_name, changes = BASES[name]
+    equal = {"linear_num_value_heads": DELTA_NETS["linear_num_key_heads"]}
+    monkeypatch.setitem(BASES, f"{name}-equal-heads", (class_name, {**changes, **equal}))
+    base = make_base(f"{name}-equal-heads", tmp_path / "base")
+    stage = stage_of(base, ["delta-nets", "rank-16-mlp"], tmp_path)
+    jobs = make_jobs(stage, 0, 12, stagger=True)
+    stage.driver.run([job for _, job in jobs], chunk=17)
+    for feature, verdict, error in judge(stage, jobs):
+        near_ties.add(verdict)
+        assert error < MAX_LOGPROB_ERROR, feature
 
 
 @pytest.fixture(scope="module")
