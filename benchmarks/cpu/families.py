@@ -3,7 +3,8 @@
     python -m benchmarks run cpu.families [--only qwen3,gemma4] [--requests 8] [--repetitions 3]
 
 Random weights, stored in bfloat16; greedy; all requests at once, first without adapters and then
-each with an adapter of its own, as PEFT writes them, on every linear. The sides alternate. Families
+each with an adapter of its own, as PEFT writes them, on every linear (on attention only in two
+families with experts). The sides alternate. Families
 with code here run with it. The others, and some of ours again, run through the transformers library
 (`--model-impl transformers`). Prints the ratios of each family and writes
 `results/<machine>/cpu_families.json`; with `--only`, other families keep their lines. Numbers
@@ -67,6 +68,8 @@ GPT_OSS: dict[str, Any] = {
     "head_dim": 64,
 }
 RANK = 16
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+"""For families in which PEFT moves other names to experts, and mixes no batches with these."""
 NATIVE, LIBRARY = "native", "transformers"
 RATIOS = ("wall_s", "cpu_s", "step_s", "step_cpu_s", "first_token_s")
 
@@ -79,6 +82,7 @@ class Family(NamedTuple):
     changes: dict[str, Any]
     """Over `COMMON`."""
     model_impl: str = NATIVE
+    target_modules: str | list[str] = "all-linear"
 
 
 FAMILIES = {
@@ -87,9 +91,9 @@ FAMILIES = {
     "ministral3": Family("Ministral3Config", {"head_dim": 64}),
     "qwen2": Family("Qwen2Config", {}),
     "qwen3": Family("Qwen3Config", {"head_dim": 64}),
-    "qwen3-moe": Family("Qwen3MoeConfig", {"head_dim": 64, **EXPERTS}),
+    "qwen3-moe": Family("Qwen3MoeConfig", {"head_dim": 64, **EXPERTS}, NATIVE, ATTENTION),
     "qwen3.5": Family("Qwen3_5TextConfig", DELTA_NETS),
-    "qwen3-next": Family("Qwen3NextConfig", {**DELTA_NETS, **EXPERTS}),
+    "qwen3-next": Family("Qwen3NextConfig", {**DELTA_NETS, **EXPERTS}, NATIVE, ATTENTION),
     "gemma2": Family("Gemma2Config", {"head_dim": 64}),
     "gemma3": Family("Gemma3TextConfig", {"head_dim": 64}),
     "gemma4": Family("Gemma4TextConfig", GEMMA4),
@@ -203,7 +207,10 @@ def make_files(family: Family, folder: Path, num_adapters: int) -> tuple[Path, l
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "base")
     lora = peft.LoraConfig(
-        r=RANK, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+        r=RANK,
+        target_modules=family.target_modules,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
     )
     # No bare numbers: PEFT would take `layers.1` for a part of the adapter's name.
     names = [f"adapter-{i}" for i in range(num_adapters)]
