@@ -81,7 +81,12 @@ class Readiness:
         """Why the gateway is not ready; "" if it is."""
         if self._is_draining:
             return "draining"
-        return "" if self._was_ready else self._first_missing()
+        if self._was_ready:
+            return ""
+        # Whoever sees it ready first latches it: a worker may be gone before the next poll.
+        missing = self._first_missing()
+        self._was_ready = not missing
+        return missing
 
     def end(self) -> None:
         """Start draining: the gateway is never ready again."""
@@ -89,9 +94,8 @@ class Readiness:
 
     async def wait(self) -> None:
         """Return when ready."""
-        while self._first_missing():
+        while self.missing():
             await asyncio.sleep(_READY_POLL_S)
-        self._was_ready = True
         logger.info("ready")
 
 

@@ -15,6 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from loraplex.errors import AlreadyExists
+from loraplex_services.gateway.gateway import Readiness
 from loraplex_services.gateway.workers.fleet import Fleet
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import start_registry
@@ -114,3 +115,12 @@ async def test_a_gateway_of_which_a_part_fails_gives_up(
     monkeypatch.setattr(Fleet, "run", fail)
     await stack.start(ready=False)
     await eventually(lambda: "the fleet failed" in str(stack.running.error))
+
+
+def test_readiness_latches_when_it_is_first_seen() -> None:
+    missing = ["", "waiting for the first ready worker"]
+    readiness = Readiness(lambda: missing.pop(0))
+    assert readiness.missing() == ""
+    assert readiness.missing() == "", "the worker left before the next poll"
+    readiness.end()
+    assert readiness.missing() == "draining"
