@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from loraplex import BlockingRegistry, Credentials, Publication
+from tests.processes import processes_running
 
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "demo"
@@ -100,20 +101,16 @@ class Stack:
 
     def service(self, module: str) -> psutil.Process:
         """The process that runs `python -m MODULE` under this stack."""
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                if module in child.cmdline():
-                    return child
-            except psutil.NoSuchProcess:
-                continue
+        for child in processes_running(self.process.pid, module):
+            return child
         raise LookupError(f"no process runs {module}")
 
     def evidence(self) -> str:
         """Where all services are, and what the gateway counts: for a request that hangs."""
         log = Path(f"{self.state_dir}.log")
         begin = log.stat().st_size
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            if any(module in child.cmdline() for module in TELLING):
+        for module in TELLING:
+            for child in processes_running(self.process.pid, module):
                 child.send_signal(signal.SIGUSR2)
         time.sleep(2.0)
         with log.open() as file:

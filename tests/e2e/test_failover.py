@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from demo.skills import held_out
 from tests.e2e.stack import ADAPTERS, BASE, BASE_ID, Stack, eventually, start
+from tests.processes import processes_running
 
 NUM_CLIENTS = 6
 MOST_MISSES = 3
@@ -121,8 +122,7 @@ class Load:
 
 def workers(stack: Stack) -> list[psutil.Process]:
     """The API server processes of the workers."""
-    children = psutil.Process(stack.process.pid).children(recursive=True)
-    return [child for child in children if "loraplex_services.worker" in child.cmdline()]
+    return list(processes_running(stack.process.pid, "loraplex_services.worker"))
 
 
 def metric(stack: Stack, name: str) -> float:

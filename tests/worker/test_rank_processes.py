@@ -10,6 +10,7 @@ import grpc
 import psutil
 import pytest
 
+from tests.processes import processes_running
 from tests.worker.worker_process import (
     PATIENCE_S,
     SessionCall,
@@ -33,7 +34,7 @@ def worker() -> Iterator[WorkerProcess]:
 
 
 def other_rank(worker: WorkerProcess) -> psutil.Process:
-    [rank] = [p for p in worker.engine().children() if RANK_MODULE in p.cmdline()]
+    [rank] = processes_running(worker.engine().pid, RANK_MODULE)
     return rank
 
 

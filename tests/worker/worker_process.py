@@ -23,6 +23,7 @@ from loraplex.api.error_wire import from_detail
 from loraplex.errors import LoraplexError
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_services.common.objects.opening import open_store
+from tests.processes import processes_running
 from tests.worker import tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -90,8 +91,7 @@ class WorkerProcess:
     def engine(self) -> psutil.Process:
         """The engine process."""
         assert self.process is not None
-        children = psutil.Process(self.process.pid).children()
-        [engine] = [c for c in children if "loraplex_services.worker.engine.process" in c.cmdline()]
+        [engine] = processes_running(self.process.pid, "loraplex_services.worker.engine.process")
         return engine
 
     @contextlib.asynccontextmanager
