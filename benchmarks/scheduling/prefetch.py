@@ -33,7 +33,7 @@ NUM_ADAPTERS = 2000
 COPY_BYTES_PER_S = {"host": 12e9, "disk": 1e9}
 NUM_SLOTS = {"slots": 16, "memory": 256}
 """By what bounds the batch."""
-IDLE_COLUMNS = ("place_idle_s", "of_idle_without", "new_idle_s", "of_avoidable")
+IDLE_COLUMNS = ("idle_row_s", "of_idle_without", "new_idle_s", "of_avoidable")
 RANKS = ranks_of(RANK_MIXES["S2"], NUM_ADAPTERS)
 
 
@@ -53,7 +53,7 @@ def measure(fleet_: SimulatedFleet, workload: Workload) -> dict[str, float]:
     outcomes = simulation.run(generate(workload))
     summary, tally = summarize(outcomes), simulation.tally
     return {
-        "place_idle_s": tally.place_idle_s,
+        "idle_row_s": tally.idle_row_s,
         "new_idle_s": tally.new_idle_s,
         "first_token_mean_s": summary.first_token.mean_s,
         "requests_per_s": summary.requests_per_s,
@@ -84,9 +84,9 @@ def main() -> None:
                     for seed in range(args.seeds)
                 ]
                 run = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
-                idle_s = idle_s or run["place_idle_s"]
-                run["of_idle_without"] = run["place_idle_s"] / idle_s if idle_s else 0.0
-                rest_s = run["place_idle_s"] - run["new_idle_s"]
+                idle_s = idle_s or run["idle_row_s"]
+                run["of_idle_without"] = run["idle_row_s"] / idle_s if idle_s else 0.0
+                rest_s = run["idle_row_s"] - run["new_idle_s"]
                 avoidable_s = avoidable_s or rest_s
                 run["of_avoidable"] = rest_s / avoidable_s if avoidable_s else 0.0
                 setting_ = {"bound": bound, "copies_from": source, "share": share}

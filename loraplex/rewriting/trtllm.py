@@ -35,14 +35,14 @@ from loraplex.rewriting.trtllm_modules import (
     LAST_ID,
     MLP_H_TO_4H,
     BaseLinears,
-    TrtllmPlace,
-    place_of,
+    TrtllmModule,
+    trtllm_module_of,
 )
 
 WEIGHTS_FILE = "model.lora_weights.npy"
 CONFIG_FILE = "model.lora_config.npy"
 _NPY_DTYPES = {"F16": "<f2", "F32": "<f4", "BF16": "|V2"}
-_NO_PLACE = ("lora_bias", "token_delta", "full", "base_copy", "bias")
+_UNREPRESENTED = ("lora_bias", "token_delta", "full", "base_copy", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def to_trtllm(
     for field in ("alora_invocation_tokens", "rope_scaling"):
         if getattr(adapter.report.config, field) is not None:
             value = adapter.config.get(field)
-            _refuse(f"{PEFT_CONFIG}:{field}", value, "has no place in TensorRT-LLM's format")
+            _refuse(f"{PEFT_CONFIG}:{field}", value, "cannot be expressed in TensorRT-LLM's format")
     rows = _rows(adapter, geometry, None if base is None else CheckpointFolder(base))
     order = sorted(rows)
     is_dora = any(row.gain is not None for row in rows.values())
@@ -118,15 +118,15 @@ def _rows(
     rows: dict[tuple[int, int], _Row] = {}
     experts: dict[tuple[int, int], dict[int, _Row]] = {}
     for module in adapter.report.modules:
-        place = _place(module)
+        target = _trtllm_module(module)
         row = _row(adapter, module, base)
-        if place.expert is not None:
-            for number, half in _halves(place, row):
-                experts.setdefault((place.layer, number), {})[place.expert] = half
+        if target.expert is not None:
+            for number, half in _halves(target, row):
+                experts.setdefault((target.layer, number), {})[target.expert] = half
             continue
-        if place.leaf == FUSED_MLP:
+        if target.leaf == FUSED_MLP:
             row = _with_swapped_halves(row)
-        rows[place.layer, place.number] = row
+        rows[target.layer, target.number] = row
     for (layer, number), by_index in experts.items():
         if geometry is None:
             _need_base("the files of one adapter may not name all experts")
@@ -135,7 +135,9 @@ def _rows(
 
 
 def _row(adapter: Opened, module: AdapterModule, base: CheckpointFolder | None) -> _Row:
-    assert module.a is not None and module.b is not None, "a linear's pair, checked by _place"
+    assert module.a is not None and module.b is not None, (
+        "a linear's pair, checked by _trtllm_module"
+    )
     a, b = adapter.tensor(module.a), adapter.tensor(module.b)
     if module.expert is not None:
         index = module.expert.index
@@ -148,10 +150,10 @@ def _row(adapter: Opened, module: AdapterModule, base: CheckpointFolder | None) 
     return _Row(module.rank, a, b, adapter.tensor(module.magnitude).reshape(-1) / norms)
 
 
-def _halves(place: TrtllmPlace, row: _Row) -> Iterator[tuple[int, _Row]]:
+def _halves(target: TrtllmModule, row: _Row) -> Iterator[tuple[int, _Row]]:
     """The row of an expert; two rows if gate and up are one parameter and share A."""
-    if place.leaf != FUSED_MLP:
-        yield place.number, row
+    if target.leaf != FUSED_MLP:
+        yield target.number, row
         return
     middle = len(row.b) // 2
     yield 13, _Row(row.rank, row.a, row.b[:middle])
@@ -261,16 +263,18 @@ def _norms(base: CheckpointFolder | None, name: str, a: Array, b: Array) -> Arra
     return norms
 
 
-def _place(module: AdapterModule) -> TrtllmPlace:
-    """The position of a module in the format. Raises InvalidAdapter if it has none."""
-    for part in _NO_PLACE:
+def _trtllm_module(module: AdapterModule) -> TrtllmModule:
+    """How the format names a module. Raises InvalidAdapter if it has none."""
+    for part in _UNREPRESENTED:
         info = getattr(module, part)
         if info is not None:
-            _refuse(f"{TENSOR_FILE}:{info.name}", part, "has no place in TensorRT-LLM's format")
-    place = place_of(module.name)
-    if place is None or module.a is None:
+            _refuse(
+                f"{TENSOR_FILE}:{info.name}", part, "cannot be expressed in TensorRT-LLM's format"
+            )
+    target = trtllm_module_of(module.name)
+    if target is None or module.a is None:
         _refuse(f"{TENSOR_FILE}:{module.name}", module.name, "has no TensorRT-LLM module id")
-    return place
+    return target
 
 
 def _read(folder: Path) -> tuple[Array, npt.NDArray[np.int64]]:

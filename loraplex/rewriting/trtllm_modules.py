@@ -41,8 +41,8 @@ _EXPERT = re.compile(r"(\w+\.experts)\.(\d+)\.(\w+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class TrtllmPlace:
-    """The position of a module in the format."""
+class TrtllmModule:
+    """How the format names a module."""
 
     layer: int
     number: int
@@ -52,8 +52,8 @@ class TrtllmPlace:
     expert: int | None = None
 
 
-def place_of(name: str) -> TrtllmPlace | None:
-    """The position of a base's module; None if the format has none."""
+def trtllm_module_of(name: str) -> TrtllmModule | None:
+    """How the format names a module of a base; None if it cannot."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return None
@@ -62,9 +62,9 @@ def place_of(name: str) -> TrtllmPlace | None:
     expert = _EXPERT.fullmatch(inner)
     if expert is not None:
         number = 13 if leaf == FUSED_MLP else _EXPERT_IDS.get(leaf)
-        return None if number is None else TrtllmPlace(layer, number, leaf, int(expert[2]))
+        return None if number is None else TrtllmModule(layer, number, leaf, int(expert[2]))
     found = _IDS.get(inner)
-    return None if found is None else TrtllmPlace(layer, found, leaf)
+    return None if found is None else TrtllmModule(layer, found, leaf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class LargeMessages:
 
     def __init__(self, share: float = LOOP_SHARE) -> None:
         self._share = share
-        self._turns = TenantSlots(
+        self._slots = TenantSlots(
             _MAX_TENANTS, max_held=1, max_waiting_per_tenant=MAX_WAITING_MESSAGES_PER_TENANT
         )
 
@@ -43,10 +43,10 @@ class LargeMessages:
         """
         if num_bytes <= MAX_SMALL_MESSAGE_BYTES or caller.key_id in SERVICE_KEY_IDS:
             return
-        await self._turns.take(caller.tenant, "large messages")
+        await self._slots.take(caller.tenant, "large messages")
         asyncio.get_running_loop().call_soon(self._rest, caller.tenant, time.thread_time())
 
     def _rest(self, tenant: str, begin_s: float) -> None:
         """Called when the task that is being served waits."""
         rest_s = (time.thread_time() - begin_s) / self._share
-        asyncio.get_running_loop().call_later(rest_s, self._turns.give, tenant)
+        asyncio.get_running_loop().call_later(rest_s, self._slots.give, tenant)

@@ -54,7 +54,7 @@ class Tally:
     steps: int = 0
     loads: int = 0
     preemptions: int = 0
-    place_idle_s: float = 0.0
+    idle_row_s: float = 0.0
     """Slot seconds that were idle because adapters were being copied."""
     new_idle_s: float = 0.0
     """The part of requests that came while the batch was not full."""
@@ -118,8 +118,8 @@ class Simulation:
         self._flights: dict[str, _Flight] = {}
         self._outcomes: dict[int, RequestOutcome] = {}
         self._rng = random.Random(0)
-        self._turns: list[tuple[float, int]] = []
-        """When workers begin or end a step, soonest first; only `next_turn_s` is true."""
+        self._events: list[tuple[float, int]] = []
+        """When workers begin or end a step, soonest first; only `next_event_s` is true."""
         self._timer: asyncio.TimerHandle | None = None
         """Timer for the first of them."""
         self.tally = Tally()
@@ -136,7 +136,7 @@ class Simulation:
             worker.engine.check_integrity()
         self.tally.steps = sum(w.view().load.steps for w in self._workers)
         self.tally.preemptions = sum(w.engine.scheduler.num_preemptions for w in self._workers)
-        self.tally.place_idle_s = sum(worker.place_idle_s for worker in self._workers)
+        self.tally.idle_row_s = sum(worker.idle_row_s for worker in self._workers)
         self.tally.new_idle_s = sum(worker.new_idle_s for worker in self._workers)
         return [self._outcomes[number] for number in range(len(trace))]
 
@@ -154,7 +154,7 @@ class Simulation:
         await asyncio.sleep(_TO_GATE * outside_s)
         flight = _Flight(loop.create_future(), None, _BACK_TO_GATE * outside_s)
         try:
-            reason = await self._placed(number, request, flight, _TO_WORKER * outside_s)
+            reason = await self._submitted(number, request, flight, _TO_WORKER * outside_s)
         except LoraplexError as error:
             flight.end_s, reason = loop.time(), error.reason
         back_s = (1.0 - _TO_GATE - _TO_WORKER) * outside_s
@@ -168,7 +168,7 @@ class Simulation:
             reason=reason,
         )
 
-    async def _placed(
+    async def _submitted(
         self, number: int, request: TracedRequest, flight: _Flight, to_worker_s: float
     ) -> str:
         """Run a request from the gateway to the last token; returns why it did not finish, if it
@@ -194,31 +194,31 @@ class Simulation:
                 gateway.end(key)
 
     def _line_up(self, worker: SimulatedWorker) -> None:
-        if (moment_s := worker.next_turn_s) < math.inf:
-            heapq.heappush(self._turns, (moment_s, worker.index))
-            self._wake_at(self._turns[0][0])
+        if (moment_s := worker.next_event_s) < math.inf:
+            heapq.heappush(self._events, (moment_s, worker.index))
+            self._wake_at(self._events[0][0])
 
     def _wake_at(self, moment_s: float) -> None:
         if self._timer is None or moment_s < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(moment_s, self._take_turns)
+            self._timer = self._loop.call_at(moment_s, self._advance_workers)
 
-    def _take_turns(self) -> None:
+    def _advance_workers(self) -> None:
         """Run all workers until the next event."""
         self._timer = None
-        while self._turns:
-            moment_s, index = self._turns[0]
+        while self._events:
+            moment_s, index = self._events[0]
             if moment_s > self._loop.time() and not self._loop.pass_until(moment_s):
                 self._wake_at(moment_s)
                 return
-            heapq.heappop(self._turns)
+            heapq.heappop(self._events)
             worker = self._workers[index]
-            if moment_s == worker.next_turn_s:  # else something came in between, with its own turn
-                if (output := worker.take_turn()) is not None:
+            if moment_s == worker.next_event_s:  # else another event of this worker came first
+                if (output := worker.advance()) is not None:
                     self._take_in(output, moment_s)
-                if (next_s := worker.next_turn_s) < math.inf:
-                    heapq.heappush(self._turns, (next_s, index))
+                if (next_s := worker.next_event_s) < math.inf:
+                    heapq.heappush(self._events, (next_s, index))
 
     def _take_in(self, output: StepOutput, now_s: float) -> None:
         self.tally.loads += len(output.copies_s)

@@ -64,7 +64,7 @@ class SimulatedWorker:
         self._output: StepOutput | None = None
         """Output of the current step."""
         self._view: WorkerView | None = None
-        self.place_idle_s = 0.0
+        self.idle_row_s = 0.0
         """Over all slots: how long one was free for a request that waited for a copy."""
         self.new_idle_s = 0.0
         """The part for requests that came after the batch was last full: there was no time at
@@ -106,13 +106,13 @@ class SimulatedWorker:
         return max(now, min(arrival_s, patience_s, self._runner.next_copy_s))
 
     @property
-    def next_turn_s(self) -> float:
+    def next_event_s(self) -> float:
         """When the current step ends or the next one begins."""
         return self.next_step_s if self._output is None else self.clock.now_s
 
-    def take_turn(self) -> StepOutput | None:
+    def advance(self) -> StepOutput | None:
         """End the current step, which yields its output, and begin the next one if it is time."""
-        output, now_s = self._output, self.next_turn_s
+        output, now_s = self._output, self.next_event_s
         if output is not None:
             self._take_in(output)
             self._output = None
@@ -122,19 +122,19 @@ class SimulatedWorker:
 
     def _step(self, now_s: float) -> StepOutput:
         """Run one step; its output belongs to the time of the clock afterwards."""
-        self._count_idle_places(now_s - self.clock.now_s)
+        self._count_idle_rows(now_s - self.clock.now_s)
         self.clock.advance_to(now_s)
         commands: list[Command] = []
         while self._inbox and self._inbox[0][0] <= now_s:
             commands.append(heapq.heappop(self._inbox)[2])
         begin_s = self.clock.now_s
         output = self.engine.step(commands)
-        self._count_idle_places(self.clock.now_s - begin_s)
+        self._count_idle_rows(self.clock.now_s - begin_s)
         self._stalls = 0 if commands or output.tokens or output.failures else self._stalls + 1
         assert self._stalls < DEADLOCK_STALLS, "requests wait for something that never comes"
         return output
 
-    def _count_idle_places(self, elapsed_s: float) -> None:
+    def _count_idle_rows(self, elapsed_s: float) -> None:
         scheduler = self.engine.scheduler
         num_free = self._max_running - scheduler.num_running
         if scheduler.is_full:  # memory holds for one of them at least
@@ -144,7 +144,7 @@ class SimulatedWorker:
         num_idle = min(num_free, scheduler.num_awaiting_copies)
         if num_idle and elapsed_s > 0.0:
             num_new = sum(request.arrival_s > self._full_s for request in scheduler.waiting)
-            self.place_idle_s += num_idle * elapsed_s
+            self.idle_row_s += num_idle * elapsed_s
             self.new_idle_s += min(num_idle, num_new) * elapsed_s
 
     def _take_in(self, output: StepOutput) -> None:

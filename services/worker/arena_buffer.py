@@ -84,8 +84,8 @@ class KvBuffer:
             num_bytes = groups.plane_bytes(group.heads)
             used = arena.data[:, : 2 * len(group.layers) * num_bytes]
             planes = used.unflatten(1, (-1, num_bytes))
-            for place, layer in enumerate(group.layers):
-                both = planes[:, 2 * place], planes[:, 2 * place + 1]
+            for index, layer in enumerate(group.layers):
+                both = planes[:, 2 * index], planes[:, 2 * index + 1]
                 self._planes[layer] = self._items(both[0], group), self._items(both[1], group)
                 if groups.scale_bytes:
                     scales = (self._own_scales(plane, group) for plane in both)

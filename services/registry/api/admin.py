@@ -45,7 +45,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._openings = TenantSlots(MAX_OPENINGS, max_held=MAX_OPENINGS_PER_TENANT)
-        self._chunk_turns = TenantSlots(MAX_UPLOAD_STREAMS, max_held=1)
+        self._chunk_slots = TenantSlots(MAX_UPLOAD_STREAMS, max_held=1)
         self._upload_streams = TenantSlots(
             MAX_UPLOAD_STREAMS, max_held=MAX_UPLOAD_STREAMS_PER_TENANT
         )

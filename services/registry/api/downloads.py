@@ -59,9 +59,9 @@ async def chunks_of(
                 if not reader_verifies:
                     digest.update(block)
                 for begin in range(0, len(block), CHUNK_BYTES):
-                    piece = block[begin : begin + CHUNK_BYTES]
-                    yield Chunk(file.path, offset, piece)
-                    offset += len(piece)
+                    data = block[begin : begin + CHUNK_BYTES]
+                    yield Chunk(file.path, offset, data)
+                    offset += len(data)
         if not reader_verifies and digest.hexdigest() != file.sha256:
             raise DataLoss(f"{file.path} of {version.digest} is damaged in the store")
 

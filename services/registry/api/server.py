@@ -79,7 +79,7 @@ class RegistryService(AdminService):
                     "upload_id", "", "the first message must name the upload"
                 )
             session = await self._session(first.upload_id)
-            chunks = _chunks(first, self._in_turn(parts))
+            chunks = _chunks(first, self._one_at_a_time(parts))
             state = await self._registry.uploads.receive(session, first.path, first.offset, chunks)
         return pb.UploadPartResponse(progress=convert.progress_to_proto(state))
 
@@ -312,13 +312,13 @@ class RegistryService(AdminService):
         bases = await self._registry.bases.all()
         return pb.ListBasesResponse(bases=[convert.base_to_proto(base) for base in bases])
 
-    async def _in_turn(
+    async def _one_at_a_time(
         self, parts: AsyncIterator[pb.UploadPartRequest]
     ) -> AsyncIterator[pb.UploadPartRequest]:
         """Pass on one message of a tenant's streams in each cycle of the event loop: receiving one
         takes the loop a millisecond, for which calls of others wait at each of their steps."""
         async for part in parts:
-            async with self._chunk_turns.held(caller_access().tenant, "chunks"):
+            async with self._chunk_slots.held(caller_access().tenant, "chunks"):
                 await asyncio.sleep(0)
             yield part
 

@@ -149,7 +149,7 @@ class Publisher:
         sha256 = source.file.sha256
         if [segment.key for segment in source.segments] != [layout.blob(sha256)]:
             return await self._uploads.reopen(session.upload_id, damage.path)
-        await self._uploads.want_in_place_of(session, sha256)
+        await self._uploads.mark_damaged(session, sha256)
         message = f"{damage.path} is damaged in the store; send it again"
         raise Blocked(message, reason="UPLOAD_INCOMPLETE") from damage
 

@@ -289,7 +289,7 @@ class Uploads:
         async for info in self._store.list_objects(f"{layout.upload_parts(upload_id)}{index:03d}/"):
             await self._store.delete(info.key)
 
-    async def want_in_place_of(self, session: UploadSession, sha256: str) -> None:
+    async def mark_damaged(self, session: UploadSession, sha256: str) -> None:
         """Require a file whose blob in the store is damaged to be sent again."""
         wanting = replace(session, damaged=(*session.damaged, sha256))
         await self._store.put(layout.upload_session(session.upload_id), encode(wanting))

@@ -49,7 +49,7 @@ def admit(request: Request, facts: Sequence[AdapterFacts], base: BaseFacts) -> N
     _check_length(request, min(context, base.context_tokens) if base.caps_context else context)
     invoked = [fact.invocation_tokens for fact in facts if fact.invocation_tokens]
     if invoked:
-        request.adapters_from = last_place(request.prompt_ids, invoked[0])
+        request.adapters_from = last_occurrence(request.prompt_ids, invoked[0])
         request.prefix_hashes.clear()
     if len(facts) == 1:
         request.own_eos_ids = tuple(facts[0].eos_token_ids)
@@ -68,7 +68,7 @@ def _check_task(request: Request, facts: Sequence[AdapterFacts]) -> None:
         raise InvalidRequest.field("adapters", task, why)
 
 
-def last_place(prompt_ids: Sequence[int], tokens: Sequence[int]) -> int:
+def last_occurrence(prompt_ids: Sequence[int], tokens: Sequence[int]) -> int:
     """Where `tokens` begin for the last time; NEVER if they do not occur."""
     wanted = list(tokens)
     for start in range(len(prompt_ids) - len(wanted), -1, -1):

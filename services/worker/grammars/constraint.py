@@ -153,7 +153,7 @@ def _spelled(own: GrammarTokens, vocabulary: LLTokenizer) -> Mapping[int, list[i
 
 
 def _set(bits: bytearray, token_id: int, value: bool) -> None:
-    place, bit = divmod(token_id, 8)
-    if place >= len(bits):
-        bits.extend(bytes(place + 1 - len(bits)))
-    bits[place] = bits[place] | 1 << bit if value else bits[place] & ~(1 << bit)
+    index, bit = divmod(token_id, 8)
+    if index >= len(bits):
+        bits.extend(bytes(index + 1 - len(bits)))
+    bits[index] = bits[index] | 1 << bit if value else bits[index] & ~(1 << bit)

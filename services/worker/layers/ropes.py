@@ -53,5 +53,5 @@ class Ropes:
         self, positions: Tensor, dtype: torch.dtype, rows: Tensor | None
     ) -> Sequence[CosSin]:
         """Cosines and sines for int64 positions `[T]` and rows `[T]`; None = the base's."""
-        turns = [rotary.cos_sin(positions, dtype, rows) for rotary in self._rotaries]
-        return [turns[kind] for kind in self._of_layer]
+        rotations = [rotary.cos_sin(positions, dtype, rows) for rotary in self._rotaries]
+        return [rotations[kind] for kind in self._of_layer]

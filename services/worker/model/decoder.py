@@ -162,10 +162,10 @@ class Decoder:
         if self._layer_inputs is not None:
             inputs = self._layer_inputs.forward(batch.input_ids, x, batch.lora)
             batch = replace(batch, layer_inputs=inputs)
-        turns = self.ropes.by_layer(batch.positions, x.dtype, batch.rope_rows)
-        batch.attention.rotations = turns
+        rotations = self.ropes.by_layer(batch.positions, x.dtype, batch.rope_rows)
+        batch.attention.rotations = rotations
         update = None
-        for layer, cos_sin in zip(self._layers, turns, strict=True):
+        for layer, cos_sin in zip(self._layers, rotations, strict=True):
             update = layer.forward(x, update, cos_sin, batch)
         return self._norm.forward(x, batch.lora, update)
 

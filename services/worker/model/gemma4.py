@@ -181,7 +181,7 @@ def _read_ropes(
     found = []
     for name, own in zip(types, heads, strict=True):
         used = params[name]
-        if used.get("rope_type", "default") == "default":  # transformers turns whole heads then
+        if used.get("rope_type", "default") == "default":  # transformers rotates whole heads then
             used = {key: value for key, value in used.items() if key != "partial_rotary_factor"}
         theta = ROPES[name]["rope_theta"]
         found.append(rope_from_params(reader, used, own.dim, theta))

@@ -114,7 +114,7 @@ def rope_from_params(
     theta = _positive(reader, "rope_theta", params.get("rope_theta", theta))
     part = _positive(reader, "partial_rotary_factor", params.get("partial_rotary_factor", partial))
     dim = int(head_dim * part)
-    if kind == "proportional":  # turns the first pairs of a whole head
+    if kind == "proportional":  # rotates the first pairs of a whole head
         dim, kept["num_pairs"] = head_dim, int(part * head_dim // 2)
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):

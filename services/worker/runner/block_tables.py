@@ -1,6 +1,6 @@
 """The block tables of running requests, which are kept on the device between steps.
 
-A request keeps one row for as long as it runs, whatever its place in the batch is, and a step
+A request keeps one row for as long as it runs, whatever its position in the batch is, and a step
 copies only the entries that are new or have changed. What a step costs here does not depend on the
 length of the contexts.
 """

@@ -149,11 +149,11 @@ def first_rows(rotations: Sequence[CosSin], num_tokens: int) -> list[CosSin]:
     """Cosines and sines of the first token rows, by layer. Layers share a few tensors, each of
     which is cut once."""
     cut: dict[int, CosSin] = {}
-    for turns in rotations:
-        if id(turns) not in cut:
-            cos, sin = turns
-            cut[id(turns)] = cos[:num_tokens], sin[:num_tokens]
-    return [cut[id(turns)] for turns in rotations]
+    for rotation in rotations:
+        if id(rotation) not in cut:
+            cos, sin = rotation
+            cut[id(rotation)] = cos[:num_tokens], sin[:num_tokens]
+    return [cut[id(rotation)] for rotation in rotations]
 
 
 @dataclass(frozen=True, slots=True)

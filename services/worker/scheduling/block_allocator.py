@@ -90,7 +90,7 @@ class BlockAllocator:
             if not self._reclaimer.reclaim(missing, now):
                 return False
             grow_tables(self._arena, self._layout, request, num_tokens)
-        member.num_placed = len(request.block_tables[0]) * self._layout.tokens_per_block
+        member.num_allocated = len(request.block_tables[0]) * self._layout.tokens_per_block
         return True
 
     def grow_further(self, shares: dict[str, int], left: int, now: float) -> None:
@@ -123,7 +123,7 @@ class BlockAllocator:
         return [
             member
             for member in self._running.decoding
-            if member.request.num_computed >= member.num_placed and not member.request.must_wait
+            if member.request.num_computed >= member.num_allocated and not member.request.must_wait
         ]
 
     def _release_passed(self, now: float) -> None:

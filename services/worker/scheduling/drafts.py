@@ -115,9 +115,9 @@ class Drafts:
         request = row.request
         if row.is_context or not row.chooses or not _may_draft(request):
             return 0
-        num_placed = len(request.block_tables[0]) * self._tokens_per_block
+        num_allocated = len(request.block_tables[0]) * self._tokens_per_block
         num_wanted = request.sampling.max_tokens - len(request.output_ids) - 1
-        return min(num_wanted, num_placed - row.start - 1)
+        return min(num_wanted, num_allocated - row.start - 1)
 
     def _history(self, request: Request) -> KnownTokens:
         history = self._histories.get(request)

@@ -25,7 +25,7 @@ class Member:
     """(slot, coefficient) of each adapter."""
     order: tuple[bool, int, int]
     """Base last, by first slot, by entry: the batch's order among requests that decode."""
-    num_placed: int = 0
+    num_allocated: int = 0
     """Positions that have a block."""
     is_decoding: bool = False
     last_turn: int = -1
@@ -91,7 +91,7 @@ class RunningBatch:
         member = self._members.pop(request_id, None)
         if member is None:
             return None
-        self._leave_place(member)
+        self._leave_stage(member)
         self.max_num_tokens -= member.request.max_num_tokens
         return member.request
 
@@ -100,14 +100,14 @@ class RunningBatch:
         there on, unless that is its last."""
         member = self._members[request.request_id]
         if request.is_ending:
-            self._leave_place(member)
+            self._leave_stage(member)
             self.ending[request.request_id] = member
         elif not member.is_decoding:
-            self._leave_place(member)
+            self._leave_stage(member)
             member.is_decoding = True
             insort(self.decoding, member, key=_ORDER)
 
-    def _leave_place(self, member: Member) -> None:
+    def _leave_stage(self, member: Member) -> None:
         request_id = member.request.request_id
         if member.is_decoding:
             del self.decoding[bisect_left(self.decoding, member.order, key=_ORDER)]
@@ -135,8 +135,8 @@ class RunningBatch:
         for member in self._members.values():
             tables = member.request.block_tables
             assert bool(tables) != member.request.without_cache, member.request.request_id
-            placed = len(tables[0]) * tokens_per_block if tables else 0
-            assert member.num_placed == placed, member.request.request_id
+            allocated = len(tables[0]) * tokens_per_block if tables else 0
+            assert member.num_allocated == allocated, member.request.request_id
         decoding = [member.request.request_id for member in self.decoding]
         assert sorted([*decoding, *self.prompts, *self.ending]) == sorted(self._members)
         assert all(member.is_decoding for member in self.decoding)

@@ -8,7 +8,7 @@ from loraplex.api.pooling import Pooling
 from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidRequest
-from loraplex_services.worker.engine.adapter_checks import NEVER, BaseFacts, admit, last_place
+from loraplex_services.worker.engine.adapter_checks import NEVER, BaseFacts, admit, last_occurrence
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.request import OwnRope, Request
 
@@ -79,7 +79,7 @@ def test_tokens_that_an_adapter_cut_off_are_refused():
     [([7, 8, 1, 7, 8, 2], 3), ([7, 8], 0), ([8, 7], NEVER), ([7], NEVER), ([7, 8, 7], 0)],
 )
 def test_an_activated_adapter_acts_from_its_last_invocation_on(prompt, start):
-    assert last_place(prompt, [7, 8]) == start
+    assert last_occurrence(prompt, [7, 8]) == start
     request = request_of((FIRST, 1.0), prompt=prompt)
     admit(request, [AdapterFacts(invocation_tokens=[7, 8])], BASE)
     assert request.adapters_from == start

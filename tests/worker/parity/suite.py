@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loraplex_services.worker.engine.adapter_checks import last_place
+from loraplex_services.worker.engine.adapter_checks import last_occurrence
 from tests.worker.parity.adapters import (
     ACTIVATED_FEATURES,
     FEATURES,
@@ -95,7 +95,7 @@ def make_jobs(stage: Stage, seed: int, num_new_tokens: int, *, stagger: bool) ->
                 prompt[place : place + len(invocation)] = invocation
         request = greedy(f"{i}-{name}", prompt, num_new_tokens, logprobs=0)
         if name in ACTIVATED_FEATURES:
-            request.adapters_from = last_place(prompt, invocation)
+            request.adapters_from = last_occurrence(prompt, invocation)
         arrival_step = rng.randrange(12)
         jobs.append((name, Job(request, slots, arrival_step if stagger else 0)))
     return jobs

@@ -59,11 +59,11 @@ class PackedSite(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedRecords(msgspec.Struct, frozen=True, array_like=True):
-    """`kernels.lora.device_records.AdapterRecords`, which count from the image's extents."""
+    """`ops.lora.device_records.AdapterRecords`, which count from the image's extents."""
 
     index: bytes = b""
     data: bytes = b""
-    places: bytes = b""
+    relocations: bytes = b""
     sites: list[int] = []
     """Site ids that the records describe."""
     sites_without: list[int] = []

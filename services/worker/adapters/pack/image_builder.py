@@ -26,7 +26,7 @@ from loraplex_services.worker.adapters.pack.site_cuts import (
     local_rows,
 )
 from loraplex_services.worker.adapters.pack.site_plan import Part, Role, SitePlan
-from loraplex_services.worker.adapters.pack.tiles import TileLayout, TilePlace
+from loraplex_services.worker.adapters.pack.tiles import ImageTile, TileLayout
 from loraplex_services.worker.adapters.pack.values import Values, itemsize
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
@@ -56,8 +56,8 @@ class ImageBuilder:
         self._begins = layout.extent_begins(packing.num_pages)
         self._data = np.zeros(packing.num_bytes, np.uint8)
         self._parts = {
-            key: (part, places)
-            for (key, part), places in zip(parts.items(), packing.tiles, strict=True)
+            key: (part, tiles)
+            for (key, part), tiles in zip(parts.items(), packing.tiles, strict=True)
         }
         self._tiles: dict[int, dict[Role, tuple[str, list[PackedTile]]]] = {}
         self._factors: dict[int, NDArray[np.float32]] = {}
@@ -68,7 +68,7 @@ class ImageBuilder:
 
     def put(self, plan: SitePlan, part: Part, value: Values | Integers) -> None:
         """Write what the rank has of a whole value."""
-        own, places = self._parts[_key(plan, part)]
+        own, cut = self._parts[_key(plan, part)]
         if isinstance(value, Integers):
             num_ranks = sum(own_slice.rank_len for own_slice in plan.slices)
             ones = np.ones(num_ranks, np.float32)
@@ -76,10 +76,10 @@ class ImageBuilder:
             factors[part.row_begin : part.row_begin + len(value.factors)] *= value.factors
             value = value.values
         value = _cut(value, own)
-        self._write(value, places)
+        self._write(value, cut)
         roles = self._tiles.setdefault(plan.site_id, {})
         _, tiles = roles.setdefault(own.role, (value.dtype, []))
-        tiles += [_shifted(place, own) for place in places]
+        tiles += [_shifted(tile, own) for tile in cut]
 
     def build(self, facts: AdapterFacts) -> PackedAdapter:
         """The image; every part was put."""
@@ -113,15 +113,15 @@ class ImageBuilder:
                 row_ids += local_rows(self._row_ids[part.module.name], part, site, shard)
         return row_ids
 
-    def _write(self, value: Values, places: Sequence[TilePlace]) -> None:
+    def _write(self, value: Values, tiles: Sequence[ImageTile]) -> None:
         item_type: Any = value.data.dtype
-        for place in places:
-            begin = self._begins[place.extent] + place.offset_bytes
-            shape = place.row_end - place.row_begin, place.col_end - place.col_begin
+        for tile in tiles:
+            begin = self._begins[tile.extent] + tile.offset_bytes
+            shape = tile.row_end - tile.row_begin, tile.col_end - tile.col_begin
             end = begin + shape[0] * shape[1] * item_type.itemsize
-            rows = slice(place.row_begin, place.row_end)
+            rows = slice(tile.row_begin, tile.row_end)
             target = self._data[begin:end].view(item_type).reshape(shape)
-            target[:] = value.data[rows, place.col_begin : place.col_end]
+            target[:] = value.data[rows, tile.col_begin : tile.col_end]
 
 
 def _key(plan: SitePlan, part: Part) -> PartKey:
@@ -138,15 +138,15 @@ def _cut(value: Values, part: Part) -> Values:
     return Values(data, value.dtype)
 
 
-def _shifted(place: TilePlace, part: Part) -> PackedTile:
+def _shifted(tile: ImageTile, part: Part) -> PackedTile:
     """A tile in the coordinates of its site."""
     return (
-        part.row_begin + place.row_begin,
-        part.row_begin + place.row_end,
-        part.col_begin + place.col_begin,
-        part.col_begin + place.col_end,
-        place.extent,
-        place.offset_bytes,
+        part.row_begin + tile.row_begin,
+        part.row_begin + tile.row_end,
+        part.col_begin + tile.col_begin,
+        part.col_begin + tile.col_end,
+        tile.extent,
+        tile.offset_bytes,
     )
 
 

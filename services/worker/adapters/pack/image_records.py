@@ -12,8 +12,8 @@ from loraplex_services.worker.adapters.pack.site_plan import Role
 from loraplex_services.worker.adapters.pack.values import itemsize
 from loraplex_services.worker.ops.lora.device_records import (
     INDEX_WORDS,
-    PLACE_WORDS,
     RECORD_WORDS,
+    RELOCATION_WORDS,
     AdapterRecords,
     RecordBuilder,
     Rectangle,
@@ -42,7 +42,7 @@ def with_records(
             others.append(site.site_id)
     made = builder.build()
     index_and_data = made.index.tobytes(), made.data.tobytes()
-    records = PackedRecords(*index_and_data, made.places.tobytes(), sorted(made.sites), others)
+    records = PackedRecords(*index_and_data, made.relocations.tobytes(), sorted(made.sites), others)
     return msgspec.structs.replace(index, records=records)
 
 
@@ -53,7 +53,7 @@ def records_in(index: ImageIndex) -> AdapterRecords:
         frozenset(packed.sites),
         np.frombuffer(packed.index, np.int32).reshape(-1, INDEX_WORDS),
         np.frombuffer(packed.data, np.int64).reshape(-1, RECORD_WORDS),
-        np.frombuffer(packed.places, np.int32).reshape(-1, PLACE_WORDS),
+        np.frombuffer(packed.relocations, np.int32).reshape(-1, RELOCATION_WORDS),
     )
 
 

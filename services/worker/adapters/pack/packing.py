@@ -171,7 +171,7 @@ class Packer:
         return self._base.value(part, site_id, read)
 
     def _matrix(
-        self, info: TensorInfo | None, is_turned: bool, site_kind: str, read: Read
+        self, info: TensorInfo | None, is_transposed: bool, site_kind: str, read: Read
     ) -> Values:
         assert info is not None, "the plan asked for it"
         value = read(info)
@@ -179,7 +179,7 @@ class Packer:
             value = value.to(dtype)
         if value.dtype != info.dtype:
             check_finite(value, info.name)
-        return Values(value.data.T, value.dtype) if is_turned else value
+        return Values(value.data.T, value.dtype) if is_transposed else value
 
 
 _ALONE = {
@@ -247,5 +247,5 @@ def _a_of_expert(stacked: Values, module: AdapterModule) -> Values:
 
 
 def _b_of_expert(stacked: Values, share: ExpertShare) -> Values:
-    """Its rows of B turned, `[rank * experts, out]`, where experts alternate."""
+    """Its rows of B transposed, `[rank * experts, out]`, where experts alternate."""
     return Values(stacked.data[share.index :: share.num_experts], stacked.dtype)

@@ -1,7 +1,7 @@
 """Assigns the matrices of an adapter to positions in its extents. Pure arithmetic.
 
-Matrices are cut into tiles of at most 16 rows; rows longer than a block are cut into pieces of
-columns first. A tile starts at a multiple of 64 bytes and never crosses an extent, so an adapter
+Matrices are cut into tiles of at most 16 rows; rows longer than a block are cut by columns
+first. A tile starts at a multiple of 64 bytes and never crosses an extent, so an adapter
 needs no two extents next to each other.
 """
 
@@ -31,8 +31,8 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlace:
-    """One tile: rows and columns of its matrix, and its bytes' place."""
+class ImageTile:
+    """Rows and columns of a matrix, and where their bytes are."""
 
     row_begin: int
     row_end: int
@@ -48,7 +48,7 @@ class TilePlace:
 class Packing:
     """The tiles of each matrix, in the order given, and what they fill."""
 
-    tiles: tuple[tuple[TilePlace, ...], ...]
+    tiles: tuple[tuple[ImageTile, ...], ...]
     num_pages: int
     num_bytes: int
     """Up to the end of the last tile, with the extents one behind the other."""
@@ -65,14 +65,13 @@ class TileLayout:
         self._page_bytes = block_bytes // self._pages_per_block
 
     def pack(self, matrices: Sequence[Matrix]) -> Packing:
-        """Place every matrix; neighbours share extents. Takes the fewest pages that hold them, up
-        to whole blocks."""
+        """Assign all matrices to as few pages as hold them. Neighbours share extents."""
         blocks = _Blocks(self._block_bytes)
         tiles, ends = [], []
         for matrix in matrices:
-            placed = self._place(matrix, blocks)
-            assert placed is not None, "blocks do not run out"
-            tiles.append(placed)
+            own = self._cut(matrix, blocks)
+            assert own is not None, "blocks do not run out"
+            tiles.append(own)
             ends.append(blocks.num_bytes)
         num_bytes = blocks.num_bytes
         num_blocks, rest = divmod(num_bytes, self._block_bytes)
@@ -89,19 +88,19 @@ class TileLayout:
 
     def _pack_into(
         self, matrices: Sequence[Matrix], parts: _Parts
-    ) -> list[tuple[TilePlace, ...]] | None:
-        """Tiles of each matrix; None if they do not fit. Those of long rows are placed first,
+    ) -> list[tuple[ImageTile, ...]] | None:
+        """Tiles of each matrix; None if they do not fit. Those of long rows come first,
         and short rows fill the gaps."""
-        tiles: dict[int, tuple[TilePlace, ...]] = {}
+        tiles: dict[int, tuple[ImageTile, ...]] = {}
         for index in sorted(range(len(matrices)), key=lambda i: -_row_bytes(matrices[i])):
-            placed = self._place(matrices[index], parts)
-            if placed is None:
+            own = self._cut(matrices[index], parts)
+            if own is None:
                 return None
-            tiles[index] = placed
+            tiles[index] = own
         return [tiles[index] for index in range(len(matrices))]
 
-    def _place(self, matrix: Matrix, extents: _Blocks | _Parts) -> tuple[TilePlace, ...] | None:
-        """Tiles of one matrix; None if there is no room for them."""
+    def _cut(self, matrix: Matrix, extents: _Blocks | _Parts) -> tuple[ImageTile, ...] | None:
+        """Tiles of one matrix; None if they do not fit."""
         tiles = []
         chunk = min(matrix.num_columns, self._block_bytes // matrix.itemsize)
         for col_begin in range(0, matrix.num_columns, chunk):
@@ -109,13 +108,13 @@ class TileLayout:
             row = 0
             while row < matrix.num_rows:
                 row_bytes = (col_end - col_begin) * matrix.itemsize
-                extent = extents.with_room(row_bytes)
+                extent = extents.with_space(row_bytes)
                 if extent is None:
                     return None
-                num_rows = min(matrix.num_rows - row, MAX_TILE_ROWS, extent.room // row_bytes)
+                num_rows = min(matrix.num_rows - row, MAX_TILE_ROWS, extent.free_bytes // row_bytes)
                 offset = extent.take(num_rows * row_bytes)
-                place = extent.index, offset
-                tiles.append(TilePlace(row, row + num_rows, col_begin, col_end, *place))
+                rows = row, row + num_rows
+                tiles.append(ImageTile(*rows, col_begin, col_end, extent.index, offset))
                 row += num_rows
         return tuple(tiles)
 
@@ -131,12 +130,12 @@ class _Extent:
     filled: int = 0
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes from the next aligned position on."""
         return self.size - self._next
 
     def take(self, num_bytes: int) -> int:
-        """Fill what there is room for. Returns its offset."""
+        """Fill the next bytes, which must be free. Returns their offset."""
         offset = self._next
         self.filled = offset + num_bytes
         return offset
@@ -147,14 +146,14 @@ class _Extent:
 
 
 class _Blocks:
-    """Whole blocks without end, filled one after another."""
+    """Any number of blocks, filled one after another."""
 
     def __init__(self, block_bytes: int) -> None:
         self._last = _Extent(0, 0, block_bytes)
 
-    def with_room(self, num_bytes: int) -> _Extent:
+    def with_space(self, num_bytes: int) -> _Extent:
         """The last block, or a new one."""
-        if self._last.room < num_bytes:
+        if self._last.free_bytes < num_bytes:
             index, size = self._last.index + 1, self._last.size
             self._last = _Extent(index, index * size, size)
         return self._last
@@ -166,7 +165,7 @@ class _Blocks:
 
 
 class _Parts:
-    """The last extents of so many pages, all of which are filled at once."""
+    """The last extents of an image of `num_pages`, which are all open at once."""
 
     def __init__(self, begin: int, num_pages: int, pages_per_block: int, page_bytes: int) -> None:
         """`begin`: the byte before which everything is filled."""
@@ -179,9 +178,9 @@ class _Parts:
         self._open = [extent for extent in extents if begin < extent.begin + extent.size]
         self._open[0].filled = begin - self._open[0].begin
 
-    def with_room(self, num_bytes: int) -> _Extent | None:
-        """The first one that has it."""
-        return next((extent for extent in self._open if extent.room >= num_bytes), None)
+    def with_space(self, num_bytes: int) -> _Extent | None:
+        """The first extent with enough free bytes; None if there is none."""
+        return next((extent for extent in self._open if extent.free_bytes >= num_bytes), None)
 
     @property
     def num_bytes(self) -> int:

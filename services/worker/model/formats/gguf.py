@@ -80,8 +80,8 @@ def read_q6_k(
     64 bytes with inputs 0 to 63 and 64 to 127, and 32 bytes with four inputs each, 32 apart."""
     blocks = _blocks(files, module, shape, scheme.layout)
     low = _halves(blocks[..., :128].unflatten(2, (2, 64)))
-    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
-    high = (blocks[..., 128:192].unflatten(2, (2, 1, 32)) >> places & 3).flatten(3)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
+    high = (blocks[..., 128:192].unflatten(2, (2, 1, 32)) >> shifts & 3).flatten(3)
     codes = (low.unflatten(2, (2, 128)) | high << 4).flatten(1)
     factors = blocks[..., 192:208].contiguous().view(torch.int8).float()
     scales = checked(f"{module}.weight", _half_at(blocks, 208)[..., None] * factors).flatten(1)

@@ -82,7 +82,7 @@ def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Te
     """int32 `[rows, n]` -> uint8 `[rows, n * 32 / bits]`: the codes of each word, lowest first.
 
     Args:
-        order: code number i of a word belongs to place order[i] instead.
+        order: code number i of a word belongs to position order[i] instead.
     """
     per_word = 32 // bits
     shifts = torch.arange(per_word, dtype=torch.int32, device=words.device) * bits

@@ -20,7 +20,7 @@ from loraplex_services.worker.ops.attention.backend import INT8, AttentionBacken
 from loraplex_services.worker.ops.attention.metadata import AttentionMetadata
 
 MAX_SCORE_ITEMS = 16 * 1024 * 1024
-"""Most float32 scores of one context at a time; longer ones run in pieces of queries."""
+"""Most float32 scores of one context at a time; longer ones run in chunks of queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,21 +212,21 @@ class VanillaAttention(AttentionBackend):
         """Queries `[n, Hkv, G, D]` at positions from `start` (None = all keys visible) over keys
         `[Hkv, K, D]` at positions from `key_begin`; `[n, Hq * D]`."""
         num_rows = max(1, MAX_SCORE_ITEMS // (q.shape[1] * q.shape[2] * keys.shape[1]))
-        pieces = []
+        chunks = []
         for row in range(0, len(q), num_rows):
-            piece = q[row : row + num_rows]
+            chunk = q[row : row + num_rows]
             visible = None
             if start is not None:
-                now = torch.arange(start + row, start + row + len(piece), device=q.device)[:, None]
+                now = torch.arange(start + row, start + row + len(chunk), device=q.device)[:, None]
                 at = torch.arange(key_begin, key_begin + keys.shape[1], device=q.device)
                 visible = at <= now
                 if self.shape.window is not None:
                     visible &= at > now - self.shape.window
             sinks = self._shaped_sinks(self.shape.num_kv_heads, self.shape.num_shared, 1, 1)
-            heads = piece.permute(1, 2, 0, 3)
+            heads = chunk.permute(1, 2, 0, 3)
             out = self._attend(heads, keys[:, None], values[:, None], visible, sinks)
-            pieces.append(out.permute(2, 0, 1, 3))
-        return torch.cat(pieces).reshape(len(q), -1)
+            chunks.append(out.permute(2, 0, 1, 3))
+        return torch.cat(chunks).reshape(len(q), -1)
 
     def _decode(self, q: Tensor, kept_k: _Kept, kept_v: _Kept, group: GroupTables) -> Tensor:
         """One query per sequence, `[R, Hkv, G, D]`; `[R, Hq * D]`."""

@@ -33,7 +33,7 @@ from loraplex_services.worker.ops.lora.slices import Slice
 RECORD_WORDS = 8
 RECORD_BYTES = 8 * RECORD_WORDS
 INDEX_WORDS = 4
-PLACE_WORDS = 3
+RELOCATION_WORDS = 3
 GROUP_ROWS = 16
 MAX_PARTS = 4
 """Most parts of a site in one launch."""
@@ -43,7 +43,7 @@ VECTOR_WORDS = (2, 3, 4)
 FLOAT32_BYTES = 4
 
 Record = list[int]
-Place = tuple[int, int, int]
+Relocation = tuple[int, int, int]
 """A word of a record, the block that it counts from, bytes of an element."""
 
 
@@ -111,9 +111,9 @@ class AdapterRecords:
     data: NDArray[np.int64]
     """`[records, RECORD_WORDS]`, then the scales of int8 rank rows, float32. Word `SCALES_WORD` is
     a number of bytes from the start of `data`, 0 = none."""
-    places: NDArray[np.int32]
-    """`[words, PLACE_WORDS]`: words of `data` that count from a block, the block, and the bytes of
-    an element."""
+    relocations: NDArray[np.int32]
+    """`[words, RELOCATION_WORDS]`: words of `data` that count from a block, the block, and the
+    bytes of an element."""
 
     def relocated(self, starts: Sequence[int], address: int) -> NDArray[np.int64]:
         """`data` with elements counted from the arena's start, and addresses of scales.
@@ -123,7 +123,7 @@ class AdapterRecords:
             address: where the data will lie on the device.
         """
         data = self.data.copy()
-        words, blocks, itemsizes = self.places.T
+        words, blocks, itemsizes = self.relocations.T
         data.reshape(-1)[words] += np.asarray(starts, np.int64)[blocks] // itemsizes
         scales = data[: self.num_records, SCALES_WORD]
         scales[scales != 0] += address
@@ -145,7 +145,7 @@ class RecordBuilder:
             self._parts.setdefault(part.site_id, []).append((i, part))
         self._index = np.zeros((len(parts), INDEX_WORDS), np.int32)
         self._records: list[Record] = []
-        self._places: list[Place] = []
+        self._relocations: list[Relocation] = []
         self._scales: list[float] = []
         self._sites: set[int] = set()
 
@@ -154,9 +154,9 @@ class RecordBuilder:
         self._sites.add(site_id)
         for i, part in self._parts.get(site_id, ()):
             first = len(self._records)
-            for piece in site.slices:
-                if piece.out_begin < part.end and part.begin < piece.out_begin + piece.out_len:
-                    self._add_groups(site, piece, part)
+            for band in site.slices:
+                if band.out_begin < part.end and part.begin < band.out_begin + band.out_len:
+                    self._add_groups(site, band, part)
             end_group = len(self._records)
             self._add_vectors(site, part)
             num_vectors = len(self._records) - end_group
@@ -173,12 +173,12 @@ class RecordBuilder:
         groups = data[:num_records, SCALES_WORD]
         groups[groups != 0] += num_records * RECORD_BYTES - FLOAT32_BYTES
         data[num_records:].reshape(-1).view(np.float32)[: len(self._scales)] = self._scales
-        places = np.array(self._places, np.int32).reshape(-1, PLACE_WORDS)
-        return AdapterRecords(frozenset(self._sites), self._index, data, places)
+        relocations = np.array(self._relocations, np.int32).reshape(-1, RELOCATION_WORDS)
+        return AdapterRecords(frozenset(self._sites), self._index, data, relocations)
 
-    def _add_groups(self, site: SiteMatrices, piece: Slice, part: OutputRange) -> None:
+    def _add_groups(self, site: SiteMatrices, band: Slice, part: OutputRange) -> None:
         """Rank rows of a slice that lie in one tile of A and one of B, 16 at a time."""
-        first, last = piece.rank_begin, piece.rank_begin + piece.rank_len
+        first, last = band.rank_begin, band.rank_begin + band.rank_len
         a_tiles = [tile for tile in site.a if tile.row_begin < last and first < tile.row_end]
         b_tiles = [
             tile
@@ -194,7 +194,7 @@ class RecordBuilder:
                 end = min(last, a.row_end, b.row_end)
                 for row in range(begin, end, GROUP_ROWS):
                     rows = row, min(row + GROUP_ROWS, end)
-                    self._add_group(rows, a, b, part, site, piece.scale)
+                    self._add_group(rows, a, b, part, site, band.scale)
 
     def _add_group(
         self,
@@ -206,8 +206,8 @@ class RecordBuilder:
         scale: float,
     ) -> None:
         begin, end = rows
-        self._place(A_WORD, a)
-        self._place(B_WORD, b)
+        self._relocate(A_WORD, a)
+        self._relocate(B_WORD, b)
         out_begin, out_end = max(b.col_begin, part.begin), min(b.col_end, part.end)
         # Scales are counted from 1 until it is known where they begin: 0 = none.
         scales = (len(self._scales) + begin + 1) * FLOAT32_BYTES if site.scales else 0
@@ -239,15 +239,15 @@ class RecordBuilder:
             elements = []
             for word, tile in zip(VECTOR_WORDS, found, strict=True):
                 if tile is not None:
-                    self._place(word, tile)
+                    self._relocate(word, tile)
                 elements.append(ABSENT if tile is None else tile.element(0, part.begin))
             outputs = _pair(begin - part.begin, end - part.begin)
             self._records.append([0, outputs, *elements, 0, 0, 0])
 
-    def _place(self, word: int, tile: Rectangle) -> None:
-        """A word of the next record counts from the start of a tile's block."""
+    def _relocate(self, word: int, tile: Rectangle) -> None:
+        """Note that a word of the next record counts from the start of a tile's block."""
         flat = len(self._records) * RECORD_WORDS + word
-        self._places.append((flat, tile.block, tile.itemsize))
+        self._relocations.append((flat, tile.block, tile.itemsize))
 
 
 def _pair(low: int, high: int) -> int:

@@ -171,20 +171,20 @@ def _store_intermediate(h, total, entry, h_group, INT8: tl.constexpr):
     total *= high_word(size).to(tl.float32, bitcast=True)
     first = low_word(rows) % TILE_ROWS
     last = first + high_word(rows) - low_word(rows)
-    place = h + h_group * (2 * TILE_NUMBERS) + r[:, None] * TILE_ROWS
+    pointers = h + h_group * (2 * TILE_NUMBERS) + r[:, None] * TILE_ROWS
     # Values go to columns [first, last) of the tile, zeros to the others.
     here, value_column = t < last - first, first + t
     outside = (t < first) | (t >= last)
     zero = tl.zeros((GROUP_ROWS, TILE_ROWS), h.dtype.element_ty)
     high = total.to(h.dtype.element_ty)
-    tl.store(place + t[None, :], zero, mask=outside[None, :])
-    tl.store(place + value_column[None, :], high, mask=here[None, :])
+    tl.store(pointers + t[None, :], zero, mask=outside[None, :])
+    tl.store(pointers + value_column[None, :], high, mask=here[None, :])
     if PAIR:
         rounded = high.to(tl.float32)
         low = tl.where(tl.abs(rounded) == float("inf"), 0.0, total - rounded)
-        place += TILE_NUMBERS
-        tl.store(place + t[None, :], zero, mask=outside[None, :])
-        tl.store(place + value_column[None, :], low.to(h.dtype.element_ty), mask=here[None, :])
+        pointers += TILE_NUMBERS
+        tl.store(pointers + t[None, :], zero, mask=outside[None, :])
+        tl.store(pointers + value_column[None, :], low.to(h.dtype.element_ty), mask=here[None, :])
 
 
 @triton.jit
@@ -319,12 +319,12 @@ def _load_intermediate(h, at, end, BLOCK_RANKS: tl.constexpr):
     half precision whose sum it is; float32 is its own first number."""
     k = at + tl.arange(0, BLOCK_RANKS)
     line = (k // GROUP_ROWS) * (2 * TILE_NUMBERS) + k % GROUP_ROWS * TILE_ROWS
-    place = h + line[None, :] + tl.arange(0, TILE_ROWS)[:, None]
+    pointers = h + line[None, :] + tl.arange(0, TILE_ROWS)[:, None]
     is_rank = (k < end)[None, :]
-    high = tl.load(place, mask=is_rank, other=0.0)
+    high = tl.load(pointers, mask=is_rank, other=0.0)
     low = high
     if h.dtype.element_ty != tl.float32:
-        low = tl.load(place + TILE_NUMBERS, mask=is_rank, other=0.0)
+        low = tl.load(pointers + TILE_NUMBERS, mask=is_rank, other=0.0)
     return high, low
 
 

@@ -54,7 +54,7 @@ def list_groups(
     """List the groups of every part for the runs of a step. Grid: one program for each part.
 
     Writes, for part p counted from `first_part`: its groups in the order of the runs to
-    `entries [p, g]`, the places of their rows of B to `lanes [p, 16 g + r]`, their number to
+    `entries [p, g]`, the positions of their rows of B to `lanes [p, 16 g + r]`, their number to
     `counts [p, 0]` and that of its vectors to `counts [p, 1]`, the number of groups of the row
     tiles 0..t to `tile_ends [p, t]`. Clears `done [p]`.
     """
@@ -65,9 +65,9 @@ def list_groups(
     end = tl.load(runs + i * RUN_WORDS + 2)
     coef = tl.load(runs + i * RUN_WORDS + 3).to(tl.float32, bitcast=True)
     is_run = begin < end
-    place = index + (slot * num_parts + first_part + part) * INDEX_WORDS
-    first = tl.load(place, mask=is_run, other=0).to(tl.int64)
-    count = tl.load(place + 1, mask=is_run, other=0)
+    entry = index + (slot * num_parts + first_part + part) * INDEX_WORDS
+    first = tl.load(entry, mask=is_run, other=0).to(tl.int64)
+    count = tl.load(entry + 1, mask=is_run, other=0)
     offset = tl.cumsum(count, axis=0) - count
     tl.store(counts + part * 2, tl.sum(count, axis=0))
     rows = begin.to(tl.int64) | (end.to(tl.int64) << 32)
@@ -98,17 +98,17 @@ def list_groups(
         tl.store(tile_ends + part * max_tiles + t, in_tiles)
     tl.store(done + part, 0)
     num_vectors = _list_vectors(
-        vectors + part * max_vectors * WORDS, records, place + 2, is_run, rows, coef
+        vectors + part * max_vectors * WORDS, records, entry + 2, is_run, rows, coef
     )
     tl.store(counts + part * 2 + 1, num_vectors)
 
 
 @triton.jit
-def _list_vectors(vectors, records, place, is_run, rows, coef):
+def _list_vectors(vectors, records, entry, is_run, rows, coef):
     """List the vectors of a part for the runs, with their token rows and coefficients; returns
-    their number. `place` is where each run's (first vector, number) is."""
-    first = tl.load(place, mask=is_run, other=0).to(tl.int64)
-    count = tl.load(place + 1, mask=is_run, other=0)
+    their number. `entry` is where each run's (first vector, number) is."""
+    first = tl.load(entry, mask=is_run, other=0).to(tl.int64)
+    count = tl.load(entry + 1, mask=is_run, other=0)
     offset = tl.cumsum(count, axis=0) - count
     for v in range(tl.max(count, axis=0)):
         is_vector = v < count

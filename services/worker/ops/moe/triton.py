@@ -99,27 +99,27 @@ def grouped_linear_kernel(
         num_row_blocks = tl.sum(tl.where(is_own, row_blocks, 0), axis=0)
         first = tl.sum(tl.where(is_own, pair_begins, 0), axis=0)
         end = tl.sum(tl.where(is_own, pair_ends, 0), axis=0)
-        places = first + (local % num_row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        positions = first + (local % num_row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         columns = (local // num_row_blocks) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
         weight = weights + expert.to(tl.int64) * num_outputs * num_inputs
         _multiply_tile(
-            y, x, weight, order, places, places < end, columns, num_outputs, num_inputs,
+            y, x, weight, order, positions, positions < end, columns, num_outputs, num_inputs,
             NUM_ACTIVE, BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, WIDEN, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _multiply_tile(
-    y, x, weight, order, places, is_row, columns, num_outputs, num_inputs,
+    y, x, weight, order, positions, is_row, columns, num_outputs, num_inputs,
     NUM_ACTIVE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Store x W^T for the pairs at `places` of the order and some columns."""
-    pairs = tl.load(order + places, mask=is_row, other=0)
+    """Store x W^T for the pairs at `positions` of the order and some columns."""
+    pairs = tl.load(order + positions, mask=is_row, other=0)
     if NUM_ACTIVE > 0:
-        x_rows, y_rows = pairs // NUM_ACTIVE, places.to(tl.int64)
+        x_rows, y_rows = pairs // NUM_ACTIVE, positions.to(tl.int64)
     else:
-        x_rows, y_rows = places.to(tl.int64), pairs
+        x_rows, y_rows = positions.to(tl.int64), pairs
     is_column = columns < num_outputs
     x_rows = x + x_rows * num_inputs
     w_rows = weight + columns.to(tl.int64) * num_inputs

@@ -68,8 +68,8 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     cos, sin = cos_sin
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat((*turned, rest), dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*rotated, rest), dim=-1)
 
 
 def rotate_heads(x: Tensor, cos_sin: CosSin, head_dim: int) -> Tensor:
@@ -90,9 +90,9 @@ def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
         return _yarn(config, plain, params), _yarn_factor(params)
     if config.kind == "longrope":
         return _longrope(config, "short_factor"), _longrope_factor(params)
-    if config.kind == "proportional":  # pairs that do not turn have the frequency 0
-        turns = torch.arange(len(plain)) < params["num_pairs"]
-        return (plain / params.get("factor", 1.0)).where(turns, torch.zeros(())), 1.0
+    if config.kind == "proportional":  # pairs that are not rotated have the frequency 0
+        is_rotated = torch.arange(len(plain)) < params["num_pairs"]
+        return (plain / params.get("factor", 1.0)).where(is_rotated, torch.zeros(())), 1.0
     assert config.kind in ("default", "dynamic"), config.kind
     return plain, 1.0
 
@@ -129,8 +129,8 @@ def _yarn(config: RopeConfig, plain: Tensor, params: Mapping[str, Any]) -> Tenso
     context = params["original_max_position_embeddings"]
 
     def dimension(num_rotations: float) -> float:
-        turns = math.log(context / (num_rotations * 2 * math.pi))
-        return config.dim * turns / (2 * math.log(config.theta))
+        log_ratio = math.log(context / (num_rotations * 2 * math.pi))
+        return config.dim * log_ratio / (2 * math.log(config.theta))
 
     low = dimension(params.get("beta_fast") or 32)
     high = dimension(params.get("beta_slow") or 1)

@@ -87,7 +87,7 @@ def rotate_and_append(
 ) -> None:
     """Semantics: q[t, h] = R(t) q[t, h]; cache[kv_slots[t]] = R(t) k[t], v[t].
 
-    R(t) turns the pairs (i, i + dim / 2) of the leading dim components of each head.
+    R(t) rotates the pairs (i, i + dim / 2) of the leading dim components of each head.
 
     Args:
         q: `[T, Hq * D]`, rows contiguous. Mutated.

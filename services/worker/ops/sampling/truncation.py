@@ -134,9 +134,9 @@ def last_bin(counts, top_k, total, need, powers, NUM_BINS: tl.constexpr):
 
 
 @triton.jit
-def gather_candidates(scores, num_tokens, best, last, candidates, room, BLOCK: tl.constexpr,
+def gather_candidates(scores, num_tokens, best, last, candidates, capacity, BLOCK: tl.constexpr,
                       NUM_BINS: tl.constexpr):  # fmt: skip
-    """Copy the scores of bins up to `last`, `room` of them at most; the lowest of their keys."""
+    """Copy at most `capacity` scores of bins up to `last`. Returns the lowest of their keys."""
     num_found = 0
     lowest = tl.full((BLOCK,), HIGHEST_KEY, tl.int32)
     for begin in range(0, num_tokens, BLOCK):
@@ -146,7 +146,7 @@ def gather_candidates(scores, num_tokens, best, last, candidates, room, BLOCK: t
         found = (depth_bin <= last) & (score > float("-inf"))
         lowest = tl.minimum(lowest, tl.where(found, key_of(score), HIGHEST_KEY))
         rank = num_found + tl.cumsum(found.to(tl.int32), axis=0) - 1
-        tl.store(candidates + rank, score, mask=found & (rank < room))
+        tl.store(candidates + rank, score, mask=found & (rank < capacity))
         num_found += tl.sum(found.to(tl.int32), axis=0)
     tl.debug_barrier()
     return tl.min(lowest, axis=0), num_found
@@ -180,7 +180,7 @@ def search_top_p(scores, length, low, highest, need, best, powers, BLOCK: tl.con
 
 
 @triton.jit
-def find_threshold(row_scores, num_tokens, best, top_k, top_p, candidates, room, powers,
+def find_threshold(row_scores, num_tokens, best, top_k, top_p, candidates, capacity, powers,
                    BLOCK: tl.constexpr, NUM_BINS: tl.constexpr):  # fmt: skip
     """What top_k and top_p keep: all scores above a key, and the first few of those equal to it."""
     counts, total = survey(row_scores, num_tokens, best, powers, BLOCK, NUM_BINS)
@@ -189,10 +189,10 @@ def find_threshold(row_scores, num_tokens, best, top_k, top_p, candidates, room,
     need = tl.maximum(need, 1)
     last = last_bin(counts, top_k, total, need, powers, NUM_BINS)
     lowest, length = gather_candidates(
-        row_scores, num_tokens, best, last, candidates, room, BLOCK, NUM_BINS
+        row_scores, num_tokens, best, last, candidates, capacity, BLOCK, NUM_BINS
     )
     scores = candidates
-    if length > room:
+    if length > capacity:
         scores, length = row_scores, num_tokens
     highest = key_of(best)
     key, low = lowest, lowest.to(tl.int64) - 1
@@ -248,7 +248,7 @@ def truncate_kernel(
     powers,
     num_tokens,
     BLOCK: tl.constexpr,
-    ROOM: tl.constexpr,
+    CAPACITY: tl.constexpr,
     NUM_BINS: tl.constexpr,
 ):
     """Grid: one program for each row. Rows without a limit or without a token are left alone."""
@@ -263,8 +263,8 @@ def truncate_kernel(
         quota = tl.full((), 0, tl.int32)
         if has_threshold:
             key, quota = find_threshold(
-                row_scores, num_tokens, best, top_k, top_p, candidates + row * ROOM, ROOM, powers,
-                BLOCK, NUM_BINS,
+                row_scores, num_tokens, best, top_k, top_p, candidates + row * CAPACITY, CAPACITY,
+                powers, BLOCK, NUM_BINS,
             )  # fmt: skip
         min_mass = ceiling(min_p.to(tl.float64) * BEST_MASS)
         remove_tokens(row_scores, num_tokens, best, key, quota, min_mass, powers, BLOCK)
@@ -288,7 +288,7 @@ def truncate(scores: Tensor, limits: Tensor) -> None:
         _powers(scores.device),
         num_tokens,
         BLOCK=BLOCK_TOKENS,
-        ROOM=BLOCK_TOKENS,
+        CAPACITY=BLOCK_TOKENS,
         NUM_BINS=NUM_BINS,
         num_warps=NUM_WARPS,
     )
