@@ -15,8 +15,9 @@ Source: Saxena, Prompt Lookup Decoding, 2023; Yang et al., Inference with Refere
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -65,22 +66,29 @@ class Drafts:
         self._num_drafted = 0
         self._num_accepted = 0
 
-    def added(self, rows: list[PlannedRow]) -> list[PlannedRow]:
+    def added(self, rows: list[PlannedRow], most_of_tenant: float = math.inf) -> list[PlannedRow]:
         """The rows of a step, some with drafts, in batch order. Drafts only use free positions in
-        the blocks that requests have, and no further memory."""
+        the blocks that requests have, and no further memory.
+
+        Args:
+            most_of_tenant: tokens of one tenant beyond which its requests draft none.
+        """
         if not self._limits.drafts:
             return rows
         num_rows = sum(row.num_tokens for row in rows)
         left = self._limits.max_step_tokens - num_rows
         least = num_rows / (num_rows + FIXED_ROWS)
         each = MAX_DRAFTS
+        own = Counter(row.request.tenant for row in rows if not row.is_context)
         if len({row.request.tenant for row in rows}) > 1:
             each = min(each, int((MAX_STRETCH - 1) * (num_rows + FIXED_ROWS) / len(rows)))
         out = []
         for row in rows:
-            most = min(each, left, self._most(row))
+            tenant = row.request.tenant
+            most = int(min(each, left, self._most(row), most_of_tenant - own[tenant]))
             if most > 0 and (ids := self._history(row.request).drafts(most, least)):
                 left -= len(ids)
+                own[tenant] += len(ids)
                 row = row._replace(num_tokens=row.num_tokens + len(ids), drafts=ids)
             out.append(row)
         return in_batch_order([], out) if any(row.drafts for row in out) else rows

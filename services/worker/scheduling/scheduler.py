@@ -194,7 +194,7 @@ class Scheduler:
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
         rows = self._uncached.choose(in_batch_order(decodes, others + started))
-        return self._number(self.drafts.added(rows), now)
+        return self._number(self.drafts.added(rows, self.turns.most_tokens), now)
 
     def _sitting_out(self, now: float) -> Collection[Member]:
         if self._counters is None:  # first come, first served: tenants are not told apart

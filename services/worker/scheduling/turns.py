@@ -3,8 +3,9 @@ long.
 
 A step that decodes n tokens takes about `fixed + n * each` seconds, and every stream waits for the
 whole step. While several tenants decode, the tenant with most requests may therefore lengthen a
-step to at most 1.5 times what the others' requests take, and its requests take turns. Where one
-more token costs almost nothing, as in small batches on a GPU, no request skips a step.
+step to at most 1.5 times what the others' requests take, and its requests take turns. The tokens
+that its requests draft count among them. Where one more token costs almost nothing, as in small
+batches on a GPU, no request skips a step.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ class DecodeTurns:
 
     def __init__(self) -> None:
         self._steps: dict[int, deque[tuple[int, float]]] = {}
-        """(number of rows, seconds) of steps without prompts, by the bit length of the number."""
+        """(number of tokens, seconds) of steps without prompts, by the bit length of the number."""
+        self.most_tokens = math.inf
+        """Tokens that one tenant may have, drafts included, in the step that was planned last."""
 
     def measure(self, plan: StepPlan, elapsed_s: float) -> None:
         """A step of `plan` took that long."""
-        if plan.rows and not plan.num_contexts:
-            size = len(plan.rows)
+        if plan.rows and not plan.num_prompt_tokens:
+            size = plan.num_tokens
             steps = self._steps.setdefault(size.bit_length(), deque(maxlen=NUM_RECENT))
             steps.append((size, elapsed_s))
 
@@ -41,11 +44,12 @@ class DecodeTurns:
         self, decoding: Sequence[Member], step: int, num_tenants: int
     ) -> Collection[Member]:
         """Requests that do not decode in this step: of the tenant with most requests, those that
-        decoded last. Mutates: the turns of the others of this tenant.
+        decoded last. Mutates: the turns of the others of this tenant, `most_tokens`.
 
         Args:
             num_tenants: that are present, or expected back soon.
         """
+        self.most_tokens = math.inf
         if num_tenants < 2 or len(decoding) < 2:
             return ()
         counts = Counter(member.request.tenant for member in decoding)
@@ -53,6 +57,8 @@ class DecodeTurns:
         own = [member for member in decoding if member.request.tenant == tenant]
         num_others = max(1, len(decoding) - count)
         most = max(1, next_count, self._most_rows(num_others) * own[0].request.fairness_weight)
+        if len(self._steps) > 1:  # without drafts, steps of another size might never come
+            self.most_tokens = most
         if count <= most:
             return ()
         own.sort(key=lambda member: member.last_turn)

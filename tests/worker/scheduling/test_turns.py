@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
 
+from loraplex_services.worker.scheduling.drafts import Drafts
+from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.policies import ServiceCounters, fair
 from loraplex_services.worker.scheduling.running import Member, RunningBatch
 from loraplex_services.worker.scheduling.turns import MAX_STRETCH, DecodeTurns
@@ -77,6 +80,33 @@ def test_a_tenant_with_more_weight_may_fill_more_of_a_step() -> None:
     for member in members:
         member.request.fairness_weight = 4.0
     assert num_rows(taught(0.0, 0.001), members)["globex"] == 4
+
+
+def test_the_drafts_of_a_flood_are_among_the_tokens_that_it_may_have() -> None:
+    turns = taught(0.019, 0.001)
+    members = decoding(globex=30, acme=2)
+    out = turns.sitting_out(members, 0, 2)
+    rows = [member.row(1) for member in members if member not in out]
+    for row in rows:  # all of them repeat themselves
+        row.request.prompt_ids, row.request.block_tables = [5, 6, 7, 5, 6, 7, 5, 6], [[0] * 9]
+        row.request.output_ids, row.request.num_computed = [7], 8
+    rows = [row._replace(start=8) for row in rows]
+    drafts = Drafts(SchedulerLimits(256, 64, drafts=True), 16)
+    tokens: Counter[str] = Counter()
+    for row in drafts.added(rows, turns.most_tokens):
+        tokens[row.request.tenant] += row.num_tokens
+    assert tokens["acme"] > 2
+    assert tokens["globex"] == int(turns.most_tokens) == 10
+
+
+def test_what_a_draft_costs_is_learned_like_any_token() -> None:
+    turns = taught(0.019, 0.001, 2)
+    assert turns.most_tokens == math.inf
+    rows = tuple(
+        member.row(1)._replace(num_tokens=9, drafts=(7,) * 8) for member in decoding(acme=2)
+    )
+    turns.measure(StepPlan(0, rows), 0.019 + 18 * 0.001)
+    assert num_rows(turns, decoding(globex=30, acme=2))["globex"] == 10
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
