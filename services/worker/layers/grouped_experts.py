@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from loraplex_services.worker.layers.mlp import Gate
 from loraplex_services.worker.layers.moe import ExpertWeights, LoopedExperts
+from loraplex_services.worker.ops.activation.torch import Gate
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 from loraplex_services.worker.ops.moe.triton import (

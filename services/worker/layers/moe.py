@@ -11,7 +11,8 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
-from loraplex_services.worker.layers.mlp import Gate, GatedMlp
+from loraplex_services.worker.layers.mlp import GatedMlp
+from loraplex_services.worker.ops.activation.torch import Gate
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 

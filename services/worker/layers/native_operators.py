@@ -5,26 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.layers.mlp import Gate
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.ops.activation.torch import Gate
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.cpu import NativeAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
-from loraplex_services.worker.ops.linear.cpu import CodedLinear, is_readable
+from loraplex_services.worker.ops.linear.cpu import (
+    CodedLinear,
+    PackedLinear,
+    TiledLinear,
+    as_published,
+    is_readable,
+)
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.cpu import NativeLora
-from loraplex_services.worker.ops.lora.worklist import LoraBatch
-from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
+from loraplex_services.worker.ops.norm.cpu import NativeNorm
+from loraplex_services.worker.ops.norm.torch import Norm, NormWeight
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.types.model_config import RecurrenceConfig
-
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class NativeOperators:
@@ -89,77 +93,3 @@ class NativeOperators:
     ) -> DeltaNet:
         """See Operators."""
         return NativeDeltaNet(self.native, config, state_index, weights)
-
-
-def as_published(weight: Tensor) -> Tensor:
-    """The weight in a half-precision type when that holds it exactly: half the bytes to read.
-
-    Checkpoints are mostly published in half precision; widened to float32 they lose it again here,
-    and the kernels widen in registers.
-    """
-    for dtype in HALF_DTYPES:
-        narrow = weight.to(dtype)
-        if narrow.to(weight.dtype).equal(weight):
-            return narrow
-    return weight
-
-
-class PackedLinear:
-    """A base weight in the order that the kernel reads."""
-
-    def __init__(self, native: Native, weight: Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._native = native
-        self._packed = native.pack(weight)
-
-    def apply(self, x: Tensor) -> Tensor:
-        """`[T, in]` -> `[T, out]`."""
-        return self._native.linear(x, self._packed, self.out_features)
-
-    def apply_float32(self, x: Tensor) -> Tensor:
-        """`[T, in]` -> float32 `[T, out]`."""
-        return self.apply(x).float()
-
-    def weight_rows(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end), float32."""
-        return self._native.unpack_rows(self._packed, self.in_features, begin, end).float()
-
-
-class TiledLinear:
-    """A bfloat16 base weight in tiles, as bfloat16 dot products read it."""
-
-    def __init__(self, native: Native, weight: Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._native = native
-        self._packed = native.pack_tiles(weight)
-
-    def apply(self, x: Tensor) -> Tensor:
-        """`[T, in]` -> `[T, out]`."""
-        return self._native.linear_tiles(x, self._packed, self.out_features)
-
-    def apply_float32(self, x: Tensor) -> Tensor:
-        """`[T, in]` -> float32 `[T, out]`."""
-        return self.apply(x).float()
-
-    def weight_rows(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end), float32."""
-        return self._native.unpack_tile_rows(self._packed, self.in_features, begin, end).float()
-
-
-class NativeNorm:
-    """A norm in one pass; batches whose adapters train norms use torch."""
-
-    def __init__(self, native: Native, site_id: int, weight: NormWeight) -> None:
-        self._native = native
-        self._portable = RmsNorm(site_id, weight)
-        self._weight = self._portable.weight.float()
-        self._eps = weight.eps
-        self._in_float32 = weight.in_float32
-
-    def forward(self, x: Tensor, lora: LoraBatch, update: Tensor | None = None) -> Tensor:
-        """See `Norm`."""
-        if lora.trains_norms or (x.dim() != 2 and not x.is_contiguous()):
-            return self._portable.forward(x, lora, update)
-        rows = x.view(-1, x.shape[-1])
-        y = self._native.norm(rows, update, self._weight, self._eps, self._in_float32)
-        return y.view(x.shape)

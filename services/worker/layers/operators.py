@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.layers.mlp import Gate, plain_gate
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
+from loraplex_services.worker.ops.activation.torch import Gate, plain_gate
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.torch import VanillaAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight

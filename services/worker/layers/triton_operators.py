@@ -7,10 +7,10 @@ from torch import Tensor
 
 from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
-from loraplex_services.worker.layers.mlp import Gate
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
+from loraplex_services.worker.ops.activation.torch import Gate
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
 from loraplex_services.worker.ops.attention.triton_backend import triton_attention
 from loraplex_services.worker.ops.linear.coded import CodedWeight

@@ -21,7 +21,6 @@ from loraplex_services.worker.layers.gemma4 import (
     PerLayerEmbedding,
     SideExperts,
 )
-from loraplex_services.worker.layers.mlp import ACTIVATIONS
 from loraplex_services.worker.model.build import Builder, gated_mlp
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
@@ -35,6 +34,7 @@ from loraplex_services.worker.model.plain import (
 )
 from loraplex_services.worker.model.rope_config import rope_from_params
 from loraplex_services.worker.model.sparse import ExpertNames, stacked_experts
+from loraplex_services.worker.ops.activation.torch import ACTIVATIONS
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight
 from loraplex_services.worker.types.model_config import (
     KvHeads,

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from loraplex_services.worker.layers.mlp import clamped_gate
 from loraplex_services.worker.layers.moe import (
     Expert,
     ExpertMlps,
@@ -31,6 +30,7 @@ from loraplex_services.worker.model.plain import (
     windows_of,
 )
 from loraplex_services.worker.model.rope_config import rope_parameters
+from loraplex_services.worker.ops.activation.torch import clamped_gate
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
 from loraplex_services.worker.types.sharding import WHOLE

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loraplex_services.worker.layers.mlp import ACTIVATIONS
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.rope_config import read_rope
+from loraplex_services.worker.ops.activation.torch import ACTIVATIONS
 from loraplex_services.worker.types.model_config import ModelConfig
 
 FULL = "full_attention"

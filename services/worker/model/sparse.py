@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from loraplex_services.worker.layers.lora_linear import LoraLinear
-from loraplex_services.worker.layers.mlp import plain_gate
 from loraplex_services.worker.layers.moe import (
     Expert,
     ExpertMlps,
@@ -23,6 +22,7 @@ from loraplex_services.worker.model.build import (
     inner_inputs,
     inner_outputs,
 )
+from loraplex_services.worker.ops.activation.torch import plain_gate
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.types.sharding import Cut
 

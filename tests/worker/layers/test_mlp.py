@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from loraplex_services.worker.layers.mlp import ACTIVATIONS, plain_gate
+from loraplex_services.worker.ops.activation.torch import ACTIVATIONS, plain_gate
 
 LEARNT = {"prelu", "xielu"}
 """They have weights, which no gated family saves."""

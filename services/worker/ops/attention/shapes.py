@@ -91,7 +91,7 @@ def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling
 
 def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
     """The query heads of one KV head, padded to the smallest product. In half precision there is
-    one buffer of keys and values, and five programs on a multiprocessor: while one computes, the
+    one buffer of keys and values, and four programs on a multiprocessor: while one computes, the
     copies of the others are on their way."""
     queries = max(MIN_QUERIES, shape.block_shared)
     if itemsize == 4:

@@ -1,4 +1,4 @@
-"""Products with quantised weights in the C++ library (`native/src/gemm_codes.cpp`)."""
+"""Products in the C++ library: `native/src/gemm.cpp`, and `gemm_codes.cpp` for weights in codes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,65 @@ from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 PANEL, QUAD = 32, 4
 BLOCK_SIZES = (128, 64, 32, 16)
 """Inputs that the kernel may sum before it scales."""
+
+
+def as_published(weight: Tensor) -> Tensor:
+    """The weight in a half-precision type when that holds it exactly: half the bytes to read.
+
+    Checkpoints are mostly published in half precision; widened to float32 they lose it again here,
+    and the kernels widen in registers.
+    """
+    for dtype in HALF_DTYPES:
+        narrow = weight.to(dtype)
+        if narrow.to(weight.dtype).equal(weight):
+            return narrow
+    return weight
+
+
+class PackedLinear:
+    """A base weight in the order that the kernel reads."""
+
+    def __init__(self, native: Native, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        self._packed = native.pack(weight)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]`."""
+        return self._native.linear(x, self._packed, self.out_features)
+
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`."""
+        return self.apply(x).float()
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        return self._native.unpack_rows(self._packed, self.in_features, begin, end).float()
+
+
+class TiledLinear:
+    """A bfloat16 base weight in tiles, as bfloat16 dot products read it."""
+
+    def __init__(self, native: Native, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        self._packed = native.pack_tiles(weight)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]`."""
+        return self._native.linear_tiles(x, self._packed, self.out_features)
+
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`."""
+        return self.apply(x).float()
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        return self._native.unpack_tile_rows(self._packed, self.in_features, begin, end).float()
 
 
 def is_readable(weight: CodedWeight) -> bool:

@@ -11,9 +11,9 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.lora_linear import LoraLinear
-from loraplex_services.worker.layers.mlp import clamped_gate
 from loraplex_services.worker.layers.moe import Expert, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.ops.activation.torch import clamped_gate
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.device_records import OutputRange
