@@ -22,6 +22,9 @@ _KNOWN_EXITS = range(2, 8)
 """Exit codes of docs/reference/commands.md; a signal or a traceback says nothing more than 1."""
 KILL_MARGIN_S = 5.0
 """Time in addition to the drain time in which a child closes its files."""
+SAME_SIGNAL_S = 0.2
+"""Signals that follow the first one within this time are the same one: `timeout` and some process
+managers signal a process and its group."""
 
 
 class ChildFailed(LoraplexError):
@@ -49,6 +52,7 @@ class Supervisor:
         self._drain_s = drain_s
         self._ready_line = ready_line
         self._signal: signal.Signals | None = None
+        self._signalled_s = 0.0
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
@@ -87,9 +91,12 @@ class Supervisor:
             await child.stop(self._drain_s + KILL_MARGIN_S)
 
     def _on_signal(self, number: signal.Signals) -> None:
+        now_s = asyncio.get_running_loop().time()
         if self._signal is None:
             self._signal = number
+            self._signalled_s = now_s
             self._stopping.set()
+        if now_s - self._signalled_s < SAME_SIGNAL_S:
             return
         for child in self._children:
             child.kill()
