@@ -165,12 +165,17 @@ def parse_version(text: str, *, field: str = "version", before: str = "") -> int
     )
 
 
+def is_digest(text: str) -> bool:
+    """Whether `text` is `sha256:` and 64 lower-case hex characters."""
+    return _DIGEST.fullmatch(text) is not None
+
+
 def check_digest(digest: str, *, field: str = "digest", before: str = "") -> str:
     """Return `digest` if it is `sha256:` and 64 lower-case hex characters. `before` as above."""
-    if _DIGEST.fullmatch(digest):
+    if is_digest(digest):
         return digest
     fixed = digest.lower()
-    hint = f"; try {before + fixed!r}" if _DIGEST.fullmatch(fixed) else ""
+    hint = f"; try {before + fixed!r}" if is_digest(fixed) else ""
     raise InvalidRequest.field(
         field, digest, f"must be 'sha256:' and 64 lower-case hex characters{hint}"
     )

@@ -26,7 +26,7 @@ from loraplex_services.registry.api.downloads import chunks_of
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.publish.inspection import Wanted, check
 from loraplex_services.registry.publish.metrics import WATCHERS, refusals_counted
-from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress
+from loraplex_services.registry.publish.tags import MAX_SIDES, TagAddress, parse_expect
 from loraplex_services.registry.publish.uploads import UploadSession, fingerprint
 
 SERVICE_NAME = "loraplex.v1.RegistryService"
@@ -199,7 +199,7 @@ class RegistryService(AdminService):
             )
         if request.when_loaded_s and reason:
             raise Unsupported.field("reason", reason, "staged moves do not record one")
-        expect = request.expect if request.HasField("expect") else None
+        expect = parse_expect(request.expect) if request.HasField("expect") else None
         tags = self._registry.tags
         if request.rollback:
             version = request.rollback_version

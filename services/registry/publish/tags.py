@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence, Set
 
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
+from loraplex.refs import is_digest
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.audit import Audit
@@ -208,6 +209,19 @@ class Tags:
             raise AdapterNotFound(f"{address.scope}:v{target.version}")
         await self._rules.check(record)
         return TagTarget(record.version, record.digest, target.weight)
+
+
+def parse_expect(text: str) -> str:
+    """Return what a tag shall point at before a move, if it can be that at all.
+
+    Raises:
+        InvalidRequest: it is neither a digest nor "none".
+    """
+    if text != NONE and not is_digest(text):
+        raise InvalidRequest.field(
+            "expect", text, "must be 'none' or a digest: 'sha256:' and 64 lower-case hex characters"
+        )
+    return text
 
 
 def check_expected(address: TagAddress, current: TagRecord | None, expect: str | None) -> None:

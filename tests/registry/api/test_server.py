@@ -171,6 +171,8 @@ async def test_errors_of_tags_and_deletion_keep_their_types(
     await upload(served.client, tmp_path, "sql", 1, tags=["prod"])
     with pytest.raises(Conflict):
         await served.client.set_tag("sql", "prod", {1: 1}, expect="none")
+    with pytest.raises(InvalidRequest, match=r"expect: .*'none' or a digest"):
+        await served.client.set_tag("sql", "prod", {1: 1}, expect="v1")
     with pytest.raises(NotFound):
         await served.client.set_tag("sql", "prod", {9: 1})
     delete = served.client._stub.DeleteAdapterVersion
