@@ -77,7 +77,7 @@ def serve(folder: Path, lora_dtype: str) -> Served:
         executors=(AtOnce(), AtOnce()),
     )
     load_adapter(runner, 0, folder, range(adapter_blocks(runner, folder)))
-    table = runner._adapters.weights.table.values()
+    table = runner._adapters.table.values()
     return Served(runner, sum(tile.data.nbytes for d in table for tile in (*d.a, *d.b)))
 
 

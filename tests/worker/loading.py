@@ -48,6 +48,6 @@ def load_adapter(runner: TorchRunner, slot: int, folder: Path, blocks: Sequence[
         runner.enter_adapter(slot, runner.copy_adapter(folder, extents).result())
         return
     image = runner._adapters._packer.pack(folder)
-    _, places = in_blocks(runner, image.index.num_pages, blocks)
-    runner._adapters.weights.copy(image, places)
-    runner.enter_adapter(slot, CopiedImage(folder, image.index, places, 0.0))
+    _, first_pages = in_blocks(runner, image.index.num_pages, blocks)
+    runner._adapters._fill(image, first_pages, 0.0)
+    runner.enter_adapter(slot, CopiedImage(folder, image.index, first_pages, 0.0))

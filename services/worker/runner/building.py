@@ -20,7 +20,7 @@ from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.worker.adapters.device.base_values import SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
-from loraplex_services.worker.adapters.device.weights import AdapterWeights
+from loraplex_services.worker.adapters.device.table import AdapterTable
 from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
@@ -148,15 +148,15 @@ def _build(
     base_key = weights_key(model_dir, geometry, settings.quantization)
     stored = stored_dtype(settings.lora_dtype, operators, kv)
     layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
-    host = _pinned_cache(arena)
-    adapters = AdapterWeights(arena, settings.max_resident, model.ropes, layout.ropes, host)
     packer = _packer(layout, geometry, sites, torch_device)
-    loader = AdapterLoader(adapters, packer, executors)
+    model.ropes.reserve(settings.max_resident)
+    host = _pinned_cache(arena)
+    loader = AdapterLoader(arena, packer, model.ropes, layout.ropes, host, executors)
     facts = config, layout, geometry, torch_device, torch_dtype, operators
     info = _model_info(*facts, settings)
     info = replace(info, verifies_drafts=_are_rows_alike(model, operators, ranks))
     limits = settings.max_resident, settings.max_lora_rank, *largest
-    batches = _batch_maker(model, operators, kv, adapters, layout, torch_device, limits)
+    batches = _batch_maker(model, operators, kv, loader.table, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     draws = operators.draws
     return TorchRunner(
@@ -218,7 +218,7 @@ def _batch_maker(
     model: Decoder,
     operators: Operators,
     kv: KvBuffer,
-    adapters: AdapterWeights,
+    adapters: AdapterTable,
     layout: AdapterLayout,
     device: torch.device,
     limits: tuple[int, int, int, int],
@@ -229,12 +229,12 @@ def _batch_maker(
     return BatchMaker(
         kv,
         model.ropes,
-        adapters.table,
+        adapters,
         device,
         max_num_tokens=limits[2],
         max_num_rows=limits[3],
         attention=operators.attention_maker,
-        records=Records(adapters.table, len(layout.sites.sites)) if is_native else None,
+        records=Records(adapters, len(layout.sites.sites)) if is_native else None,
         gpu=_gpu_path(model, operators, kv, adapters, limits, layout.int8),
         states=plan_state(recurrence, kv.arena.block_bytes) if recurrence else None,
     )
@@ -244,7 +244,7 @@ def _gpu_path(
     model: Decoder,
     operators: Operators,
     kv: KvBuffer,
-    adapters: AdapterWeights,
+    adapters: AdapterTable,
     limits: tuple[int, int, int, int],
     is_int8: bool,
 ) -> GpuPath | None:
@@ -253,7 +253,7 @@ def _gpu_path(
         return None
     from loraplex_services.worker.runner.gpu_path import GpuLimits, GpuPath
 
-    return GpuPath(model, operators, kv, adapters.table, GpuLimits(*limits), is_int8)
+    return GpuPath(model, operators, kv, adapters, GpuLimits(*limits), is_int8)
 
 
 def _check_context(config: ModelConfig, max_model_len: int) -> None:

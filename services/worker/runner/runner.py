@@ -142,7 +142,7 @@ class TorchRunner:
         try:
             gpu.enter(slot, pending_copy)
         except LoraplexError:
-            self._adapters.weights.unload(slot)
+            self._adapters.unload(slot)
             raise
 
     def unload_adapter(self, slot: int) -> None:
@@ -152,7 +152,7 @@ class TorchRunner:
     def _unload(self, slot: int) -> None:
         if self._followers is not None:
             self._followers.send(Unload(slot))
-        self._adapters.weights.unload(slot)
+        self._adapters.unload(slot)
         if self._batches.records is not None:
             self._batches.records.forget(slot)
         if self._batches.gpu is not None:
@@ -161,7 +161,7 @@ class TorchRunner:
     @property
     def stall_s(self) -> float:
         """Time in seconds that steps have waited for adapters that were being copied."""
-        return self._adapters.weights.stall_s
+        return self._adapters.stall_s
 
     @property
     def overlaps(self) -> bool:

@@ -60,7 +60,7 @@ def test_what_is_served_is_the_rounded_adapter_in_a_quarter_of_float32s_bytes(fo
     integers = driver_of(base, published, cpu_isa=cpu_isa, lora_dtype="int8")
     floats = driver_of(base, left_after_rounding, cpu_isa=cpu_isa)
     torch.testing.assert_close(logprobs(integers), logprobs(floats), rtol=1e-4, atol=1e-4)
-    table = integers.runner._adapters.weights.table.values()
+    table = integers.runner._adapters.table.values()
     assert {tile.data.dtype for d in table for tile in (*d.a, *d.b)} == {torch.int8}
     blocks = [adapter_blocks(driver.runner, published) for driver in (integers, floats)]
     assert blocks[0] < 0.35 * blocks[1]

@@ -42,7 +42,7 @@ def test_both_paths_serve_the_same_tokens_from_half_precision_files(base, dtype,
     drivers = [driver_of(base, folder, isa) for isa in ("auto", "torch")]
     if drivers[0].runner.model_info() == drivers[1].runner.model_info():
         pytest.skip("no compiled kernels here")
-    tiles = [next(iter(d.runner._adapters.weights.table.values())).a[0].data for d in drivers]
+    tiles = [next(iter(d.runner._adapters.table.values())).a[0].data for d in drivers]
     assert [tile.dtype for tile in tiles] == [dtype, torch.float32]
     compiled, portable = (adapter_blocks(d.runner, folder) for d in drivers)
     assert compiled < 0.6 * portable
@@ -85,7 +85,7 @@ def test_a_chosen_dtype_is_that_of_every_matrix(base, tmp_path, cpu_isa, lora_dt
     for folder, kept in ((published, lora_dtype), (rounded, "float32")):
         driver = Driver(build_runner(base.folder, lora_dtype=kept, **settings))
         driver.load(0, folder)
-        table = driver.runner._adapters.weights.table.values()
+        table = driver.runner._adapters.table.values()
         expected = TORCH[NAMES[kept]]
         assert {tile.data.dtype for d in table for tile in (*d.a, *d.b)} == {expected}
         found.append((logprobs(driver), adapter_blocks(driver.runner, folder)))

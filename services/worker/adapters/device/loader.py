@@ -7,20 +7,22 @@ weights and that the API server process could therefore not pack.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.adapter_format.rope_scaling import parse
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents
-from loraplex_services.worker.adapters.device.weights import AdapterWeights
-from loraplex_services.worker.adapters.pack.image import (
-    ImageFile,
-    ImageIndex,
-    image_path,
-)
+from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache
+from loraplex_services.worker.adapters.device.table import AdapterTable
+from loraplex_services.worker.adapters.pack.image import Image, ImageFile, ImageIndex, image_path
 from loraplex_services.worker.adapters.pack.packing import Packer
+from loraplex_services.worker.arena_buffer import ArenaBuffer
+from loraplex_services.worker.layers.ropes import Ropes
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
-from loraplex_services.worker.types.extents import Extents
+from loraplex_services.worker.types.extents import Extents, extent_lengths
+from loraplex_services.worker.types.own_rope import BaseRopes, own_ropes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,33 @@ class AtOnce(Executor):
 
 
 class AdapterLoader:
-    """Packs, copies and enters the adapters of one runner."""
+    """Packs and copies the adapters of one runner, and enters them into the tables that steps read.
+
+    `AdapterCache` decides which adapter gets which slot and extents.
+    """
 
     def __init__(
-        self, weights: AdapterWeights, packer: Packer, executors: tuple[Executor, Executor] | None
+        self,
+        arena: ArenaBuffer,
+        packer: Packer,
+        ropes: Ropes,
+        base_ropes: BaseRopes,
+        host: PinnedCache | None,
+        executors: tuple[Executor, Executor] | None,
     ) -> None:
-        """`executors`: for copies and for packing, one thread each; None = threads of its own."""
-        self.weights = weights
+        """
+        Args:
+            ropes: of the model, with a row reserved for each slot; an adapter's own rope is made
+                from `base_ropes`.
+            host: what copies go through; None = from the page cache straight into the arena.
+            executors: for copies and for packing, one thread each; None = threads of its own.
+        """
+        self.table = AdapterTable(arena)
+        self._arena = arena
         self._packer = packer
+        self._ropes = ropes
+        self._base_ropes = base_ropes
+        self._host = host
         copying, packing = executors or (
             ThreadPoolExecutor(1, "copy adapters"),
             ThreadPoolExecutor(1, "pack adapters"),
@@ -77,12 +98,18 @@ class AdapterLoader:
         self._copying, self._packing = copying, packing
         self._last_copy: Future[CopiedImage] | None = None
 
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which steps have waited for unfinished copies."""
+        return 0.0 if self._host is None else self._host.stalls.total_s
+
     def pack(self, folder: Path) -> Future[int]:
-        """Put the image of the adapter next to it; the result is its number of pages."""
-        return self._packing.submit(self._pack, folder)
+        """Write the image of the adapter into its folder; the result is its number of pages."""
+        return self._packing.submit(self._packer.write, folder)
 
     def copy(self, folder: Path, extents: Extents, step_s: float) -> Future[CopiedImage]:
-        """Fill `extents` from the image in `folder`; see `PinnedCache.copy`."""
+        """Fill `extents`, which no step in flight reads, from the image in `folder`. A copy that
+        ends within a step of `step_s` may stay under way: see `PinnedCache.copy`."""
         self._last_copy = self._copying.submit(self._copy, folder, extents, step_s)
         return self._last_copy
 
@@ -93,16 +120,33 @@ class AdapterLoader:
 
     def enter(self, slot: int, copied: CopiedImage) -> None:
         """Enter what was copied under `slot`, which is not in use. On the engine's thread."""
-        self.weights.enter(slot, copied.index, copied.first_pages)
+        self.table.enter(slot, copied.index, copied.first_pages)
+        if scaling := copied.facts.rope_scaling:
+            self._ropes.enter(slot, own_ropes(self._base_ropes, parse(scaling)))
 
-    def _pack(self, folder: Path) -> int:
-        return self._packer.write(folder)
+    def unload(self, slot: int) -> None:
+        """Take `slot` out of the tables; its pages may be reused at once."""
+        self.table.remove(slot)
+        self._ropes.remove(slot)
 
     def _copy(self, folder: Path, extents: Extents, step_s: float) -> CopiedImage:
         begin_s = time.perf_counter()
         with ImageFile(image_path(folder, self._packer.fingerprint)) as image:
             # Another rank's image may be larger.
-            own = extents.holding(image.index.num_pages, self.weights.pages_per_block)
-            copy_events, expected_s = self.weights.copy(image, own, step_s)
+            own = extents.holding(image.index.num_pages, self._arena.pages_per_block)
+            copy_events, expected_s = self._fill(image, own, step_s)
             elapsed_s = time.perf_counter() - begin_s + expected_s
             return CopiedImage(folder, image.index, tuple(own), elapsed_s, copy_events)
+
+    def _fill(
+        self, image: Image, first_pages: Sequence[int], step_s: float
+    ) -> tuple[CopyEvents | None, float]:
+        """Raises and returns as `PinnedCache.copy` does."""
+        if self._host is not None:
+            return self._host.copy(image, first_pages, step_s)
+        index = image.index
+        lengths = extent_lengths(index.num_pages, index.num_bytes, self._arena.block_bytes)
+        arena = self._arena.data.view(-1).numpy().data
+        starts = [first_page * self._arena.page_bytes for first_page in first_pages]
+        image.read_into([arena[s : s + n] for s, n in zip(starts, lengths, strict=True)])
+        return None, 0.0

@@ -1,4 +1,4 @@
-"""AdapterWeights: bytes go where they belong, tables hold views, failures leave no trace."""
+"""AdapterLoader: bytes go where they belong, tables hold views, failures leave no trace."""
 
 import random
 
@@ -50,7 +50,7 @@ def tiles_of(delta):
 
 
 def table_of(runner):
-    return runner._adapters.weights.table
+    return runner._adapters.table
 
 
 @pytest.mark.parametrize("feature", FEATURES)
