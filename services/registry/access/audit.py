@@ -8,15 +8,13 @@ from collections.abc import AsyncIterator, Mapping
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.objects import ObjectInfo, ObjectStore
+from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
 from loraplex_services.registry.records import (
     AuditRecord,
     decode,
     encode,
-    first_ulid,
     now_s,
-    time_of_ulid,
-    ulid,
 )
 
 _KEY = re.compile(layout.AUDIT + r"\d{4}-\d{2}-\d{2}/[0-9a-hjkmnp-tv-z]{26}\.json")

@@ -21,8 +21,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import IO
 
 from loraplex_services.common.objects import ObjectInfo, ObjectMissing, ObjectStore, read_chunks
+from loraplex_services.common.ulid import ulid
 from loraplex_services.registry import layout
-from loraplex_services.registry.records import ulid
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import pytest
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.objects import ObjectInfo, open_store
+from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
 from loraplex_services.registry.access import audit
 from loraplex_services.registry.access.audit import Audit
-from loraplex_services.registry.records import first_ulid, time_of_ulid, ulid
 
 NOW_S = 1_790_000_000.0
 YEAR_S = 365 * 86_400.0
