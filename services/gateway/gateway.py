@@ -19,16 +19,12 @@ from loraplex_services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.grpc_channels import channel_opener
 from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.metrics import MetricsServer
-from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.common.signals import stop_event
 from loraplex_services.common.tracing import Tracer, open_tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.dispatch_window import ready_workers
-from loraplex_services.gateway.admission.rate_limit_store import (
-    LocalRateLimitStore,
-    RedisRateLimitStore,
-)
+from loraplex_services.gateway.admission.rate_limit_store import open_rate_limit_store
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.admission.scaling import ScalingSignals
 from loraplex_services.gateway.config import GatewayConfig, from_env
@@ -134,7 +130,7 @@ class Gateway:
             lambda: ready_workers(self._fleet.views()),
             shares_batch=config.wants_keys,
         )
-        self._rate_limit_store = _rate_limit_store(config)
+        self._rate_limit_store = open_rate_limit_store(config.metadata_url, config.gateway_id)
         self._scaling = ScalingSignals(self._fleet, self._controller)
         self._concurrency = TenantConcurrency(self._rate_limit_store, self._controller)
         self._tenants = TenantDirectory(self._registry.tenant)
@@ -195,11 +191,7 @@ class Gateway:
                 lambda: (self._controller.num_running, self._controller.num_waiting)
             ),
             Stager(self._resolver, self._fleet, self._registry).run(),
-            *(
-                [self._rate_limit_store.run()]
-                if isinstance(self._rate_limit_store, RedisRateLimitStore)
-                else []
-            ),
+            self._rate_limit_store.run(),
         )
         self._tasks = [asyncio.create_task(run) for run in runs]
         for task in self._tasks:
@@ -224,8 +216,7 @@ class Gateway:
         await self._usage_reports.send()
         await self._tenants.close()
         await self._registry.close()
-        if isinstance(self._rate_limit_store, RedisRateLimitStore):
-            await self._rate_limit_store.close()
+        await self._rate_limit_store.close()
         await self._pool.close()
         await self._adapter_text.close()
         if self._metrics is not None:
@@ -349,13 +340,6 @@ class Gateway:
         while True:
             await self._fleet.next_change()
             self._controller.workers_changed()
-
-
-def _rate_limit_store(config: GatewayConfig) -> LocalRateLimitStore | RedisRateLimitStore:
-    """Several gateways share tenants' rates through Redis; a single one keeps them itself."""
-    if not config.metadata_url:
-        return LocalRateLimitStore()
-    return RedisRateLimitStore(connect_redis(config.metadata_url), config.gateway_id)
 
 
 def _service_metadata(token: str) -> tuple[tuple[str, str], ...]:

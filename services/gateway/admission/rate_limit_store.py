@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.gateway.admission.token_buckets import Bucket, Grant, capacity_of
 from loraplex_services.gateway.event_loop import now_s
 
@@ -102,6 +103,19 @@ class RateLimitStore(Protocol):
     def num_gateways(self) -> int:
         """Gateways that share the limits, this one included."""
 
+    async def run(self) -> None:
+        """Keep `num_gateways` right until cancelled."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+def open_rate_limit_store(metadata_url: str, gateway_id: str) -> RateLimitStore:
+    """The store of one gateway: in Redis if there is one that several gateways share."""
+    if not metadata_url:
+        return LocalRateLimitStore()
+    return RedisRateLimitStore(connect_redis(metadata_url), gateway_id)
+
 
 class LocalRateLimitStore:
     """Buckets in this process, each with the rate divided by `num_gateways`."""
@@ -124,6 +138,12 @@ class LocalRateLimitStore:
     async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
         """This gateway's equal part of the limit."""
         return min(want, max(limit // self.num_gateways, 1))
+
+    async def run(self) -> None:
+        """Nothing changes by itself."""
+
+    async def close(self) -> None:
+        """There is nothing to close."""
 
 
 class RedisRateLimitStore:
