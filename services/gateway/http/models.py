@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.gateway.http.pages import limit_of, page_body
 from loraplex_services.gateway.registry.resolve import model_id
 from loraplex_services.gateway.registry.snapshot import Version
 from loraplex_services.gateway.request import ServedModel
@@ -22,7 +23,7 @@ def list_models(
     """
     entries = [show_model(model, model_id(model, tenant)) for model in models]
     ids = [entry["id"] for entry in entries]
-    limit = _limit(query.get("limit"))
+    limit = limit_of(query, MAX_LIMIT, MAX_LIMIT)
     if "before" in query:
         if "after" in query:
             raise InvalidRequest.field("before", query["before"], "send either before or after")
@@ -32,13 +33,7 @@ def list_models(
         start = _index_of(ids, "after", query["after"]) + 1 if "after" in query else 0
         entries = entries[start:]
         page = entries[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(page) < len(entries),
-    }
+    return page_body(page, has_more=len(page) < len(entries))
 
 
 def show_model(model: ServedModel | Version, shown_id: str) -> dict[str, Any]:
@@ -67,11 +62,3 @@ def _index_of(ids: list[str], field: str, wanted: str) -> int:
     if wanted not in ids:
         raise InvalidRequest.field(field, wanted, "no such model; use an id of this list")
     return ids.index(wanted)
-
-
-def _limit(text: str | None) -> int:
-    if text is None:
-        return MAX_LIMIT
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
-        raise InvalidRequest.field("limit", text, f"must be an integer from 1 to {MAX_LIMIT}")
-    return int(text)

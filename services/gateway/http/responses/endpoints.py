@@ -20,6 +20,12 @@ from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.body import bad_type
 from loraplex_services.gateway.http.calls import origin_of
 from loraplex_services.gateway.http.json_body import LargeBodies, read_json
+from loraplex_services.gateway.http.pages import (
+    check_parameters,
+    choice_of,
+    limit_of,
+    page_body,
+)
 from loraplex_services.gateway.http.responses.formatter import ResponsesFormatter
 from loraplex_services.gateway.http.responses.items import REFERENCE, kind_of
 from loraplex_services.gateway.http.responses.parse import (
@@ -111,23 +117,15 @@ class ResponsesEndpoints:
         await self._turn(request, caller, len(stored.items))
         query = request.query_params
         items = json.loads(stored.items)
-        if _choice(query, "order", ("desc", "asc")) == "desc":
+        if choice_of(query, "order", ("desc", "asc")) == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
         if after := query.get("after"):
             if after not in ids:
                 raise InvalidRequest.field("after", after, "no such item in this response")
             items = items[ids.index(after) + 1 :]
-        page = items[: _limit(query.get("limit"))]
-        return json_response(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else None,
-                "last_id": page[-1]["id"] if page else None,
-                "has_more": len(page) < len(items),
-            }
-        )
+        page = items[: limit_of(query, 20, 100)]
+        return json_response(page_body(page, has_more=len(page) < len(items)))
 
     async def _parsed(self, request: Request, caller: Caller) -> ResponsesCall:
         fields = await read_json(request, caller)
@@ -189,9 +187,7 @@ class ResponsesEndpoints:
         self, request: Request, parameters: Sequence[str] = ()
     ) -> tuple[Caller, StoredResponse]:
         """Who asks, and the response of this tenant that the path names."""
-        for name in request.query_params:
-            if name.removesuffix("[]") not in parameters:
-                raise InvalidRequest.field(name, "", "this parameter is unknown or not served")
+        check_parameters(request.query_params, parameters)
         caller = await self._context.reader(request, 1)
         return caller, self._store.get(caller.tenant, request.path_params["response_id"])
 
@@ -210,18 +206,3 @@ def _spelled_out(item: Mapping[str, Any]) -> dict[str, Any]:
 
 def _raw(value: Any) -> bytes:
     return compact_json(value).encode()
-
-
-def _choice(query: Mapping[str, str], name: str, options: Sequence[str]) -> str:
-    """A parameter; the first option by default. Raises: InvalidRequest."""
-    if (value := query.get(name, options[0])) not in options:
-        raise InvalidRequest.field(name, value, f"must be {' or '.join(options)}")
-    return value
-
-
-def _limit(text: str | None) -> int:
-    if text is None:
-        return 20
-    if not text.isdecimal() or not 1 <= int(text) <= 100:
-        raise InvalidRequest.field("limit", text, "must be an integer from 1 to 100")
-    return int(text)

@@ -1,0 +1,43 @@
+"""Query parameters of lists, and the page that answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from loraplex.errors import InvalidRequest
+
+
+def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
+    """Raises: InvalidRequest naming a parameter that is not among the known ones."""
+    for name in query:
+        if name.removesuffix("[]") not in known:
+            raise InvalidRequest.field(name, "", "this parameter is unknown or not served")
+
+
+def choice_of(query: Mapping[str, str], name: str, options: Sequence[str]) -> str:
+    """A parameter; the first option by default. Raises: InvalidRequest."""
+    if (value := query.get(name, options[0])) not in options:
+        raise InvalidRequest.field(name, value, f"must be {' or '.join(options)}")
+    return value
+
+
+def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
+    """The parameter `limit`. Raises: InvalidRequest."""
+    text = query.get("limit")
+    if text is None:
+        return default
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise InvalidRequest.field("limit", text, f"must be an integer from 1 to {most}")
+    return int(text)
+
+
+def page_body(entries: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """The object of one page of a list."""
+    return {
+        "object": "list",
+        "data": entries,
+        "first_id": entries[0]["id"] if entries else None,
+        "last_id": entries[-1]["id"] if entries else None,
+        "has_more": has_more,
+    }
