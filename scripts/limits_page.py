@@ -81,6 +81,16 @@ COUNTS = {
     "MAX_STORED_RESPONSE_BYTES_PER_TENANT": "of these for one tenant, which then loses its oldest",
     "MAX_HISTORY_RESPONSES": "stored responses that one conversation may consist of",
     "MAX_RESPONSE_METADATA": "entries in `metadata` of a response",
+    "MAX_FILE_BYTES": "of a file for a batch",
+    "MAX_STORED_FILE_BYTES_PER_TENANT": "of all files of a tenant; the results of batches count, "
+    "and are stored even beyond it",
+    "MAX_FILES_PER_TENANT": "files of a tenant",
+    "MAX_FILE_UPLOADS": "uploads of files that one gateway reads at a time; others wait",
+    "MAX_FILE_UPLOADS_PER_TENANT": "of these for one tenant",
+    "MAX_FILE_S": "seconds for a file to arrive",
+    "MAX_FILE_IDLE_S": "seconds between two parts of a file",
+    "MAX_FORM_PARTS": "parts of a form that uploads a file",
+    "MAX_FORM_VALUE_BYTES": "of a field of such a form",
     "MAX_OPEN_UPLOADS_PER_TENANT": "unfinished uploads of a tenant; their bytes count in its quota",
     "MAX_COMPILED_GRAMMAR_BYTES": "of memory of a compiled grammar",
     "MAX_OPENINGS": "uploads that one registry begins at a time; others wait",
@@ -116,6 +126,8 @@ NUMBERS = {
     "EPHEMERAL_S": "`ttl_s` of an upload, in seconds; 0 = the version is not ephemeral",
     "QUOTA": "`max_bytes`, `max_versions` and `max_concurrent` of a tenant; 0 = no limit",
     "RATE_PER_S": "`requests_per_s` and `tokens_per_s` of a tenant; 0 = no limit",
+    "FILE_LIFETIME_S": "`expires_after.seconds` of a file, and `output_expires_after.seconds` of a "
+    "batch",
     "FAIRNESS_WEIGHT": "`fairness_weight` of a tenant; 0 = 1",
     "DIVERGENCE": "`max_kl` of a tenant, in nats per token; 0 = no bound",
 }

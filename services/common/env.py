@@ -138,8 +138,9 @@ OBJECTS: Setting[str] = Setting(
     "LORAPLEX_OBJECTS",
     parse_store_url,
     "",
-    "registry worker",
-    "Object store: file:///path or s3://bucket/prefix.",
+    "registry gateway worker",
+    "Object store: file:///path or s3://bucket/prefix. A gateway without it serves no files and "
+    "batches.",
 )
 METADATA = text_setting(
     "LORAPLEX_METADATA",

@@ -180,6 +180,8 @@ QUOTA = NumberLimits(0, float(1 << 62))
 """Bytes, versions and sequences of a tenant; 0 = no limit."""
 RATE_PER_S = NumberLimits(0, 1e12)
 """Tokens and requests per second of a tenant; 0 = no limit."""
+FILE_LIFETIME_S = NumberLimits(3600, 30.0 * 24 * 3600)
+"""How long a file is kept."""
 FAIRNESS_WEIGHT = NumberLimits(0, 1000)
 DIVERGENCE = NumberLimits(0, 1000)
 """Nats per token that a tenant's versions may diverge; 0 = no limit."""
@@ -230,6 +232,21 @@ MAX_HISTORY_RESPONSES = 1024
 """Stored responses that one conversation may consist of."""
 MAX_RESPONSE_METADATA = 16
 """Entries of `metadata` of a response, with keys of 64 and values of 512 characters."""
+MAX_FILE_BYTES = 200 * MIB
+"""Of a file for a batch."""
+MAX_STORED_FILE_BYTES_PER_TENANT = 10240 * MIB
+"""Of all files of a tenant. Results of batches count, and are stored even beyond it."""
+MAX_FILES_PER_TENANT = 10_000
+MAX_FILE_UPLOADS = 16
+"""Uploads of files that one gateway receives at a time; each takes up to 16 MiB of memory."""
+MAX_FILE_UPLOADS_PER_TENANT = 4
+MAX_FILE_S = 900
+"""Longest time for a file to arrive."""
+MAX_FILE_IDLE_S = 30
+"""Longest time between two parts of a file."""
+MAX_FORM_PARTS = 16
+MAX_FORM_VALUE_BYTES = 1 * KIB
+"""Of a field of a form that is no file."""
 MAX_OPEN_UPLOADS_PER_TENANT = 1000
 """Uploads that a tenant has begun and not finished."""
 MAX_OPENINGS = 32

@@ -51,6 +51,8 @@ class GatewayConfig:
     """True if a base replaces a registered one with the same id and another geometry."""
     lora_root: Path | None = None
     """Folder from which `/v1/load_lora_adapter` may publish; None = the call is not served."""
+    objects_url: str = ""
+    """Object store for files and batches; "" = neither is served."""
     metadata_url: str = ""
     """Redis that several gateways share; "" = this is the only gateway."""
 
@@ -80,6 +82,7 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         reasoning=env.REASONING_PARSER.read(environ),
         replaces_bases=env.REPLACE_BASES.read(environ),
         lora_root=env.LORA_ROOT.read(environ),
+        objects_url=env.OBJECTS.read(environ),
         metadata_url=_shared_url(env.METADATA.read(environ)),
         gateway_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
     )

@@ -27,6 +27,9 @@ from loraplex_services.gateway.admission.dispatch_window import ready_workers
 from loraplex_services.gateway.admission.rate_limit_store import open_rate_limit_store
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.admission.scaling import ScalingSignals
+from loraplex_services.gateway.batches.files import Files
+from loraplex_services.gateway.batches.storage import Storage
+from loraplex_services.gateway.batches.sweep import Sweeper
 from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
@@ -35,6 +38,7 @@ from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
+from loraplex_services.gateway.http.files import FileEndpoints
 from loraplex_services.gateway.http.guard import HostRule
 from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.messages.endpoints import MessagesEndpoints
@@ -149,6 +153,7 @@ class Gateway:
             max_request_s=config.max_request_s,
             tracer=tracer,
         )
+        self._storage = Storage(config.objects_url) if config.objects_url else None
         self._usage_reports = UsageReports(self._registry, self._generation.usage.take)
         self.readiness = Readiness(self._first_missing)
         self._tasks: list[asyncio.Task[None]] = []
@@ -192,6 +197,7 @@ class Gateway:
             ),
             Stager(self._resolver, self._fleet, self._registry).run(),
             self._rate_limit_store.run(),
+            *([Sweeper(self._storage).run()] if self._storage is not None else []),
         )
         self._tasks = [asyncio.create_task(run) for run in runs]
         for task in self._tasks:
@@ -217,6 +223,8 @@ class Gateway:
         await self._tenants.close()
         await self._registry.close()
         await self._rate_limit_store.close()
+        if self._storage is not None:
+            await self._storage.close()
         await self._pool.close()
         await self._adapter_text.close()
         if self._metrics is not None:
@@ -287,6 +295,8 @@ class Gateway:
             *console.routes(),
             *adapters.routes(),
         ]
+        if self._storage is not None:
+            others += FileEndpoints(context, Files(self._storage)).routes()
         if folders is not None:
             others += AliasEndpoints(context.caller, self._registry_of, folders).routes()
         return endpoints.app(self._host_rule(), others)

@@ -50,6 +50,11 @@ ADAPTER_TOKENS = Counter(
     "Tokens by adapter; adapters beyond the first hundred share one label.",
     ["adapter", "kind"],
 )
+FILE_BYTES = Counter(
+    "loraplex_gateway_file_bytes_total",
+    "Bytes of files that clients uploaded (in) and read (out).",
+    ["direction"],
+)
 RETRIES = Counter(
     "loraplex_gateway_retries_total", "Requests sent to another worker before the first token."
 )

@@ -34,6 +34,8 @@ class Stack:
     servers: dict[str, grpc.aio.Server] = field(default_factory=dict)
     max_request_s: float = 60.0
     wants_keys: bool = False
+    objects_url: str = ""
+    gateway_id: str = "g0"
     http_tls: TlsFiles = PLAIN
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     tracer: Tracer | None = None
@@ -92,7 +94,8 @@ class Stack:
                 wants_keys=self.wants_keys,
                 http_tls=self.http_tls,
                 service_token="scripted" if self.wants_keys else "",
-                gateway_id="g0",
+                gateway_id=self.gateway_id,
+                objects_url=self.objects_url,
             ),
             tracer=self.tracer,
         )

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 NOT_SERVED = {
     "/v1/batches": "there is no batch API; send the requests with a low priority instead",
     "/v1/messages/batches": "there is no batch API; send the requests with a low priority instead",
-    "/v1/files": "the gateway stores no files; send what is needed with each request",
+    "/v1/files": "set LORAPLEX_OBJECTS at the gateway, so that it has an object store for files",
     "/v1/responses/compact": "send the conversation as input and ask for a summary",
     "/v1/conversations": "use previous_response_id, or send the conversation as input",
     "/v1/audio": "only text is served",

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import loraplex
+from loraplex_services.common.limits import FILE_LIFETIME_S, NumberLimits
 from loraplex_services.gateway.http import shapes
 from loraplex_services.gateway.http.aliases import parse_load, parse_unload
 from loraplex_services.gateway.http.answering import json_response
@@ -47,6 +48,10 @@ class _Answer:
 
 def _call(parse: Callable[..., object], *examples: dict[str, Any]) -> _Body:
     return _Body(lambda fields: parse(fields, _ORIGIN), examples)
+
+
+def _range(limits: NumberLimits) -> dict[str, float]:
+    return {"minimum": limits.least, "maximum": limits.most}
 
 
 _FUNCTION = {"name": "f", "description": "", "parameters": {"type": "object"}}
@@ -138,6 +143,21 @@ _SAME: Mapping[str, str] = {
 }
 """Paths with the body of another one."""
 
+_FORMS: Mapping[str, dict[str, Any]] = {
+    "/v1/files": {
+        "type": "object",
+        "properties": {
+            "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+            "purpose": {"const": "batch"},
+            "expires_after[anchor]": {"const": "created_at"},
+            "expires_after[seconds]": {"type": "integer", **_range(FILE_LIFETIME_S)},
+        },
+        "required": ["file", "purpose"],
+        "additionalProperties": False,
+    },
+}
+"""Forms that a POST takes."""
+
 _ANSWERS: Mapping[str, _Answer] = {
     "/v1/completions": _Answer(shapes.CompletionResponse, shapes.CompletionResponse),
     "/v1/chat/completions": _Answer(shapes.Chat, shapes.ChatChunk),
@@ -151,6 +171,10 @@ _ANSWERS: Mapping[str, _Answer] = {
     "/v1/models": _Answer(shapes.Models),
     "/v1/models/{ref}": _Answer(shapes.ModelCard),
     "/version": _Answer(shapes.VersionResponse),
+    "GET /v1/files": _Answer(shapes.FileList),
+    "POST /v1/files": _Answer(shapes.FileObject),
+    "GET /v1/files/{file_id}": _Answer(shapes.FileObject),
+    "DELETE /v1/files/{file_id}": _Answer(shapes.DeletedFile),
 }
 
 
@@ -183,7 +207,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             continue
         methods = sorted((route.methods or set()) - {"HEAD"})
         for method in methods:
-            paths.setdefault(path, {})[method.lower()] = _operation(route, path, components)
+            paths.setdefault(path, {})[method.lower()] = _operation(route, method, path, components)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Loraplex", "version": loraplex.__version__},
@@ -196,7 +220,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, path: str, components: dict[str, Any]) -> dict[str, Any]:
+def _operation(route: Route, method: str, path: str, components: dict[str, Any]) -> dict[str, Any]:
     same = _SAME.get(path, path)
     operation: dict[str, Any] = {"summary": _summary(route)}
     if names := list(route.param_convertors):
@@ -204,21 +228,25 @@ def _operation(route: Route, path: str, components: dict[str, Any]) -> dict[str,
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
-    if (body := _BODIES.get(same)) is not None:
-        schema = request_schema(body.parse, body.examples)
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schema}},
-        }
+    if method == "POST" and (content := _request_content(same)):
+        operation["requestBody"] = {"required": True, "content": content}
     error = {"application/json": {"schema": response_schema(shapes.Error, components)}}
     good: dict[str, Any] = {"description": "The answer."}
-    if (answer := _ANSWERS.get(same)) is not None:
+    if (answer := _ANSWERS.get(f"{method} {same}") or _ANSWERS.get(same)) is not None:
         good["content"] = _content(answer, components)
     operation["responses"] = {
         "200": good,
         "default": {"description": "A refusal.", "content": error},
     }
     return operation
+
+
+def _request_content(path: str) -> dict[str, Any]:
+    if (body := _BODIES.get(path)) is not None:
+        return {"application/json": {"schema": request_schema(body.parse, body.examples)}}
+    if (form := _FORMS.get(path)) is not None:
+        return {"multipart/form-data": {"schema": form}}
+    return {}
 
 
 def _content(answer: _Answer, components: dict[str, Any]) -> dict[str, Any]:

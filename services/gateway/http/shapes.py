@@ -276,3 +276,29 @@ class Models(TypedDict):
 
 class VersionResponse(TypedDict):
     version: str
+
+
+class FileObject(TypedDict):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    status_details: str | None
+
+
+class FileList(TypedDict):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(TypedDict):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]

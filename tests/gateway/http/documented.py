@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -12,15 +13,24 @@ from starlette.routing import Route
 from loraplex_services.gateway.http import openapi
 
 STREAM = "text/event-stream"
+_TEMPLATES = {
+    "/v1/models/": "/v1/models/{ref}",
+    "/v1/files/": "/v1/files/{file_id}",
+    "/v1/batches/": "/v1/batches/{batch_id}",
+}
+_ONE = re.compile(r"^(/v1/(?:models|files|batches)/)[^/]+")
 
 
 @functools.cache
 def _document() -> dict[str, Any]:
     """The document of the paths that have schemas."""
-    paths = {*openapi._BODIES, *openapi._SAME, *openapi._ANSWERS}
     gets = {"/v1/models", "/v1/models/{ref}", "/version"}
-    methods = {path: ["GET" if path in gets else "POST"] for path in paths}
-    return openapi.document([Route(path, _document, methods=methods[path]) for path in paths])
+    calls = {*openapi._BODIES, *openapi._SAME, *openapi._FORMS, *openapi._ANSWERS}
+    named = [call.split(" ") for call in calls if " " in call]
+    others = [("GET" if path in gets else "POST", path) for path in calls if " " not in path]
+    return openapi.document(
+        [Route(path, _document, methods=[method]) for method, path in (*named, *others)]
+    )
 
 
 @functools.cache
@@ -58,12 +68,11 @@ async def check_exchange(response: Any, *, reads_streams: bool = False) -> int:
     """
     request = response.request
     path, method = request.url.path, request.method
-    if path.startswith("/v1/models/"):
-        path = "/v1/models/{ref}"
+    path = _ONE.sub(lambda match: _TEMPLATES[match[1]], path)
     if response.status_code != 200:
         return 0
     num_checked = 0
-    if request.content:
+    if method == "POST" and request.headers.get("content-type") == "application/json":
         num_checked += check(path, method, "request", json.loads(request.content))
     media = response.headers.get("content-type", "").partition(";")[0]
     if media == "application/json":

@@ -1,0 +1,1 @@
+"""Files and batches of tenants, kept in the object store."""

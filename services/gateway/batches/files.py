@@ -1,0 +1,180 @@
+"""Files of tenants: a document for each, and its bytes in segments.
+
+The segments are written first and deleted last, so that a file that is there is complete. What a
+killed gateway leaves behind is collected by `sweep.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+from loraplex.errors import InvalidRequest, NotFound, ResourceExhausted, Violation
+from loraplex_services.common.limits import (
+    MAX_FILE_BYTES,
+    MAX_FILES_PER_TENANT,
+    MAX_STORED_FILE_BYTES_PER_TENANT,
+)
+from loraplex_services.common.objects import ObjectMissing, ObjectStoreError
+from loraplex_services.common.ulid import ulid
+from loraplex_services.gateway.batches import documents, layout
+from loraplex_services.gateway.batches.storage import Storage
+
+SEGMENT_BYTES = 8 << 20
+"""What an upload and a download hold in memory. All but the last segment of a file have it."""
+_BATCH_DOCUMENTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file is."""
+
+    file_id: str
+    tenant: str
+    filename: str
+    purpose: str
+    """`batch` or `batch_output`."""
+    num_bytes: int
+    created_s: int
+    """Unix time."""
+    expires_s: int
+    """Unix time; 0 = never."""
+
+    def is_expired(self, now_s: float) -> bool:
+        """Whether tenants no longer see it."""
+        return 0 < self.expires_s <= now_s
+
+    @property
+    def num_segments(self) -> int:
+        """How many objects hold its bytes."""
+        return -(-self.num_bytes // SEGMENT_BYTES)
+
+
+def new_file_id() -> str:
+    """Ids sort by time."""
+    return f"file-{ulid(time.time())}"
+
+
+class Files:
+    """Creates, finds, lists, reads and deletes files."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    async def check_quota(self, tenant: str) -> int:
+        """How many bytes the tenant may add. Raises: ResourceExhausted if it may add no file."""
+        store = await self._storage.store()
+        num_files, num_bytes = 0, 0
+        async for info in store.list_objects(layout.contents(tenant)):
+            num_files += info.key.endswith("/000000")
+            num_bytes += info.size
+        left = MAX_STORED_FILE_BYTES_PER_TENANT - num_bytes
+        if num_files >= MAX_FILES_PER_TENANT or left <= 0:
+            raise ResourceExhausted(
+                f"tenant {tenant!r} stores {num_files} files with {num_bytes} bytes, and may store "
+                f"{MAX_FILES_PER_TENANT} with {MAX_STORED_FILE_BYTES_PER_TENANT}; delete some",
+                reason="FILE_QUOTA_EXCEEDED",
+            )
+        return left
+
+    async def write(self, tenant: str, file_id: str, chunks: AsyncIterator[bytes]) -> int:
+        """Store the bytes of a file that does not exist yet. Returns their number.
+
+        Writing the same bytes again changes nothing. Raises: ObjectStoreError.
+        """
+        store = await self._storage.store()
+        buffer, index, num_bytes = bytearray(), 0, 0
+        async for chunk in chunks:
+            buffer += chunk
+            num_bytes += len(chunk)
+            while len(buffer) >= SEGMENT_BYTES:
+                data = bytes(buffer[:SEGMENT_BYTES])
+                del buffer[:SEGMENT_BYTES]
+                await store.put(layout.segment(tenant, file_id, index), data)
+                index += 1
+        if buffer:
+            await store.put(layout.segment(tenant, file_id, index), bytes(buffer))
+        return num_bytes
+
+    async def add(self, record: FileRecord) -> None:
+        """Make a file visible whose bytes were written."""
+        store = await self._storage.store()
+        key = layout.file_document(record.tenant, record.file_id)
+        await store.put(key, documents.encoded(record))
+
+    async def get(self, tenant: str, file_id: str, field: str = "file_id") -> FileRecord:
+        """Raises: NotFound naming `field` if the tenant has no such file."""
+        found = None
+        if layout.is_file_id(file_id):
+            store = await self._storage.store()
+            key = layout.file_document(tenant, file_id)
+            found = await documents.find(store, key, FileRecord)
+        if found is None or found.record.is_expired(time.time()):
+            why = "no such file; it may have been deleted or have expired"
+            violation = Violation(field, file_id[:80], why)
+            raise NotFound(f"{field}: {why}", reason="FILE_NOT_FOUND", violations=[violation])
+        return found.record
+
+    async def listed(
+        self, tenant: str, *, after: str, newest_first: bool, purpose: str
+    ) -> AsyncGenerator[FileRecord]:
+        """The tenant's files in order of time, from the one after `after` on; "" = the first."""
+        store = await self._storage.store()
+        keys = [info.key async for info in store.list_objects(layout.file_documents(tenant))]
+        if newest_first:
+            keys.reverse()
+        if after:
+            edge = layout.file_document(tenant, after)
+            keys = [key for key in keys if (key < edge if newest_first else key > edge)]
+        now_s = time.time()
+        for start in range(0, len(keys), _BATCH_DOCUMENTS):
+            part = keys[start : start + _BATCH_DOCUMENTS]
+            for record in await documents.read_all(store, part, FileRecord):
+                if not record.is_expired(now_s) and purpose in ("", record.purpose):
+                    yield record
+
+    async def read(self, record: FileRecord) -> AsyncGenerator[bytes]:
+        """The bytes of a file. Raises: NotFound if they were deleted meanwhile."""
+        store = await self._storage.store()
+        left = record.num_bytes
+        for index in range(record.num_segments):
+            try:
+                key = layout.segment(record.tenant, record.file_id, index)
+                data = await store.get_range(key, 0, SEGMENT_BYTES)
+            except ObjectMissing:
+                why = "the file was deleted while it was read"
+                raise NotFound(why, reason="FILE_NOT_FOUND") from None
+            if len(data) != min(left, SEGMENT_BYTES):
+                raise ObjectStoreError(f"{key} has {len(data)} bytes")
+            left -= len(data)
+            yield data
+
+    async def delete(self, tenant: str, file_id: str) -> None:
+        """Delete a file, or what was written of one that was not added."""
+        store = await self._storage.store()
+        await store.delete(layout.file_document(tenant, file_id))
+        async for info in store.list_objects(layout.segments(tenant, file_id)):
+            await store.delete(info.key)
+
+
+async def capped(chunks: AsyncIterator[bytes], quota_bytes: int) -> AsyncGenerator[bytes]:
+    """The chunks of an upload. Raises as soon as they are more than a file or a tenant may have:
+    InvalidRequest, ResourceExhausted."""
+    num_bytes = 0
+    async for chunk in chunks:
+        num_bytes += len(chunk)
+        if num_bytes > MAX_FILE_BYTES:
+            raise file_too_large()
+        if num_bytes > quota_bytes:
+            raise ResourceExhausted(
+                f"the file exceeds the {quota_bytes} bytes that its tenant may still store; delete "
+                "others first",
+                reason="FILE_QUOTA_EXCEEDED",
+            )
+        yield chunk
+
+
+def file_too_large() -> InvalidRequest:
+    """The error of a file beyond the limit."""
+    return InvalidRequest(f"the file has more than {MAX_FILE_BYTES} bytes", reason="BODY_TOO_LARGE")
