@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
 from loraplex.adapter_format import geometry_from_folder
+from loraplex.adapter_format.geometry import Geometry
 from loraplex.api import registry_wire
-from loraplex.api.format_wire import geometry_to_proto
+from loraplex.api.format_wire import geometry_from_proto, geometry_to_proto
 from loraplex.api.registry import (
     ApiKey,
     AuditEntry,
@@ -18,6 +19,7 @@ from loraplex.api.registry import (
     Tenant,
 )
 from loraplex.client.channel import Channel
+from loraplex.errors import NotFound
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -63,6 +65,15 @@ class RegistryAdmin:
         """Known bases, ordered by id."""
         answer = await self._channel.call(self._stub.ListBases, pb.ListBasesRequest())
         return [registry_wire.base_model(base) for base in answer.bases]
+
+    async def geometry(self, base_id: str) -> Geometry:
+        """The geometry of a base. Raises NotFound if the registry does not know the base."""
+        answer = await self._channel.call(self._stub.ListBases, pb.ListBasesRequest())
+        for base in answer.bases:
+            if base_id in (base.base_id, *base.aliases):
+                return geometry_from_proto(base.geometry)
+        known = ", ".join(base.base_id for base in answer.bases) or "none"
+        raise NotFound(f"base {base_id!r} is not registered (registered: {known})")
 
     async def collect_garbage(self, *, dry_run: bool = False) -> Collected:
         """Delete objects that nothing refers to and that are older than a day."""

@@ -195,7 +195,22 @@ def from_trtllm(
     Raises:
         InvalidAdapter: a row is invalid or does not fit the base; the error names it.
     """
-    weights, config = _read(folder)
+    weights, config = _load(folder / WEIGHTS_FILE), _load(folder / CONFIG_FILE)
+    return from_arrays(weights, config, out, geometry, base_id, dtype, base)
+
+
+def from_arrays(
+    weights: npt.NDArray[np.generic],
+    config: npt.NDArray[np.generic],
+    out: Path,
+    geometry: Geometry,
+    base_id: str = "",
+    dtype: str = "",
+    base: Path | None = None,
+) -> Report:
+    """The same for the content of the two files; `dtype` "" = that of the weights."""
+    dtype = dtype or next((d for d, npy in _NPY_DTYPES.items() if weights.dtype == npy), "F32")
+    weights, config = _checked(weights, config)
     bases = BaseLinears.of(geometry)
     checkpoint = None if base is None else CheckpointFolder(base)
     tensors: dict[str, Array] = {}
@@ -277,10 +292,10 @@ def _trtllm_module(module: AdapterModule) -> TrtllmModule:
     return target
 
 
-def _read(folder: Path) -> tuple[Array, npt.NDArray[np.int64]]:
+def _checked(
+    weights: npt.NDArray[np.generic], config: npt.NDArray[np.generic]
+) -> tuple[Array, npt.NDArray[np.int64]]:
     """Both tensors without their batch dimension: float32 [rows, width] and [rows, 4]."""
-    weights = _load(folder / WEIGHTS_FILE)
-    config = _load(folder / CONFIG_FILE)
     weights = weights[0] if weights.ndim == 3 and len(weights) == 1 else weights
     config = config[0] if config.ndim == 3 and len(config) == 1 else config
     if config.ndim != 2 or config.shape[1] not in (3, 4) or config.dtype.kind not in "iu":
