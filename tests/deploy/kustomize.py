@@ -79,9 +79,16 @@ def _set_image(documents: list[Document], image: dict[str, str]) -> None:
                 container["image"] = f"{image['newName']}:{image['newTag']}"
 
 
+def pod_template(workload: Document) -> Document:
+    """What a workload makes pods of."""
+    spec: Document = workload["spec"]
+    template: Document = spec.get("jobTemplate", {"spec": spec})["spec"]["template"]
+    return template
+
+
 def containers(document: Document) -> list[dict[str, Any]]:
     """Every container of a workload, init containers too."""
-    if document["kind"] not in {"Deployment", "StatefulSet", "Job"}:
+    if document["kind"] not in {"Deployment", "StatefulSet", "Job", "CronJob"}:
         return []
-    pod = document["spec"]["template"]["spec"]
+    pod = pod_template(document)["spec"]
     return [*pod.get("initContainers", []), *pod["containers"]]

@@ -59,7 +59,8 @@ def test_every_image_of_ours_in_a_manifest_is_built() -> None:
     )
     folder = ROOT / "deploy" / "k8s"
     documents = [doc for path in (folder / "overlays").iterdir() for doc in render(path)]
-    documents += yaml.safe_load_all((folder / "jobs" / "fill-models.yaml").read_text())
+    for path in (folder / "jobs").iterdir():
+        documents += yaml.safe_load_all(path.read_text())
     named = {container["image"] for doc in documents for container in containers(doc)}
     composed = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
     named |= {service["image"] for service in composed.values()}

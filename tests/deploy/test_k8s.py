@@ -20,7 +20,7 @@ from loraplex_services.registry.access.auth import caller_auth
 from loraplex_services.registry.access.keys import Keys
 from loraplex_services.worker import config as worker_config
 from tests.certificates import Authority
-from tests.deploy.kustomize import containers, render
+from tests.deploy.kustomize import containers, pod_template, render
 from tests.metrics import exported
 
 K8S = Path(__file__).parents[2] / "deploy" / "k8s"
@@ -53,16 +53,26 @@ def test_every_document_is_valid_under_strict_validation(overlay: Path) -> None:
         kubernetes_validate.validate(document, VERSION, strict=True)
 
 
-def test_the_job_that_fills_the_models_is_valid_and_locked_down() -> None:
-    documents = list(yaml.safe_load_all((K8S / "jobs" / "fill-models.yaml").read_text()))
-    for document in documents:
+@pytest.mark.parametrize("name", ["backup", "fill-models"])
+def test_jobs_are_valid_and_locked_down(name: str) -> None:
+    claim, policy, job = _job_documents(name)
+    for document in (claim, policy, job):
         kubernetes_validate.validate(document, VERSION, strict=True)
-    claim, _, job = documents
     _assert_locked_down(job)
-    filled = job["spec"]["template"]["spec"]["volumes"]
+    pod = pod_template(job)
+    assert _claims(pod["spec"]["volumes"]) == {claim["metadata"]["name"]}
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def test_workers_read_the_volume_that_the_job_fills() -> None:
+    _, _, job = _job_documents("fill-models")
     worker = _deployment(render(K8S / "overlays" / "prod-cpu"), "worker")
-    read = worker["spec"]["template"]["spec"]["volumes"]
-    assert _claims(filled) == _claims(read) == {claim["metadata"]["name"]}
+    volumes = [pod_template(each)["spec"]["volumes"] for each in (job, worker)]
+    assert _claims(volumes[0]) == _claims(volumes[1]) != set()
+
+
+def _job_documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((K8S / "jobs" / f"{name}.yaml").read_text()))
 
 
 def _claims(volumes: list[dict[str, Any]]) -> set[str]:
@@ -191,7 +201,7 @@ def test_grace_period_covers_the_drain(overlay: Path) -> None:
 
 
 def _assert_locked_down(workload: dict[str, Any]) -> None:
-    pod = workload["spec"]["template"]["spec"]
+    pod = pod_template(workload)["spec"]
     assert pod["securityContext"]["runAsNonRoot"] is True, identity(workload)
     assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
     assert pod["automountServiceAccountToken"] is False, identity(workload)
