@@ -288,6 +288,12 @@ class Catalog:
                 "set noeviction"
             )
 
+    async def memory_bytes(self) -> tuple[int, int]:
+        """How much the metadata server uses, and its maxmemory; 0 = no limit."""
+        async with translated():
+            info = await self._redis.info("memory")
+        return info["used_memory"], info.get("maxmemory", 0)
+
     async def claim_interval(self, work: str, interval_s: float) -> bool:
         """Claim some periodic `work` for this interval; True for one process of all."""
         interval_ms = max(1, int(interval_s * 1000))

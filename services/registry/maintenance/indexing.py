@@ -22,7 +22,12 @@ from loraplex_services.registry.index.items import (
 )
 from loraplex_services.registry.index.redis_calls import CatalogDown, NoIndex
 from loraplex_services.registry.maintenance.snapshots import Snapshots
-from loraplex_services.registry.publish.metrics import INDEX_LAG_S, REBUILDS
+from loraplex_services.registry.publish.metrics import (
+    INDEX_LAG_S,
+    METADATA_BYTES,
+    METADATA_MAX_BYTES,
+    REBUILDS,
+)
 from loraplex_services.registry.publish.publisher import Publisher
 from loraplex_services.registry.publish.uploads import Uploads
 from loraplex_services.registry.records import (
@@ -75,10 +80,17 @@ class Indexer:
             try:
                 await self.ensure()
                 await self.repair(_PENDING_AGE_S)
+                await self.measure()
             except CatalogDown as error:
                 logger.warning("index unavailable", extra={"problem": error.message})
             except Exception:
                 logger.exception("index check failed")
+
+    async def measure(self) -> None:
+        """Report how full the metadata server is."""
+        used, limit = await self._catalog.memory_bytes()
+        METADATA_BYTES.set(used)
+        METADATA_MAX_BYTES.set(limit)
 
     async def ensure(self) -> None:
         """Rebuild if there is no index, or if it went back in time after a failover."""

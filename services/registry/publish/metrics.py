@@ -23,6 +23,12 @@ INDEX_LAG_S = Gauge(
     "loraplex_registry_index_lag_seconds",
     "Age of the oldest change that has begun and is not in the index; 0 = none.",
 )
+METADATA_BYTES = Gauge(
+    "loraplex_registry_metadata_bytes", "Memory that the metadata server uses; 0 = not known."
+)
+METADATA_MAX_BYTES = Gauge(
+    "loraplex_registry_metadata_max_bytes", "Its maxmemory; 0 = no limit, or not known."
+)
 REBUILDS = Counter(
     "loraplex_registry_index_rebuilds_total", "Indexes rebuilt from the objects by this process."
 )

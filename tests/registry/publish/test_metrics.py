@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from prometheus_client import REGISTRY
 
 from loraplex.errors import NotFound
@@ -62,3 +63,17 @@ async def test_a_change_that_never_reached_the_index_shows_as_lag(registry: Regi
     rebuilds = _value("index_rebuilds_total")
     await registry.indexer.rebuild()
     assert _value("index_rebuilds_total") == rebuilds + 1
+
+
+async def test_the_memory_of_the_metadata_server_is_reported_with_its_limit(
+    registry: Registry, metadata_url: str
+) -> None:
+    server = redis.Redis.from_url(metadata_url)
+    limit = server.config_get("maxmemory")["maxmemory"]
+    server.config_set("maxmemory", "1gb")
+    try:
+        await registry.indexer.measure()
+    finally:
+        server.config_set("maxmemory", limit)
+    assert _value("metadata_max_bytes") == 1 << 30
+    assert 0 < _value("metadata_bytes") < 1 << 30
