@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from loraplex.api.fields import same_fields
+from loraplex.api.fields import field_names, same_fields
 from loraplex.api.registry import (
     AdapterFile,
     AdapterVersion,
@@ -189,14 +189,14 @@ def tenant(message: pb.Tenant) -> Tenant:
 
 def tenant_limits(message: pb.Tenant) -> dict[str, Any]:
     """The fields of `TenantLimits`. A fairness weight of 0 means 1."""
-    values = {name: getattr(message, name) for name in _LIMITS}
+    values = same_fields(message, TenantLimits)
     values["signature_keys"] = tuple(message.signature_keys)
     return {**values, "fairness_weight": message.fairness_weight or 1.0}
 
 
 def tenant_to_proto(limits: TenantLimits, used_bytes: int, used_versions: int) -> pb.Tenant:
     """Limits with what is used of them."""
-    values = {name: getattr(limits, name) for name in _LIMITS}
+    values = same_fields(limits, TenantLimits)
     return pb.Tenant(**values, used_bytes=used_bytes, used_versions=used_versions)
 
 
@@ -212,6 +212,5 @@ def usage_entry_to_proto(entry: UsageEntry) -> pb.UsageEntry:
     return pb.UsageEntry(**values, duration_ms=round(entry.duration_s * 1000))
 
 
-_LIMITS = tuple(each.name for each in dataclasses.fields(TenantLimits))
-_USAGE = tuple(each.name for each in dataclasses.fields(UsageEntry) if each.name != "duration_s")
+_USAGE = tuple(name for name in field_names(UsageEntry) if name != "duration_s")
 """Fields that have the same name in the message."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from google.protobuf.message import Message
 
-from loraplex.api.fields import same_fields
+from loraplex.api.fields import field_names, same_fields
 from loraplex.api.load import ModelLoad, RecentLoad
 from loraplex.api.output import (
     Candidate,
@@ -25,11 +25,7 @@ from loraplex.api.sampling import Grammar, Sampling, SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import admin_pb2, common_pb2, inference_pb2, worker_pb2
 
-_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
-_PARAM_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-_LOAD_FIELDS = tuple(
-    field.name for field in dataclasses.fields(WorkerLoad) if field.name != "is_full"
-)
+_LOAD_FIELDS = tuple(name for name in field_names(WorkerLoad) if name != "is_full")
 """Fields that have the same name in the message."""
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -56,7 +52,7 @@ def sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
         InvalidRequest: it names the field whose value the message cannot hold.
     """
     message = inference_pb2.SamplingParams()
-    for name in _SAMPLING_FIELDS:
+    for name in field_names(Sampling):
         value = getattr(sampling, name)
         if value is None:
             continue
@@ -78,7 +74,7 @@ def sampling_from_proto(message: inference_pb2.SamplingParams) -> Sampling:
 
 def sampling_params_to_proto(params: SamplingParams) -> worker_pb2.WorkerSampling:
     """Resolved parameters for a worker."""
-    values = {name: getattr(params, name) for name in _PARAM_FIELDS}
+    values = same_fields(params, SamplingParams)
     values["logit_bias"] = dict(params.logit_bias)
     values["bad_sequences"] = [
         worker_pb2.TokenSequence(ids=sequence) for sequence in params.bad_sequences
@@ -206,38 +202,27 @@ def pooling_from_proto(number: common_pb2.Pooling) -> Pooling | None:
 
 def usage_to_proto(usage: Usage) -> common_pb2.Usage:
     """Token counts."""
-    return common_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
+    return common_pb2.Usage(**same_fields(usage, Usage))
 
 
 def usage_from_proto(message: common_pb2.Usage) -> Usage:
     """The inverse."""
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+    return Usage(**same_fields(message, Usage))
 
 
 def timings_to_proto(timings: Timings) -> common_pb2.Timings:
     """Times in seconds."""
-    return common_pb2.Timings(
-        queue_s=timings.queue_s, load_s=timings.load_s, prefill_s=timings.prefill_s
-    )
+    return common_pb2.Timings(**same_fields(timings, Timings))
 
 
 def timings_from_proto(message: common_pb2.Timings) -> Timings:
     """The inverse."""
-    return Timings(message.queue_s, message.load_s, message.prefill_s)
+    return Timings(**same_fields(message, Timings))
 
 
 def served_by_to_proto(served_by: ServedBy) -> inference_pb2.ServedBy:
     """What ran a request."""
-    return inference_pb2.ServedBy(
-        adapters=served_by.adapters,
-        digests=served_by.digests,
-        worker_id=served_by.worker_id,
-        base_id=served_by.base_id,
-    )
+    return inference_pb2.ServedBy(**same_fields(served_by, ServedBy))
 
 
 def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
@@ -249,26 +234,13 @@ def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
 
 def residency_to_proto(residency: AdapterResidency) -> worker_pb2.AdapterResidency:
     """Where an adapter is."""
-    return worker_pb2.AdapterResidency(
-        digest=residency.digest,
-        tier=cast("worker_pb2.AdapterTier", int(residency.tier)),
-        max_rank=residency.max_rank,
-        device_bytes=residency.device_bytes,
-        pinned=residency.pinned,
-        running_requests=residency.running_requests,
-    )
+    return worker_pb2.AdapterResidency(**same_fields(residency, AdapterResidency))
 
 
 def residency_from_proto(message: worker_pb2.AdapterResidency) -> AdapterResidency:
     """The inverse."""
-    return AdapterResidency(
-        digest=message.digest,
-        tier=Tier(message.tier),
-        max_rank=message.max_rank,
-        device_bytes=message.device_bytes,
-        pinned=message.pinned,
-        running_requests=message.running_requests,
-    )
+    values = same_fields(message, AdapterResidency)
+    return AdapterResidency(**{**values, "tier": Tier(message.tier)})
 
 
 def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:

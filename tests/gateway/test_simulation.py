@@ -15,10 +15,10 @@ from loraplex.api.sampling import Sampling
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.request import GenerateCall
 from loraplex_services.gateway.workers.link import SILENT_CHECKS
-from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.chaos import Chaos
 from tests.gateway.simulated.house import House, Seen, undisturbed
 from tests.gateway.simulated.worker import BASE_ID, Speed
+from tests.virtual_time import run_virtually
 
 
 def _run(seeds: range) -> Counter[str]:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from loraplex_services.simulate.virtual_loop import run_virtually
+from tests.virtual_time import run_virtually
 
 
 async def test_a_callback_that_fails_ends_the_run() -> None:

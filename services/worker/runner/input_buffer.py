@@ -48,7 +48,6 @@ class InputBuffer:
         device, num_groups = tables.device.device, len(tables.device)
         num_tokens = _aligned(num_tokens)  # all rows begin where kernels expect any tensor to
         self.block_tables = tables
-        self._num_runs = num_runs
         shapes = (3 + num_groups, num_tokens), (1, num_rows), (num_runs, RUN_WORDS)
         self._parts: list[tuple[int, tuple[int, int]]] = []
         self._num_static_bytes = 0

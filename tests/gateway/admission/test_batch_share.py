@@ -11,7 +11,7 @@ from loraplex_services.gateway.admission.batch_share import ACTIVE_S, BatchShare
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.dispatch_window import ReadyWorkers
 from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
-from loraplex_services.simulate.virtual_loop import run_virtually
+from tests.virtual_time import run_virtually
 
 pytestmark = pytest.mark.hostile
 

@@ -14,8 +14,8 @@ from loraplex_services.gateway.admission.rate_limit_store import (
     RateLimitStore,
     RedisRateLimitStore,
 )
-from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.simulated.shared import SimulatedRedis
+from tests.virtual_time import run_virtually
 
 LIMITS = TenantLimits("t", max_concurrent=10)
 

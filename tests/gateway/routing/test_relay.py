@@ -19,8 +19,8 @@ from loraplex_services.gateway.request import Tokens, WorkerJob
 from loraplex_services.gateway.routing.relay import Relay, RelayLimits
 from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from loraplex_services.gateway.workers.view import WorkerView
-from loraplex_services.simulate.virtual_loop import run_virtually
 from tests.gateway.conftest import eventually
+from tests.virtual_time import run_virtually
 
 OUTPUT = tuple(range(100, 110))
 Feed = Callable[[TokenStream, WorkerJob], None]
