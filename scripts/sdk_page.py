@@ -18,11 +18,12 @@ PAGE = ROOT / "docs" / "reference" / "sdk.md"
 INTRODUCTION = """\
 # Client library
 
-The package `loraplex` without extras is the client library; it needs grpcio and protobuf only.
-`scripts/sdk_page.py` writes this page from the docstrings. Blocking classes have the methods of
-the asynchronous ones without `await`. Every failure is a subclass of `LoraplexError`
-([errors by reason](../operate/runbooks.md#errors-by-reason)).
+The package `loraplex` without extras is the client library. It needs grpcio and protobuf only.
+`scripts/sdk_page.py` writes this page from the docstrings. Every failure is a subclass of
+`LoraplexError` ([errors by reason](../operate/runbooks.md#errors-by-reason)).
 """
+BLOCKING = {"BlockingInference": "InferenceClient", "BlockingRegistry": "RegistryClient"}
+"""Blocking classes, and the classes whose methods they have."""
 
 
 def page() -> str:
@@ -42,6 +43,10 @@ def _section(cls: type) -> Iterator[str]:
             f"`{each.name}: {_shown(each.type)}`" for each in dataclasses.fields(cls)
         )
         yield f"\nFields: {fields}"
+    if asynchronous := BLOCKING.get(cls.__name__):
+        names = ", ".join(f"`{name}`" for name, _ in _methods(cls))
+        yield f"\nMethods of [{asynchronous}](#{asynchronous.lower()}) without `await`: {names}."
+        return
     for name, member in _methods(cls):
         prefix = "async " if inspect.iscoroutinefunction(member) else ""
         yield f"\n### {cls.__name__}.{name}\n\n```python\n{prefix}{name}{_signature(member)}\n```\n"
