@@ -25,6 +25,7 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.access.signatures import Offered
 from loraplex_services.registry.api import convert
+from loraplex_services.registry.api.upload_pace import UploadPace
 from loraplex_services.registry.api.usage import (
     entries_to_proto,
     report_from_proto,
@@ -45,7 +46,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._openings = TenantSlots(MAX_OPENINGS, max_held=MAX_OPENINGS_PER_TENANT)
-        self._chunk_slots = TenantSlots(MAX_UPLOAD_STREAMS, max_held=1)
+        self._upload_pace = UploadPace()
         self._upload_streams = TenantSlots(
             MAX_UPLOAD_STREAMS, max_held=MAX_UPLOAD_STREAMS_PER_TENANT
         )

@@ -17,6 +17,7 @@ from loraplex.refs import check_name, check_tag, check_tenant, parse_name, parse
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common import grpc_server
+from loraplex_services.common.callers import current_caller
 from loraplex_services.common.limits import MAX_REASON_CHARS, MAX_UPLOAD_IDLE_S, WAIT_S, check_chars
 from loraplex_services.registry.access.lookup import Query, visible_batches
 from loraplex_services.registry.access.permissions import Access
@@ -72,14 +73,14 @@ class RegistryService(AdminService):
         self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
     ) -> pb.UploadPartResponse:
         async with self._upload_streams.held(caller_access().tenant, "uploads"):
-            parts = _not_idle(request_iterator)
+            parts = self._paced(_not_idle(request_iterator))
             first = await anext(parts, None)
             if first is None:
                 raise InvalidRequest.field(
                     "upload_id", "", "the first message must name the upload"
                 )
             session = await self._session(first.upload_id)
-            chunks = _chunks(first, self._one_at_a_time(parts))
+            chunks = _chunks(first, parts)
             state = await self._registry.uploads.receive(session, first.path, first.offset, chunks)
         return pb.UploadPartResponse(progress=convert.progress_to_proto(state))
 
@@ -312,14 +313,12 @@ class RegistryService(AdminService):
         bases = await self._registry.bases.all()
         return pb.ListBasesResponse(bases=[convert.base_to_proto(base) for base in bases])
 
-    async def _one_at_a_time(
+    async def _paced(
         self, parts: AsyncIterator[pb.UploadPartRequest]
     ) -> AsyncIterator[pb.UploadPartRequest]:
-        """Pass on one message of a tenant's streams in each cycle of the event loop: receiving one
-        takes the loop a millisecond, for which calls of others wait at each of their steps."""
+        """Pass on messages at the pace of all uploads."""
         async for part in parts:
-            async with self._chunk_slots.held(caller_access().tenant, "chunks"):
-                await asyncio.sleep(0)
+            await self._upload_pace.wait(current_caller.get(), part.ByteSize())
             yield part
 
     async def _session(self, upload_id: str) -> UploadSession:
