@@ -316,6 +316,17 @@ def test_a_new_folder_of_objects_is_the_user_s_alone(tmp_path: Path) -> None:
     assert (tmp_path / "state" / "objects").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.hostile
+@pytest.mark.parametrize("mode", [0o755, 0o750])
+def test_a_folder_of_objects_that_others_may_read_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects").chmod(mode)
+    FileStore(tmp_path / "objects")
+    assert ("may read the objects" in caplog.text) == (mode == 0o755)
+
+
 async def test_objects_on_a_read_only_mount_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,9 @@ class FileStore:
         try:
             # Weights are private, and documents contain hashes of keys.
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if root.stat().st_mode & 0o004:
+                fields = {"path": str(root)}
+                logger.warning("all users of this machine may read the objects", extra=fields)
             for folder in (self._temporary, self._locks):
                 folder.mkdir(exist_ok=True, mode=0o700)
             sync_folder(root)
