@@ -180,7 +180,8 @@ TOOL_CALL_PARSER = choice_setting(
 LORA_ROOT = path_setting(
     "LORAPLEX_LORA_ROOT",
     "gateway",
-    "Folder from which `/v1/load_lora_adapter` may publish; without it, the call is not served.",
+    "Folder from which `/v1/load_lora_adapter` may publish; without it, the call is not served. "
+    "With keys, a tenant publishes from the folder of its name in it.",
 )
 
 # Worker: the base and how it is computed

@@ -28,7 +28,7 @@ KEPT_VERSIONS = 4
 
 
 class LoraFolders:
-    """The folders below one root."""
+    """The folders below one root. With keys, each tenant has the folder of its name there."""
 
     def __init__(
         self, client: Callable[[str], RegistryClient], root: Path, resolver: Resolver
@@ -54,7 +54,7 @@ class LoraFolders:
         """
         if not _may_publish(caller):  # before anything is read
             raise PermissionDenied("this needs a key with the scope 'publisher'")
-        path = await asyncio.to_thread(self._inside, folder)
+        path = await asyncio.to_thread(self._inside, folder, caller)
         adapter = parse_name(name, caller.tenant, field="lora_name")
         publication = Publication(name, labels={LABEL: SOURCE}, keep_versions=KEPT_VERSIONS)
         lock = self._locks.setdefault(adapter, asyncio.Lock())
@@ -80,7 +80,7 @@ class LoraFolders:
             or self._is_known(model, tenant)
         ):
             return model
-        if not await asyncio.to_thread(self._holds_adapter, model):
+        if not await asyncio.to_thread(self._holds_adapter, model, caller):
             return model
         try:
             if not self._is_known(name, tenant):
@@ -98,21 +98,25 @@ class LoraFolders:
             return False
         return self._resolver.snapshot.find(ref, "") is not None
 
-    def _holds_adapter(self, folder: str) -> bool:
+    def _holds_adapter(self, folder: str, caller: Caller) -> bool:
         try:
-            return (self._inside(folder) / CONFIG_FILE).is_file()
+            return (self._inside(folder, caller) / CONFIG_FILE).is_file()
         except NotFound:
             return False
 
-    def _inside(self, folder: str) -> Path:
-        """The folder with links resolved. Raises: NotFound unless it is below the root."""
+    def _inside(self, folder: str, caller: Caller) -> Path:
+        """The folder with links resolved. Raises: NotFound unless it is below what the caller may
+        publish from."""
+        is_operator = caller.key_id in SERVICE_KEY_IDS or "root" in caller.scopes
+        root = self._root if is_operator else self._root / caller.tenant
         try:
-            path = (self._root / folder).resolve()
-            is_there = bool(folder) and path.is_relative_to(self._root) and path.is_dir()
+            path = (root / folder).resolve()
+            is_there = bool(folder) and path.is_relative_to(root) and path.is_dir()
         except (OSError, ValueError):
             is_there = False
         if not is_there:
-            why = "there is no such folder in LORAPLEX_LORA_ROOT on the gateway's machine"
+            place = "LORAPLEX_LORA_ROOT" if is_operator else f"LORAPLEX_LORA_ROOT/{caller.tenant}"
+            why = f"there is no such folder in {place} on the gateway's machine"
             raise NotFound(f"lora_path: {why}", violations=[Violation("lora_path", "", why)])
         return path
 

@@ -54,9 +54,9 @@ def json_in_parts(value: object, depth: int = 4) -> str:
     if isinstance(value, dict) and depth:
         fields = (f"{compact_json(k)}:{json_in_parts(v, depth - 1)}" for k, v in value.items())
         return f"{{{','.join(fields)}}}"
-    if isinstance(value, list) and depth and len(value) <= _ITEMS_AT_ONCE:
+    if isinstance(value, list | tuple) and depth and len(value) <= _ITEMS_AT_ONCE:
         return f"[{','.join(json_in_parts(item, depth - 1) for item in value)}]"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         starts = range(0, len(value), _ITEMS_AT_ONCE)
         parts = (compact_json(value[at : at + _ITEMS_AT_ONCE])[1:-1] for at in starts)
         return f"[{','.join(parts)}]"

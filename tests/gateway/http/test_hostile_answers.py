@@ -13,10 +13,10 @@ import pytest
 
 from loraplex.api.output import Candidate, PackedLogprobs, TokenLogprob
 from loraplex.api.residency import WorkerLoad
-from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied
+from loraplex.errors import InvalidRequest, LoraplexError, NotFound, PermissionDenied
 from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
-from loraplex_services.common.callers import Caller
-from loraplex_services.gateway.http import answering, logprobs
+from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.gateway.http import answering, logprobs, sse
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.collected import bytes_of
 from loraplex_services.gateway.http.lora_folders import LoraFolders
@@ -96,13 +96,44 @@ async def test_a_reader_is_refused_before_a_folder_is_looked_at(
 
 
 async def test_errors_of_loading_a_folder_do_not_tell_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "upper").mkdir()
+    (tmp_path / "acme" / "upper").mkdir(parents=True)
     with pytest.raises(InvalidRequest) as caught:
         await _load(tmp_path, "publisher")
     error = caught.value
     said = error.message + "".join(f"{v.field}{v.value}{v.description}" for v in error.violations)
     assert str(tmp_path) not in said
     assert "adapter_config.json is missing" in said
+
+
+@pytest.mark.parametrize("folder", ["../globex/upper", "upper", "{root}/globex/upper", "link"])
+async def test_a_tenant_publishes_only_folders_of_its_own(tmp_path: Path, folder: str) -> None:
+    for name in ("globex/upper", "upper", "acme"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "acme" / "link").symlink_to(tmp_path / "globex" / "upper")
+    client: Any = lambda _: RefusingRegistry()  # noqa: E731
+    folders = LoraFolders(client, tmp_path, None)  # type: ignore[arg-type]  # fails before it resolves
+    acme = Caller("acme", "k1", frozenset({"publisher"}))
+    with pytest.raises(NotFound, match="LORAPLEX_LORA_ROOT/acme"):
+        await folders.load("key", acme, "a", folder.format(root=tmp_path), in_place=True)
+    for caller in (LOCAL, Caller("default", "k2", frozenset({"root"}))):
+        with pytest.raises(InvalidRequest, match="adapter_config"):
+            await folders.load("key", caller, "a", "globex/upper", in_place=True)
+
+
+def test_the_tokens_of_a_text_are_formatted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    plain = sse.compact_json
+
+    def noted(value: object) -> str:
+        sizes.append(len(value) if isinstance(value, list | tuple) else 1)
+        return plain(value)
+
+    monkeypatch.setattr(sse, "compact_json", noted)
+    ids = tuple(range(10_000))
+    assert json_in_parts({"count": len(ids), "tokens": ids}) == plain(
+        {"count": len(ids), "tokens": ids}
+    )
+    assert max(sizes) <= 1000
 
 
 LOGPROBS = {"tokens": ["a"] * 200, "top_logprobs": [{"a": -1.5, "b": -2.5}] * 200}
