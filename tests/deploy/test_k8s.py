@@ -13,11 +13,8 @@ import yaml
 
 from loraplex_services.common import env, variables
 from loraplex_services.common.limits import POOLS
-from loraplex_services.common.objects.file import FileStore
 from loraplex_services.gateway import config as gateway_config
 from loraplex_services.registry import config as registry_config
-from loraplex_services.registry.access.auth import caller_auth
-from loraplex_services.registry.access.keys import Keys
 from loraplex_services.worker import config as worker_config
 from tests.certificates import Authority
 from tests.deploy.kustomize import containers, pod_template, render
@@ -161,18 +158,25 @@ def test_secrets_are_only_where_they_are_needed(overlay: Path) -> None:
         assert [item["key"] for item in auth["secret"]["items"]] == ["service-token"]
 
 
-async def test_the_throw_away_secrets_are_such_as_services_take(tmp_path: Path) -> None:
-    documents = render(K8S / "overlays" / "kind")
-    secret = next(doc for doc in documents if identity(doc) == ("Secret", "loraplex-auth"))
-    given = secret["stringData"]
-    for name, text in given.items():
-        (tmp_path / name).write_text(text)
-    keys = Keys(FileStore(tmp_path / "objects"))
-    await keys.admit_first_admin(tmp_path / "admin-key")
-    assert "admin" in (await keys.check(given["admin-key"])).scopes
-    environ = {"LORAPLEX_AUTH": "keys", "LORAPLEX_OBJECTS": f"file://{tmp_path}/objects"}
-    environ["LORAPLEX_SERVICE_TOKEN_FILE"] = str(tmp_path / "service-token")
-    assert caller_auth(registry_config.from_env(environ), keys) is not None
+@pytest.mark.hostile
+def test_no_manifest_contains_a_key_and_the_metadata_server_wants_a_password(overlay: Path) -> None:
+    documents = render(overlay)
+    secrets = [identity(doc)[1] for doc in documents if doc["kind"] == "Secret"]
+    assert set(secrets) <= {"loraplex-objects", "loraplex-objects-read"}, "of the S3 server inside"
+    urls = {
+        variable["name"]: variable
+        for name in ("registry", "gateway")
+        for variable in _container(documents, name)["env"]
+    }
+    url, password = urls["LORAPLEX_METADATA"], urls.get("METADATA_PASSWORD")
+    if ("Deployment", "valkey") not in map(identity, documents):
+        assert url["valueFrom"]["secretKeyRef"]["name"] == "loraplex-metadata"
+        return
+    assert url["value"] == "redis://:$(METADATA_PASSWORD)@valkey:6379/0"
+    server = _container(documents, "valkey")
+    given = {v["name"]: v["valueFrom"]["secretKeyRef"] for v in server["env"]}
+    assert password is not None and password["valueFrom"]["secretKeyRef"] == given["REDISCLI_AUTH"]
+    assert server["args"][-2:] == ["--requirepass", "$(REDISCLI_AUTH)"]
 
 
 @pytest.mark.parametrize("name", ["prod-gpu", MTLS])

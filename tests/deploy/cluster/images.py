@@ -35,7 +35,8 @@ STAND_INS = {
         {},
         # The manifest's arguments, but for the folder: nothing is saved.
         (
-            *("redis-server", "--port", "6379", "--bind", "0.0.0.0", "--protected-mode", "no"),
+            *("sh", "-c", 'exec "$@" --requirepass "$REDISCLI_AUTH"', "sh"),
+            *("redis-server", "--port", "6379", "--bind", "0.0.0.0"),
             *("--save", "", "--appendonly", "no"),
         ),
         6379,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -149,7 +150,7 @@ class Pod:
                 environ |= self._settings.secrets[source["secretRef"]["name"]]
         for variable in self.container.get("env", []):
             if "value" in variable:
-                environ[variable["name"]] = variable["value"]
+                environ[variable["name"]] = _expanded(variable["value"], environ)
             else:
                 reference = variable["valueFrom"]["secretKeyRef"]
                 secret = self._settings.secrets[reference["name"]]
@@ -286,3 +287,8 @@ def _is_serving(target: str, service: str, timeout_s: float) -> bool:
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _expanded(value: str, environ: Mapping[str, str]) -> str:
+    """The value of a variable, with the variables that it names as `$(NAME)`."""
+    return re.sub(r"\$\((\w+)\)", lambda match: environ[match[1]], value)

@@ -43,7 +43,8 @@ def tool(*arguments: str, **environ: str) -> str:
 
 def auth_secret(admin_key: str) -> Document:
     """The Secret that an operator makes before anything is applied."""
-    values = {"admin-key": admin_key, "service-token": secrets.token_hex(32)}
+    names = ("service-token", "metadata-password")
+    values = {"admin-key": admin_key} | {name: secrets.token_hex(32) for name in names}
     data = {name: base64.b64encode(text.encode()).decode() for name, text in values.items()}
     return {"kind": "Secret", "metadata": {"name": "loraplex-auth"}, "data": data}
 
