@@ -34,15 +34,19 @@ NATIVE += ["gemma4", "gemma4-moe", "gemma4-all", "gpt-oss", "qwen3.5", "qwen3-ne
 THROUGH_LIBRARY = [*LIBRARY_BASES, "qwen3", "gpt-oss", "gemma4-all"]
 INTRODUCTION = """# Parity of multimodal bases, gpt-oss and families of the transformers library
 
-Tiny random bases, written by the classes of transformers in the layout in which they are published,
-and random adapters as PEFT writes them. {num_batches} continuous batches of each base mix all of
-its adapters: staggered arrivals, prompts in chunks of {chunk_tokens} tokens, float32,
-{num_new_tokens} greedy tokens each. Every token is compared with transformers + PEFT, run one
-request at a time; the rule for near ties is that of [parity](parity.md). Logprobs differ by less
-than 1e-4, except at sensitive positions: there the reference itself moves further when its weights
-change by what float32 rounds. Bases with the model code
-"library" run with `--model-impl transformers` and ten kinds of adapters. The others run all kinds
-that PEFT has for them. Written on {today} by `python -m tests.worker.parity.write_families`, with
+The bases are tiny and random, written by the classes of transformers in the layout in which they
+are published. The adapters are random, as PEFT writes them. {num_batches} continuous batches of
+each base mix all of its adapters in float32. Requests arrive staggered, prompts are computed in
+chunks of {chunk_tokens} tokens, and each request generates {num_new_tokens} greedy tokens. Every
+token is compared with transformers and PEFT, which run one request at a time.
+
+The rule for near ties is that of [parity](parity.md). Logprobs differ by less than 1e-4, except at
+sensitive positions. There, the reference itself moves further when its weights change by what
+float32 rounds.
+
+Bases with the model code "library" run with `--model-impl transformers` and ten kinds of adapters.
+The others run all kinds that PEFT has for them. `python -m tests.worker.parity.write_families`
+wrote this page on {today}, with
 torch {torch}, transformers {transformers} and peft {peft} on {chip}.
 """
 

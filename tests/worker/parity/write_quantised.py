@@ -30,16 +30,18 @@ OUT = Path(__file__).parents[3] / "docs" / "parity-quantised.md"
 GGUF = ("Q4_0", "Q5_0", "Q8_0", "Q4_K_M", "Q5_K_M")
 INTRODUCTION = """# Parity of quantised bases
 
-Tiny random bases in each layout, and all kinds of random adapters that PEFT has for them, as PEFT
-writes them, in one continuous batch: staggered arrivals, prompts in chunks of {chunk_tokens}
-tokens, float32, {num_new_tokens} greedy tokens each. Every token is compared with transformers +
-PEFT over the dequantised weights in float32, run one request at a time; the rules for near ties
-and sensitive positions are those of [the other families](parity-families.md). The weights that
-codes mean are computed by the tests' own writers, for MXFP4 and GGUF by transformers. A format
-that [bases](reference/bases.md#quantised-bases) does not list for a family is refused by name;
-gpt-oss is served in MXFP4 only. Written on {today} by
-`python -m tests.worker.parity.write_quantised`, with torch {torch}, transformers {transformers} and
-peft {peft} on {chip}.
+The bases are tiny and random, one in each layout. All kinds of random adapters that PEFT has for a
+base decode in one continuous batch in float32. Requests arrive staggered, prompts are computed in
+chunks of {chunk_tokens} tokens, and each request generates {num_new_tokens} greedy tokens. Every
+token is compared with transformers and PEFT over the dequantised weights in float32, which run one
+request at a time. The rules for near ties and sensitive positions are those of [the other
+families](parity-families.md).
+
+The tests compute the weights that codes represent with code of their own, and for MXFP4 and GGUF
+with transformers. A format that [bases](reference/bases.md#quantised-bases) does not list for a
+family is refused by name. gpt-oss is served in MXFP4 only. `python -m
+tests.worker.parity.write_quantised` wrote this page on {today}, with torch {torch}, transformers
+{transformers} and peft {peft} on {chip}.
 
 | base | format | adapters | positions | near ties | sensitive | largest logprob error |
 |---|---|---|---|---|---|---|

@@ -35,28 +35,31 @@ NUM_NEW_TOKENS = 64
 CHUNK_TOKENS = 19
 INTRODUCTION = """# Parity with transformers and PEFT
 
-Tiny random bases of each family, one random adapter per feature as PEFT writes it, all in one
-continuous batch: staggered arrivals, prompts in chunks of {chunk_tokens} tokens, float32,
-{num_new_tokens} greedy tokens each. Every token is compared with transformers + peft run one
-request at a time. A cell holds the largest logprob error; `+n` counts near ties (the float64 gap of
-the two tokens is below 1e-5 standard deviations of the logits); `-` means PEFT has no such adapter
-for the base, or it is refused by name. Written on {today} by
-`python -m tests.worker.parity.write_table{option}`, with torch {torch}, transformers
-{transformers} and peft {peft} on {chip}.
+For each family there is a tiny random base, with one random adapter for each feature, as PEFT
+writes it. All adapters of a base decode in one continuous batch in float32. Requests arrive
+staggered, prompts are computed in chunks of {chunk_tokens} tokens, and each request generates
+{num_new_tokens} greedy tokens. Every token is compared with transformers and PEFT, which run one
+request at a time. `python -m tests.worker.parity.write_table{option}` wrote this page on {today},
+with torch {torch}, transformers {transformers} and peft {peft} on {chip}.
 
-Below the adapters that generate: `rope:` rows are adapters with a rotary embedding of their own
-(label `rope_scaling`), with each other and the base, against a base whose config has it; `own
-EOS` is `same` where outputs end as those of `generate` with the adapter's ids; `score:` rows are
-classification heads, with the largest error of a logit against `*ForSequenceClassification`;
-`vector:` rows the largest error of a value against the hidden states of `*Model`.
+A cell holds the largest error of a logprob, which must stay below 1e-4. `+n` counts near ties, in
+which the float64 gap of the two tokens is below 1e-5 standard deviations of the logits. `-` means
+that PEFT has no such adapter for the base, or that it is refused by name. The last rows differ:
 
-The bound is 1e-4. Other random bases of odd geometry and rotary scaling, with several features each
-(`tests/worker/parity/test_unusual.py`, 160 of them on the compiled and the torch path, 61,440
-positions) keep it as well, or are as near to PEFT in float64 as PEFT in float32 is: where attention
-amplifies rounding, weights one rounding error away move PEFT's own logprobs by up to 1e-3.
+- `rope:` rows are adapters with a rotary embedding of their own (label `rope_scaling`). They are
+  batched with each other and the base, and compared with a base whose config has that embedding.
+- `own EOS` is `same` if outputs end as those of `generate` with the adapter's ids.
+- `score:` rows are classification heads, with the largest error of a logit against
+  `*ForSequenceClassification`.
+- `vector:` rows hold the largest error of a value against the hidden states of `*Model`.
 
-In bfloat16 (`tests/worker/parity/test_bfloat16.py`, twelve bases, 10,000 positions each) the mean
-error against float32 is at most 1.1x, and the 99th percentile at most 1.25x, of transformers' own.
+`tests/worker/parity/test_unusual.py` checks 160 other random bases of odd geometry and rotary
+scaling, with several features each (61,440 positions). They keep the bound as well, or are as near
+to PEFT in float64 as PEFT in float32 is. Where attention amplifies rounding, changing weights by
+one rounding error moves PEFT's own logprobs by up to 1e-3.
+
+In bfloat16 (`tests/worker/parity/test_bfloat16.py`, twelve bases, 10,000 positions each), the mean
+error against float32 is at most 1.1x that of transformers, and the 99th percentile at most 1.25x.
 """
 
 
