@@ -18,7 +18,7 @@ TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/com
 	tests/worker/test_config.py tests/worker/test_cores.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-long test-gpu test-s3 deploy-test test-torch-free lint type protos protos-check \
+.PHONY: help setup demo up test test-long test-gpu test-s3 deploy-test compose-test test-torch-free lint type protos protos-check \
 	bench fmt clean images push
 
 help: ## Show this list
@@ -56,6 +56,10 @@ test-s3: ## Run the tests of the object store and the registry on real S3 server
 deploy-test: ## Run the manifests of deploy/k8s on this machine, in network namespaces (Linux, root)
 	@GOAL=$@ scripts/setup.sh run test
 	@scripts/deploy_test.sh $(BIN)/pytest -m cluster -p no:cacheprovider tests/deploy/cluster $(ARGS)
+
+compose-test: ## Run deploy/compose.yaml with Docker, and the demo through it
+	@GOAL=$@ scripts/setup.sh run test
+	@$(BIN)/pytest -m cluster tests/deploy/test_compose.py $(ARGS)
 
 test-torch-free: ## Run the tests of all parts that do without torch: make test-torch-free PYTHON=python3.13
 	@scripts/test_torch_free.sh $(TORCH_FREE)
