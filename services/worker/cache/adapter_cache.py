@@ -56,7 +56,7 @@ class AdapterCache:
         self._changed: dict[str, None] = {}
         self._moved: set[str] = set()
         self.num_changes = 0
-        """Rises with every change that may let a waiting request start."""
+        """Increases with every change that may let a waiting request start."""
         self.failures = Backoff()
 
     @property
@@ -66,7 +66,7 @@ class AdapterCache:
 
     @property
     def pinned_blocks(self) -> int:
-        """The most blocks that pinned adapters, resident or not, are in."""
+        """Upper bound on the blocks of pinned adapters, resident or not."""
         return self._pinned_blocks
 
     @property
@@ -75,11 +75,11 @@ class AdapterCache:
         return self._in_use
 
     def get(self, digest: str) -> CachedAdapter | None:
-        """The record of one adapter."""
+        """The record of one adapter; None if it is not known."""
         return self._adapters.get(digest)
 
     def tier(self, digest: str) -> Tier:
-        """The tier of an adapter; GONE = not on disk either."""
+        """The tier of an adapter; NONE = it is not on disk either."""
         adapter = self._adapters.get(digest)
         return Tier.NONE if adapter is None else adapter.tier
 
@@ -92,7 +92,8 @@ class AdapterCache:
         return self._adapters.values()
 
     def fetched(self, digest: str, path: Path, num_pages: int, max_rank: int) -> None:
-        """An adapter has been verified on disk. Raises ResourceExhausted if it is too large."""
+        """Note that an adapter has been verified on disk. Raises ResourceExhausted if it is too
+        large."""
         num_blocks = math.ceil(num_pages / self._arena.pages_per_block)
         if num_blocks > self._max_adapter_blocks:
             raise ResourceExhausted(
@@ -109,7 +110,7 @@ class AdapterCache:
             adapter.path, adapter.on_disk = path, True
 
     def gone(self, digest: str) -> None:
-        """The files left the disk cache. A resident copy keeps serving."""
+        """Note that the files have left the disk cache. A resident copy keeps serving."""
         adapter = self._adapters.get(digest)
         if adapter is None:
             return
@@ -125,22 +126,22 @@ class AdapterCache:
         )
 
     def known(self, digests: Iterable[str]) -> bool:
-        """True when all of `digests` are on disk or further."""
+        """True when all of `digests` are on disk, loading or on the device."""
         return all(digest in self._adapters for digest in digests)
 
     def new_blocks(self, digests: Iterable[str]) -> int:
-        """The most blocks that would be added to `held_blocks` if all of `digests` were held."""
+        """Upper bound on the blocks that `held_blocks` would gain if all of `digests` were held."""
         adapters = [self._adapters[digest] for digest in digests]
         absent = (self._use.most_of(a) for a in adapters if a.tier == Tier.DISK)
         return sum(absent) + self._use.idle_of(a for a in adapters if a.is_idle)
 
     def unpinned_blocks(self, digests: Iterable[str]) -> int:
-        """The most blocks that those of `digests` are in that are not pinned."""
+        """Upper bound on the blocks of those of `digests` that are not pinned."""
         adapters = (self._adapters[digest] for digest in digests)
         return sum(self._use.most_of(a) for a in adapters if not a.pinned)
 
     def acquire(self, digests: Iterable[str], now: float) -> tuple[int, ...]:
-        """A running request starts to use `digests`, all of them ready. Returns their slots."""
+        """Let a running request use `digests`, all of which are ready. Returns their slots."""
         return tuple(self._acquire(self._adapters[digest], now) for digest in digests)
 
     def _acquire(self, adapter: CachedAdapter, now: float) -> int:
@@ -155,7 +156,7 @@ class AdapterCache:
         return adapter.slot
 
     def release(self, digests: Iterable[str], now: float) -> None:
-        """A request that used `digests` no longer runs."""
+        """Note that a request that used `digests` no longer runs."""
         for digest in digests:
             adapter = self._adapters[digest]
             assert adapter.num_running > 0, f"{digest} released more often than acquired"
@@ -167,9 +168,8 @@ class AdapterCache:
             self._note(digest)
 
     def load(self, digests: Iterable[str], protected: Collection[str], now: float) -> bool:
-        """Start loading those of `digests` that are on disk only, reclaiming idle blocks but for
-        adapters that are `protected`. Returns False when blocks or slots are missing; those that
-        fit are loaded."""
+        """Start to load those of `digests` that are only on disk, reclaiming idle blocks except those
+        of `protected` adapters. Returns False if blocks or slots are missing for some of them."""
         return all([self._load(digest, protected, now) for digest in digests])
 
     def _load(self, digest: str, protected: Collection[str], now: float) -> bool:
@@ -212,13 +212,14 @@ class AdapterCache:
         self._prefetches.pop(digest, None)
 
     def facts(self, digests: Iterable[str]) -> list[AdapterFacts]:
-        """Facts about ready adapters that requests need."""
+        """Facts about ready adapters, in the order of `digests`."""
         return [self._adapters[digest].facts for digest in digests]
 
     def loaded(
         self, digest: str, copy_s: float | None = None, facts: AdapterFacts | None = None
     ) -> None:
-        """The copy of a `Load` is complete, after `copy_s` if that was measured."""
+        """Note that the copy of a `Load` is complete. It took `copy_s` seconds, if that was
+        measured."""
         adapter = self._adapters[digest]
         adapter.facts = facts or adapter.facts
         if copy_s is not None:
@@ -230,7 +231,8 @@ class AdapterCache:
         self._note(digest)
 
     def failed(self, digest: str, error: LoraplexError, now: float) -> None:
-        """The copy of a `Load` failed: `failures` holds `error` until a pause is over."""
+        """Note that the copy of a `Load` failed. `failures` holds `error` until its pause is
+        over."""
         self.failures.record(digest, error, now)
         self.cancel_prefetch(digest)
         adapter = self._adapters[digest]
@@ -298,8 +300,8 @@ class AdapterCache:
         return Offer(num_blocks, restore_s, reuse)
 
     def give_up(self, protected: Collection[str], whole_block: bool) -> None:
-        """Evict the adapter that `offer` named, and those with which it shares a block if a whole
-        one is to be free and can be."""
+        """Evict the adapter that `offer` named. If a `whole_block` must become free, evict those
+        with which it shares a block as well, where that frees the block."""
         victim = self._order.next_victim(protected)
         assert victim is not None, "there was an offer"
         others = self._use.co_residents(victim, protected) if whole_block else ()
@@ -318,7 +320,7 @@ class AdapterCache:
         return [(digest, self._adapters.get(digest)) for digest in changed]
 
     def take_moved(self) -> Collection[str]:
-        """Digests of which `residency_of` may have changed since the last call."""
+        """Digests whose `residency_of` may have changed since the last call."""
         moved, self._moved = self._moved, set()
         return moved
 
@@ -349,7 +351,7 @@ class AdapterCache:
         self.num_changes += 1
 
     def _num_blocks(self, adapter: CachedAdapter) -> float:
-        """Its size in blocks."""
+        """Size of an adapter in blocks, rounded up."""
         return adapter.num_pages / self._arena.pages_per_block
 
     def _evict_one(self, protected: Collection[str]) -> bool:
@@ -366,7 +368,7 @@ class AdapterCache:
         self._vacate(adapter)
 
     def _vacate(self, adapter: CachedAdapter) -> None:
-        """Free its slot and blocks; afterwards the adapter is only on disk, or gone."""
+        """Free the slot and the blocks of an adapter, which is then only on disk, or gone."""
         owner, num_pages = adapter_owner(adapter.digest), adapter.num_pages
         self._arena.free_pages(owner, adapter.first_pages, num_pages, adapter.last_step)
         self._free_slots.append(adapter.slot)

@@ -36,7 +36,7 @@ class Arena:
         self._last_planned = -1
         self._last_retired = -1
         self._extents: dict[int, tuple[int, str]] = {}
-        """Pages and owner of each extent of a split block that is owned, by its first page."""
+        """Pages and owner of each owned extent of a split block, by its first page."""
         self._free_extents: dict[int, set[int]] = {
             1 << bit: set() for bit in range(pages_per_block.bit_length() - 1)
         }
@@ -44,7 +44,7 @@ class Arena:
         self._used: Counter[int] = Counter()
         """Owned extents of each split block that has any."""
         self._unused: set[int] = set()
-        """Split blocks that will be free when steps have finished."""
+        """Split blocks that become free when steps in flight have finished."""
 
     @property
     def num_free(self) -> int:
@@ -58,17 +58,17 @@ class Arena:
 
     @property
     def num_split(self) -> int:
-        """Blocks of which a part is owned."""
+        """Split blocks of which a part is owned."""
         return len(self._used)
 
     @property
     def last_planned(self) -> int:
-        """The last step that was given blocks; -1 = none was."""
+        """The last step that was given blocks; -1 = there was none."""
         return self._last_planned
 
     def allocate(self, owner: str, count: int) -> list[int]:
-        """Give `count` blocks to `owner`, ascending, so that neighbours are copied at once. The
-        caller has made sure that they are free."""
+        """Give `count` blocks to `owner`, in ascending order, so that adjacent ones can be copied
+        together. The caller has made sure that they are free."""
         assert 0 <= count <= len(self._free), f"{owner} wants {count} of {len(self._free)} blocks"
         blocks = sorted(self._free.pop() for _ in range(count))
         for block in blocks:
@@ -119,14 +119,15 @@ class Arena:
         self._give_back(owner, blocks, first_pages[num_whole:], last_used)
 
     def transfer(self, owner: str, new_owner: str, blocks: Sequence[int]) -> None:
-        """Pass `blocks` on; their content and the steps that read them are not touched."""
+        """Give `blocks` to another owner. Their content and the steps that read them are not
+        affected."""
         for block in blocks:
             holder = self._owners.get(block)
             assert holder == owner, f"{owner} passes on block {block} of {holder}"
             self._owners[block] = new_owner
 
     def planned(self, step: int) -> None:
-        """Note that `step` was given the blocks owned now."""
+        """Note that `step` was given the blocks that are owned now."""
         assert step > self._last_planned, f"step {step} after {self._last_planned}"
         self._last_planned = step
 
@@ -190,7 +191,7 @@ class Arena:
         return first_page, size
 
     def _merge(self, first_page: int, size: int) -> None:
-        """Free an extent, joining it with its buddy while that is free too."""
+        """Free an extent, merging it with its buddy as long as that is free too."""
         while size < self.pages_per_block and first_page ^ size in self._free_extents[size]:
             self._free_extents[size].remove(first_page ^ size)
             first_page, size = min(first_page, first_page ^ size), 2 * size

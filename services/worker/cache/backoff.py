@@ -1,4 +1,4 @@
-"""Remembers failures and when to try again. Pure, under the caller's clock."""
+"""Remembers failures and when to try again. Pure; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Backoff:
         self._failures: dict[str, _Failure] = {}
 
     def record(self, key: str, error: LoraplexError, now: float) -> None:
-        """Note a failure; the next try is refused until its pause is over."""
+        """Note a failure. The next attempt is refused until the pause is over."""
         past = self._failures.pop(key, None)
         attempts = past.attempts + 1 if past else 1
         pause_s = min(self._max_s, self._base_s * 2.0 ** min(attempts - 1, 30))
@@ -33,12 +33,12 @@ class Backoff:
             del self._failures[next(iter(self._failures))]
 
     def blocked(self, key: str, now: float) -> LoraplexError | None:
-        """The error to answer with while the pause lasts; None = try."""
+        """The error to answer with during the pause; None = try again."""
         failure = self._failures.get(key)
         if failure is None or now >= failure.retry_at_s:
             return None
         return failure.error
 
     def clear(self, key: str) -> None:
-        """Forget the failures of `key`: it worked."""
+        """Forget the failures of `key`, after a success."""
         self._failures.pop(key, None)

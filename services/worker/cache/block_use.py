@@ -14,35 +14,35 @@ from loraplex_services.worker.types.residency import CachedAdapter
 
 
 class BlockUse:
-    """Counts for the adapters of one arena, which alone split its blocks."""
+    """Counts the blocks of the adapters in one arena. Only adapters split its blocks."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._held_whole = 0
         self._idle_whole = 0
         self._held_parts: Counter[int] = Counter()
-        """Extents of adapters that are not idle, by split block."""
+        """Number of extents of adapters that are not idle, by split block."""
         self._sharers: dict[int, set[str]] = {}
-        """Digests of the residents in each split block."""
+        """Digests of the resident adapters in each split block."""
 
     @property
     def held(self) -> int:
-        """Blocks that an adapter is in which is not idle."""
+        """Number of blocks in which an adapter that is not idle has pages."""
         return self._held_whole + len(self._held_parts)
 
     @property
     def idle(self) -> int:
-        """Blocks that only idle adapters are in."""
+        """Number of blocks in which only idle adapters have pages."""
         return self._idle_whole + self._arena.num_split - len(self._held_parts)
 
     def add(self, adapter: CachedAdapter) -> None:
-        """A new resident, which is not idle."""
+        """Add a new resident adapter, which is not idle."""
         self._hold(adapter)
         for block in self._parts(adapter):
             self._sharers.setdefault(block, set()).add(adapter.digest)
 
     def drop(self, adapter: CachedAdapter) -> None:
-        """It was not idle, and its blocks have been given back."""
+        """Remove an adapter that was not idle and whose blocks have been given back."""
         self._held_whole -= self._num_whole(adapter)
         self._release(adapter)
         for block in {*self._parts(adapter)}:
@@ -51,18 +51,18 @@ class BlockUse:
                 del self._sharers[block]
 
     def enter_idle(self, adapter: CachedAdapter) -> None:
-        """A resident becomes idle."""
+        """Note that a resident adapter has become idle."""
         self._held_whole -= self._num_whole(adapter)
         self._idle_whole += self._num_whole(adapter)
         self._release(adapter)
 
     def leave_idle(self, adapter: CachedAdapter) -> None:
-        """A resident is idle no more."""
+        """Note that a resident adapter is no longer idle."""
         self._idle_whole -= self._num_whole(adapter)
         self._hold(adapter)
 
     def idle_of(self, adapters: Iterable[CachedAdapter]) -> int:
-        """Of the idle blocks, those that the given idle adapters are in."""
+        """Number of idle blocks in which the given idle adapters have pages."""
         parts: set[int] = set()
         num_blocks = 0
         for adapter in adapters:
@@ -71,9 +71,9 @@ class BlockUse:
         return num_blocks + len(parts - self._held_parts.keys())
 
     def co_residents(self, adapter: CachedAdapter, protected: Collection[str]) -> Collection[str]:
-        """The other adapters in the split block that is free after the fewest evictions, if the
-        given idle one has no whole blocks; none where others than idle ones are in all of them, or
-        `protected` ones."""
+        """The other adapters in that split block of an idle adapter which the fewest evictions
+        would free. Empty if the adapter has a block of its own, or if all of its split blocks also
+        hold adapters that are in use or `protected`."""
         if self._num_whole(adapter):
             return ()
         blocks = {*self._parts(adapter)}.difference(self._held_parts)
@@ -82,7 +82,7 @@ class BlockUse:
         return min(choices, key=len, default=())
 
     def most_of(self, adapter: CachedAdapter) -> int:
-        """Upper bound on the blocks that it is in, wherever it is loaded."""
+        """Upper bound on the blocks in which an adapter has pages, wherever it is loaded."""
         return count_most_blocks(adapter.num_pages, self._arena.pages_per_block)
 
     def check_integrity(self, adapters: Iterable[CachedAdapter]) -> None:
@@ -107,7 +107,7 @@ class BlockUse:
         self._held_parts.update(self._parts(adapter))
 
     def _parts(self, adapter: CachedAdapter) -> list[int]:
-        """The split blocks that it is in, once for each of its extents there."""
+        """The split blocks in which an adapter has pages, once for each of its extents."""
         first_pages = adapter.first_pages[self._num_whole(adapter) :]
         return [first_page // self._arena.pages_per_block for first_page in first_pages]
 

@@ -13,11 +13,11 @@ from collections.abc import Collection
 from loraplex_services.worker.types.residency import CachedAdapter
 
 HALF_LIFE_S = 60.0
-"""The weight of a use halves in this time."""
+"""Half-life of the weight of a use, in seconds."""
 COPY_START_S = 1e-3
-"""Fixed part of the time that the copy of an adapter takes."""
+"""Fixed part of the duration of an adapter's copy, in seconds."""
 COPY_S_PER_BLOCK = 1e-4
-"""Time per block until copies have been measured."""
+"""Seconds per block, until copies have been measured."""
 
 
 class CopyTimes:
@@ -56,26 +56,26 @@ class LeastExpectedLoss:
         self._num_entered = 0
 
     def used(self, adapter: CachedAdapter, now: float) -> None:
-        """A running request starts to use `adapter`, which is not idle."""
+        """Note that a running request starts to use `adapter`, which is not idle."""
         use = now / self._half_life_s
         low, high = sorted((adapter.heat, use))
         adapter.heat = high + math.log2(1.0 + 2.0 ** (low - high))
 
     def enter(self, adapter: CachedAdapter, copy_s: float) -> None:
-        """`adapter` has become idle. Loading it again would take a copy of `copy_s` seconds."""
+        """Note that `adapter` has become idle. Loading it again would take `copy_s` seconds."""
         self._num_entered += 1
         self._entries[adapter.digest] = self._num_entered
         key = self.key(adapter, copy_s)
         heapq.heappush(self._heap, (key, self._num_entered, adapter))
 
     def key(self, adapter: CachedAdapter, copy_s: float) -> float:
-        """Logarithm of the expected cost of its absence per page."""
+        """Logarithm of the expected cost per page of the adapter's absence."""
         unused = adapter.heat == -math.inf  # loaded ahead of requests: counts like one use
         heat = adapter.last_used_s / self._half_life_s if unused else adapter.heat
         return heat + math.log2(copy_s / adapter.num_pages)
 
     def leave(self, adapter: CachedAdapter) -> None:
-        """`adapter` is no longer idle."""
+        """Note that `adapter` is no longer idle."""
         del self._entries[adapter.digest]
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
@@ -97,7 +97,7 @@ class LeastExpectedLoss:
         return victim
 
     def uses_per_s(self, adapter: CachedAdapter, now: float) -> float:
-        """Approximate rate of its uses in the last half-life."""
+        """Approximate number of uses per second in the last half-life."""
         count: float = 2.0 ** (adapter.heat - now / self._half_life_s)
         return count * math.log(2) / self._half_life_s
 

@@ -20,9 +20,9 @@ class KvLayout:
     windows: tuple[int | None, ...]
     """Per KV group: sliding window in tokens, or None."""
     max_step_tokens: int
-    """The most positions of one sequence that a step computes."""
+    """Most positions of one sequence that a step computes."""
     state_blocks: int = 0
-    """Blocks of a running sequence's recurrent state, whatever its length."""
+    """Number of blocks for the recurrent state of a running sequence, whatever its length."""
 
     @property
     def num_groups(self) -> int:
@@ -34,11 +34,11 @@ class KvLayout:
         return -(-num_tokens // self.tokens_per_block)
 
     def window_cap(self, window: int) -> int:
-        """The most blocks that a windowed group of one sequence ever holds."""
+        """Most blocks that a windowed group of one sequence ever holds."""
         return self.ceil_blocks(window - 1 + self.max_step_tokens) + 1
 
     def max_blocks(self, num_tokens: int) -> int:
-        """The most blocks, over all groups, that a sequence of `num_tokens` ever holds."""
+        """Most blocks, over all groups, that a sequence of `num_tokens` ever holds."""
         whole = self.ceil_blocks(num_tokens)
         return self.state_blocks + sum(
             whole if window is None else min(whole, self.window_cap(window))
@@ -86,7 +86,8 @@ def grow_tables(arena: Arena, layout: KvLayout, request: Request, num_tokens: in
 
 
 def release_behind_windows(layout: KvLayout, request: Request) -> list[int]:
-    """Take out of the block tables what no query from `num_computed` on can see.
+    """Remove the blocks that no query from `num_computed` on can see from the block tables. Returns
+    these blocks, for the caller to give back. Mutates the block tables.
 
     Returns these blocks, for the caller to give back. Mutates the block tables.
     """

@@ -29,18 +29,19 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvGroups:
-    """All groups of a model and the block they agree on."""
+    """All groups of a model, and the block size that they share."""
 
     groups: tuple[KvGroup, ...]
     block_bytes: int
-    """Of every block of the arena; a group may leave its end empty."""
+    """Bytes of every block of the arena; a group may leave the end of its blocks empty."""
     itemsize: int
     scale_bytes: int = 0
-    """Bytes of the scale of each token and head, behind a layer's K and behind its V; 0 = none."""
+    """Bytes of the scale of one token and head, after a layer's K and after its V; 0 = no
+    scales."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Window of each group."""
+        """Window of each group in tokens; None = full attention."""
         return tuple(group.window for group in self.groups)
 
     def plane_bytes(self, heads: KvHeads) -> int:
@@ -76,7 +77,8 @@ def _plane_bytes(heads: KvHeads, itemsize: int, scale_bytes: int) -> int:
 
 
 def _block_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
-    """Of the blocks that hold `counts` layers of `sizes` bytes in the fewest bytes, the largest."""
+    """The block size in bytes with which `counts` layers of `sizes` bytes take the fewest bytes; of
+    several such sizes, the largest."""
     least = max(sizes)  # a block holds a whole layer
     most = max(least, MAX_BLOCK_BYTES)
     candidates = {

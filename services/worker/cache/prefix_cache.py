@@ -52,10 +52,10 @@ class CachedBlock:
     key: Key
     block: int
     num_users: int
-    """Number of requests that have it in their tables."""
+    """Number of requests that have the block in their tables."""
     idle_since_s: float = 0.0
     last_used: int = -1
-    """The last step planned when it became idle."""
+    """The step that was planned last when the block became idle."""
 
 
 class PrefixCache:
@@ -64,7 +64,8 @@ class PrefixCache:
     def __init__(
         self, arena: Arena, layout: KvLayout, base_key: str = "", *, enabled: bool = True
     ) -> None:
-        """`base_key` names base, KV format and rope variant; a disabled cache keeps nothing."""
+        """`base_key` names the base, the KV format and the rope variant. A disabled cache keeps
+        nothing."""
         self._arena = arena
         self._layout = layout
         self._base_key = base_key
@@ -74,7 +75,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
         """Idle blocks by number, least recently used first."""
         self._passed: OrderedDict[int, CachedBlock] = OrderedDict()
-        """Idle blocks behind the attention window of the request that released them."""
+        """Idle blocks that were behind the attention window of the request that released them."""
         self.states = StateSnapshots(arena, layout.state_blocks)
         self.token_s = DEFAULT_TOKEN_S
 
@@ -89,7 +90,7 @@ class PrefixCache:
 
     @property
     def num_idle(self) -> int:
-        """Blocks that no request uses."""
+        """Number of blocks that no request uses."""
         return len(self._idle) + len(self._passed)
 
     def match(self, request: Request) -> int:
@@ -160,7 +161,7 @@ class PrefixCache:
         return self._hash(request, num_tokens // self._layout.tokens_per_block - 1)
 
     def leave(self, request: Request, blocks: Iterable[int], now: float) -> None:
-        """`request` no longer has `blocks` in its tables, nor anything else here."""
+        """Note that `request` no longer has `blocks` in its tables, nor anything else here."""
         if request.state_key:
             self.states.give_back(request.state_key, now)
             request.state_key = b""
@@ -204,11 +205,12 @@ class PrefixCache:
         self._arena.free(kv_owner(request), own)
 
     def idle_blocks(self, protected: Collection[str]) -> int:
-        """Number of blocks that could be evicted; adapters' names protect none of them."""
+        """Number of blocks that could be evicted. `protected` names adapters, so it protects none
+        of them."""
         return self.num_idle
 
     def offer(self, protected: Collection[str], now: float) -> Offer | None:
-        """The idle block to evict next; those behind windows cost nothing."""
+        """The idle block that would be evicted next. Blocks behind windows cost nothing."""
         if self._passed:
             return Offer(1, 0.0, 0.0)
         if not self._idle:
@@ -261,12 +263,13 @@ class PrefixCache:
         return block
 
     def _kept_end(self, request: Request) -> int:
-        """The first token behind the last whole block that other adapters computed."""
+        """The number of tokens in full blocks that other adapters computed."""
         size = self._layout.tokens_per_block
         return max(part.num_tokens // size * size for part in request.kept)
 
     def _keep_at_most(self, request: Request, num_tokens: int) -> None:
-        """What follows is computed by the request's own adapters. Mutates: request."""
+        """Note that the request's own adapters compute everything after `num_tokens`. Mutates:
+        request."""
         if not request.kept:
             return
         parts = []
@@ -279,7 +282,8 @@ class PrefixCache:
         del request.prefix_hashes[end // self._layout.tokens_per_block :]
 
     def _joining(self, request: Request, start: int) -> bytes:
-        """What, besides its tokens, distinguishes the block at `start` from the one before it."""
+        """What distinguishes the block at `start` from the one before it, in addition to its
+        tokens."""
         size = self._layout.tokens_per_block
         if 0 < request.adapters_from and start <= request.adapters_from < start + size:
             return repr((request.adapters.key(), request.adapters_from)).encode()

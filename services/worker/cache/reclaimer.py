@@ -21,7 +21,7 @@ class Offer:
     """An idle item that could be evicted."""
 
     num_blocks: float
-    """Its size; fewer are freed where it shares a block with others."""
+    """Its size in blocks. Fewer become free if it shares a block with others."""
     restore_s: float
     """Seconds to restore it: a copy for an adapter, a prefill for a prefix."""
     reuse: float
@@ -29,12 +29,13 @@ class Offer:
 
     @property
     def loss_per_block(self) -> float:
-        """Seconds lost for each block gained, expected."""
+        """Expected seconds lost for each block gained."""
         return self.reuse * self.restore_s / self.num_blocks
 
 
 def reuse_probability(idle_s: float) -> float:
-    """Decreases with idle time.
+    """The probability of a use in the next moment, up to a factor. Popularity is heavy-tailed, so
+    it decreases approximately as the reciprocal of the time since the last use.
 
     Popularity is heavy-tailed, so the probability of a use in the next moment decreases about like
     the reciprocal of the time since the last one.
@@ -46,7 +47,7 @@ class Idle(Protocol):
     """A cache in the arena. Items named in `protected` are not offered."""
 
     def idle_blocks(self, protected: Collection[str]) -> int:
-        """Blocks that `give_up`, called often enough, would free."""
+        """Number of blocks that repeated calls of `give_up` would free."""
         ...
 
     def offer(self, protected: Collection[str], now: float) -> Offer | None:
@@ -54,22 +55,22 @@ class Idle(Protocol):
         ...
 
     def give_up(self, protected: Collection[str], whole_block: bool) -> None:
-        """Free what `offer` named, and with it at least a `whole_block` if one is asked for."""
+        """Free what `offer` named, and other items with it if a `whole_block` must become free."""
         ...
 
 
 class Reclaimer:
-    """Frees idle blocks of all its sources, least expected loss first."""
+    """Frees idle blocks of all its sources, the least expected loss first."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._sources: list[Idle] = []
         self.spared: Collection[str] = ()
-        """Adapters of requests that start soon, which are evicted only if everything else is not
+        """Adapters of requests that start soon. They are evicted only if everything else is not
         enough."""
 
     def add(self, *sources: Idle) -> None:
-        """Take idle blocks from these as well."""
+        """Take idle blocks from `source` as well."""
         self._sources += sources
 
     def idle_blocks(self, protected: Collection[str] = ()) -> int:

@@ -18,39 +18,39 @@ STATE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The cells of one sequence, layer-major; in a layer first the heads', then the
-    convolution's."""
+    """The cells of one sequence, layer by layer: in each layer first those of the heads, then those
+    of the convolution."""
 
     num_layers: int
     num_heads: int
     cell_items: int
     conv_items: int
-    """Items of one layer's convolution."""
+    """Number of items of one layer's convolution."""
     block_items: int
 
     @property
     def conv_cells(self) -> int:
-        """Cells of one layer's convolution."""
+        """Number of cells of one layer's convolution."""
         return -(-self.conv_items // self.cell_items)
 
     @property
     def layer_cells(self) -> int:
-        """Cells of one layer."""
+        """Number of cells of one layer."""
         return self.num_heads + self.conv_cells
 
     @property
     def block_cells(self) -> int:
-        """Whole cells in a block."""
+        """Number of cells that fit in a block."""
         return self.block_items // self.cell_items
 
     @property
     def num_cells(self) -> int:
-        """Cells of one sequence."""
+        """Number of cells of one sequence."""
         return self.num_layers * self.layer_cells
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of one sequence."""
+        """Number of blocks of one sequence."""
         return -(-self.num_cells // self.block_cells)
 
 

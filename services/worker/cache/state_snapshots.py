@@ -19,7 +19,7 @@ from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.reclaimer import Offer, reuse_probability
 
 STATE_OWNER = "state snapshots"
-"""Owner name of all of them in the arena."""
+"""Owner name of all snapshots in the arena."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,14 +32,14 @@ class Snapshot:
     num_users: int = 0
     idle_since_s: float = 0.0
     last_used: int = -1
-    """The last step planned when it became idle."""
+    """The step that was planned last when the snapshot became idle."""
 
 
 class StateSnapshots:
     """Implements `reclaimer.Idle`: the least recently used is evicted first."""
 
     def __init__(self, arena: Arena, num_blocks: int) -> None:
-        """`num_blocks` of each; 0 = the base has no recurrent layers."""
+        """`num_blocks`: of each snapshot; 0 = the base has no recurrent layers."""
         self._arena = arena
         self.num_blocks = num_blocks
         self._by_key: dict[bytes, Snapshot] = {}
@@ -64,13 +64,14 @@ class StateSnapshots:
         return blocks
 
     def use(self, key: bytes) -> None:
-        """Another request is to begin from it."""
+        """Note that one more request is going to start from the snapshot."""
         snapshot = self._by_key[key]
         self._idle.pop(key, None)
         snapshot.num_users += 1
 
     def give_back(self, key: bytes, now: float) -> None:
-        """A request has begun from it, with the step planned last, or will not."""
+        """Note that a request has read the snapshot in the step that was planned last, or will not
+        read it."""
         snapshot = self._by_key[key]
         assert snapshot.num_users > 0, "given back more often than used"
         snapshot.num_users -= 1
@@ -82,7 +83,8 @@ class StateSnapshots:
         self._idle[snapshot.key] = snapshot
 
     def idle_blocks(self, protected: Collection[str]) -> int:
-        """Blocks that could go; adapters' names protect none of them."""
+        """Number of blocks that could be freed. `protected` names adapters, so it protects none of
+        them."""
         return len(self._idle) * self.num_blocks
 
     def offer(self, protected: Collection[str], now: float) -> Offer | None:
@@ -94,7 +96,7 @@ class StateSnapshots:
         return Offer(self.num_blocks, restore_s, reuse_probability(now - oldest.idle_since_s))
 
     def give_up(self, protected: Collection[str], whole_block: bool) -> None:
-        """Free the one that `offer` named."""
+        """Free the snapshot that `offer` named."""
         _, snapshot = self._idle.popitem(last=False)
         del self._by_key[snapshot.key]
         self._arena.free(STATE_OWNER, snapshot.blocks, snapshot.last_used)

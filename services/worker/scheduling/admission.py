@@ -37,16 +37,17 @@ class AdmissionTest:
         self._counters = counters
 
     def has_slot(self, request: Request, now: float) -> bool:
-        """Whether the batch has a slot for it. The last ones are for the least-served tenant."""
+        """Whether the batch has a free slot for a request. The last slots are reserved for the
+        least-served tenant."""
         num_free = self._limits.max_running - len(self._running)
         if self._counters is None or num_free > reserved_slots(self._limits.max_running):
             return num_free > 0
         return num_free > 0 and self._counters.tenants.is_least_served(request.tenant, now)
 
     def has_memory(self, request: Request) -> bool:
-        """The peak test, for which all that run are looked at only where not all of them could
-        reach their full length; true when nothing runs, as `too_large` has been asked, and
-        for what needs no KV cache."""
+        """Whether the forecast peak of KV memory fits in the arena. The forecast goes through all
+        running requests only if they could not all reach their full length. True for requests that
+        need no KV cache, and when nothing runs: `too_large` has been asked before."""
         if request.without_cache or not self._running:
             return True
         adapters = self._cache.held_blocks + self._cache.new_blocks(request.adapters.digests)
@@ -57,12 +58,13 @@ class AdmissionTest:
         return peak_kv_blocks((*self._running, request), self._layout) <= left
 
     def has_too_many_adapters(self, digests: tuple[str, ...]) -> bool:
-        """Whether a step with `digests` and what runs would have more adapters than it may."""
+        """Whether a step with `digests` and all adapters in use would exceed `max_loras`."""
         limit = self._limits.max_loras
         return limit is not None and len(self._cache.in_use.union(digests)) > limit
 
     def too_large(self, request: Request) -> ResourceExhausted | None:
-        """Refuses what would wait forever; adapters not fetched yet count nothing."""
+        """Why a request would wait forever; None if it would not. Adapters that are not fetched yet
+        count as nothing."""
         known = [digest for digest in request.adapters.digests if self._cache.known([digest])]
         left = self._arena.num_blocks - self._cache.pinned_blocks
         return too_large(request, self._layout, self._cache.unpinned_blocks(known), left)
@@ -107,7 +109,8 @@ def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:
 def too_large(
     request: Request, layout: KvLayout, adapter_blocks: int, num_blocks: int
 ) -> ResourceExhausted | None:
-    """Why a request cannot be served though it had all of `num_blocks` for itself."""
+    """Why a request could not be served even if it had all of `num_blocks` to itself; None if it
+    could."""
     kv_blocks = layout.max_blocks(request.max_num_tokens)
     if kv_blocks + adapter_blocks <= num_blocks:
         return None

@@ -38,8 +38,7 @@ class BlockAllocator:
         self._has_windows = any(window is not None for window in layout.windows)
 
     def wanted(self, shares: dict[str, int]) -> dict[Member, int]:
-        """The number of positions that must be allocated for each request that may need more
-        blocks.
+        """The number of positions to allocate for each request that may need more blocks.
 
         Args:
             shares: tokens of each request that does not decode.
@@ -67,7 +66,8 @@ class BlockAllocator:
     def grow_some(
         self, wanted: dict[Member, int], preempt: Callable[[Request], None], now: float
     ) -> bool:
-        """Preempt the last to arrive until the rest has its blocks. True when one went."""
+        """Preempt the newest requests until the others have their blocks. True if any was
+        preempted."""
         members = {member.request.request_id: member for member in self._running.members()}
         queue = [members[request.request_id] for request in running_order(self._running)]
         num_before = len(queue)
@@ -81,7 +81,8 @@ class BlockAllocator:
         return len(queue) < num_before
 
     def grow(self, member: Member, num_tokens: int, now: float) -> bool:
-        """Find blocks for positions [0, num_tokens) of one request. False when there are none."""
+        """Allocate blocks for positions [0, num_tokens) of one request. False if there are not
+        enough."""
         request = member.request
         if request.without_cache:
             return True
@@ -94,8 +95,8 @@ class BlockAllocator:
         return True
 
     def grow_further(self, shares: dict[str, int], left: int, now: float) -> None:
-        """Let prompts that were cut have what others left of the step, if there are blocks.
-        Mutates: shares."""
+        """Extend prompts that were cut to what others left of the step's budget, if there are
+        blocks."""
         for request_id, num_tokens in shares.items():
             member = self._running.prompts[request_id]
             request = member.request
@@ -105,7 +106,7 @@ class BlockAllocator:
                 left -= more
 
     def leave(self, request: Request, now: float) -> None:
-        """Give back all that a request has. What was computed of it is known no more."""
+        """Free all blocks of a request, which then has nothing computed."""
         self._prefixes.leave(request, release_tables(request), now)
         request.num_computed = 0
 

@@ -16,29 +16,30 @@ from loraplex_services.worker.scheduling.running import RunningBatch
 from loraplex_services.worker.types.step_plan import StepPlan
 
 MIN_PROMPT_TOKENS = 64
-"""Least prompt tokens of a step if prompts wait: fewer would hardly be faster."""
+"""Fewest prompt tokens of a step while prompts wait: a smaller step would hardly be faster."""
 MAX_STRETCH = 4.0
 """If a step without prompts is long already, prompts may make it this many times as long."""
 NUM_RECENT = 15
-"""Steps of each kind of which the median counts."""
+"""Number of recent steps of each kind of which the median is taken."""
 
 
 class TokenBudget:
-    """Shares the positions of a step out; learns from steps how long they take."""
+    """Shares the positions of a step among requests, and learns from steps how long they take."""
 
     def __init__(self, max_tokens: int, max_step_s: float) -> None:
-        """`max_tokens` of a step; `max_step_s`: of one in which requests decode, 0 = any."""
+        """`max_tokens`: of a step. `max_step_s`: of a step in which requests decode; 0 = no
+        limit."""
         self._max_tokens = max_tokens
         self._max_step_s = max_step_s
         self._decodes = Samples(NUM_RECENT)
         """Steps without prompts."""
         self._tokens = Samples(NUM_RECENT)
-        """What a token of a prompt adds to a step."""
+        """The time that one prompt token adds to a step."""
         self.is_cutting = False
         """Whether a running prompt continues in the step after the one that was shared out last."""
 
     def measure(self, plan: StepPlan, elapsed_s: float) -> None:
-        """A step of `plan` took that long."""
+        """Note that the step of `plan` took `elapsed_s`."""
         num_prompt = plan.num_prompt_tokens
         if not plan.num_contexts:
             self._decodes.add(elapsed_s)
@@ -46,7 +47,7 @@ class TokenBudget:
             self._tokens.add(max(0.0, elapsed_s - self._decodes.quantile(0.5)) / num_prompt)
 
     def max_prompt_tokens(self) -> int:
-        """Most prompt tokens in a step in which requests decode."""
+        """Most prompt tokens of a step in which requests decode."""
         token_s = self._tokens.quantile(0.5)
         if not self._max_step_s or not token_s:
             return self._max_tokens
@@ -55,7 +56,8 @@ class TokenBudget:
         return max(MIN_PROMPT_TOKENS, int(min(spare_s / token_s, self._max_tokens)))
 
     def max_whole_tokens(self, running: RunningBatch) -> int:
-        """Most tokens of a step that computes only prompts while `running` waits for it."""
+        """Most tokens of a step that computes only prompts while the `running` requests wait for
+        it."""
         return self.max_prompt_tokens() if running.decoding else self._max_tokens
 
     def share(self, running: RunningBatch, has_waiting: bool) -> tuple[dict[str, int], int]:

@@ -24,7 +24,8 @@ from loraplex_services.worker.types.request import Request
 
 
 class Deadlines:
-    """Watches live requests; looks at each only when its moment has come."""
+    """Watches live requests. A request is looked at only at the moments at which it may be too
+    late."""
 
     def __init__(
         self,
@@ -41,14 +42,14 @@ class Deadlines:
         self.times = ServiceTimes()
 
     def watch(self, request: Request) -> None:
-        """A request has come."""
+        """Begin to watch a request."""
         if request.deadline_s is not None:
             self._ends.set(request.deadline_s, request)
         if self._due_s(request) is not None:
             self._starts.set(self._latest_start_s(request, request.arrival_s), request)
 
     def passed(self, now: float) -> dict[Request, LoraplexError]:
-        """Requests whose moment has come without what it was for."""
+        """Requests whose deadline has passed, or that can no longer have a first token in time."""
         lost: dict[Request, LoraplexError] = {}
         for request in self._ends.due(now, self.is_live):
             lost[request] = DeadlineExceeded("the request's deadline has passed")
@@ -68,17 +69,18 @@ class Deadlines:
         return _infeasible() if self._latest_start_s(request, now) <= now else None
 
     def is_live(self, request: Request) -> bool:
-        """True while it waits or runs."""
+        """True while the request waits or runs."""
         request_id = request.request_id
         return request in (self._waiting.get(request_id), self._running.get(request_id))
 
     def _due_s(self, request: Request) -> float | None:
-        """When the first token must be there."""
+        """The time at which the first token is due."""
         moments = (request.deadline_s, request.first_token_due_s)
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _latest_start_s(self, request: Request, now: float) -> float:
-        """When `request` must have started at the latest.
+        """The latest time at which `request` can start and be in time. The prefix cache is
+        consulted only if the request would be too late without it.
 
         What is cached of its prompt is looked up only when it would be too late otherwise.
         """
@@ -99,7 +101,7 @@ class Deadlines:
 
 
 def _is_fresh(request: Request) -> bool:
-    """True before any work was put into it, here or elsewhere."""
+    """True before any of its tokens was computed, here or on another worker."""
     return request.first_scheduled_s is None and not request.output_ids
 
 

@@ -19,13 +19,14 @@ from loraplex_services.worker.types.request import Request
 
 NUM_SAMPLES = 256
 MIN_SWEPT = 256
-"""Alarms of ended requests are swept out when there are more than this and than twice the rest."""
+"""Alarms of ended requests are removed when there are more alarms than this, and more than twice as
+many as live requests."""
 CONTENDED_QUANTILE = 0.99
 """With other requests around, a request must be nearly sure to be in time; alone, it may try."""
 
 
 class Samples:
-    """The last durations, in seconds."""
+    """The most recent durations, in seconds."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self._num_samples = num_samples
@@ -77,7 +78,7 @@ class Outlook:
     num_copies: int = 0
     """Adapters to copy to the device."""
     fetched_for_s: float | None = None
-    """How long adapters have been fetched for it; None = all are on disk."""
+    """How long adapters have been fetched for it, in seconds; None = all are on disk."""
 
 
 def needed_s(outlook: Outlook, times: ServiceTimes, share: float) -> float:
@@ -98,7 +99,7 @@ def latest_start_s(
 
 
 class Alarms:
-    """Moments at which requests must be looked at again, soonest first."""
+    """Times at which requests must be looked at again, soonest first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []

@@ -16,13 +16,14 @@ class SchedulerLimits:
     max_loras: int | None = None
     """Distinct adapters in one step; None = no limit but memory."""
     max_overtaking_s: float = 5.0
-    """A request that has waited this long is no longer overtaken by newer ones."""
+    """A request that has waited this long, in seconds, is no longer overtaken by newer ones."""
     rope_switch_len: int | None = None
-    """A request of more known tokens is computed again; see `ModelInfo`."""
+    """A request that grows beyond this number of tokens is computed again; see `ModelInfo`."""
     max_step_s: float = 0.0
-    """Target time of steps in which requests decode: prompt chunks shrink to meet it. 0 = none."""
+    """Target duration in seconds of steps in which requests decode: prompt chunks shrink to meet
+    it. 0 = none."""
     drafts: bool = False
-    """Whether a step may verify tokens that are only likely: see `drafts`."""
+    """Whether a step may verify drafts; see `drafts`."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_running <= self.max_step_tokens, f"{self}"

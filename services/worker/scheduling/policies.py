@@ -12,7 +12,7 @@ from loraplex_services.worker.types.request import Request
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """What a policy may read besides the request."""
+    """What a policy may read in addition to the request."""
 
     now: float
     in_use: Collection[str]
@@ -73,8 +73,8 @@ FIRST_COME = Policy(lambda request, view: (), lambda request, view: (request.arr
 
 
 MAX_CLUSTER_AGE_S = 30.0
-"""If this were below the usual waiting time, clustering would become first come, first served.
-"""
+"""If this were shorter than the usual waiting time, clustering would become first come, first
+served."""
 MIN_CLUSTER_QUEUE = 0.5
 """Waiting requests per running request. In a shorter queue, no request is passed over, because
 clustering gains little there and makes requests late. `docs/experiments.md` has the measurements of

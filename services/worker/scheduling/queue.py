@@ -26,7 +26,7 @@ from loraplex_services.worker.types.request import Request
 Entry = tuple[float, int, Request]
 """Arrival, number: sorts a flow, and never compares requests."""
 GroupName = tuple[bool, str, bool]
-"""Whether all adapters are on the device; tenant, and whether all adapters are in use, if the
+"""Whether all adapters are on the device; the tenant; and whether all adapters are in use, if the
 policy asks for it."""
 Groups = RisingHeap[RisingHeap["Flow"]]
 AdapterState = tuple[Tier, bool]
@@ -41,10 +41,10 @@ class Flow:
     priority: int
     adapters: AdapterSet
     group: GroupName | None = None
-    """Name of its group; None = it is in no group."""
+    """Name of its group; None = the flow is in no group."""
     entries: list[Entry] = field(default_factory=list)
     num_passed: int = 0
-    """The part of these that the latest walk passed."""
+    """Those of `requests` that the latest walk has passed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,10 +72,10 @@ class WaitingQueue:
         self._ready: Groups = RisingHeap(num_rising)
         self._absent: Groups = RisingHeap(num_rising)
         self._passed: list[Flow] = []
-        """Flows of which the latest pass has skipped a request."""
+        """Flows in which the latest walk has skipped a request."""
         self._num_pushed = 0
         self.num_tokens = 0
-        """Known tokens of all requests; none of them is computed."""
+        """Known tokens of all waiting requests; none of them is computed."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -136,7 +136,7 @@ class WaitingQueue:
         return request
 
     def walk(self, view: QueueView, moved: Collection[str]) -> Walk:
-        """The requests in the policy's order. Ends the walk before it.
+        """Walk through the requests in the policy's order. A new walk ends the one before it.
 
         Args:
             moved: digests of adapters that may be elsewhere than at the last walk.
@@ -167,12 +167,12 @@ class WaitingQueue:
         assert sizes == Counter(name for name, _ in standing)
 
     def _look(self, digest: str) -> AdapterState:
-        """The part of an adapter's state that decides the group of its flows."""
+        """The part of an adapter's state that decides the groups of its flows."""
         tier, in_use = self._where(digest)
         return Tier.DISK if tier == Tier.LOADING else tier, in_use and self._policy.clusters
 
     def _look_again(self, digest: str) -> None:
-        """Move the flows of an adapter to the groups where they belong now."""
+        """Move the flows of an adapter to the groups to which they belong now."""
         awaited = self._awaited.get(digest)
         if awaited is None or (where := self._look(digest)) == awaited.where:
             return
@@ -227,7 +227,8 @@ class Walk:
         """Whether the walk still visits requests whose adapters are on the device."""
 
     def skip_flow(self) -> None:
-        """Whatever holds up the current request holds up its whole flow."""
+        """Skip the rest of the current request's flow: what keeps this request waiting keeps all of
+        them waiting."""
         if self._last is not None:
             flow, _ = self._last
             flow.num_passed = len(flow.entries)
@@ -251,7 +252,7 @@ class Walk:
         return entry[-1]
 
     def _advance(self) -> None:
-        """Pass the last request, if it is still there."""
+        """Move beyond the last request, if it is still in the queue."""
         if self._last is not None:
             flow, entry = self._last
             if flow.num_passed < len(flow.entries) and flow.entries[flow.num_passed] is entry:

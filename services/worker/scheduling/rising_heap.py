@@ -12,7 +12,7 @@ from loraplex_services.worker.scheduling.policies import SortKey
 Item = TypeVar("Item", bound=Hashable)
 
 LAST: SortKey = (math.inf,)
-"""Key of what has nothing to offer."""
+"""Key of an empty group."""
 
 
 class RisingHeap(Generic[Item]):
@@ -38,7 +38,7 @@ class RisingHeap(Generic[Item]):
         return item in self._entries
 
     def push(self, item: Item) -> None:
-        """Take in an item, or one whose key may have fallen."""
+        """Add an item, or enter one again whose key may have fallen."""
         self._num_pushed += 1
         entry = self._entries[item] = ((), self._num_pushed, item)
         heapq.heappush(self._heap, entry)
@@ -47,7 +47,7 @@ class RisingHeap(Generic[Item]):
             heapq.heapify(self._heap)
 
     def discard(self, item: Item) -> None:
-        """Take an item out."""
+        """Remove an item."""
         self._entries.pop(item, None)
 
     def first(self, key_of: Callable[[Item], SortKey]) -> tuple[SortKey, Item | None]:
@@ -69,7 +69,7 @@ class RisingHeap(Generic[Item]):
         return LAST, None
 
     def _first_of_some(self, key_of: Callable[[Item], SortKey]) -> tuple[SortKey, Item | None]:
-        """`first` where the last parts of keys may fall."""
+        """`first` for heaps whose last parts of keys may fall."""
         best: tuple[SortKey, Item | None] = LAST, None
         seen = []
         while self._heap and self._heap[0][0] < best[0]:

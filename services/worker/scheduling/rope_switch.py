@@ -12,20 +12,20 @@ from loraplex_services.worker.types.request import Request
 
 
 def is_long(request: Request, base_switch_len: int | None) -> bool:
-    """Whether its KV must be that of a long sequence."""
+    """Whether the KV of a request must be that of a long sequence."""
     switch_len = base_switch_len if request.rope is None else request.rope.switch_len
     return switch_len is not None and request.num_expected > switch_len
 
 
 def measure(request: Request, base_switch_len: int | None) -> None:
-    """Note what the request is before its KV is looked up or computed. Mutates it."""
+    """Note whether a request is long, before its KV is looked up or computed. Mutates it."""
     if is_long(request, base_switch_len) != request.is_long:
         request.is_long = not request.is_long
         request.prefix_hashes.clear()
 
 
 def outgrown(requests: Iterable[Request], base_switch_len: int | None) -> list[Request]:
-    """Requests whose KV was computed when they were short, and that have become long."""
+    """Requests that were short when their KV was computed, and that have become long."""
     if base_switch_len is None:
         requests = [request for request in requests if request.rope is not None]
     return [r for r in requests if is_long(r, base_switch_len) and not r.is_long]

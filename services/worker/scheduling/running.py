@@ -24,12 +24,13 @@ class Member:
     slots: tuple[tuple[int, float], ...]
     """(slot, coefficient) of each adapter."""
     order: tuple[bool, int, int]
-    """Base last, by first slot, by entry: the batch's order among requests that decode."""
+    """Sort key of the batch among requests that decode: rows of the base last, others by first
+    slot, then by entry."""
     num_allocated: int = 0
-    """Positions that have a block."""
+    """Number of positions that have a block."""
     is_decoding: bool = False
     last_turn: int = -1
-    """The last step in which it decoded while others of its tenant sat out."""
+    """The last step in which the request decoded while others of its tenant sat out."""
 
     def row(self, num_tokens: int) -> PlannedRow:
         """Compute the next `num_tokens` positions."""
@@ -48,13 +49,13 @@ class RunningBatch:
         self._members: dict[str, Member] = {}
         self._num_entered = 0
         self.decoding: list[Member] = []
-        """One token to compute each; in batch order."""
+        """Requests with one token to compute each, in batch order."""
         self.prompts: dict[str, Member] = {}
-        """More than that, or just begun."""
+        """Requests with more tokens to compute, and those that have just begun."""
         self.ending: dict[str, Member] = {}
         """Requests without further work: their last token is being sampled."""
         self.max_num_tokens = 0
-        """Tokens of all requests together, at their full lengths."""
+        """Tokens of all requests together, each at its full length."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -64,7 +65,7 @@ class RunningBatch:
         return (member.request for member in self._members.values())
 
     def members(self) -> Iterable[Member]:
-        """All of them, in the order in which they entered."""
+        """All members, in the order in which they entered."""
         return self._members.values()
 
     def get(self, request_id: str) -> Request | None:
@@ -78,7 +79,7 @@ class RunningBatch:
         return len(self.decoding) + sum(m.request.num_pending for m in self.prompts.values())
 
     def add(self, request: Request, slots: tuple[tuple[int, float], ...]) -> Member:
-        """Let a request in."""
+        """Add a request to the batch."""
         self._num_entered += 1
         order = (not slots, slots[0][0] if slots else 0, self._num_entered)
         member = Member(request, slots, order)
@@ -87,7 +88,7 @@ class RunningBatch:
         return member
 
     def pop(self, request_id: str) -> Request | None:
-        """Take a request out; None when it does not run."""
+        """Remove a request; None if it does not run."""
         member = self._members.pop(request_id, None)
         if member is None:
             return None
@@ -96,8 +97,8 @@ class RunningBatch:
         return member.request
 
     def caught_up(self, request: Request) -> None:
-        """All known tokens of a request are computed, and another is in flight: it decodes from
-        there on, unless that is its last."""
+        """Note that all known tokens of a request are computed and that another one is in flight.
+        From then on the request decodes, unless that token is its last."""
         member = self._members[request.request_id]
         if request.is_ending:
             self._leave_stage(member)
@@ -131,7 +132,7 @@ class RunningBatch:
         ]
 
     def check_integrity(self, tokens_per_block: int) -> None:
-        """Assert that every member is in one place, and in order."""
+        """Assert that each member is in exactly one list, and that the lists are in order."""
         for member in self._members.values():
             tables = member.request.block_tables
             assert bool(tables) != member.request.without_cache, member.request.request_id

@@ -42,11 +42,12 @@ from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 MAX_LOADS_PER_STEP = 16
 """Largest number of adapter copies to the device that one step begins."""
 MAX_PASSED_OVER = 16
-"""Long prompts that may wait for another one; behind more, their queue is not searched."""
+"""Number of long prompts that may wait for another one; the queue behind them is not searched."""
 MAX_SPARED = 64
-"""Adapters of the first waiting requests that are evicted only if nothing else is idle."""
+"""Number of the first waiting requests whose adapters are evicted only if nothing else is idle."""
 REWALK_S = 0.1
-"""The queue is searched again at least this often, because ages and estimates change."""
+"""The queue is searched again at least this often, in seconds, because ages and estimates
+change."""
 
 
 class Scheduler:
@@ -78,14 +79,14 @@ class Scheduler:
         self._reclaimer = reclaimer
         self._lookahead = Lookahead(layout, arena, cache, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
-        """State and time of the last walk over the queue, if it started nothing."""
+        """State and time of the last walk over the queue that started nothing."""
         self._num_changes = 0
         self._deadlines = Deadlines(cache, prefixes, (self._waiting, self._running))
         self._lost: list[tuple[Request, LoraplexError]] = []
-        """Requests found while planning that must be given up before the next plan."""
+        """Requests that were found while planning and must be given up before the next plan."""
         self._next_step = 0
         self._num_in_flight = 0
-        """Steps that were launched and have not ended."""
+        """Number of steps that were launched and have not ended."""
         self.times = self._deadlines.times
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self._uncached = UncachedPrompts(layout, prefixes, self.budget, self._running)
@@ -97,7 +98,7 @@ class Scheduler:
         self.is_full = False
         """True if memory or the step's token budget kept a request waiting in the last walk."""
         self.num_awaiting_copies = 0
-        """Requests in the last walk that lacked nothing but their adapters."""
+        """Number of requests in the last walk that lacked nothing but their adapters."""
 
     @property
     def waiting(self) -> Collection[Request]:
@@ -151,9 +152,9 @@ class Scheduler:
         return self._waiting.needing(digest)
 
     def expired(self, now: float) -> list[tuple[Request, LoraplexError]]:
-        """Requests to give up, each returned once: those past their deadline, waiting ones that
-        cannot meet it, and those that do not fit beside pinned adapters. The caller removes
-        them."""
+        """Requests to give up, each returned once: those that are past their deadline, waiting ones
+        that cannot meet it, and those that do not fit in the memory that pinned adapters leave. The
+        caller removes them."""
         lost = {r: error for r, error in self._lost if self._deadlines.is_live(r)}
         self._lost.clear()
         return list({**self._deadlines.passed(now), **lost}.items())
@@ -211,7 +212,7 @@ class Scheduler:
         return StepPlan(self._next_step - 1, tuple(rows), self._states.spans(rows, now))
 
     def on_step_launched(self, plan: StepPlan) -> None:
-        """The runner has launched `plan`, which has rows; later steps find its KV in the cache."""
+        """Note that the runner has launched `plan`. Later steps find its KV in the cache."""
         num_outputs = 0
         for row in plan.rows:
             request = row.request
@@ -227,23 +228,23 @@ class Scheduler:
         self._num_in_flight += 1
 
     def on_step_done(self, plan: StepPlan) -> None:
-        """The oldest step in flight has ended."""
+        """Note that the oldest step in flight has ended."""
         self._num_in_flight -= 1
         self._arena.retire(plan.step)
 
     def runs(self, request: Request) -> bool:
-        """False once a request has ended, possibly while a step still computes it."""
+        """False once a request has ended. A step in flight may still compute it."""
         return self._running.get(request.request_id) is request
 
     def on_draft(self, request: Request) -> None:
-        """The draft after a request's last token was that token, so its position is computed and
-        the token after it is about to come."""
+        """Note that the draft after a request's last token was accepted: its position is computed,
+        and the token after it is about to come."""
         request.num_computed += 1
         request.num_in_flight_tokens += 1
         self._prefixes.keep(request, request.num_computed - 1)
 
     def on_token(self, request: Request) -> None:
-        """A running request has received its next token."""
+        """Note that a running request has received its next token."""
         if self._counters is not None:
             self._counters.charge(request, 0, 1)
         if request.num_computed == request.num_tokens:  # a step in flight completes this position

@@ -21,7 +21,7 @@ from loraplex_services.worker.types.step_plan import StepPlan
 MAX_STRETCH = 1.5
 """How much longer the requests of one tenant may make a step of the others."""
 NUM_RECENT = 15
-"""Steps of each size that count."""
+"""Number of recent steps of each size that count."""
 
 
 class DecodeTurns:
@@ -34,7 +34,7 @@ class DecodeTurns:
         """Tokens that one tenant may have, drafts included, in the step that was planned last."""
 
     def measure(self, plan: StepPlan, elapsed_s: float) -> None:
-        """A step of `plan` took that long."""
+        """Note that the step of `plan` took `elapsed_s`."""
         if plan.rows and not plan.num_prompt_tokens:
             size = plan.num_tokens
             steps = self._steps.setdefault(size.bit_length(), deque(maxlen=NUM_RECENT))
@@ -44,7 +44,7 @@ class DecodeTurns:
         self, decoding: Sequence[Member], step: int, num_tenants: int
     ) -> Collection[Member]:
         """Requests that do not decode in this step: of the tenant with most requests, those that
-        decoded last. Mutates: the turns of the others of this tenant, `most_tokens`.
+        decoded last.
 
         Args:
             num_tenants: that are present, or expected back soon.
@@ -67,7 +67,8 @@ class DecodeTurns:
         return set(own[int(most) :])
 
     def _most_rows(self, num_others: int) -> float:
-        """Rows that stretch a step of `num_others` by no more than `MAX_STRETCH`."""
+        """Number of rows that make a step of `num_others` rows at most `MAX_STRETCH` times as
+        long."""
         if not self._steps:
             return math.inf
         sizes, seconds = self._typical(min(self._steps))

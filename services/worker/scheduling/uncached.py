@@ -22,7 +22,7 @@ from loraplex_services.worker.types.step_plan import PlannedRow
 
 
 class UncachedPrompts:
-    """Decides which prompts need no KV cache, and which steps are theirs."""
+    """Decides which prompts need no KV cache, and which steps compute them."""
 
     def __init__(
         self, layout: KvLayout, prefixes: PrefixCache, budget: TokenBudget, running: RunningBatch
@@ -36,24 +36,24 @@ class UncachedPrompts:
         """Whether the last step left out rows that use the cache."""
 
     def begin_step(self) -> None:
-        """A step is about to be planned."""
+        """Note that a step is about to be planned."""
         self._max_tokens = self._budget.max_whole_tokens(self._running)
         self._tokens_left = 0 if self.has_others_due else self._max_tokens
         self._num_started = 0
 
     def accepts(self, request: Request) -> bool:
-        """Whether a waiting request is to be computed without the cache. A recurrent state always
-        has its blocks."""
+        """Whether a waiting request is to be computed without the cache. A request with a recurrent
+        state always has blocks."""
         if not request.pooling or self._layout.state_blocks:
             return False
         return request.num_pending <= self._max_tokens and not self._prefixes.match(request)
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a request that is accepted is for a later step."""
+        """Whether a request that is accepted has to wait for a later step."""
         return request.num_pending > self._tokens_left
 
     def start(self, request: Request) -> None:
-        """The step that is planned computes this request."""
+        """Note that the step that is being planned computes this request."""
         self._tokens_left -= request.num_pending
         self._num_started += 1
 

@@ -22,24 +22,25 @@ class AdapterLayout:
 
     block_bytes: int
     dtype: str
-    """The model's: F32, BF16 or F16."""
+    """The model's dtype: F32, BF16 or F16."""
     keeps_half: bool
-    """A and B published in half precision stay so under a float32 model, since its kernels widen
-    them; exact, and half the bytes."""
+    """Whether A and B that were published in half precision stay so under a float32 model, whose
+    kernels widen them: exact, and half the bytes."""
     max_rank: int
     """Adapters of a higher rank are refused."""
     base_key: str
-    """Names the base's geometry and weights: DoRA's gains depend on them."""
+    """Names the base's geometry and weights, on which DoRA's gains depend."""
     sites: SiteTable
     ropes: BaseRopes
-    """The base's; what an adapter's are made from."""
+    """The base's rotary embeddings, from which an adapter's own are made."""
     stored: str = "auto"
     """What A and B are kept as, whatever they were published in; I8 = A and B of linears and the
     head become integers with a factor for each rank row, and the rest is as with auto."""
     shard: Shard = ONLY
-    """The tensor-parallel rank that is packed for; `sites` is the table of the whole base."""
+    """The tensor-parallel rank for which images are packed; `sites` is the table of the whole
+    base."""
     fully_sharded: bool = False
-    """Ranks divide both matrices of each pair, not one: see `pack.site_cuts`."""
+    """Whether ranks divide both matrices of each pair instead of one: see `pack.site_cuts`."""
 
     @property
     def int8(self) -> bool:
@@ -63,7 +64,7 @@ class AdapterLayout:
         return [page * page_bytes for page in extent_begins(num_pages, self.pages_per_block)]
 
     def lora_dtype(self, published: str, site_kind: str) -> str:
-        """What A and B are packed as."""
+        """The dtype in which A and B are packed."""
         if self.int8 and site_kind in (LINEAR, LM_HEAD):
             return "I8"
         if self.stored not in ("auto", "I8"):
@@ -73,7 +74,7 @@ class AdapterLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Images of equal fingerprints hold the same bytes for an adapter."""
+        """Images with equal fingerprints hold the same bytes for an adapter."""
         sites = (self.sites.sites, sorted(self.sites.modules.items()))
         types = (self.block_bytes, self.dtype, self.keeps_half, self.stored, self.max_rank)
         tokens = self.ropes.max_position_embeddings

@@ -20,8 +20,8 @@ PAGE_ALIGN_BYTES = 64
 
 
 def count_pages_per_block(block_bytes: int) -> int:
-    """Pages of a block: a power of two, so many that a page has at least 4 KiB and begins where a
-    tile may."""
+    """Number of pages of a block: the largest power of two with which a page has at least 4 KiB and
+    begins where a tile may begin."""
     pages = MAX_PAGES_PER_BLOCK
     while pages > 1 and (
         block_bytes < pages * MIN_PAGE_BYTES or block_bytes % (pages * PAGE_ALIGN_BYTES)
@@ -43,7 +43,7 @@ def count_most_blocks(num_pages: int, pages_per_block: int) -> int:
 
 
 def extent_begins(num_pages: int, pages_per_block: int) -> list[int]:
-    """Pages before each extent, if they lie one behind the other, as in an image."""
+    """Number of pages before each extent, if the extents follow each other as in an image."""
     return [0, *accumulate(extent_sizes(num_pages, pages_per_block))][:-1]
 
 
@@ -60,7 +60,7 @@ def extent_lengths(num_pages: int, num_bytes: int, block_bytes: int) -> list[int
 
 
 class Extents(NamedTuple):
-    """Where an adapter lies in an arena."""
+    """Where an adapter is in an arena."""
 
     num_pages: int
     first_pages: tuple[int, ...]

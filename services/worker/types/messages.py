@@ -27,15 +27,16 @@ _LENGTH = struct.Struct("<I")
 
 
 class EngineConfig(RunnerSettings, frozen=True, kw_only=True):
-    """What an engine process is started with: what its runner is built with, and what the scheduler
-    goes by. The API server process resolves every default."""
+    """What an engine process is started with: the parameters of its runner and of its scheduler.
+    The API server process has resolved every default."""
 
     model_dir: str = ""
     """"" until the base has been found."""
     tensor_parallel: int = 1
-    """Ranks that share the base, each a process; the engine process is rank 0."""
+    """Number of ranks that share the base, each in a process of its own. The engine process is rank
+    0."""
     max_step_s: float = 0.0
-    """Target time of steps in which requests decode; see `SchedulerLimits`."""
+    """Target duration in seconds of steps in which requests decode; see `SchedulerLimits`."""
     max_loras: int | None = None
     policy: str = "fair"
     """A key of `engine.POLICIES`."""
@@ -43,7 +44,7 @@ class EngineConfig(RunnerSettings, frozen=True, kw_only=True):
     """Number of running adapters from which requests for these go first; 0 = never."""
     prefix_cache: bool = True
     drafts: bool = True
-    """Whether a step may verify tokens that are only likely, where that changes no output."""
+    """Whether a step may verify drafts, where that changes no output."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
@@ -74,12 +75,13 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     request: WorkerRequest
     """Its id is unique among the live requests of the worker."""
     came_s: float | None = None
-    """Arrival on the monotonic clock, which both processes share: a step may be under way when it
-    comes, and the wait for that step's end counts. None = the engine's moment."""
+    """Arrival on the monotonic clock, which both processes share. A step may be in progress when
+    the request arrives, and the wait for its end counts. None = the moment at which the engine
+    reads it."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """End a request without a report of its end; unknown ids are ignored."""
+    """End a request without reporting its end. Unknown ids are ignored."""
 
     request_id: str
 
@@ -96,7 +98,7 @@ class AdapterFetched(msgspec.Struct, frozen=True, tag="fetched"):
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag="fetch_failed"):
-    """An adapter cannot be had; requests waiting for it fail with `error`."""
+    """An adapter could not be fetched. Requests that wait for it fail with `error`."""
 
     digest: str
     error: WireError
@@ -128,7 +130,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Asks for a sign of life, which any StepOutput is."""
+    """Asks for a sign of life; any StepOutput is one."""
 
 
 Command = (
@@ -137,7 +139,7 @@ Command = (
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):
-    """Commands since the last one, in order."""
+    """Commands since the last StepInput, in order."""
 
     commands: list[Command]
 
@@ -177,7 +179,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """A request that gets nothing more."""
+    """A request that has failed and gets no further output."""
 
     request_id: str
     error: WireError
@@ -188,17 +190,18 @@ class ResidencyChange(msgspec.Struct, frozen=True, array_like=True):
 
     residency: AdapterResidency
     error: WireError | None = None
-    """Why it cannot be loaded, after a failure."""
+    """Why the adapter could not be loaded; None = no failure."""
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):
-    """Sent before the first step of these requests: if the engine dies, they were in it."""
+    """Sent before the first step of these requests: if the engine dies, they were part of that
+    step."""
 
     request_ids: list[str]
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="output"):
-    """What one step brought."""
+    """The results of one step."""
 
     step: int
     tokens: list[TokenOutput]
@@ -206,15 +209,15 @@ class StepOutput(msgspec.Struct, frozen=True, tag="output"):
     residency: list[ResidencyChange]
     load: WorkerLoad
     copies_s: list[float] = []
-    """How long each copy of an adapter to the device took."""
+    """Duration in seconds of each copy of an adapter to the device."""
     drafted: int = 0
-    """Drafts that it verified."""
+    """Number of drafts that the step verified."""
     accepted: int = 0
-    """Of these, those that were what the sampler chose."""
+    """Number of those that the sampler chose as well."""
     preemptions: int = 0
-    """Requests that have been preempted since the engine started."""
+    """Number of requests that have been preempted since the engine started."""
     layer_stall_s: float = 0.0
-    """Time that steps have waited for adapters that were being copied, since the start."""
+    """Seconds for which steps have waited for copies of adapters since the engine started."""
 
 
 EngineMessage = EngineReady | EngineRefused | Entered | StepOutput
@@ -226,7 +229,7 @@ decode_message: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as it goes over the wire."""
+    """The bytes of a message on the wire."""
     body = _encoder.encode(message)
     assert len(body) <= MAX_FRAME_BYTES, f"{type(message).__name__} of {len(body)} bytes"
     return _LENGTH.pack(len(body)) + body
@@ -239,7 +242,7 @@ class FrameBuffer:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Sequence[bytes]:
-        """Add bytes as they come; returns the bodies that are complete now."""
+        """Add received bytes. Returns the bodies that are complete now."""
         self._data += data
         bodies: list[bytes] = []
         start = 0

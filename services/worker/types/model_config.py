@@ -11,7 +11,7 @@ class RopeConfig:
     """Rotary embedding of one kind of layer."""
 
     dim: int
-    """Leading part of the head that rotates."""
+    """Number of leading components of a head that are rotated."""
     theta: float
     kind: str = "default"
     """default, linear, dynamic, llama3, yarn, longrope or proportional."""
@@ -20,7 +20,7 @@ class RopeConfig:
 
     @property
     def switch_len(self) -> int | None:
-        """Sequences of more tokens than this rotate otherwise, from their first token on."""
+        """Sequences of more tokens than this are rotated differently, from their first token on."""
         if self.kind != "longrope":
             return None
         return int(dict(self.params)["original_max_position_embeddings"])
@@ -28,7 +28,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Queries grow with the position: by 1 + beta log(1 + floor(position / context_len))."""
+    """Queries grow with the position by the factor 1 + beta log(1 + floor(position /
+    context_len))."""
 
     beta: float
     context_len: int
@@ -68,12 +69,12 @@ class RecurrenceConfig:
     """Layers without attention, ascending."""
     num_key_heads: int
     num_value_heads: int
-    """A multiple of the key heads."""
+    """Number of value heads, a multiple of the key heads."""
     key_dim: int
     """Width of one head's keys."""
     value_dim: int
     kernel_size: int
-    """Tokens that the convolution sees: the last ones, its own included."""
+    """Number of tokens that the convolution sees: the current one and those before it."""
 
     @property
     def keys_size(self) -> int:
@@ -93,11 +94,11 @@ class RecurrenceConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvHeads:
-    """The key heads of a layer, and as many value heads."""
+    """The key heads of one layer; it has as many value heads."""
 
     count: int
     dim: int
-    """Of each of them, and of each query head of the layer."""
+    """Width of each of them, and of each query head of the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,26 +136,26 @@ class ModelConfig:
     embed_scale: float = 1.0
     query_scale: QueryScale | None = None
     attention_sinks: bool = False
-    """Each query head has a score in addition to those of the keys, without a value."""
+    """Whether each query head has one score more than it has keys, without a value."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     moe: MoeConfig | None = None
     gated_attention: bool = False
-    """Each query head has a gate, whose sigmoid multiplies what the head attends to."""
+    """Whether each query head has a gate, whose sigmoid multiplies the head's output."""
     recurrence: RecurrenceConfig | None = None
-    """None = every layer has attention."""
+    """Gated delta nets of some layers; None = every layer has attention."""
     own_kv_heads: tuple[KvHeads, ...] = ()
     """By layer, where layers differ; empty = all have `num_kv_heads` of `head_dim`."""
     kv_sources: tuple[int, ...] = ()
-    """By layer: the one whose keys and values it reads; empty = each has its own."""
+    """By layer: the layer whose keys and values it reads; empty = each has its own."""
     keys_are_values: tuple[bool, ...] = ()
-    """By layer: whether what keys are made of is what values are made of."""
+    """By layer: whether values are made from the same projection as keys."""
     wide_mlps: tuple[int, ...] = ()
-    """Layers whose MLP has twice as many neurons."""
+    """Layers whose MLP has twice the width."""
     layer_input_size: int = 0
     """Width of the per-layer inputs of each token, in addition to the residual stream; 0 = none."""
     num_layer_input_rows: int = 0
-    """Tokens of the table of it."""
+    """Number of tokens in the table of per-layer inputs."""
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -173,12 +174,13 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> tuple[KvHeads, ...]:
-        """Of each layer."""
+        """The key heads of each layer."""
         return self.own_kv_heads or (KvHeads(self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @property
     def layers_without_kv(self) -> tuple[int, ...]:
-        """Layers that keep no keys and values: they have a state, or read another layer's."""
+        """Layers that keep no keys and values: they have a state, or read those of another
+        layer."""
         readers = (layer for layer, source in enumerate(self.kv_sources) if layer != source)
         return (*self.recurrent_layers, *readers)
 

@@ -13,7 +13,7 @@ _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class BaseRopes:
-    """What an adapter's rotary embeddings are made from."""
+    """What adapters' own rotary embeddings are made from."""
 
     layers: tuple[RopeConfig, ...]
     is_scaled: tuple[bool, ...]
@@ -50,7 +50,8 @@ def own_ropes(base: BaseRopes, scaling: RopeScaling) -> tuple[RopeConfig, ...]:
 
 
 def switch_len_of(layers: tuple[RopeConfig, ...]) -> int | None:
-    """Sequences of more tokens rotate otherwise, from their first token on; None = none does."""
+    """Sequences of more tokens are rotated differently, from their first token on; None = none
+    are."""
     return next((rope.switch_len for rope in layers if rope.switch_len is not None), None)
 
 

@@ -11,16 +11,17 @@ from loraplex.api.request import BASE_ONLY, AdapterSet, KeptPrefix
 from loraplex.api.sampling import SamplingParams
 
 RELEASED_BLOCK = -1
-"""Marks a released block behind the group's window in a block table; never read."""
+"""Marks a block behind the group's window that was released; never read."""
 
 
 class OwnRope(NamedTuple):
     """The rotary embedding of a request's adapter."""
 
     key: str
-    """Names it: KV of another cannot be used."""
+    """Identifies it: KV that was computed under another cannot be used."""
     switch_len: int | None
-    """Sequences of more tokens rotate otherwise, from their first token on; None = none does."""
+    """Sequences of more tokens are rotated differently, from their first token on; None = none
+    are."""
 
 
 class Constraint(Protocol):
@@ -28,21 +29,23 @@ class Constraint(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """True when `bitmask` would not wait."""
+        """True if `bitmask` would not wait."""
         ...
 
     @property
     def is_quick(self) -> bool:
-        """True when masks take so little that a step may be launched before its mask is known."""
+        """True if masks take so little time that a step may be launched before its mask is
+        known."""
         ...
 
     @property
     def is_finished(self) -> bool:
-        """True when nothing but the end may follow."""
+        """True if only the end may follow."""
         ...
 
     def bitmask(self) -> bytes:
-        """The tokens that may come next: one bit each, lowest bit first; ids beyond it may not."""
+        """The tokens that may come next: one bit for each, lowest bit first. Ids beyond its end may
+        not."""
         ...
 
 
@@ -68,50 +71,51 @@ class Request:
     cache_salt: str = ""
     sample_index: int = 0
     deadline_s: float | None = None
-    """Absolute, on the engine's clock."""
+    """Deadline, on the engine's clock in seconds."""
     first_token_due_s: float | None = None
     """Deadline of the first token; None = only `deadline_s` counts."""
     arrival_s: float = 0.0
     output_ids: list[int] = field(default_factory=list)
     pooling: Pooling = Pooling.NONE
     kept: Sequence[KeptPrefix] = ()
-    """Tokens from the start whose KV may be what other adapters computed, while it is cached."""
+    """Tokens from the start whose cached KV may come from other adapters."""
     constraint: Constraint | None = None
-    """Set if the request has a grammar, before it is scheduled."""
+    """Set before the request is scheduled, if it has a grammar."""
     rope: OwnRope | None = None
-    """Set if its adapter has a rotary embedding; None = the base's."""
+    """Set if its adapter has a rotary embedding of its own; None = the base's."""
     is_long: bool = False
-    """Longer than its rotary embedding switches at: its KV is another from token 0 on."""
+    """Whether it is longer than `switch_len`: its KV is different from the first token on."""
     own_eos_ids: tuple[int, ...] = ()
-    """Tokens that end the output instead of the base's EOS ids; empty = the base's do."""
+    """Token ids that end the output in place of the base's EOS ids; empty = the base's."""
     adapters_from: int = 0
-    """First position at which its adapters act; above 0 with an activated LoRA only."""
+    """First position at which its adapters act; above 0 only with an activated LoRA."""
     is_held: bool = False
-    """Left out of steps while its next tokens are not known to the constraint yet."""
+    """Whether it is left out of steps while the constraint does not know its next tokens yet."""
 
     without_cache: bool = False
     """Computed as a whole by one step that keeps no KV: it holds no blocks. While it waits, what
     the scheduler found at its last look."""
     num_computed: int = 0
     num_in_flight_tokens: int = 0
-    """Output tokens that steps in flight choose, whose ids are not known yet."""
+    """Number of output tokens that steps in flight choose and whose ids are not known yet."""
     in_flight_output: int = 0
-    """The index of the last of these among the outputs of the step launched last."""
+    """The index of the last of these among the outputs of the step that was launched last."""
     block_tables: list[list[int]] = field(default_factory=list)
     """Blocks per KV group, in position order; RELEASED_BLOCK behind the group's window."""
     state_blocks: list[int] = field(default_factory=list)
-    """Blocks of its recurrent state, if the base has one."""
+    """Blocks of its recurrent state; empty if the base has none."""
     state_key: bytes = b""
-    """Key of the snapshot that holds its state at num_computed; empty = in its own blocks."""
+    """Key of the snapshot that holds its state at num_computed; empty = the state is in its own
+    blocks."""
     state_marks: tuple[int, ...] = ()
-    """Numbers of tokens after which its state is to be kept, ascending."""
+    """Numbers of tokens after which its state is kept, ascending."""
     prefix_hashes: list[bytes] = field(default_factory=list)
     """Hash chain over its full blocks, as far as anyone has asked (see `PrefixCache`)."""
     num_cached: int = 0
-    """Tokens that it did not have to compute when it first started."""
+    """Number of tokens that it did not have to compute when it first started."""
     first_scheduled_s: float | None = None
     adapters_ready_s: float | None = None
-    """When all its adapters were on the device for the first time."""
+    """When all its adapters were on the device for the first time, on the engine's clock."""
     first_token_s: float | None = None
 
     @property
@@ -131,19 +135,19 @@ class Request:
 
     @property
     def is_ending(self) -> bool:
-        """True when no step will have to choose another token for it."""
+        """True if no step will have to choose another token for it."""
         return len(self.output_ids) + self.num_in_flight_tokens >= self.sampling.max_tokens
 
     @property
     def must_wait(self) -> bool:
-        """True while no step may compute it: its next mask is not known, and may take long."""
+        """True while no step may compute it: its next mask is not known and may take long."""
         if self.constraint is None:
             return False
         return self.is_held or (self.num_in_flight_tokens > 0 and not self.constraint.is_quick)
 
     @property
     def max_num_tokens(self) -> int:
-        """The most tokens whose KV this request can ever hold."""
+        """Most tokens whose KV this request can ever hold."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
     def eos_ids(self, base_eos_ids: Sequence[int]) -> Sequence[int]:

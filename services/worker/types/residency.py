@@ -36,30 +36,30 @@ class CachedAdapter:
     digest: str
     path: Path
     num_pages: int
-    """Pages of the arena that it fills, see `extents`."""
+    """Number of arena pages that it fills; see `extents`."""
     max_rank: int
     tier: Tier = Tier.DISK
     on_disk: bool = True
     slot: int = -1
-    """Row of the device tables while LOADING or on DEVICE."""
+    """Row of the device tables while it is LOADING or on DEVICE."""
     first_pages: list[int] = field(default_factory=list)
     """First page of each of its extents in the arena."""
     num_running: int = 0
-    """Running requests that use it."""
+    """Number of running requests that use it."""
     pinned: bool = False
     unload: bool = False
-    """Leaves the device as soon as it is idle."""
+    """Whether it leaves the device as soon as it is idle."""
     last_used_s: float = 0.0
     heat: float = -math.inf
-    """Logarithm of the fading count of its uses; see `eviction.LeastExpectedLoss`."""
+    """Logarithm of the decaying count of its uses; see `eviction.LeastExpectedLoss`."""
     last_step: int = -1
-    """The last step planned when a request ceased to use it."""
+    """The step that was planned last when a request ceased to use it."""
     facts: AdapterFacts = field(default_factory=AdapterFacts)
-    """Known once it has been on the device."""
+    """Known as soon as it has been on the device."""
 
     @property
     def is_idle(self) -> bool:
-        """On the device, and nothing would miss it now."""
+        """Whether it is on the device, unused and not pinned, so that it may be evicted."""
         return self.tier == Tier.DEVICE and not self.num_running and not self.pinned
 
 

@@ -36,24 +36,24 @@ class ModelInfo:
     geometry: Geometry
     """What adapters are validated against."""
     quantization: str = ""
-    """At load, such as "int8" or "int8-kv-int8"; "" = none."""
+    """Quantisation at load, such as "int8" or "int8-kv-int8"; "" = none."""
     caps_context: bool = False
-    """Whether `max_model_len` was set: adapters with a context of their own keep to it as well."""
+    """Whether `max_model_len` was set. It then limits adapters with a context of their own, too."""
     rope_switch_len: int | None = None
-    """Requests of more known tokens than this have another KV, from their first token on."""
+    """Requests with more known tokens than this have a different KV, from their first token on."""
     verifies_drafts: bool = False
-    """Whether a token's logits are the very same in a row of several tokens."""
+    """Whether a token's logits have the same bits in a row of one token and in a row of several."""
 
 
 class Pending(Protocol[T_co]):
     """Work that runs concurrently with steps; `concurrent.futures.Future` is one."""
 
     def done(self) -> bool:
-        """True when `result` would not wait."""
+        """True if `result` would not wait."""
         ...
 
     def result(self) -> T_co:
-        """What came of it. Raises what the work raised."""
+        """The result of the work. Raises what the work raised."""
         ...
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
@@ -66,12 +66,12 @@ class Copied(Protocol):
 
     @property
     def path(self) -> Path:
-        """The folder that it came from."""
+        """The folder from which it was copied."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """That it fills."""
+        """Bytes of its image."""
         ...
 
     @property
@@ -81,7 +81,7 @@ class Copied(Protocol):
 
     @property
     def facts(self) -> AdapterFacts:
-        """What requests must know of the adapter."""
+        """What requests must know about the adapter."""
         ...
 
 
@@ -89,11 +89,12 @@ class LaunchedStep(Protocol):
     """A step that may still run."""
 
     def choose_tokens(self) -> None:
-        """Begin the sampling that the launch has left out, since the plan awaits masks."""
+        """Begin the sampling, which the launch has left out because the plan awaits masks."""
         ...
 
     def result(self) -> list[SampledRow]:
-        """Wait for its end; in the order of the plan's rows. Raises what the step raised."""
+        """Wait for the end of the step. Returns its rows in the order of the plan's. Raises what
+        the step raised."""
         ...
 
 
@@ -104,10 +105,10 @@ class DoneStep:
     rows: list[SampledRow]
 
     def choose_tokens(self) -> None:
-        """They are chosen."""
+        """Does nothing: the tokens are chosen."""
 
     def result(self) -> list[SampledRow]:
-        """Its rows."""
+        """The rows of the step."""
         return self.rows
 
 
@@ -124,11 +125,11 @@ class Runner(Protocol):
 
     @property
     def layout(self) -> AdapterLayout:
-        """What images of adapters are packed for."""
+        """The layout for which images of adapters are packed."""
         ...
 
     def pack_adapter(self, path: Path) -> Pending[int]:
-        """Make the image of the adapter in a verified folder; the result is its blocks."""
+        """Make the image of the adapter in a verified folder; the result is its number of pages."""
         ...
 
     def copy_adapter(self, path: Path, extents: Extents, step_s: float = 0.0) -> Pending[Copied]:

@@ -8,7 +8,7 @@ import msgspec
 
 
 class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a base is computed, and what its runner holds."""
+    """How a base is computed, and the limits of its runner."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -22,32 +22,33 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     """See `choose_operators`."""
     arena_bytes: int
-    """Size for KV cache and adapters together, on each rank; 0 = set by the next two fields (see
-    `memory.ArenaSize`)."""
+    """Bytes for KV cache and adapters together, on each rank; 0 = set by the next two fields (see
+    `runner.memory.ArenaSize`)."""
     arena_share: float = 0.0
     gpu_memory_utilization: float = 0.0
     max_lora_rank: int = 256
     """Adapters of a higher rank are refused at load."""
     max_resident: int = 4096
-    """Adapters that may be loaded at once; slots are below it."""
+    """Number of adapters that may be loaded at once; slots are below it."""
     max_model_len: int = 0
     """Longest context in tokens; 0 = that of the base."""
     max_num_batched_tokens: int = 2048
-    """The most positions of one step."""
+    """Most positions of one step."""
     max_num_seqs: int = 256
-    """The most requests of one step."""
+    """Most requests of one step."""
     overlap: str = "off"
     """`auto`, `on` or `off`: see `StepOrder`."""
     lora_dtype: str = "auto"
-    """How A and B are kept: `int8` = as integers with a factor for each rank row; a floating-point
-    type, or `auto` (see `allocation.stored_dtype`)."""
+    """How A and B are stored: `int8` = as integers with a factor for each rank row; a
+    floating-point type; or `auto` (see `runner.allocation.stored_dtype`)."""
     quantization: str = "none"
-    """What linears of a plain base become when it is loaded: see `model.on_load`."""
+    """Scheme by which linears of a full-precision base are quantised when it is loaded: see
+    `model.on_load`."""
     kv_cache_dtype: str = "auto"
-    """How keys and values are kept: `auto` = in the model's dtype, or `int8`."""
+    """How keys and values are stored: `auto` = in the model's dtype, or `int8`."""
     fully_sharded_loras: bool = False
-    """Divide both matrices of an adapter's pairs among the ranks, not one."""
+    """Whether both matrices of an adapter's pairs are divided among the ranks, instead of one."""
 
     def runner_fields(self) -> dict[str, Any]:
-        """The fields of this class alone, by name."""
+        """The fields of this class and not those of subclasses, by name."""
         return {name: getattr(self, name) for name in RunnerSettings.__struct_fields__}

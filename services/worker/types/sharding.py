@@ -15,7 +15,7 @@ from loraplex_services.worker.types.model_config import ModelConfig
 Span = tuple[int, int]
 """Features [begin, end)."""
 Segments = tuple[tuple[int, int], ...]
-"""(features, units) of each part of a stacked matrix. A unit, such as a head, is never cut."""
+"""(features, units) of each part of a stacked matrix. A unit, such as a head, is never divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Shard:
     size: int = 1
 
     def spans(self, segments: Segments) -> tuple[Span, ...]:
-        """What this rank has of stacked segments, ascending. A segment of fewer units than there
-        are ranks is replicated: several ranks have the same unit."""
+        """The parts of stacked segments that this rank has, ascending. A segment with fewer units
+        than there are ranks is replicated: several ranks have the same unit."""
         spans = []
         begin = 0
         for features, units in segments:
@@ -59,8 +59,8 @@ ONLY = Shard()
 
 
 def padded_share(num_rows: int, size: int) -> int:
-    """Rows on each rank of a table that any row divides, such as one of tokens; the last ranks'
-    may end with zeros."""
+    """Number of rows on each rank of a table that may be divided at any row, such as one of tokens.
+    The last ranks' rows may end with zeros."""
     return -(-num_rows // size)
 
 
@@ -71,7 +71,7 @@ def share_of(num_rows: int, rank: int, size: int) -> Span:
 
 
 def within(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
-    """What lies in [begin, end), counted from `begin`."""
+    """The parts of spans within [begin, end), counted from `begin`."""
     cut = [(max(first, begin) - begin, min(last, end) - begin) for first, last in spans]
     return [(first, last) for first, last in cut if first < last]
 

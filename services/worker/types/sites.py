@@ -16,7 +16,7 @@ EMBEDDING = "embedding"
 LM_HEAD = "lm_head"
 NORM = "norm"
 HEAD = "head"
-"""What an adapter brings beyond the base: a site of no outputs of its own."""
+"""A head that only adapters bring, such as that of SEQ_CLS: the base has no outputs there."""
 EXPERT = "expert"
 """A linear of one expert: it sees only the rows that the router sends there."""
 
@@ -46,7 +46,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class SiteRange:
-    """Where a module lies: rows [out_begin, out_begin + out_features) of its site's weight."""
+    """Where a module is: rows [out_begin, out_begin + out_features) of its site's weight."""
 
     site_id: int
     out_begin: int

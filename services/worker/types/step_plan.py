@@ -20,7 +20,7 @@ class PlannedRow(NamedTuple):
     """First position to compute; equals the request's num_computed."""
     num_tokens: int
     needs_logits: bool
-    """True when the last of these positions is the last known token: a token is sampled."""
+    """Whether the last of these positions is that of the last known token: a token is sampled."""
     slots: tuple[tuple[int, float], ...]
     """(slot, coefficient) of each adapter; empty = base row."""
     follows: int | None = None
@@ -32,13 +32,13 @@ class PlannedRow(NamedTuple):
 
     @property
     def chooses(self) -> bool:
-        """True when the step chooses a token for it."""
+        """True if the step chooses a token for the row."""
         return self.needs_logits and not self.request.pooling
 
     @property
     def is_context(self) -> bool:
-        """Context rows compute prompt positions, or several; generation rows exactly one output
-        position."""
+        """True for rows of the context phase, which compute prompt positions or several positions.
+        Generation rows compute exactly one output position."""
         return self.num_tokens > 1 or self.start < len(self.request.prompt_ids)
 
 
@@ -49,7 +49,7 @@ class StateSpan:
 
     num_tokens: int
     source: Sequence[int]
-    """Empty = the state before the first token."""
+    """Blocks with the state before the span; empty = the state before the first token."""
     target: Sequence[int]
 
 
@@ -70,23 +70,24 @@ class StepPlan:
 
     @cached_property
     def num_contexts(self) -> int:
-        """Rows in the context phase; they come first."""
+        """Number of rows in the context phase, which come first."""
         return sum(row.is_context for row in self.rows)
 
     @cached_property
     def num_context_tokens(self) -> int:
-        """Positions of the rows in the context phase."""
+        """Number of positions of the rows in the context phase."""
         contexts = itertools.takewhile(lambda row: row.is_context, self.rows)
         return sum(row.num_tokens for row in contexts)
 
     @cached_property
     def num_prompt_tokens(self) -> int:
-        """Positions of tokens that were known before, but for the last one of each request."""
+        """Number of positions of tokens that were known before, except the last one of each
+        request."""
         return sum(row.num_tokens for row in self.rows if row.is_context and not row.drafts)
 
     @cached_property
     def num_tokens(self) -> int:
-        """Positions computed by the step."""
+        """Number of positions that the step computes."""
         return sum(row.num_tokens for row in self.rows)
 
     @cached_property
@@ -98,7 +99,7 @@ class StepPlan:
 
     @cached_property
     def num_distinct_adapters(self) -> int:
-        """Distinct slots that the step reads."""
+        """Number of distinct slots that the step reads."""
         return len({slot for row in self.rows for slot, _ in row.slots})
 
 
@@ -121,11 +122,11 @@ class SampledRow(NamedTuple):
 
     request_id: str
     token_id: int | None
-    """None when the row needed no logits."""
+    """None if the row needed no logits."""
     logprobs: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """One entry per prompt position computed in this step, when asked for."""
+    """One entry for each prompt position computed in this step, if the request asked for them."""
     pooled: tuple[float, ...] = ()
-    """Where the request pools: its vector, or the sum over this step's tokens for a mean."""
+    """For a request that pools: its vector, or the sum over this step's tokens for a mean."""
     further: tuple[Sampled, ...] = ()
-    """What was chosen after each draft that is the token chosen before."""
+    """The token that was chosen after each accepted draft."""
