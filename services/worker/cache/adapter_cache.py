@@ -168,7 +168,7 @@ class AdapterCache:
             self._note(digest)
 
     def load(self, digests: Iterable[str], protected: Collection[str], now: float) -> bool:
-        """Start to load those of `digests` that are only on disk, reclaiming idle blocks except those
+        """Start to load those of `digests` that are only on disk, reclaiming idle blocks, but none
         of `protected` adapters. Returns False if blocks or slots are missing for some of them."""
         return all([self._load(digest, protected, now) for digest in digests])
 

@@ -13,7 +13,7 @@ from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.request import OwnRope, Request
 
 NEVER = sys.maxsize
-"""Position from which on an adapter acts that is never invoked."""
+"""The position from which an adapter acts that is never invoked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class BaseFacts:
 
 
 def admit(request: Request, facts: Sequence[AdapterFacts], base: BaseFacts) -> None:
-    """Check a request against its adapters, and note what they are to it. Mutates it.
+    """Check a request against its adapters, and note in it what they change. Mutates it.
 
     Raises:
         InvalidRequest: adapters that do not combine, token ids that they do not have, or more
@@ -69,7 +69,7 @@ def _check_task(request: Request, facts: Sequence[AdapterFacts]) -> None:
 
 
 def last_occurrence(prompt_ids: Sequence[int], tokens: Sequence[int]) -> int:
-    """Where `tokens` begin for the last time; NEVER if they do not occur."""
+    """The start of the last occurrence of `tokens`; NEVER if they do not occur."""
     wanted = list(tokens)
     for start in range(len(prompt_ids) - len(wanted), -1, -1):
         if prompt_ids[start] == wanted[0] and prompt_ids[start : start + len(wanted)] == wanted:
@@ -88,7 +88,8 @@ def _check_length(request: Request, context_tokens: int) -> None:
 
 
 def _check_ids(request: Request, vocab_size: int) -> None:
-    """Token ids never appear in errors: only where the first bad one is."""
+    """Raises InvalidRequest. Its message says where the first bad token id is, never which id it
+    is."""
     sampling = request.sampling
     fields = {
         "prompt_ids": request.prompt_ids,

@@ -22,13 +22,14 @@ from loraplex_services.worker.types.runner_protocol import Copied, Pending, Runn
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_SHARE = 0.5
-"""Longest wait of a step for loads, as a share of the step."""
+"""Longest wait of a step for loads, as a share of the step's duration."""
 MAX_IDLE_WAIT_S = 0.02
-"""The longest wait where nothing else is to be computed: commands may come in the meantime."""
+"""Longest wait in seconds if nothing else is to be computed: commands may arrive in the
+meantime."""
 
 T = TypeVar("T")
 Failures = list[tuple[str, LoraplexError]]
-"""Digests, and why requests that wait for them will not have them."""
+"""Digests, and why the requests that wait for them fail."""
 
 
 class AdapterLoads:
@@ -47,17 +48,18 @@ class AdapterLoads:
         self._copies_s: list[float] = []
         self._loaded: list[str] = []
         self.refused: dict[str, LoraplexError] = {}
-        """Why adapters that were to be loaded ahead of requests are not."""
+        """Why adapters that were to be loaded ahead of requests could not be."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when a pack or a copy has ended."""
 
     def awaited(self, digest: str, now: float) -> None:
-        """A request has arrived for an adapter that may not be on disk yet."""
+        """Note that a request has arrived for an adapter that may not be on disk yet."""
         if not self._cache.known([digest]):
             self._awaited_since_s.setdefault(digest, now)
 
     def fetched(self, command: AdapterFetched, now: float) -> Failures:
-        """An adapter is on disk. It is packed here if the API server process could not do it."""
+        """Note that an adapter is on disk. Pack it here if the API server process could not do
+        it."""
         if (since_s := self._awaited_since_s.pop(command.digest, None)) is not None:
             self._times.fetches.add(now - since_s)
         adapter = self._cache.get(command.digest)
@@ -70,11 +72,11 @@ class AdapterLoads:
         return self._packed(now)
 
     def fetch_failed(self, digest: str) -> None:
-        """No request waits for it any more."""
+        """Note that no request waits for an adapter any more."""
         self._awaited_since_s.pop(digest, None)
 
     def gone(self, digest: str) -> None:
-        """The files are being deleted, so results of packing are dropped."""
+        """Drop the result of packing an adapter whose files are about to be deleted."""
         self._packing.pop(digest, None)
         self._pins.pop(digest, None)
 
@@ -120,8 +122,8 @@ class AdapterLoads:
         return True
 
     def collect(self, now: float) -> Failures:
-        """Process what has ended since the last call: packed adapters may load, copied ones may
-        serve."""
+        """Process what has ended since the last call: packed adapters may now load, and copied ones
+        may serve."""
         return self._packed(now) + self._copied(now)
 
     def take_loaded(self) -> list[str]:
@@ -132,8 +134,8 @@ class AdapterLoads:
     def refusals(
         self, requests: Sequence[Request], base: BaseFacts
     ) -> list[tuple[Request, LoraplexError]]:
-        """Requests whose adapters are all here and that may not run with them. Applies to the
-        others what their adapters change."""
+        """Requests that may not run with their adapters, all of which are on the device. Applies to
+        all other requests what their adapters change."""
         refused: list[tuple[Request, LoraplexError]] = []
         for request in requests:
             digests = request.adapters.digests
@@ -145,7 +147,7 @@ class AdapterLoads:
         return refused
 
     def take_copies_s(self) -> list[float]:
-        """How long the copies since the last call took."""
+        """Duration in seconds of each copy since the last call."""
         copies_s, self._copies_s = self._copies_s, []
         return copies_s
 

@@ -71,7 +71,7 @@ POLICIES: Policies = {
     "fair": fair,
 }
 COUNTING_POLICIES = ("fair",)
-"""Policies that read the service counters; for others, nothing is counted."""
+"""Policies that read the service counters. For other policies, nothing is counted."""
 
 
 class InFlight(NamedTuple):
@@ -80,7 +80,7 @@ class InFlight(NamedTuple):
     plan: StepPlan
     launched: LaunchedStep
     begin_s: float
-    """When its planning began."""
+    """When its planning began, on the engine's clock."""
 
 
 def _policy(config: EngineConfig, policies: Policies) -> tuple[Policy, ServiceCounters | None]:
@@ -113,7 +113,7 @@ class Engine:
         clock: Callable[[], float],
         policies: Policies = POLICIES,
     ) -> None:
-        """`policies`: what `config.policy` names."""
+        """`policies`: by the names that `config.policy` may have."""
         self._runner = runner
         self._clock = clock
         self._info = runner.model_info()
@@ -163,7 +163,7 @@ class Engine:
         """Steps launched and not collected, oldest first."""
         self._collected_s = 0.0
         self._has_acted = False
-        """Whether the step that is being planned has begun loads or evicted."""
+        """Whether the step that is being planned has begun loads or evicted adapters."""
         self.announce: Callable[[list[str]], None] = lambda request_ids: None
         """Called with the requests whose first step is about to run."""
 
@@ -311,15 +311,16 @@ class Engine:
                 self._outputs.fail(request, error, now)
 
     def _fetch_failed(self, digest: str, error: LoraplexError, now: float) -> None:
-        """A copy on the device keeps serving without its files."""
+        """Fail the requests that wait for an adapter. A copy on the device keeps serving without
+        its files."""
         self._loads.fetch_failed(digest)
         if not self.cache.ready([digest]):
             self.cache.cancel_prefetch(digest)
             self._fail_waiting(digest, error, now)
 
     def _bring(self, num_rows: int, now: float) -> bool:
-        """Begin the loads of the step that is being planned, and wait for them if that is worth
-        it. True when an adapter may have arrived."""
+        """Begin the loads of the step that is being planned, and wait for them if that is worth it.
+        True if an adapter may have arrived."""
         num_changes = self.cache.num_changes
         self._carry_out(now)
         num_wanted = self.scheduler.num_awaiting_copies

@@ -26,11 +26,12 @@ class OutputProcessor:
         self._eos_token_ids = eos_token_ids
         self._prompt_logprobs: dict[str, PackedLogprobs] = {}
         self._sums: dict[str, list[float]] = {}
-        """Partial sums of the hidden states of prompts with mean pooling."""
+        """Partial sums of the hidden states of prompts with mean pooling, by request id."""
         self._failures: list[Failure] = []
 
     def process(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
-        """Append what was sampled. Mutates the requests; removes those that end.
+        """Append what was sampled. Mutates the requests, and removes those that end. Requests that
+        have ended since the step was launched get nothing more.
 
         Those that have ended since the step was launched get nothing more.
         """
@@ -52,7 +53,7 @@ class OutputProcessor:
         self.refuse(request, error)
 
     def refuse(self, request: Request, error: LoraplexError) -> None:
-        """Tell why a request does not even begin."""
+        """Report why a request does not begin."""
         self._failures.append(Failure(request.request_id, WireError.of(error)))
 
     def drop(self, request_id: str, now: float) -> None:
@@ -63,12 +64,13 @@ class OutputProcessor:
         self._sums.pop(request_id, None)
 
     def take_failures(self) -> list[Failure]:
-        """Since the last call."""
+        """Failures since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def _follow(self, request: Request, sampled: SampledRow, now: float) -> bool:
-        """Take the token into the request's grammar. False when there is none: it has failed."""
+        """Pass the token to the request's grammar. False if the grammar does not accept it: the
+        request has failed."""
         if request.constraint is None or request.sampling.max_tokens == 0:
             return True
         try:
@@ -129,7 +131,8 @@ class OutputProcessor:
     def _take(
         self, request: Request, sampled: SampledRow
     ) -> tuple[list[int], list[TokenLogprob], FinishReason | None]:
-        """Append tokens until the request ends: them, their logprobs, and why it does."""
+        """Append tokens until the request ends. Returns them, their logprobs, and why the request
+        ends."""
         if request.sampling.max_tokens == 0:
             return [], [], finish_reason(request, self._eos_token_ids)
         token_ids: list[int] = []

@@ -14,7 +14,7 @@ from loraplex_services.worker.types.residency import CachedAdapter
 
 
 def to_request(command: Submit, now: float) -> Request:
-    """The request that a command describes, taken in now."""
+    """The request that a command describes, arriving now."""
     arrival_s = now if command.came_s is None else min(command.came_s, now)
     asked = command.request
     left_s, first_token_left_s = asked.remaining_s, asked.remaining_first_token_s
@@ -44,7 +44,7 @@ def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReaso
 def stop_token(
     request: Request, reason: FinishReason | None, eos_token_ids: Sequence[int]
 ) -> int | None:
-    """The token that ended the request; None if a finished grammar or a length did."""
+    """The token that ended the request; None if a finished grammar or a length ended it."""
     if reason is not FinishReason.STOP or not request.output_ids:
         return None
     last = request.output_ids[-1]
@@ -53,7 +53,7 @@ def stop_token(
 
 
 def timings(request: Request) -> Timings:
-    """Where the time to the first token went."""
+    """How the time to the first token was spent."""
     started_s = request.first_scheduled_s or request.arrival_s
     ready_s = request.adapters_ready_s or request.arrival_s
     load_s = ready_s - request.arrival_s if request.adapters.adapters else 0.0
@@ -64,7 +64,7 @@ def timings(request: Request) -> Timings:
 def residency_change(
     digest: str, adapter: CachedAdapter | None, page_bytes: int, error: LoraplexError | None
 ) -> ResidencyChange:
-    """How the engine reports where an adapter is; None = nowhere."""
+    """How the engine reports where an adapter is; None = it is not known."""
     wire_error = WireError.of(error) if error else None
     if adapter is None:
         return ResidencyChange(AdapterResidency(digest, Tier.NONE), wire_error)

@@ -45,13 +45,13 @@ logger = logging.getLogger("loraplex_services.worker.engine.process")
 
 RECEIVE_BYTES = 1 << 20
 RANK_END_S = 2.0
-"""How long after a failed collective the end of another rank may be noticed."""
+"""Seconds after a failed collective within which the end of another rank may be noticed."""
 QUIET_S = 0.5
-"""Without work for so long, the engine checks its books, once."""
+"""After so many seconds without work, the engine checks its integrity, once."""
 GRAMMAR_WAIT_S = 0.002
-"""Sleep while the only requests that could continue wait for a grammar's thread."""
+"""Seconds of sleep while the only requests that could continue wait for a grammar's thread."""
 STALLED_WAIT_S = 0.1
-"""Sleep while every request waits for something: bounds how late a deadline is seen."""
+"""Seconds of sleep while every request waits for something; bounds how late a deadline is seen."""
 
 
 class ServerGone(Exception):
@@ -82,7 +82,8 @@ class ServerSocket:
         return decode_config(bodies[0])
 
     def commands(self, timeout_s: float | None) -> list[Command]:
-        """Everything that has come; waits up to `timeout_s` (None = forever) for the first.
+        """Everything that has been received. Waits up to `timeout_s` (None = forever) for the first
+        command.
 
         Raises:
             ServerGone: the API server process closed its end.
@@ -142,7 +143,7 @@ def _patience_s(engine: Engine, is_checked: bool) -> float | None:
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Load the model. Raises LoraplexError when it cannot be served like this."""
+    """Load the model. Raises LoraplexError if it cannot be served with this configuration."""
     from loraplex_services.worker.runner.building import build_runner
 
     runner = build_runner(
@@ -180,7 +181,7 @@ def main() -> int:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether it is not the base's fault, and the next start may go well."""
+    """Whether a failure is not the base's fault, so that the next start may succeed."""
     if isinstance(error, RankLost | MemoryError | ImportError):
         return True
     import torch

@@ -16,7 +16,7 @@ class EngineStats:
     """What the engine has measured about its own steps."""
 
     def __init__(self, max_running: int) -> None:
-        """`max_running`: requests that the batch can hold."""
+        """`max_running`: most requests in the batch."""
         self._max_running = max_running
         self._steps = 0
         self._step_s = 0.0
@@ -43,7 +43,7 @@ class EngineStats:
         return 1.0 / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0
 
     def load(self, scheduler: Scheduler, reclaimer: Reclaimer, arena: Arena) -> WorkerLoad:
-        """The load now."""
+        """The current load."""
         idle_blocks = reclaimer.idle_blocks()
         return WorkerLoad(
             running_requests=scheduler.num_running,

@@ -29,7 +29,7 @@ from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """Writes a line when the step's result is taken."""
+    """Writes a line when the result of the step is read."""
 
     runner: TracedRunner
     plan: StepPlan
@@ -38,18 +38,18 @@ class TracedStep:
     launched: LaunchedStep
 
     def choose_tokens(self) -> None:
-        """Let the step choose."""
+        """See `LaunchedStep`."""
         self.launched.choose_tokens()
 
     def result(self) -> list[SampledRow]:
-        """The step's."""
+        """See `LaunchedStep`."""
         rows = self.launched.result()
         self.runner.ended(self.plan, self.begin_s, self.adapter_bytes)
         return rows
 
 
 class TracedRunner:
-    """Passes everything on to a runner, and appends to a file."""
+    """Passes all calls on to a runner, and appends a line to a file for each step and copy."""
 
     def __init__(
         self, runner: Runner, path: Path, clock: Callable[[], float] = time.monotonic
@@ -74,40 +74,40 @@ class TracedRunner:
 
     @property
     def layout(self) -> AdapterLayout:
-        """The runner's."""
+        """See `Runner`."""
         return self._runner.layout
 
     def pack_adapter(self, path: Path) -> Pending[int]:
-        """Let the runner pack."""
+        """See `Runner`."""
         return self._runner.pack_adapter(path)
 
     def copy_adapter(self, path: Path, extents: Extents, step_s: float = 0.0) -> Pending[Copied]:
-        """Let the runner copy."""
+        """See `Runner`."""
         return self._runner.copy_adapter(path, extents, step_s)
 
     def await_copies(self, timeout_s: float) -> None:
-        """Let the runner wait."""
+        """See `Runner`."""
         self._runner.await_copies(timeout_s)
 
     def enter_adapter(self, slot: int, copied: Copied) -> None:
-        """Let the runner enter what it copied, concurrently with steps."""
+        """See `Runner`."""
         self._runner.enter_adapter(slot, copied)
         self._slot_bytes[slot] = num_bytes = copied.num_bytes
         rank = json.loads((copied.path / CONFIG_FILE).read_bytes()).get("r", 0)
         self._write(load_s=copied.elapsed_s, bytes=num_bytes, rank=rank)
 
     def unload_adapter(self, slot: int) -> None:
-        """Let the runner forget a slot."""
+        """See `Runner`."""
         self._slot_bytes.pop(slot, None)
         self._runner.unload_adapter(slot)
 
     @property
     def overlaps(self) -> bool:
-        """As the runner does."""
+        """See `Runner`."""
         return self._runner.overlaps
 
     def launch(self, plan: StepPlan) -> TracedStep:
-        """Let the runner compute."""
+        """See `Runner`."""
         begin_s = self._clock()
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         num_bytes = sum(self._slot_bytes[slot] for slot in slots)
@@ -138,11 +138,11 @@ class TracedRunner:
 
     @property
     def stall_s(self) -> float:
-        """The runner's."""
+        """See `Runner`."""
         return self._runner.stall_s
 
     def model_info(self) -> ModelInfo:
-        """The runner's answer."""
+        """See `Runner`."""
         return self._runner.model_info()
 
     def _write(self, **fields: Any) -> None:
@@ -150,7 +150,8 @@ class TracedRunner:
 
 
 def _ready_s(request: Request, launched_s: float) -> float:
-    """When all was there that it takes; no grammar's compilation counts as part of a step."""
+    """When everything was available that the step needs. The compilation of a grammar does not
+    count as part of a step."""
     follows_grammar = request.constraint is not None
     ready_s = request.first_scheduled_s if follows_grammar else request.adapters_ready_s
     return launched_s if ready_s is None else ready_s

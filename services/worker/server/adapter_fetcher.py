@@ -1,4 +1,5 @@
-"""Brings adapters to the engine, on demand or in advance, and keeps their files while needed."""
+"""Fetches adapters for the engine, on demand or in advance, and keeps their files while they are
+needed."""
 
 from __future__ import annotations
 
@@ -46,12 +47,12 @@ class AdapterFetcher:
         self._pins: set[str] = set()
 
     def lease(self, digests: Iterable[str]) -> None:
-        """Keep adapters on disk, present or still to come."""
+        """Keep adapters on disk, whether they are there already or still to be fetched."""
         for digest in digests:
             self._disk.lease(digest)
 
     def release(self, digests: Iterable[str]) -> None:
-        """End one lease each."""
+        """End one lease of each adapter."""
         for digest in digests:
             self._disk.release(digest)
 
@@ -124,7 +125,7 @@ class AdapterFetcher:
             logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
 
     def _tell(self, command: Command) -> None:
-        """Send to the engine unless it has ended; the next engine asks for what it needs."""
+        """Send to the engine unless it has ended; the next engine is told again."""
         if self._client.is_up:
             self._client.send(command)
 

@@ -76,9 +76,9 @@ class ApiServer:
         self._session_ids = itertools.count(1)
         self._guard = CrashGuard()
         self._suspects: list[bytes] = []
-        """What the engine that died last was computing."""
+        """Requests that the last engine was computing when it died."""
         self._num_preemptions = 0
-        """Preemptions, as the engine counts them."""
+        """Number of preemptions, as the engine counts them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -91,13 +91,13 @@ class ApiServer:
         bundle: TokenizerBundle,
         grammars: GrammarChecker,
     ) -> None:
-        """Add the parts that themselves need this object. Requests can run only after it."""
+        """Add the components that need this object themselves. Requests can run only afterwards."""
         self._client, self._bundle, self._grammars = client, bundle, grammars
         self._fetcher = AdapterFetcher(self.status, client, source, disk, self._spawn)
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._live)
 
     def model(self) -> tuple[ModelInfo, TokenizerBundle]:
@@ -105,14 +105,14 @@ class ApiServer:
         return self._running().info, self._bundle
 
     def open_session(self, gateway_id: str) -> GatewaySession:
-        """A stream for one gateway. Raises Unavailable while the engine starts."""
+        """A session for the stream of one gateway. Raises Unavailable while the engine starts."""
         self._running()
         session = GatewaySession(next(self._session_ids), gateway_id)
         self._sessions.add(session)
         return session
 
     def close_session(self, session: GatewaySession) -> None:
-        """A stream has ended: cancel its running requests."""
+        """End a session and cancel its running requests."""
         self._sessions.discard(session)
         for request_id in list(session.live):
             self.cancel(session, request_id)
@@ -163,13 +163,13 @@ class ApiServer:
         self._tell_ready()
 
     def adapter_gone(self, digest: str) -> None:
-        """The disk cache is about to delete an adapter."""
+        """Note that the disk cache is about to delete an adapter."""
         self.status.off_disk(digest)
         if self._engine is not None and self._client.is_up:
             self._client.send(Gone(digest))
 
     def engine_up(self, ready: EngineReady, epoch: int) -> None:
-        """An engine is ready, so requests are accepted."""
+        """Accept requests: an engine is ready."""
         self._engine = ready
         self._fetcher.engine_up(ready, epoch)
         self._tell_ready()
@@ -198,7 +198,7 @@ class ApiServer:
         self._fetcher.residency_changed(output.residency)
 
     def engine_down(self, error: LoraplexError) -> None:
-        """The engine is lost, with all its requests."""
+        """Fail all requests: the engine is lost."""
         self._engine = None
         self._tell_ready()
         self.status.fail_waiters(error)
@@ -221,7 +221,7 @@ class ApiServer:
                 request.has_entered = True
 
     def engine_crashed(self) -> None:
-        """The requests that it was computing become suspects."""
+        """Suspect the requests that the engine was computing when it crashed."""
         logger.error("engine crashed", extra={"num_suspects": len(self._suspects)})
         self._guard.crashed(self._suspects)
 
@@ -270,7 +270,7 @@ class ApiServer:
             request.grammar_check = self._spawn(work)
 
     def _pass_on(self, key: str, submit: Submit) -> None:
-        """Pass it to the engine, with the state of its adapters."""
+        """Pass a request to the engine, with the state of its adapters."""
         request = self._live.get(key)
         assert request is not None, "passed on after its end"
         self._guard.admit(key, request.crash_key, lambda: self._client.send(submit))

@@ -42,10 +42,10 @@ class TokenizerBundle:
     files: tuple[tuple[str, bytes], ...]
     digest: str
     generation_config_json: str
-    """"" if the base has none."""
+    """Content of the file; "" if the base has none."""
     bos_token_id: int | None
     pad_token_id: int | None = None
-    """Padding id of config.json; heads pool before it."""
+    """Padding id of config.json: classification heads pool at the token before it."""
 
 
 async def fetch_model(store: ObjectStore, folder: Path) -> Path:
@@ -174,7 +174,7 @@ def _check_files(files: dict[str, bytes]) -> None:
 
 
 def _token_id(files: dict[str, bytes], key: str, names: Sequence[str]) -> int | None:
-    """The first that one of the files says."""
+    """The token id that the first of the files to name one has."""
     for name in names:
         config = json.loads(files.get(name, b"{}"))
         value = config.get(key)

@@ -18,7 +18,7 @@ from loraplex.errors import LoraplexError
 
 MAX_DEATHS = 2
 MAX_SUSPECTS = 4096
-"""More are forgotten, oldest first."""
+"""Number of crash keys that are remembered; the oldest are forgotten first."""
 
 CrashKey = bytes
 
@@ -30,7 +30,7 @@ def crash_key(prompt_ids: Sequence[int], adapters: AdapterSet) -> CrashKey:
 
 
 class CrashGuard:
-    """Counts deaths by request, and lets suspects in one at a time."""
+    """Counts crashes by request, and admits suspects one at a time."""
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[CrashKey, int] = OrderedDict()
@@ -38,7 +38,8 @@ class CrashGuard:
         self._held: OrderedDict[str, Callable[[], None]] = OrderedDict()
 
     def check(self, key: CrashKey) -> None:
-        """Raises LoraplexError (INTERNAL) for a request that has killed too often."""
+        """Raises LoraplexError (INTERNAL) for a request that was in the batch of too many
+        crashes."""
         if self._deaths.get(key, 0) >= MAX_DEATHS:
             raise LoraplexError(
                 f"the engine crashed {MAX_DEATHS} times while it computed this request, which is "
@@ -47,7 +48,7 @@ class CrashGuard:
             )
 
     def admit(self, request_id: str, key: CrashKey, send: Callable[[], None]) -> None:
-        """Call `send` now, or for a suspect once those before it have proved harmless."""
+        """Call `send` now, or, for a suspect, once the suspects before it have proved harmless."""
         if key not in self._deaths:
             send()
         elif self._on_trial is None:
@@ -57,7 +58,8 @@ class CrashGuard:
             self._held[request_id] = send
 
     def settled(self, request_id: str) -> None:
-        """The request has a token, or has ended: the next suspect may come."""
+        """Note that the request has a token or has ended, so that the next suspect may be
+        admitted."""
         self._held.pop(request_id, None)
         if request_id != self._on_trial:
             return
@@ -67,16 +69,16 @@ class CrashGuard:
             send()
 
     def finished(self, key: CrashKey) -> None:
-        """The request has ended and is no longer a suspect."""
+        """Note that the request has ended, so that it is no longer a suspect."""
         self._deaths.pop(key, None)
 
     def engine_lost(self) -> None:
-        """Whatever was on trial or held went with the engine."""
+        """Forget which suspects were running or waiting: the engine has ended."""
         self._on_trial = None
         self._held.clear()
 
     def crashed(self, keys: Iterable[CrashKey]) -> None:
-        """An engine crashed with these requests in its batch."""
+        """Note that an engine crashed with these requests in its batch."""
         for key in set(keys):
             self._deaths[key] = self._deaths.pop(key, 0) + 1
         while len(self._deaths) > MAX_SUSPECTS:

@@ -39,20 +39,20 @@ PING_INTERVAL_S = 1.0
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
 HANG_UP_S = 2.0
-"""How long an engine may take to notice that the API server process has ended."""
+"""Seconds that an engine may take to notice that the API server process has ended."""
 BLAMELESS = (0, -signal.SIGKILL)
-"""Exit codes of engines that were ended from outside: no request is to blame."""
+"""Exit codes of engines that were ended from outside, for which no request is to blame."""
 MAX_FAILED_STARTS = 3
-"""Engines that may end before the first one is ready."""
+"""Number of engines that may end before one becomes ready."""
 STABLE_S = 30.0
-"""An engine that lived this long has forgiven its predecessors' failures."""
+"""An engine that lived for so many seconds resets the count of failures."""
 
 
 class EngineListener(Protocol):
-    """Who hears of the engine; called on the event loop."""
+    """Receives what the engine reports; called on the event loop."""
 
     def engine_up(self, ready: EngineReady, epoch: int) -> None:
-        """The model is loaded; commands may be sent."""
+        """The model is loaded, and commands may be sent."""
         ...
 
     def engine_output(self, output: StepOutput) -> None:
@@ -64,7 +64,7 @@ class EngineListener(Protocol):
         ...
 
     def engine_down(self, error: LoraplexError) -> None:
-        """The engine has ended, with every request in it."""
+        """The engine has ended, and every request in it is lost."""
         ...
 
     def engine_crashed(self) -> None:
@@ -207,7 +207,8 @@ class EngineClient:
             self._writer.write(frame(StepInput(commands)))
 
     async def _reap(self, was_up: bool) -> int:
-        """Hang up, end the process if it still runs, and collect it. Returns its exit code.
+        """Close the socket, end the process if it still runs, and wait for it. Returns its exit
+        code. An engine that is still loading does not read its socket, so it is killed at once.
 
         An engine that is still loading does not listen: it is killed at once.
         """
@@ -225,7 +226,7 @@ class EngineClient:
 
 
 async def _end(process: asyncio.subprocess.Process) -> int:
-    """Wait for a process that was hung up on, a little, then kill it. Returns its exit code."""
+    """Wait briefly for a process whose socket was closed, then kill it. Returns its exit code."""
     try:
         return await asyncio.wait_for(process.wait(), HANG_UP_S)
     except TimeoutError:
@@ -246,7 +247,7 @@ def _engine_lost() -> Unavailable:
 
 
 def _by_setting(error: LoraplexError) -> LoraplexError:
-    """The error of an engine, which knows settings as fields, under the name that users set."""
+    """An error of the engine, which names fields, under the name of the setting that users know."""
     if isinstance(error, InvalidRequest | Unsupported):
         for violation in error.violations:
             name = f"LORAPLEX_{violation.field.upper()}"

@@ -16,7 +16,7 @@ from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.types.messages import StepOutput, TokenOutput
 
 MAX_ADAPTER_LABELS = 100
-"""Adapters shown one by one; the others are counted together."""
+"""Number of adapters that are shown individually; the others are counted together."""
 
 _LATENCY_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
@@ -112,7 +112,7 @@ _free_blocks = Gauge("loraplex_worker_free_blocks", "Arena blocks free or idle")
 
 
 def observe_load(output: StepOutput, num_sessions: int) -> None:
-    """Take over what the engine reports about itself."""
+    """Update the gauges from what the engine reports about itself."""
     load = output.load
     for copy_s in output.copies_s:
         _adapter_load.observe(copy_s)
@@ -130,7 +130,7 @@ def observe_load(output: StepOutput, num_sessions: int) -> None:
 
 
 def observe_preemptions(before: int, now: int) -> None:
-    """Take over the engine's counts; a new engine counts from 0."""
+    """Add new preemptions to the counter. A new engine counts from 0."""
     _preempted.inc(now - before if now >= before else now)
 
 
@@ -185,7 +185,8 @@ def count_end(reason: str) -> None:
 
 
 class OfModel(CollectorRegistry):
-    """The process's metrics, vLLM's with the label `model_name` by which its dashboards choose."""
+    """The process's metrics with the label `model_name` on vLLM's, by which its dashboards
+    select."""
 
     def __init__(self, model_name: str) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ class OfModel(CollectorRegistry):
 
 
 class AdapterCollector(Collector):
-    """Reads adapter metrics off the status board when they are scraped."""
+    """Reads adapter metrics from the status board when they are scraped."""
 
     def __init__(self, status: StatusBoard, max_loras: int) -> None:
         self._status = status

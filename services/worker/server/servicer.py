@@ -29,7 +29,7 @@ Context = Any
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """One instance per worker; every method may run many times at once."""
+    """One instance for each worker; its methods run concurrently."""
 
     def __init__(self, config: WorkerConfig, api: ApiServer) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
-        """Every request of one gateway; one StepEvents a step back."""
+        """All requests of one gateway; one StepEvents message a step comes back."""
         session = self._api.open_session(await _gateway_id(request_iterator))
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
@@ -56,7 +56,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _read(
         self, session: GatewaySession, requests: AsyncIterator[worker_pb2.SessionRequest]
     ) -> None:
-        """Obey what comes up the stream until the gateway closes its direction."""
+        """Carry out what the gateway sends until it closes its direction of the stream."""
         try:
             async for message in requests:
                 self._handle(session, message)
@@ -85,7 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Generate(
         self, request: worker_pb2.WorkerServiceGenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WorkerServiceGenerateResponse]:
-        """One request: a session that ends with it."""
+        """One request, in a session of its own that ends with it."""
         session = self._api.open_session("generate")
         try:
             self._api.submit(session, worker_request_from_proto(request.request))
@@ -109,14 +109,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetModel(
         self, request: worker_pb2.GetModelRequest, context: Context
     ) -> worker_pb2.GetModelResponse:
-        """What a gateway needs to speak text to this base."""
+        """What a gateway needs to know of this base to translate between text and tokens."""
         info, bundle = self._api.model()
         return model_to_wire(self._config, info, bundle, with_tokenizer=request.include_tokenizer)
 
     async def LoadAdapter(
         self, request: worker_pb2.LoadAdapterRequest, context: Context
     ) -> worker_pb2.LoadAdapterResponse:
-        """Returns when the adapter could be used in the next step."""
+        """Returns when the adapter can be used in the next step."""
         residency = await self._api.load(request.digest, request.pin)
         return worker_pb2.LoadAdapterResponse(residency=residency_to_proto(residency))
 
@@ -130,7 +130,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def PinAdapter(
         self, request: worker_pb2.PinAdapterRequest, context: Context
     ) -> worker_pb2.PinAdapterResponse:
-        """Keeps an adapter resident, loading it if need be, or releases it."""
+        """Keeps an adapter resident, loading it if necessary, or releases it."""
         if request.pinned:
             residency = await self._api.load(request.digest, pin=True)
         else:

@@ -82,7 +82,8 @@ async def serve() -> None:
 
 
 def _check_torch() -> None:
-    """Only the engine process imports torch; without it every engine would end at its start."""
+    """Raises InvalidRequest if torch is not installed. Only the engine process imports it, so
+    without this check every engine would end at its start."""
     if importlib.util.find_spec("torch") is None:
         raise InvalidRequest(
             "torch is not installed: run `pip install torch`, or on a machine without a GPU "
@@ -92,7 +93,7 @@ def _check_torch() -> None:
 
 
 def _auth(config: WorkerConfig) -> ServiceAuth | None:
-    """Unix sockets cannot show certificates: who may open one is a service."""
+    """Unix sockets carry no certificates: whoever may open one counts as a service."""
     by_certificate = config.tls.proves_services and not config.listen.startswith("unix:")
     if not (config.service_token or by_certificate):
         return None

@@ -10,7 +10,7 @@ from loraplex_services.common.tracing import Span
 from loraplex_services.worker.types.messages import Failure, TokenOutput
 
 MAX_UNREAD = 10_000
-"""Messages a gateway may leave unread before its session is ended."""
+"""Number of messages that a gateway may leave unread before its session is ended."""
 
 
 @dataclass(slots=True)
@@ -19,12 +19,12 @@ class ServerRequest:
 
     session: GatewaySession
     request_id: str
-    """The gateway's name of the request."""
+    """The gateway's id of the request."""
     digests: tuple[str, ...]
     num_prompt: int
     arrival_s: float
     crash_key: bytes = b""
-    """What `CrashGuard` knows it by."""
+    """Its key in `CrashGuard`."""
     has_entered: bool = False
     """True once the engine has begun to compute it."""
     grammar_check: asyncio.Task[None] | None = None
@@ -32,7 +32,7 @@ class ServerRequest:
     first_token_s: float | None = None
     """When its first token passed through the API server."""
     last_token_s: float | None = None
-    """When its latest token did."""
+    """When its latest token passed through."""
     num_output: int = 0
     """Tokens that it has generated here."""
     first_step: int = 0
@@ -42,7 +42,7 @@ class ServerRequest:
 
 @dataclass(slots=True)
 class StepNews:
-    """What one step means to one session; ids are the gateway's."""
+    """The part of one step's output that belongs to one session; ids are the gateway's."""
 
     step: int
     tokens: list[tuple[str, TokenOutput]] = field(default_factory=list)
@@ -56,13 +56,13 @@ class GatewaySession:
         self.session_id = session_id
         self.gateway_id = gateway_id
         self.live: dict[str, str] = {}
-        """Engine's request id by the gateway's."""
+        """The engine's request ids by the gateway's."""
         self._news: asyncio.Queue[StepNews | LoraplexError | None] = asyncio.Queue()
         self._is_ended = False
         self._is_closing = False
 
     def push(self, news: StepNews) -> None:
-        """Queue events; a reader that lags too far behind ends the session."""
+        """Queue events. A reader that falls too far behind ends the session."""
         if self._news.qsize() >= MAX_UNREAD:
             self.end(ResourceExhausted("too many unread messages", reason="SLOW_READER"))
         elif not self._is_ended:
@@ -75,7 +75,8 @@ class GatewaySession:
             self._news.put_nowait(error)
 
     def no_more_requests(self) -> None:
-        """The gateway closed its direction: the stream ends with the last live request."""
+        """Note that the gateway has closed its direction: the stream ends with the last running
+        request."""
         self._is_closing = True
         if not self.live:
             self._news.put_nowait(None)
@@ -100,14 +101,14 @@ class ServerRequests:
         return len(self._by_key)
 
     def add(self, request: ServerRequest) -> str:
-        """Register; returns the id that the engine knows it by."""
+        """Register a request. Returns the id under which the engine knows it."""
         key = f"{request.session.session_id}/{request.request_id}"
         self._by_key[key] = request
         request.session.live[request.request_id] = key
         return key
 
     def get(self, key: str) -> ServerRequest | None:
-        """The request, unless it has ended."""
+        """The request with this id; None if it has ended."""
         return self._by_key.get(key)
 
     def remove(self, key: str) -> ServerRequest | None:
@@ -127,7 +128,7 @@ class ServerRequests:
     def sort_out(
         self, step: int, tokens: list[TokenOutput], failures: list[Failure]
     ) -> dict[GatewaySession, StepNews]:
-        """One step's outputs by session. Requests already ended get nothing."""
+        """One step's outputs by session. Outputs of requests that have ended are dropped."""
         news: dict[GatewaySession, StepNews] = {}
         for output in tokens:
             if (request := self._by_key.get(output.request_id)) is not None:

@@ -1,4 +1,4 @@
-"""The worker's state for gateways: a snapshot, then deltas, in numbered epochs."""
+"""The worker's state for gateways: a snapshot, then changes, in numbered epochs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loraplex_services.worker.types.messages import ResidencyChange, WireError
 MIN_INTERVAL_S = 0.02
 """Shortest interval between two messages to one watcher; changes in between are sent together."""
 MAX_INTERVAL_S = 1.0
-"""A message comes at least so often, as a sign of life."""
+"""Longest interval in seconds between two messages, which serve as a sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class StatusBoard:
         self._waiters: dict[str, list[asyncio.Future[AdapterResidency]]] = {}
 
     def adapter(self, digest: str) -> AdapterResidency:
-        """Where an adapter is."""
+        """Where an adapter is; its tier is NONE if it is not on this worker."""
         return self._adapters.get(digest) or AdapterResidency(digest, Tier.NONE)
 
     def adapters(self) -> Iterable[AdapterResidency]:
@@ -61,7 +61,7 @@ class StatusBoard:
         return self._adapters.values()
 
     def new_epoch(self, epoch: int, on_disk: Iterable[DiskAdapter]) -> None:
-        """An engine started: everything is on disk only."""
+        """Begin an epoch with a new engine: all adapters are only on disk."""
         self.epoch = epoch
         self._adapters = {
             a.digest: AdapterResidency(a.digest, Tier.DISK, a.max_rank) for a in on_disk
@@ -71,14 +71,14 @@ class StatusBoard:
         self.touch()
 
     def update(self, changes: Iterable[ResidencyChange], load: WorkerLoad) -> None:
-        """Take in what one step changed."""
+        """Apply the changes of one step."""
         self.load = load
         for change in changes:
             self._note(change.residency, change.error)
         self.touch()
 
     def on_disk(self, adapter: DiskAdapter) -> None:
-        """An adapter was fetched; the engine may know it already."""
+        """Note that an adapter was fetched, unless the engine has reported it already."""
         if adapter.digest not in self._adapters:
             self._note(AdapterResidency(adapter.digest, Tier.DISK, adapter.max_rank))
             self.touch()
@@ -89,7 +89,7 @@ class StatusBoard:
             watcher.wake.set()
 
     def off_disk(self, digest: str) -> None:
-        """An adapter's files are gone; one on the device stays until it is evicted."""
+        """Note that an adapter's files are gone. A copy on the device stays until it is evicted."""
         if self.adapter(digest).tier == Tier.DISK:
             self._note(AdapterResidency(digest, Tier.NONE))
             self.touch()
@@ -106,13 +106,13 @@ class StatusBoard:
         self.touch()
 
     def fail_waiters(self, error: LoraplexError) -> None:
-        """The engine has ended: fail everything that waits for it."""
+        """Fail everything that waits for the engine, which has ended."""
         waiting, self._waiters = self._waiters, {}
         for waiters in waiting.values():
             _settle(waiters, error)
 
     async def watch(self) -> AsyncIterator[StatusNews]:
-        """A snapshot, then deltas, until `close`."""
+        """A snapshot, then changes, until `close`."""
         watcher = _Watcher()
         self._watchers.add(watcher)
         sequence = 0

@@ -26,7 +26,7 @@ MAX_BAD_SEQUENCE_IDS = 4 * MAX_BAD_WORD_CHARS + 1
 
 @dataclass(frozen=True, slots=True)
 class IntakeLimits:
-    """What this worker accepts."""
+    """The limits of what this worker accepts."""
 
     vocab_size: int
     max_model_len: int
@@ -144,7 +144,8 @@ def _check_sequences(sequences: Sequence[Sequence[int]], vocab_size: int) -> Non
 
 
 def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Token ids never appear in errors: only where the first bad one is."""
+    """Raises InvalidRequest. Its message says where the first bad token id is, never which id it
+    is."""
     if token_ids and (max(token_ids) >= vocab_size or min(token_ids) < 0):
         bad = (i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
         index = next(bad)

@@ -9,10 +9,10 @@ from loraplex_services.worker.adapters.pack.image import ImageIndex
 
 
 class Event(Protocol):
-    """What is used of a `torch.cuda.Event` with timing."""
+    """The used part of `torch.cuda.Event` with timing."""
 
     def query(self) -> bool:
-        """True when all that came before it is done."""
+        """True if all work before it is done."""
         ...
 
     def wait(self) -> None:
@@ -62,7 +62,7 @@ class CopyEvents:
         self._events = events
         self._stalls = stalls
         self._num_waited = 0
-        """Extents that the step's stream has waited for."""
+        """Number of extents that the step's stream has waited for."""
 
     @property
     def is_done(self) -> bool:

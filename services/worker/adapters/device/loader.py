@@ -37,16 +37,16 @@ class CopiedImage:
     copy_events: CopyEvents | None = None
     """What steps have to wait for; None = every byte is on the device."""
     copy_id: int = 0
-    """Names it to the other tensor-parallel ranks, if there are any."""
+    """Identifies the copy to the other tensor-parallel ranks, if there are any."""
 
     @property
     def facts(self) -> AdapterFacts:
-        """What requests must know."""
+        """What requests must know about the adapter."""
         return self.index.facts
 
     @property
     def num_bytes(self) -> int:
-        """That it fills."""
+        """Bytes of the image."""
         return self.index.num_bytes
 
 

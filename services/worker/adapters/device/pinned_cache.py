@@ -42,7 +42,7 @@ class CopyForecast:
         self._done_s = 0.0
 
     def measured(self, num_bytes: int, elapsed_s: float) -> None:
-        """A copy took so long on the device."""
+        """Note that a copy of `num_bytes` took `elapsed_s` on the device."""
         self._s_per_byte = elapsed_s / num_bytes
 
     def expect(self, num_bytes: int, now: float) -> float | None:
@@ -133,7 +133,8 @@ class PinnedCache:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
 
     def _enqueue(self, starts: Sequence[int], rows: Sequence[Tensor]) -> list[torch.cuda.Event]:
-        """Copies in the current stream; for each, the event after its group of EVENT_EXTENTS."""
+        """Enqueue copies in the current stream. Returns, for each row, the event after its group of
+        EVENT_EXTENTS."""
         begin = _now()
         events: list[torch.cuda.Event] = []
         for first in range(0, len(starts), EVENT_EXTENTS):
@@ -145,8 +146,8 @@ class PinnedCache:
         return events
 
     def _copy_rows(self, starts: Sequence[int], rows: Sequence[Tensor]) -> None:
-        """Rows to byte offsets in the arena; one copy where neighbours lie next to each other on
-        both sides."""
+        """Copy rows to byte offsets in the arena, with one copy where rows are adjacent on both
+        sides."""
         arena = self._arena.flat(torch.uint8)
         for first, end in _stretches(starts, rows):
             num_bytes = sum(map(len, rows[first:end]))
@@ -154,7 +155,7 @@ class PinnedCache:
             target.copy_(rows[first].as_strided((num_bytes,), (1,)), non_blocking=True)
 
     def _measure(self) -> None:
-        """Take the time of the last copy if it is over."""
+        """Note the duration of the last copy if it has ended."""
         if self._last is not None and self._last[1].query():
             begin, end, num_bytes = self._last
             self._forecast.measured(num_bytes, begin.elapsed_time(end) / 1e3)

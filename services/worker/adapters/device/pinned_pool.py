@@ -28,7 +28,7 @@ class PinnedPool:
         return self._images[sha256]
 
     def enter(self, sha256: bytes, num_pages: int) -> Extents | None:
-        """Place for a new image, or None if it is larger than the pool. Evicts other images."""
+        """Extents for a new image; None if it is larger than the pool. Evicts other images."""
         assert sha256 not in self._images, "the image is here"
         if num_pages > self._arena.num_blocks * self._arena.pages_per_block:
             return None

@@ -65,7 +65,7 @@ class DiskCache:
         self._open()
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the folder to other processes."""
         os.close(self._lock_fd)
 
     def adapters(self) -> list[DiskAdapter]:
@@ -73,7 +73,7 @@ class DiskCache:
         return list(self._adapters.values())
 
     def get(self, digest: str) -> DiskAdapter | None:
-        """The adapter, marked as just used."""
+        """The adapter, marked as just used; None if it is not on disk."""
         if digest in self._adapters:
             self._adapters.move_to_end(digest)
         return self._adapters.get(digest)
@@ -89,7 +89,7 @@ class DiskCache:
             del self._leases[digest]
 
     def is_leased(self, digest: str) -> bool:
-        """True while anybody needs the adapter."""
+        """True while someone needs the adapter."""
         return digest in self._leases
 
     def begin(self, adapter_manifest: bytes, manifest: Manifest) -> Path:
@@ -117,7 +117,7 @@ class DiskCache:
             _delete(old)
 
     def commit(self, folder: Path, digest: str, manifest: Manifest, num_pages: int) -> DiskAdapter:
-        """Take a verified folder in, then delete what no longer fits."""
+        """Add a verified folder, then delete what no longer fits."""
         path = self._adapters_dir / _hex(digest)
         os.replace(folder, path)
         [file] = manifest.files
@@ -127,7 +127,8 @@ class DiskCache:
         return adapter
 
     def prepared(self, digest: str, num_pages: int) -> DiskAdapter | None:
-        """Note that the image is good, and how large the folder is now. None = it has left."""
+        """Note that the image is intact, and measure the folder again. None = the adapter was
+        deleted."""
         adapter = self._adapters.get(digest)
         if adapter is None:
             return None
@@ -141,14 +142,14 @@ class DiskCache:
         return adapter
 
     def drop_damaged(self, digest: str) -> None:
-        """Set an adapter's folder aside: it is to be fetched again."""
+        """Move an adapter's folder to the quarantine, so that the adapter is fetched again."""
         adapter = self._adapters.pop(digest, None)
         if adapter is not None:
             self._num_bytes -= adapter.num_bytes
             self.quarantine(adapter.path, digest)
 
     def forget_pages(self) -> None:
-        """From now on, images are needed for another layout."""
+        """Forget the pages of all images: another layout is used from now on."""
         for digest, adapter in self._adapters.items():
             self._adapters[digest] = replace(adapter, num_pages=0)
 

@@ -18,9 +18,9 @@ from loraplex_services.worker.types.adapter_layout import AdapterLayout
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 4
-"""At most; two cores for each leave the engine its own."""
+"""Most processes. Each may use two cores, which leaves the engine its own."""
 TIMEOUT_S = 120.0
-"""Time limit of one adapter: the largest takes less on a busy machine."""
+"""Time limit in seconds for one adapter. Even the largest takes less on a busy machine."""
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -38,7 +38,7 @@ class PackPool:
         self._is_closed = False
 
     async def warm_up(self) -> None:
-        """Start a first process, so that the first adapter need not wait for it."""
+        """Start a process now, so that the first adapter need not wait for it."""
         process = await self._idle.get()
         try:
             process = process or await self._start()
@@ -48,7 +48,7 @@ class PackPool:
             self._idle.put_nowait(process)
 
     async def prepare(self, folder: Path, sha256: str) -> int:
-        """The blocks of the folder's verified image; 0 = the engine has to make it.
+        """The pages of the folder's verified image; 0 = the engine has to make it.
 
         Raises:
             DataLoss: the files are damaged.

@@ -29,17 +29,17 @@ from loraplex_services.worker.cache.backoff import Backoff
 logger = logging.getLogger(__name__)
 
 MAX_FETCHES = 8
-"""Adapters fetched at the same time."""
+"""Most adapters that are fetched at the same time."""
 
 
 class Preparing(Protocol):
-    """Makes sure of adapters' images; `pack_pool.PackPool`."""
+    """Makes or verifies images of adapters; implemented by `pack_pool.PackPool`."""
 
     fingerprint: str
-    """Fingerprint of the layout that is packed for."""
+    """Fingerprint of the layout for which images are made."""
 
     async def prepare(self, folder: Path, sha256: str) -> int:
-        """The blocks of the folder's verified image; 0 = the engine has to make it."""
+        """The pages of the folder's verified image; 0 = the engine has to make it."""
         ...
 
     async def close(self) -> None:
