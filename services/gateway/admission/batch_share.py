@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 ACTIVE_S = 60.0
-"""How long a tenant counts after its last request."""
+"""How long a tenant counts as present after its last request, in seconds."""
 
 
 class BatchShare:

@@ -39,7 +39,7 @@ class TenantConcurrency:
 
     @asynccontextmanager
     async def held(self, limits: TenantLimits, num_sequences: int) -> AsyncGenerator[None]:
-        """Count a request of a tenant while it waits or runs; the first one asks for a lease."""
+        """Count a request of a tenant while it waits or runs. The first one asks for a lease."""
         tenant = limits.tenant
         if not limits.max_concurrent:
             yield

@@ -37,11 +37,11 @@ class ReadyWorkers:
 
     num: int
     step_s: float = 0.0
-    """Step time of the slowest."""
+    """Step time of the slowest worker, in seconds."""
     batch_capacity: int = 0
-    """Requests of this gateway that they run without queueing them; 0 = not known."""
+    """Requests of this gateway that the workers run without queueing them; 0 = not known."""
     prefill_tokens_per_s: float = math.inf
-    """Prefill rate of all workers together."""
+    """Prompt tokens per second of all workers together."""
 
 
 def ready_workers(views: Iterable[WorkerView]) -> ReadyWorkers:
@@ -106,7 +106,7 @@ class InFlightTokens:
     def __init__(self) -> None:
         self._by_request: dict[int, tuple[str, int]] = {}
         self._by_tenant: dict[str, int] = {}
-        """No empty entries."""
+        """Has no empty entries."""
         self._total = 0
 
     def fit(self, tenant: str, num_tokens: int, window: Window, *, fits_batch: bool) -> bool:

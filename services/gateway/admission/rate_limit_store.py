@@ -104,10 +104,10 @@ class RateLimitStore(Protocol):
         """Gateways that share the limits, this one included."""
 
     async def run(self) -> None:
-        """Keep `num_gateways` right until cancelled."""
+        """Keep `num_gateways` up to date until cancelled."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 def open_rate_limit_store(metadata_url: str, gateway_id: str) -> RateLimitStore:

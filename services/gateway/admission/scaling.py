@@ -28,7 +28,7 @@ class ScalingSignals(Collector):
         REGISTRY.register(self)
 
     def unregister(self) -> None:
-        """Take them away again."""
+        """Remove the gauges."""
         REGISTRY.unregister(self)
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
@@ -36,7 +36,7 @@ class ScalingSignals(Collector):
         return ()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """One sample a base that was ever seen."""
+        """One sample for each base that was ever seen."""
         ready = _by_base("ready_workers", "Workers that take requests.")
         queued = _by_base("queued_tokens", "Prompt tokens not yet computed at workers.")
         wait = _by_base("estimated_wait_seconds", "Expected wait of a new request.")

@@ -17,8 +17,8 @@ from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import GenerateCall
 
 NO_OUTPUT = Sampling(max_tokens=0, echo=True)
-"""Of calls that end with one vector. Only a request with echo may generate no tokens; the echo
-itself is not used."""
+"""Sampling of calls that end with one vector. Only a request with echo may generate no tokens; the
+echo itself is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Finish:
     """How a pooled vector is post-processed."""
 
     normalize: bool | None = None
-    """None = as the adapter specifies, else to length 1."""
+    """Whether vectors are scaled to length 1; None = as the adapter specifies, else they are."""
     dimensions: int = 0
-    """How many first values are kept, before normalising; 0 = all."""
+    """Number of leading values that are kept, before normalising; 0 = all."""
 
 
 @dataclass(frozen=True, slots=True)

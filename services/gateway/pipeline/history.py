@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 SAMPLE_S = 1.0
-"""Between two looks at the requests that run and wait."""
+"""Seconds between two samples of the requests that run and wait."""
 MAX_REASONS = 50
-"""Reasons of failures that are listed."""
+"""Most reasons of failures that are listed."""
 _BIN = math.log(1.1)
 """Times are counted in bins that are ten percent wide."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartRange:
-    """How far a chart goes back, and how long its steps are."""
+    """How far back a chart goes, and how long its steps are."""
 
     step_s: float
     num_steps: int
@@ -41,15 +41,15 @@ class _Step:
     """What happened within one step."""
 
     number: int
-    """Number of steps since the clock's zero."""
+    """Number of the step, counted from the clock's zero."""
     served: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     generated_tokens: int = 0
     first_tokens: Counter[int] = field(default_factory=Counter)
-    """Times to the first token by bin."""
+    """Number of first tokens by bin of their time."""
     running: int = 0
-    """Most that ran at once."""
+    """Most requests that ran at the same time."""
     waiting: int = 0
 
 
@@ -98,11 +98,11 @@ class LoadHistory:
         self._num_generated = 0
 
     def generated(self, num_tokens: int) -> None:
-        """Tokens were generated."""
+        """Count generated tokens."""
         self._num_generated += num_tokens
 
     def first_token(self, after_s: float) -> None:
-        """A request got its first token."""
+        """Note that a request got its first token after `seconds`."""
         time_bin = math.floor(math.log(max(after_s, 1e-6)) / _BIN)
         for step in self._current():
             step.first_tokens[time_bin] += 1

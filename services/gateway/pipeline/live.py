@@ -35,7 +35,7 @@ class PauseMode(enum.StrEnum):
     ABORT = "abort"
     """Running requests end immediately with what they have generated."""
     WAIT = "wait"
-    """They end as usual, and the pause begins then."""
+    """Running requests end as usual, and the pause begins when they have ended."""
     KEEP = "keep"
     """Running requests are paused, and continue afterwards."""
 
@@ -71,7 +71,7 @@ class LiveRequests:
         self._paused: dict[Adapter, PauseMode] = {}
         self._resumed = asyncio.Event()
         self._loads: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """Loads by worker and digest."""
+        """Loads in progress, by worker and digest."""
         self._tasks: set[asyncio.Task[None]] = set()
         resolver.on_moves = self._moved
 
@@ -95,8 +95,8 @@ class LiveRequests:
             live.ended.set()
 
     async def pause(self, scope: Adapter, mode: PauseMode) -> None:
-        """Keep new requests of a scope waiting; returns when its running ones are as `mode`
-        says."""
+        """Keep new requests of a scope waiting. Returns when its running requests have done what
+        `mode` says."""
         self._paused[scope] = mode
         running = [live for live in self._live if scope in live.scopes]
         for live in running:
@@ -128,7 +128,7 @@ class LiveRequests:
             raise DeadlineExceeded("the deadline passed while the model was paused") from None
 
     def _moved(self, adapters: Collection[Adapter] | None) -> None:
-        """Tags of these adapters moved, or of any."""
+        """Switch the requests that follow tags of these adapters, or of any if None."""
         for live in self._live:
             is_meant = adapters is None or not live.scopes.isdisjoint(adapters)
             if live.follows and is_meant and not live.is_switching:
@@ -136,7 +136,7 @@ class LiveRequests:
                 self._spawn(self._switch(live))
 
     async def _switch(self, live: LiveRequest) -> None:
-        """Bring a request to what its tags point at, however often they move in the meantime."""
+        """Move a request to what its tags point at, however often they move in the meantime."""
         try:
             while (target := await self._new_target(live)) is not None:
                 addresses = live.steering.addresses

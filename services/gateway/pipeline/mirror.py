@@ -1,4 +1,4 @@
-"""Copies of ended requests, for those who compare another version on them."""
+"""Copies of requests that have ended, for readers that compare another version on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MirroredRequest:
     """One request that ended well, and its answer."""
 
     request: GenerateRequest
-    """What to send to another version for a comparable answer; it has no model."""
+    """What to send to another version for a comparable answer. It names no model."""
     prompt_text: str
     token_ids: tuple[int, ...]
     text: str
@@ -52,7 +52,7 @@ class Mirror:
             self._waiting.put_nowait(mirrored)
 
     def end(self) -> None:
-        """End it after what waits."""
+        """End the mirror after the requests that wait."""
         self._waiting.put_nowait(None)
 
     async def next(self) -> MirroredRequest:
@@ -116,7 +116,7 @@ class Mirrors:
 
     @contextmanager
     def opened(self, tenant: str, ref: Ref, share: float) -> Iterator[Mirror]:
-        """A mirror of this share of a tenant's requests for a tag.
+        """Open a mirror of a share of a tenant's requests for a tag.
 
         Raises: Unavailable if the gateway drains.
         """
@@ -132,14 +132,14 @@ class Mirrors:
                 del self._open[tenant]
 
     def end(self) -> None:
-        """End all of them, and open no more, because the gateway drains."""
+        """End all mirrors and open no more, because the gateway drains."""
         self._has_ended = True
         for mirrors in self._open.values():
             for mirror in mirrors:
                 mirror.end()
 
     def recording(self, prepared: PreparedRequest) -> Recording | None:
-        """A recording of a request that some mirror shows; None for all others."""
+        """A recording of a request, if some mirror shows it; else None."""
         call = prepared.call
         mirrors = self._open.get(call.tenant)
         is_comparable = (

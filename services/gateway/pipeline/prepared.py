@@ -42,7 +42,7 @@ class PreparedRequest:
     """Token rules of the grammar, if there is one."""
     pooling: Pooling = Pooling.NONE
     first_token_due_s: float | None = None
-    """None = only the deadline counts."""
+    """Deadline of the first token; None = only the deadline counts."""
     usage: Usage = field(default_factory=Usage)
     """Counts grow while the request runs."""
     labels: dict[str, str] = field(default_factory=dict)
@@ -51,11 +51,11 @@ class PreparedRequest:
 
     @property
     def adapter_set(self) -> AdapterSet:
-        """The adapters that it begins with."""
+        """The adapters with which the request begins."""
         return adapter_set(self.target)
 
     def note_labels(self, target: Target) -> None:
-        """Remember what adapters are called. Mutates: labels."""
+        """Remember the names of adapters. Mutates: labels."""
         self.labels.update((adapter.digest, adapter.label) for adapter in target.adapters)
 
     def can_follow(self, target: Target) -> bool:
@@ -99,7 +99,7 @@ class PreparedRequest:
         return WorkerJob(request, self.base.base_id, self.deadline_s, self.first_token_due_s)
 
     def served_by(self, worker_id: str, digests: Sequence[str] | None = None) -> ServedBy:
-        """What runs the request, with these adapters (None = those that it begins with)."""
+        """What runs the request, with these adapters; None = those with which it begins."""
         digests = self.adapter_set.digests if digests is None else digests
         return ServedBy(
             adapters=tuple(self.labels[digest] for digest in digests),

@@ -13,7 +13,7 @@ from loraplex_services.gateway.pipeline.history import LoadHistory
 
 WINDOW_S = 60.0
 MAX_ENTRIES = 50_000
-"""Kept requests and first tokens; more of them shorten the window."""
+"""Most requests and first tokens that are kept; more of them shorten the window."""
 MAX_MODELS = 100
 OK, CANCELLED = "ok", "cancelled"
 
@@ -45,7 +45,7 @@ class RecentRequests:
         self.history = LoadHistory(now)
         self._ended: deque[Ended] = deque(maxlen=MAX_ENTRIES)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_ENTRIES)
-        """When, and after how many seconds."""
+        """Time and duration of each first token, in seconds."""
 
     def first_token(self, after_s: float) -> None:
         """A request got its first token."""

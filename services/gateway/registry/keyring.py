@@ -38,9 +38,9 @@ class _Known:
     """The registry's last answer about a good key."""
 
     asked_s: float
-    """When it was last asked."""
+    """When the registry was last asked."""
     answered_s: float
-    """When it last answered."""
+    """When the registry last answered."""
     caller: Caller
 
 

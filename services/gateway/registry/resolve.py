@@ -80,8 +80,10 @@ class Resolver:
         return version
 
     async def refresh(self, ref: str) -> None:
-        """Take over from the registry what a reference means now, so that the next request sees
-        it. Raises: Unavailable."""
+        """Read from the registry what a reference means now, so that the next request uses it.
+
+        Raises: Unavailable.
+        """
         await self._ask(parse_ref(ref), "")
 
     async def _on_base(self, call: GenerateCall) -> Target:

@@ -44,7 +44,7 @@ class Version:
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end its output; empty = the base's."""
     labels: tuple[tuple[str, str], ...] = ()
-    """Its own and those of its adapter, which replace its own."""
+    """Labels of the version and of its adapter. Those of the adapter take precedence."""
 
     @property
     def label(self) -> str:
@@ -63,7 +63,7 @@ class Listing:
     tenant: str
     name: str
     versions: tuple[Version, ...]
-    """Newest first."""
+    """Versions, newest first."""
     tags: tuple[Tag, ...]
 
 
@@ -81,7 +81,7 @@ class RegistrySnapshot:
     def __init__(self) -> None:
         self._entries: dict[Adapter, _Entry] = {}
         self._by_owner: dict[str, set[Adapter]] = {}
-        """What each tenant has."""
+        """Adapters of each tenant."""
         self._for_others: set[Adapter] = set()
         """Adapters with a version that is or was public or shared."""
         self.pending: dict[tuple[str, str, str], Tag] = {}
@@ -151,7 +151,7 @@ class RegistrySnapshot:
 
     @property
     def num_adapters(self) -> int:
-        """Names with at least one version."""
+        """Number of names with at least one version."""
         return sum(_newest(entry) is not None for entry in self._entries.values())
 
     def _entry(self, tenant: str, name: str) -> _Entry:

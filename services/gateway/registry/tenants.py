@@ -43,7 +43,7 @@ class TenantDirectory:
         return known[1] if known is not None else await asyncio.shield(asking)
 
     async def close(self) -> None:
-        """Forget what is being asked."""
+        """Cancel the requests to the registry."""
         for task in list(self._asking.values()):
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)

@@ -21,7 +21,7 @@ INTERVAL_S = 5.0
 
 
 class DailyUsageKey(NamedTuple):
-    """What is counted apart."""
+    """What is counted separately."""
 
     day: str
     """YYYY-MM-DD, in UTC."""
@@ -45,7 +45,7 @@ UsageByKey = Mapping[DailyUsageKey, UsageCounts]
 
 
 class UsageReceiver(Protocol):
-    """The registry, as far as it keeps usage."""
+    """The part of the registry that stores usage."""
 
     async def record_usage(self, report: registry_pb2.RecordUsageRequest) -> None:
         """Add a report, once. Raises: LoraplexError."""

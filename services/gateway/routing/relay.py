@@ -178,7 +178,7 @@ class RelayedJob:
         return tokens
 
     async def _recover(self, error: Unavailable) -> None:
-        """Prepare another attempt. Raises: the error if none should be made."""
+        """Prepare another attempt, or raise the error if there should be none."""
         self._failures += 1
         if self._failures == 1:
             self._progress_s = now_s()

@@ -18,7 +18,7 @@ from loraplex_services.gateway.event_loop import now_s
 
 
 class Interrupted(LoraplexError):
-    """An attempt was ended on purpose. It never leaves the gateway."""
+    """An attempt was ended on purpose. This exception never leaves the gateway."""
 
     reason = "INTERRUPTED"
 
@@ -34,11 +34,11 @@ class Steering:
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._attempts: dict[Callable[[LoraplexError], None], str] = {}
-        """Ends an attempt; with the address of its worker."""
+        """Functions that end an attempt, with the address of its worker."""
 
     @property
     def addresses(self) -> set[str]:
-        """The workers that run it now."""
+        """Addresses of the workers that run the request now."""
         return set(self._attempts.values())
 
     @contextmanager
@@ -58,7 +58,7 @@ class Steering:
             self._attempts.pop(end, None)
 
     def switch(self, adapters: AdapterSet) -> None:
-        """Go on with other adapters."""
+        """Continue with other adapters."""
         self.adapters = adapters
         self._interrupt()
 
@@ -68,17 +68,17 @@ class Steering:
         self._interrupt()
 
     def release(self) -> None:
-        """Go on after `hold`."""
+        """Continue after `hold`."""
         self._may_run.set()
 
     def abort(self) -> None:
-        """End it with what it has generated."""
+        """End the request with what it has generated."""
         self.is_aborted = True
         self._may_run.set()
         self._interrupt()
 
     async def until_running(self, deadline_s: float) -> None:
-        """Wait while it is held. Raises: DeadlineExceeded."""
+        """Wait while the request is held. Raises: DeadlineExceeded."""
         if self._may_run.is_set():
             return
         try:

@@ -103,7 +103,7 @@ class Fleet:
             await self._keep([])
 
     async def _keep(self, addresses: list[str]) -> None:
-        """Open missing links, close those no longer wanted."""
+        """Open missing links, and close those that are no longer wanted."""
         for address in addresses:
             if address not in self._links:
                 name = self._name_of.get(address)

@@ -34,7 +34,7 @@ MAX_JOB_BYTES = limits_of("/loraplex.v1.WorkerService/Session").max_message_byte
 
 
 class WorkerLost(Unavailable):
-    """The session broke: what was running there must continue elsewhere."""
+    """The session broke. What was running there must continue elsewhere."""
 
     reason = "WORKER_LOST"
 
@@ -54,7 +54,7 @@ class WorkerSession:
         self._prompt_tokens: dict[str, int] = {}
         """Prompt length of each request that has no token yet."""
         self.in_flight_tokens = 0
-        """Their sum."""
+        """Sum of these prompt lengths."""
         self._digests: dict[str, tuple[str, ...]] = {}
         """Adapters of each request."""
         self._uses: Counter[str] = Counter()

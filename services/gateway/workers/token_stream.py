@@ -19,7 +19,7 @@ from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.request import Tokens
 
 _FREE_LAG_S = 0.002
-"""How late readers run, in seconds, on a gateway that keeps up."""
+"""Longest delay of a reader, in seconds, on a gateway that keeps up."""
 _GATHER_PER_LAG = 4.0
 _MESSAGE_S = 8e-5
 """Approximate processor time of one message to a client."""
@@ -40,11 +40,11 @@ class WakeupPacer:
         """Streams whose readers are due."""
 
     def opened(self, tenant: str) -> None:
-        """A stream more."""
+        """Count an open stream of a tenant."""
         self._num_streams[tenant] += 1
 
     def closed(self, tenant: str) -> None:
-        """A stream less."""
+        """Count a closed stream of a tenant."""
         self._num_streams[tenant] -= 1
         if not self._num_streams[tenant]:
             del self._num_streams[tenant]

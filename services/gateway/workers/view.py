@@ -10,7 +10,7 @@ from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker as last reported, and what this gateway has sent it since."""
+    """One worker as it was last reported, and what this gateway has sent to it since."""
 
     worker_id: str
     address: str
@@ -21,14 +21,14 @@ class WorkerView:
     ready: bool = False
     draining: bool = False
     stale: bool = False
-    """It has not reported for several intervals."""
+    """Whether the worker has not reported for several intervals."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
     adapters: Mapping[str, AdapterResidency] = field(default_factory=dict)
     numerics: str = ""
     dtype: str = ""
     kernels: str = ""
     quantization: str = ""
-    """At load; "" = the base is served as it is published."""
+    """Scheme of quantisation at load; "" = the base is served as it is published."""
     in_flight: int = 0
     """Requests of this gateway that have not ended."""
     in_flight_tokens: int = 0
@@ -38,12 +38,12 @@ class WorkerView:
 
     @property
     def takes_requests(self) -> bool:
-        """True if a new request may be sent there."""
+        """True if new requests may be sent to the worker."""
         return self.connected and self.ready and not self.draining
 
     @property
     def num_requests(self) -> int:
-        """Requests there: the worker's count, or our own if that is larger and thus newer."""
+        """Requests at the worker: its count, or our own if that is larger and thus newer."""
         reported = self.load.running_requests + self.load.waiting_requests
         return max(reported, self.in_flight)
 

@@ -20,9 +20,9 @@ from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.sharding import local_config
 
 TILE_ALIGNMENT = 64
-"""Blocks begin at multiples of it, as the tiles of adapters in them do."""
+"""Blocks begin at multiples of this number of bytes, and so do the tiles of adapters in them."""
 PROFILING_BYTES = 4 * MAX_BLOCK_BYTES
-"""Size of the arena while the memory of the largest step is measured."""
+"""Size of the arena in bytes while the memory of the largest step is measured."""
 _LORA_DTYPES = {
     "auto": "auto",
     "float32": "F32",
@@ -61,7 +61,7 @@ def allocate(
 
 
 def _least(num_bytes: int, ranks: Ranks, device: torch.device) -> int:
-    """The smallest of what the ranks have: block ids mean the same on each of them."""
+    """The smallest of the ranks' values: block ids mean the same on each of them."""
     if ranks.shard.size == 1:
         return num_bytes
     return int(ranks.all_gather(torch.tensor([num_bytes], device=device)).min())
@@ -107,5 +107,5 @@ def stored_dtype(name: str, operators: Operators, kv: KvBuffer) -> str:
 
 
 def dtype_key(dtype: torch.dtype) -> str:
-    """Its safetensors name."""
+    """The safetensors name of a dtype."""
     return next(name for name, known in TORCH_DTYPES.items() if known is dtype)

@@ -21,15 +21,15 @@ from loraplex_services.worker.types.step_plan import PlannedRow
 
 @dataclass(slots=True)
 class TableRow:
-    """What the tables hold of one request."""
+    """The entries of one request in the tables."""
 
     row: int
     tables: list[list[int]]
-    """The request's block tables; another list means that the request has begun again."""
+    """The request's block tables. A different list means that the request has started again."""
     first_open: int = 0
     """Blocks before this one cannot change any more."""
     num_blocks: int = 0
-    """Entries of each KV group."""
+    """Number of entries in each KV group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class TableChanges:
     rows: Int64s
     """`[n]`: the table row of each planned row."""
     indices: Int64s
-    """`[u]`: where the entries go, in the flat tables."""
+    """`[u]`: positions of the entries in the flat tables."""
     blocks: NDArray[np.int32]
-    """`[u]`: what they become."""
+    """`[u]`: new values of the entries."""
 
 
 class BlockTables:
@@ -104,7 +104,7 @@ class BlockTables:
         return kv_slots
 
     def _enter(self, request: Request, rows: Sequence[PlannedRow]) -> TableRow:
-        """A row for a request that has none, or whose tables were started again."""
+        """Give a row to a request that has none, or whose tables were started again."""
         held = self._held.get(request)
         if held is None:
             if not self._free:

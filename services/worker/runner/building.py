@@ -126,7 +126,7 @@ def _build(
     executors: tuple[Executor, Executor] | None,
     ranks: Ranks,
 ) -> TorchRunner:
-    """One rank's part of a base; see `build_runner`."""
+    """Build one rank's part of a base; see `build_runner`."""
     torch_device = resolve_device(settings.device)
     torch_dtype = resolve_dtype(
         settings.dtype, torch_device, _half_wins(model_dir, settings.load_format, settings.cpu_isa)
@@ -199,7 +199,7 @@ def _pinned_cache(arena: ArenaBuffer) -> PinnedCache | None:
 
 
 def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:
-    """See `numerics.half_wins`; a folder without readable weights is refused later, by name."""
+    """See `numerics.half_wins`. A folder without readable weights is refused later, by name."""
     try:
         return load_format == "auto" and half_wins(*published(folder), cpu_isa)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, LoraplexError):
@@ -299,7 +299,7 @@ def _weights(
 
 
 def _quantization(settings: RunnerSettings) -> str:
-    """What is stored in fewer bits than published: linears, KV cache; "" = nothing."""
+    """What is stored in fewer bits than it was published: linears, KV cache; "" = nothing."""
     parts = []
     if settings.quantization != NONE:
         parts.append(settings.quantization)

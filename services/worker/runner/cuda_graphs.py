@@ -30,11 +30,12 @@ from loraplex_services.worker.runner.step_inputs import StepInputs
 logger = logging.getLogger(__name__)
 
 WARM_UP_RUNS = 2
-"""Forward passes before a capture: kernels compile and libraries allocate in the first."""
+"""Number of forward passes before a capture: the first compiles kernels, and libraries allocate
+memory."""
 
 
 class Graph(Protocol):
-    """What is used of a `torch.cuda.CUDAGraph` once it is captured."""
+    """The used part of a `torch.cuda.CUDAGraph` that is captured."""
 
     def replay(self) -> None:
         """Launch all that was captured."""
@@ -42,7 +43,7 @@ class Graph(Protocol):
 
 
 class CapturedStep(Protocol):
-    """A step that is captured, in one graph or in several."""
+    """A captured step, in one graph or in several."""
 
     @property
     def num_graphs(self) -> int: ...
@@ -61,14 +62,14 @@ class CapturedStep(Protocol):
 
 @dataclass(slots=True)
 class GraphMemory:
-    """What all captures share: graphs never run at once, so they use the same memory."""
+    """The memory of all captures. Graphs never run at the same time, so they share it."""
 
     stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
     pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Launch on the stream that captures, between what was launched and what will be."""
+        """Launch on the capturing stream, in order with everything else there."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             yield
@@ -76,7 +77,7 @@ class GraphMemory:
 
 
 class Capturable(Protocol):
-    """A kind of steps: their sizes, and how one is captured."""
+    """One kind of step: its sizes, and how it is captured."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -99,7 +100,7 @@ class DecodeGraph:
     graph: Graph
     inputs: DecodeInputs
     batch: ForwardBatch
-    """Kept for its workspaces, whose addresses the graph holds."""
+    """Kept for its workspaces, whose addresses are in the graph."""
     hidden: Tensor
     """`[size, H]`."""
     num_graphs: int = 1
@@ -131,7 +132,7 @@ class DecodeGraphs:
         return batch_size_for(step.num_rows) if step.is_decode else None
 
     def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
-        """Capture with padding rows only: what was in the cache stays as it is."""
+        """Capture with padding rows only, so that the cache keeps its content."""
         self.inputs.buffer.clear()
         batch = self.inputs.batch(size, sites, self.table)
         # Warm up on the stream that captures: memory is cached by stream, and so are the
@@ -177,7 +178,7 @@ class CapturedSteps:
 
 
 def forward_static(model: Decoder, batch: ForwardBatch) -> Tensor:
-    """What a graph holds: list the adapters' groups, then the forward pass."""
+    """What a graph contains: list the adapters' groups, then run the forward pass."""
     if batch.lora.work is not None:
         batch.lora.work.list_groups(len(batch.input_ids))
     return model.forward(batch)

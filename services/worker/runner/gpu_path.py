@@ -39,13 +39,13 @@ from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """What sizes tables and workspaces."""
+    """The limits by which tables and workspaces are sized."""
 
     max_resident: int
     max_lora_rank: int
     max_num_tokens: int
     max_num_rows: int
-    """The most requests of one step."""
+    """Most requests of one step."""
 
 
 class GpuPath:
@@ -74,7 +74,7 @@ class GpuPath:
         self._heads = frozenset(site.id for site in sites.sites if site.kind == LM_HEAD)
         self._masks = (frozenset[int](), *site_masks(sites))
         self._masks_of_slots: dict[int, int | None] = {}
-        """By slot: index of the set of sites that a graph must have; None = no graph computes
+        """By slot: index of the set of sites that a graph must have; None = no graph can compute
         it."""
         stored = torch.int8 if int8 else kv.dtype
         tables = DeviceTables(
@@ -105,7 +105,7 @@ class GpuPath:
                 self.capture(limits.max_num_tokens, GraphMemory())
 
     def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:
-        """Capture the graphs of all steps up to some sizes."""
+        """Capture the graphs of all steps up to certain sizes."""
         table = self.lora_batch(())
         decode = DecodeGraphs(self._model, self.decode_inputs(), table)
         mixed = MixedGraphs(self._model, self.mixed_inputs(max_num_tokens), table)
@@ -153,14 +153,14 @@ class GpuPath:
         return next(mask for mask, sites in enumerate(self._masks) if touched <= sites)
 
     def remove(self, slot: int) -> None:
-        """Take a slot out of the device's tables; its blocks are free for steps to write."""
+        """Remove a slot from the device's tables. Steps may then write to its blocks."""
         self.lora.tables.remove(slot)
         del self._masks_of_slots[slot]
         if (pending_copy := self._pending_copies.pop(slot, None)) is not None:
             pending_copy.wait_all()
 
     def graph_of(self, step: StepInputs) -> CapturedStep | None:
-        """What computes the step without launching each kernel; None if it must run eagerly."""
+        """The captured step that computes `step`; None if it must run eagerly."""
         if not self._graphs or not step.num_rows or not step.plan.uses_cache:
             return None
         masks = [self._masks_of_slots[run.slot] for run in step.runs]
@@ -239,5 +239,6 @@ def site_shapes(sites: SiteTable, block_elements: int) -> list[SiteShape]:
 
 
 def record_capacity(num_modules: int, max_resident: int, arena_bytes: int) -> int:
-    """Records for as many adapters of rank <= 16 as slots or bytes allow, and for higher ranks."""
+    """Number of records for as many adapters of rank <= 16 as slots or bytes allow, and for higher
+    ranks."""
     return min(5 * max_resident * num_modules, arena_bytes // 4096) + arena_bytes // 65536 + 1024

@@ -18,7 +18,7 @@ from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.step_plan import StepPlan
 
 CHANGES_BYTES = 32 << 10
-"""Size of the changes of a step, behind the static inputs; a step with more changes copies
+"""Size in bytes of the changes of a step, after the static inputs. A step with more changes copies
 twice."""
 RUN_WORDS = 4
 ALIGNMENT = 16
@@ -126,7 +126,7 @@ class InputBuffer:
             self.input_ids.index_copy_(0, token_rows, outputs.index_select(0, sources))
 
     def device_inputs(self, step: StepInputs) -> DeviceInputs:
-        """What an eager step's attention reads here."""
+        """The inputs that an eager step's attention reads here."""
         num_tokens, num_generations = step.num_token_rows, step.num_rows - step.plan.num_contexts
         return DeviceInputs(
             tables=tuple(self.block_tables.device),
@@ -136,7 +136,7 @@ class InputBuffer:
         )
 
     def _upload(self, staging: Tensor) -> Tensor:
-        """Copy to the device; returns there what lies behind the static inputs."""
+        """Copy to the device. Returns the part there that follows the static inputs."""
         if len(staging) <= len(self._data):
             self._data[: len(staging)].copy_(staging, non_blocking=True)
             return self._data[self._num_static_bytes : len(staging)]

@@ -25,9 +25,9 @@ class ArenaSize:
 
     num_bytes: int = 0
     share: float = 0.0
-    """Share of what is free after the load and the largest step."""
+    """Share of the memory that is free after the load and the largest step."""
     gpu_utilization: float = 0.0
-    """Share of a GPU's memory that the worker uses in all; 0 = DEFAULT_GPU_UTILIZATION."""
+    """Share of a GPU's memory that the worker uses altogether; 0 = DEFAULT_GPU_UTILIZATION."""
 
     def choose(self, memory: MemoryState, step_bytes: Callable[[], int], *, is_gpu: bool) -> int:
         """Bytes of the arena.
@@ -91,7 +91,7 @@ def _available_bytes(total_bytes: int) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """None if there is no such file, or no limit ("max")."""
+    """The number in a file; None if there is no such file, or no limit ("max")."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

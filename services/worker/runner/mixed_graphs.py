@@ -115,7 +115,7 @@ class MixedInputs:
     def metadata(
         self, step: StepInputs, out: Tensor, rotations: Sequence[CosSin]
     ) -> AttentionMetadata:
-        """The attention of one step, which the buffer has been filled with.
+        """The attention metadata of a step with which the buffer has been filled.
 
         Args:
             out: `[T, num_heads * head_dim]`, where its results go.
@@ -171,14 +171,14 @@ class LayerAttention:
 
 @dataclass(slots=True)
 class GraphSegment:
-    """A part of the forward pass without attention, and the attention that follows it."""
+    """A part of the forward pass without attention, and the attention after it."""
 
     graph: Graph | None = None
-    """None until it is captured."""
+    """None until the segment is captured."""
     sites: list[int] = field(default_factory=list)
-    """Where the segment reads adapters, in order."""
+    """Sites at which the segment reads adapters, in order."""
     attention: LayerAttention | None = None
-    """None after the last."""
+    """None after the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class MixedGraph:
 
     @property
     def num_graphs(self) -> int:
-        """One for each segment."""
+        """Number of graphs: one for each segment."""
         return len(self.segments)
 
     def replay(
@@ -228,7 +228,7 @@ class SegmentRecorder:
         self.segments = [GraphSegment()]
 
     def wait(self, site_id: int) -> None:
-        """The segment reads adapters at a site."""
+        """Note that the segment reads adapters at a site."""
         if site_id not in self.segments[-1].sites:
             self.segments[-1].sites.append(site_id)
 
@@ -237,7 +237,7 @@ class SegmentRecorder:
         raise AssertionError("a captured pass waits site by site")
 
     def metadata(self) -> InterruptingMetadata:
-        """What makes the forward pass stop before each layer's attention."""
+        """Attention metadata that interrupts the forward pass before each layer's attention."""
         return InterruptingMetadata(
             num_contexts=0,
             num_generations=0,

@@ -20,7 +20,8 @@ _DTYPES = {
 
 
 def require_ieee_float32() -> None:
-    """Make torch compute float32 products on CUDA in float32 proper, not in TF32.
+    """Make torch compute float32 products on CUDA in float32, not in TF32. This is torch's default,
+    which TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 changes: some images set it.
 
     This is torch's default, which TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 changes: some images set it.
     """
@@ -28,7 +29,7 @@ def require_ieee_float32() -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` = CUDA if it works, else the CPU. On CUDA float32 is IEEE from now on."""
+    """`auto` = CUDA if it works, else the CPU. From then on, float32 on CUDA is IEEE."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
@@ -57,13 +58,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 WEIGHT_BYTES_PER_THREAD = 32 * 1024 * 1024
-"""Below this a thread spends longer at barriers than in products. Measured on two shared cores: a
-1.6M-parameter base with 32 rows of ten adapters took 49 ms a step with one thread, 783 ms with two.
-"""
+"""Bytes of weights for one thread. With fewer, a thread spends more time at barriers than in
+products. Measured on two shared cores: a 1.6M-parameter base with 32 rows of ten adapters took 49
+ms a step with one thread, 783 ms with two."""
 
 
 def choose_threads(weight_bytes: int, num_cores: int) -> int:
-    """Threads of one operation: one for each 32 MiB of weights, at most one for each core."""
+    """Number of threads of one operation: one for each 32 MiB of weights, at most one for each
+    core."""
     return max(1, min(num_cores, weight_bytes // WEIGHT_BYTES_PER_THREAD))
 
 
@@ -91,7 +93,7 @@ def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:
 def fingerprint(
     base_fingerprint: str, device: torch.device, dtype: torch.dtype, operators: str
 ) -> str:
-    """Names everything that decides a float32 result; equal ones give equal tokens.
+    """Names everything that decides a float32 result. Equal fingerprints give equal tokens.
 
     `operators` is `Operators.name`.
     """

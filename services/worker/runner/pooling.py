@@ -27,7 +27,7 @@ class PooledRows:
     """Length of each planned row's vector; 0 = it has none."""
 
     def read(self) -> Iterator[tuple[float, ...]]:
-        """The vector of each planned row; the copy must have ended."""
+        """The vector of each planned row. The copy must have ended."""
         flat = self.values.tolist()
         begin = 0
         for length in self.lengths:

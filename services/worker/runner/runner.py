@@ -85,7 +85,7 @@ class TorchRunner:
         self._followers: Followers | None = None
 
     def lead(self, followers: Followers) -> None:
-        """From now on, let the other ranks, which are ready, follow this one."""
+        """Let the other ranks, which are ready, follow this one from now on."""
         self._followers = followers
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def follow_logits(self, passed: Passed, token_rows: Tensor) -> None:
-        """Give rank 0 this rank's logits of some rows of a step."""
+        """Give this rank's logits of some rows of a step to rank 0."""
         self._model.add_to_logits(select_rows(*passed, token_rows)[0])
 
     @torch.inference_mode()

@@ -39,7 +39,7 @@ class BatchMaker:
     device: torch.device
     max_num_tokens: int
     max_num_rows: int
-    """The most requests of one step."""
+    """Most requests of one step."""
     attention: AttentionMaker
     records: Records | None
     """The deltas as C++ reads them, where it computes."""

@@ -20,8 +20,8 @@ from loraplex_services.worker.runner.parallel.messages import RankLost
 from loraplex_services.worker.types.sharding import Shard
 
 COLLECTIVE_TIMEOUT_S = 300.0
-"""Time limit of one collective: the ranks run the same step and wait for the slowest. A rank that
-ends is seen at once."""
+"""Time limit of one collective in seconds. The ranks run the same step and wait for the slowest; a
+rank that ends is noticed at once."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -41,7 +41,7 @@ class TorchRanks:
 
     shard: Shard
     group: Any
-    """A process group of torch. It is made for this one purpose; there is no default group."""
+    """A process group of torch, made for this purpose. There is no default group."""
     traffic: Traffic = field(default_factory=Traffic)
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 RANK_MODULE = "loraplex_services.worker.runner.parallel.rank_process"
 SOCKET_BUFFER_BYTES = 4 << 20
 HANG_UP_S = 5.0
-"""How long a rank may take to notice that it was hung up on."""
+"""Seconds that a rank may take to notice that its socket was closed."""
 
 RankEnded = Callable[[int, int], None]
 """Called from any thread with a rank that has ended, and its exit code."""
@@ -137,7 +137,7 @@ class Followers:
         return frame(self._steps.write(step))
 
     def send(self, message: Order) -> None:
-        """Tell all other ranks. Raises RankLost."""
+        """Send to all other ranks. Raises RankLost."""
         self.send_frame(frame(message))
 
     def send_frame(self, data: bytes) -> None:
@@ -174,7 +174,7 @@ class Followers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _take(self, rank: int, reply: Reply) -> None:
-        """On the rank's thread."""
+        """Take a reply in, on the rank's thread."""
         if isinstance(reply, CopyDone):
             error = None if reply.error is None else reply.error.to_error()
             self._copied(reply.copy_id, error)
@@ -214,10 +214,10 @@ class GroupCopy:
     """An adapter that is being copied into the arenas of all ranks."""
 
     num_left: int
-    """Ranks that have not ended theirs."""
+    """Number of ranks whose copies have not ended."""
     whole: Future[CopiedImage] = field(default_factory=Future)
     own: CopiedImage | None = None
-    """This rank's."""
+    """The copy of this rank."""
     error: BaseException | None = None
     """The error of the first rank that failed."""
 

@@ -22,7 +22,7 @@ from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.sharding import Shard, check_divisible
 
 RENDEZVOUS_TIMEOUT_S = 120.0
-"""Time within which all ranks must start and connect, before any of them loads."""
+"""Seconds within which all ranks must start and connect, before any of them loads."""
 PARALLEL_FAMILIES = (
     "gemma2",
     "gemma3_text",
@@ -36,7 +36,7 @@ PARALLEL_FAMILIES = (
     "qwen3",
     "qwen3_moe",
 )
-"""Whose weights can be divided."""
+"""Families whose weights can be divided."""
 
 BuildPart = Callable[[Ranks], TorchRunner]
 """Builds the part of the base that a rank has."""

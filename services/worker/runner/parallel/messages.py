@@ -35,9 +35,9 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
     rank: int
     num_ranks: int
     rendezvous: str
-    """A file that only the ranks of the group open."""
+    """A file that only the ranks of the group open, with which they find each other."""
     timeout_s: float
-    """To join the group."""
+    """Seconds to join the group."""
     model_dir: str
     settings: dict[str, str | int | float | bool]
     """Arguments of `build_runner`, the same on every rank."""
@@ -67,9 +67,9 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
     """One request in a step."""
 
     key: int
-    """Names the request for as long as the other ranks know it."""
+    """Identifies the request for as long as the other ranks know it."""
     num_prompt: int
-    """Prompt tokens; 0 = as before."""
+    """Number of prompt tokens; 0 = unchanged."""
     start: int
     num_tokens: int
     tables: list[tuple[int, list[int]]]
@@ -82,9 +82,9 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
     rows: list[RowMessage]
     gone: list[int]
-    """Keys that will not come again."""
+    """Keys of requests that will not occur again."""
     runs: list[tuple[int, float, int, int]]
-    """Slot, coefficient, and token rows [begin, end)."""
+    """Slot, coefficient, and token rows [begin, end) of each run."""
     token_ids: bytes
     rope_rows: bytes | None
     follows: bytes
@@ -115,7 +115,7 @@ class CopyDone(msgspec.Struct, frozen=True, tag="copied"):
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """Forget what was copied: another rank could not copy it."""
+    """Forget a copy: another rank could not copy the adapter."""
 
     copy_id: int
 
@@ -164,15 +164,15 @@ class RankSocket:
             raise RankLost("the socket to another rank is closed") from error
 
     def order(self) -> Order:
-        """Wait for the next one. Raises RankLost."""
+        """Wait for the next order. Raises RankLost."""
         return _orders.decode(self._next())
 
     def reply(self) -> Reply:
-        """Wait for the next one. Raises RankLost."""
+        """Wait for the next reply. Raises RankLost."""
         return _replies.decode(self._next())
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         with contextlib.suppress(OSError):  # a thread that still reads would keep it open
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

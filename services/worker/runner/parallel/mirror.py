@@ -18,7 +18,7 @@ from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
 MAX_ABSENT = 1024
-"""Requests that are remembered although the step does not compute them."""
+"""Number of requests that are remembered although the step does not compute them."""
 NO_SAMPLING = SamplingParams(max_tokens=0, seed=0)
 
 
@@ -28,9 +28,9 @@ class SentRequest:
 
     key: int
     tables: list[list[int]]
-    """The request's own tables; another list means that it has begun again."""
+    """The request's own tables. A different list means that the request has started again."""
     sent: list[list[int]] = field(default_factory=list)
-    """A copy of them as they were sent."""
+    """A copy of the tables as they were sent."""
 
 
 class StepWriter:
@@ -86,7 +86,7 @@ class StepReader:
         self._requests: dict[int, Request] = {}
 
     def read(self, message: Step) -> StepInputs:
-        """The inputs of a step, as rank 0 has them."""
+        """The inputs of a step, equal to those of rank 0."""
         rows = tuple(self._row(row) for row in message.rows)
         for key in message.gone:
             del self._requests[key]
@@ -113,7 +113,7 @@ class StepReader:
 
 
 def _num_equal(table: list[int], sent: list[int]) -> int:
-    """Leading entries of a table that are as they were sent."""
+    """Number of leading entries of a table that are unchanged since they were sent."""
     if table[: len(sent)] == sent:
         return len(sent)
     pairs = zip(table, sent, strict=False)

@@ -49,7 +49,7 @@ from loraplex_services.worker.types.sharding import Shard
 logger = logging.getLogger("loraplex_services.worker.runner.parallel.rank_process")
 
 LAST_WORDS_S = 5.0
-"""A rank that has lost another one leaves it to rank 0 to end the group, for so long."""
+"""A rank that has lost another one waits for so many seconds, so that rank 0 ends the group."""
 
 
 class FollowingRank:
@@ -86,7 +86,7 @@ class FollowingRank:
         pending.add_done_callback(partial(self._tell, copy.copy_id))
 
     def _tell(self, copy_id: int, pending: Future[CopiedImage]) -> None:
-        """On the thread that copied."""
+        """Report the end of a copy, on the thread that copied."""
         error = pending.exception()
         if error is None:
             self._copied[copy_id] = pending.result()
