@@ -55,6 +55,12 @@ NOT_SERVED = {
     "/v1/moderations": "use /classify with an adapter that was trained for it",
     "/v1/fine_tuning": "train with PEFT and publish the adapter with `registry upload`",
     "/tokenizer_info": "use /tokenize and /detokenize",
+    "/v1/chat/completions/render": "use /tokenize with messages",
+    **dict.fromkeys(
+        ("/get_world_size", "/init_weights_update_group", "/update_weights", "/collective_rpc"),
+        "the base does not change; publish adapters with /v1/load_lora_adapter",
+    ),
+    **dict.fromkeys(("/sleep", "/wake_up"), "a worker keeps its memory; use /pause and /resume"),
 }
 """Paths that clients of other servers know, and what to do instead."""
 

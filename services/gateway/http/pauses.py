@@ -1,4 +1,5 @@
-"""/pause, /resume and /is_paused, as trainers call them on vLLM: for all models or for one adapter.
+"""What trainers call around an update, as on vLLM: /pause, /resume and /is_paused for all models or
+for one adapter, and /reset_prefix_cache.
 
 A pause applies only to this gateway; trainers call every server that they know.
 """
@@ -35,6 +36,7 @@ class PauseEndpoints:
             Route("/pause", self.pause, methods=["POST"]),
             Route("/resume", self.resume, methods=["POST"]),
             Route("/is_paused", self.is_paused, methods=["GET"]),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
         ]
 
     async def pause(self, request: Request) -> Response:
@@ -54,6 +56,13 @@ class PauseEndpoints:
         """GET /is_paused?model=NAME."""
         scope = await self._scope(request)
         return JSONResponse({"is_paused": scope in self._live.paused()})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """POST /reset_prefix_cache: changes nothing. Every cache is keyed by the digest of the
+        weights, so an update leaves nothing stale."""
+        require_admin(await self._caller(request))
+        _check_origin(request)
+        return Response()
 
     async def _scope(self, request: Request) -> Adapter:
         """What the caller names and may pause. Raises: PermissionDenied, InvalidRequest."""
@@ -87,8 +96,7 @@ def _mode(request: Request) -> PauseMode:
 
 
 def _flag(request: Request, name: str) -> bool:
-    """A boolean parameter. (Nothing stale can be cached: every cache is keyed by the digest of the
-    weights. So `clear_cache` is read, and there is nothing to clear.)"""
+    """A boolean parameter. `clear_cache` has no effect, for the reason of `reset_prefix_cache`."""
     value = request.query_params.get(name, "false").lower()
     if value not in _FLAGS:
         raise InvalidRequest.field(name, value[:32], "must be true or false")
@@ -98,4 +106,4 @@ def _flag(request: Request, name: str) -> bool:
 def _check_origin(request: Request) -> None:
     """Without a body to check, a page of another site could send this. Raises: PermissionDenied."""
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise PermissionDenied("pages of other sites may not pause models")
+        raise PermissionDenied("pages of other sites may not call this")

@@ -353,10 +353,17 @@ async def test_bad_parameters_are_named(live: Stack, params: dict[str, str]) -> 
     assert answer.json()["error"]["param"] == next(iter(params))
 
 
-async def test_pages_of_other_sites_cannot_pause(live: Stack) -> None:
+@pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache"])
+async def test_pages_of_other_sites_cannot_pause(live: Stack, path: str) -> None:
     async with httpx.AsyncClient(base_url=live.url) as client:
-        answer = await client.post("/pause", headers={"sec-fetch-site": "cross-site"})
+        answer = await client.post(path, headers={"sec-fetch-site": "cross-site"})
         assert answer.status_code == 403
+
+
+async def test_trainers_may_ask_for_a_reset_of_the_prefix_cache(live: Stack) -> None:
+    async with httpx.AsyncClient(base_url=live.url) as client:
+        answer = await client.post("/reset_prefix_cache", json={"reset_running_requests": True})
+        assert (answer.status_code, answer.content) == (200, b"")
 
 
 @pytest.mark.parametrize(
