@@ -1,0 +1,155 @@
+"""Adapters of one request each: how many a second, and whether time and memory stay flat.
+
+    python -m benchmarks run serving.ephemeral [--adapters 100000] [--at-once 8]
+
+The stack is `loraplex up` with the demo base in float32. Each client publishes an adapter from
+memory with weights and a name of its own, sends one request for it, and goes on to the next one.
+Adapters expire after a minute. The answer must name the digest that was published. Times and
+memory are compared between the first and the last tenth of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.machine import write_results
+from benchmarks.serving.live_updates import DEMO, PROMPT, Trainer, summary
+from demo.stack import Stack, running_stack
+from loraplex import InferenceClient, RegistryClient, Sampling
+
+TTL_S = 60.0
+NUM_PROGRESS = 20
+SETTINGS = {"LORAPLEX_DTYPE": "float32", "LORAPLEX_KV_MEMORY": "64MiB"}
+
+
+@dataclass(slots=True)
+class Run:
+    """What was measured, in the order in which requests ended."""
+
+    publish_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    """From the call of `generate` to the first token."""
+    memory: list[Counter[str]] = field(default_factory=list)
+    """Resident bytes by process, at each twentieth of the run."""
+    processor_s: list[Counter[str]] = field(default_factory=list)
+    mislabelled: int = 0
+    failed: int = 0
+
+
+async def drive(stack: Stack, num_adapters: int, at_once: int) -> Run:
+    """Publish and use `num_adapters` adapters, `at_once` at a time."""
+    run, numbers = Run(), iter(range(num_adapters))
+    async with RegistryClient(stack.registry) as registry, InferenceClient(stack.grpc) as gateway:
+        clients = [_client(run, registry, gateway, seed, numbers) for seed in range(at_once)]
+        watch = asyncio.create_task(_watch(run, num_adapters))
+        await asyncio.gather(*clients)
+        watch.cancel()
+    return run
+
+
+async def _client(
+    run: Run,
+    registry: RegistryClient,
+    gateway: InferenceClient,
+    seed: int,
+    numbers: Iterator[int],
+) -> None:
+    trainer = Trainer(seed=seed)
+    for number in numbers:
+        begin_s = time.perf_counter()
+        try:
+            name = f"once-{number}"
+            digest = await trainer.publish(registry, name, ttl_s=TTL_S)
+            published_s = time.perf_counter()
+            stream = gateway.generate(name, PROMPT, Sampling(max_tokens=1))
+            chunks = [chunk async for chunk in stream if chunk.token_ids]
+        except Exception as error:
+            print(f"failed: {error!r}", flush=True)
+            run.failed += 1
+            continue
+        run.publish_s.append(published_s - begin_s)
+        run.first_token_s.append(time.perf_counter() - published_s)
+        run.mislabelled += chunks[0].digests[0] != digest
+
+
+async def _watch(run: Run, num_adapters: int) -> None:
+    """Note memory and processor time at each twentieth of the run."""
+    for part in itertools.count(1):
+        while len(run.publish_s) < part * num_adapters // NUM_PROGRESS:
+            await asyncio.sleep(0.1)
+        memory: Counter[str] = Counter()
+        processor_s: Counter[str] = Counter()
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                name = _name(process)
+                memory[name] += process.memory_info().rss
+                processor_s[name] += sum(process.cpu_times()[:2])
+        run.memory.append(memory)
+        run.processor_s.append(processor_s)
+        print(f"{len(run.publish_s)} adapters, {run.failed} failed", flush=True)
+
+
+def _name(process: psutil.Process) -> str:
+    """`gateway`, `registry`, `engine.process`..."""
+    for part in process.cmdline():
+        if "loraplex_services." in part:
+            return part.partition("loraplex_services.")[2]
+    return process.name()
+
+
+def report(run: Run, elapsed_s: float) -> dict[str, object]:
+    """The figures of a run."""
+    tenth = max(1, len(run.publish_s) // 10)
+    used_s = run.processor_s[-1] - run.processor_s[0]
+    num_between = len(run.publish_s) * (len(run.processor_s) - 1) / NUM_PROGRESS
+    return {
+        "adapters": len(run.publish_s),
+        "failed": run.failed,
+        "mislabelled": run.mislabelled,
+        "adapters_per_s": len(run.publish_s) / elapsed_s,
+        **{
+            f"{what}_{part}_tenth_ms": summary([1e3 * each for each in values[span]])
+            for what, values in (("publish", run.publish_s), ("first_token", run.first_token_s))
+            for part, span in (("first", slice(tenth)), ("last", slice(-tenth, None)))
+        },
+        "processor_ms_per_adapter": {
+            name: 1e3 * seconds / num_between for name, seconds in used_s.most_common()
+        },
+        "memory_mib_by_twentieth": {
+            name: [round(found[name] / 2**20) for found in run.memory] for name in run.memory[0]
+        },
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--adapters", type=int, default=100_000)
+    parser.add_argument("--at-once", type=int, default=8)
+    args = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_stack(DEMO / "base", "demo", Path(folder), SETTINGS) as stack,
+    ):
+        begin_s = time.perf_counter()
+        run = asyncio.run(drive(stack, args.adapters, args.at_once))
+        elapsed_s = time.perf_counter() - begin_s
+    result = {"options": vars(args), **report(run, elapsed_s)}
+    print(json.dumps(result, indent=1))
+    write_results("ephemeral", result)
+
+
+if __name__ == "__main__":
+    main()
