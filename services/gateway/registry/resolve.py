@@ -49,7 +49,13 @@ class Resolver:
         """The base and adapters of a call. Raises: NotFound, InvalidRequest, Unavailable."""
         if not call.model:
             raise InvalidRequest.field("model", "", "name a base or an adapter")
-        if call.model in self._bases():
+        bases = self._bases()
+        if not bases:
+            # As after a start: what is served here is not known yet, so nothing is missing.
+            raise Unavailable(
+                "no worker is ready; retry shortly", retry_after_s=1.0, reason="NO_READY_WORKER"
+            )
+        if call.model in bases:
             return await self._on_base(call)
         if call.adapters:
             raise InvalidRequest.field(

@@ -53,6 +53,17 @@ def registry() -> RegistryLookup:
     return RegistryLookup()
 
 
+@pytest.mark.parametrize("model", ["base", "upper", "unknown"])
+async def test_nothing_counts_as_missing_before_a_worker_was_seen(
+    registry: RegistryLookup, model: str
+) -> None:
+    resolver = Resolver(registry, dict)
+    resolver.snapshot.put_version(_version(1))
+    with pytest.raises(Unavailable, match="no worker is ready") as caught:
+        await resolver.target(replace(CALL, model=model))
+    assert caught.value.retry_after_s
+
+
 @pytest.fixture
 def resolver(registry: RegistryLookup) -> Resolver:
     made = Resolver(registry, lambda: {"base": ServedModel("base", 10, 10)})
