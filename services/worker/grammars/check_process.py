@@ -32,7 +32,7 @@ STACK_BYTES = 2 << 20
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
-    """What grammars are matched with."""
+    """The vocabulary against which grammars are matched."""
 
     tokenizer_json: str
     vocab_size: int
@@ -78,7 +78,7 @@ def _fault(grammar: Grammar, vocabulary: LLTokenizer | LoraplexError) -> Loraple
 
 
 class _HeapUse(ctypes.Structure):
-    """The C library's `struct mallinfo2`."""
+    """`struct mallinfo2` of the C library."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)

@@ -19,7 +19,8 @@ _MODULE = "loraplex_services.worker.grammars.check_process"
 
 
 class GrammarChecker:
-    """Says whether an engine may be given a grammar. The processes start with the first ones."""
+    """Says whether an engine may be given a grammar. Its processes start with the first
+    grammars."""
 
     def __init__(self, tokenizer_json: Path, limits: PoolLimits = GRAMMARS) -> None:
         self._tokenizer_json = tokenizer_json

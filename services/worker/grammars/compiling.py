@@ -19,12 +19,13 @@ from loraplex.errors import InvalidRequest, Unsupported
 
 FORMS = ("json_schema", "regex", "ebnf", "choice")
 MAX_GRAMMAR_BYTES = 128 << 10
-"""Largest size of all texts of a grammar."""
+"""Largest size in bytes of all texts of a grammar."""
 MAX_OPTIONS = 4096
 MAX_REASON_CHARS = 240
 
 WHITESPACE = r"[ \t\n\r]{0,16}"
-"""Between the tokens of JSON. Bounded, so that no model fills its context with blanks."""
+"""White space between the tokens of JSON. It is bounded, so that no model fills its context with
+blanks."""
 
 LIMITS = LLParserLimits(
     max_items_in_row=2000,

@@ -22,8 +22,8 @@ from loraplex_services.worker.grammars.compiling import bad_grammar
 Submit = Callable[[Callable[[], bytes]], "Future[bytes]"]
 """Starts the computation of a mask in another thread."""
 QUICK_MASK_S = 0.001
-"""Steps on GPUs take several times as long: a mask that is computed while one runs is there before
-the step chooses its tokens."""
+"""Longest time in seconds of a mask that may be computed while a step runs. Steps on GPUs take
+several times as long, so the mask is there before the step chooses its tokens."""
 
 
 class AdapterMatcher:
@@ -36,7 +36,7 @@ class AdapterMatcher:
         own: GrammarTokens,
         base_eos_ids: Sequence[int],
     ) -> None:
-        """`matcher` is the follower's own from here on."""
+        """`matcher` belongs to the follower from here on."""
         self._matcher = matcher
         self._spelled = _spelled(own, vocabulary)
         self._own_eos_ids = frozenset(own.eos_ids)
@@ -45,7 +45,7 @@ class AdapterMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """True when nothing but the end may follow, or the end has been there."""
+        """True if only the end may follow, or the end has occurred."""
         return self._has_ended or self._matcher.is_stopped()
 
     def consume(self, token_ids: Sequence[int]) -> bool:
@@ -83,24 +83,24 @@ class GrammarConstraint:
     run."""
 
     def __init__(self, grammar: Grammar, follower: AdapterMatcher, submit: Submit) -> None:
-        """`follower` is the constraint's own from here on."""
+        """`follower` belongs to the constraint from here on."""
         self._grammar = grammar
         self._follower = follower
         self._submit = submit
         self.is_finished = False
-        """True when nothing but the end may follow, or the end has been there."""
+        """True if only the end may follow, or the end has occurred."""
         self.mask_s = 0.0
-        """How long the last mask took."""
+        """Duration of the last mask in seconds."""
         self.mask: Future[bytes] = submit(self._compute_mask)
 
     @property
     def is_ready(self) -> bool:
-        """True when `bitmask` would not wait."""
+        """True if `bitmask` would not wait."""
         return self.mask.done()
 
     @property
     def is_quick(self) -> bool:
-        """True when the last mask took less than `QUICK_MASK_S`."""
+        """True if the last mask took less than `QUICK_MASK_S`."""
         return self.mask_s < QUICK_MASK_S
 
     def bitmask(self) -> bytes:

@@ -25,22 +25,23 @@ from loraplex_services.worker.types.request import Request
 logger = logging.getLogger(__name__)
 
 MAX_COMPILED_S = 4.0
-"""Processor time that the grammars kept compiled took; the least recently used goes first. A second
-of it takes 50 to 150 MiB, and most grammars take a few milliseconds."""
+"""Total processor time in seconds of the compilations that are kept; the least recently used
+grammar is dropped first. A second of compilation takes 50 to 150 MiB, and most grammars take a few
+milliseconds."""
 MASK_GRACE_S = 0.002
 """How long a step waits for masks begun in the step before: most take microseconds. It does not
 wait for a grammar whose last mask took longer, so a hard grammar delays no other request."""
 NUM_THREADS = 2
-"""That compile, and as many that compute masks."""
+"""Number of threads that compile, and as many that compute masks."""
 STACK_BYTES = 16 << 20
-"""Stack of these threads: many times the one with which the grammar was checked."""
+"""Stack size in bytes of these threads: many times that with which the grammar was checked."""
 
 
 class Grammars:
     """Requests whose grammar is being compiled, and constraints of those that run."""
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """Reads the vocabulary at once: later it would stop all threads for a second."""
+        """Reads the vocabulary now, because later it would stop all threads for a second."""
         self._vocabulary: LLTokenizer | Unsupported
         try:
             self._vocabulary = read_vocabulary(tokenizer_json, vocab_size, eos_ids)
@@ -57,7 +58,7 @@ class Grammars:
 
     @property
     def num_opening(self) -> int:
-        """Requests that wait for their grammar."""
+        """Number of requests that wait for their grammar."""
         return len(self._opening)
 
     @property
@@ -66,13 +67,14 @@ class Grammars:
         return any(request.is_held for request, _ in self._followed.values())
 
     def open(self, request: Request, grammar: Grammar, own: GrammarTokens) -> None:
-        """Begin to compile; `opened` returns the request later. `own`: of its adapter."""
+        """Begin to compile; `opened` returns the request later. `own`: the adapter's tokens."""
         work = (grammar, own, tuple(request.output_ids), request.tenant)
         future = self._compilers.submit(request.tenant, self._constraint, *work)
         self._opening[request.request_id] = (request, future)
 
     def opened(self) -> list[tuple[Request, LoraplexError | None]]:
-        """Requests that may be scheduled now, their constraint set, or the error that ends them."""
+        """Requests that may be scheduled now, with their constraint, and requests that fail, with
+        the error."""
         done = [pair for pair in self._opening.values() if pair[1].done()]
         return [(request, self._settle(request, future)) for request, future in done]
 
@@ -94,7 +96,7 @@ class Grammars:
             request.is_held = not constraint.is_ready
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._followed.pop(request_id, None)
         if (pair := self._opening.pop(request_id, None)) is not None:
             pair[1].cancel()
@@ -115,7 +117,7 @@ class Grammars:
     def _constraint(
         self, grammar: Grammar, own: GrammarTokens, output_ids: Sequence[int], tenant: str
     ) -> GrammarConstraint:
-        """On a compiling thread."""
+        """Runs on a compiling thread."""
         if isinstance(self._vocabulary, Unsupported):
             raise self._vocabulary
         with self._compiled_lock:

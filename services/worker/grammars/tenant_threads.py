@@ -48,7 +48,7 @@ class TenantThreads:
         return future
 
     def _grant(self) -> None:
-        """Hand tasks to free threads. The lock is held."""
+        """Give tasks to free threads. The caller holds the lock."""
         while self._num_free:
             tenant = next((t for t in self._waiting if self._held[t] < self._most_held), None)
             if tenant is None:
@@ -74,7 +74,7 @@ class TenantThreads:
 
 
 def _executor(num_threads: int, name: str, stack_bytes: int) -> ThreadPoolExecutor:
-    """Threads that have started, with stacks of that size."""
+    """Threads that have started, with stacks of this size."""
     before = threading.stack_size(stack_bytes)
     try:
         pool = ThreadPoolExecutor(num_threads, name)

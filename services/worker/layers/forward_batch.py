@@ -22,7 +22,8 @@ class ForwardBatch:
     attention: AttentionMetadata
     lora: LoraBatch
     rope_rows: Tensor | None = None
-    """int64 `[T]`: see `layers.ropes.Ropes.row`; None if all turn as the base's short ones."""
+    """int64 `[T]`: see `layers.ropes.Ropes.row`; None if all rows use the base's row for short
+    sequences."""
     states: StateBatch | None = None
     """States of recurrent layers, if the base has any."""
     layer_inputs: Tensor | None = None

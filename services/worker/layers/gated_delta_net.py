@@ -19,7 +19,7 @@ Split = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 class GatedDeltaNet:
-    """Implements `model.decoder.Mixer`. Positions play no part: the state decays."""
+    """Implements `model.decoder.Mixer`. Positions have no influence, because the state decays."""
 
     def __init__(
         self,

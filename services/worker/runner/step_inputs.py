@@ -42,12 +42,12 @@ class StepInputs:
 
     @property
     def num_rows(self) -> int:
-        """Planned rows."""
+        """Number of planned rows."""
         return len(self.starts)
 
     @property
     def num_token_rows(self) -> int:
-        """Token rows of all planned rows."""
+        """Number of token rows of all planned rows."""
         return len(self.token_ids)
 
     @property

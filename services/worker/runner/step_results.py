@@ -32,7 +32,7 @@ from loraplex_services.worker.types.step_plan import (
 
 
 class Heads(Protocol):
-    """What a model makes of hidden rows `[n, H]` and their adapters."""
+    """What a model computes from hidden rows `[n, H]` and their adapters."""
 
     def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
         """Fresh logits of tokens, float32 `[n, V]`."""
@@ -130,7 +130,7 @@ def choose(
 def _further(
     drafts: Sequence[int], token_id: int | None, sampled: Iterator[Sampled]
 ) -> tuple[Sampled, ...]:
-    """What was chosen after each draft, as long as drafts are what was chosen before them."""
+    """The token chosen after each draft, as long as drafts equal the tokens chosen before them."""
     chosen = list(islice(sampled, len(drafts)))
     before = (token_id, *(each.token_id for each in chosen))
     pairs = zip(drafts, before, strict=False)

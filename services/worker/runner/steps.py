@@ -25,7 +25,7 @@ class StepUnderWay:
     results: Future[StepResults] | None
     """None while its sampling has not begun."""
     sampling: Callable[[], Future[StepResults]] | None = None
-    """Begins it."""
+    """Begins the sampling."""
 
     def choose_tokens(self) -> None:
         """Begin the sampling."""
@@ -39,7 +39,7 @@ class StepUnderWay:
 
 
 class StepOrder:
-    """Runs one thing after the other."""
+    """Runs steps and changes between them in the order of the calls."""
 
     def __init__(self, device_type: str, overlap: str) -> None:
         """`overlap`: `auto` (where it is known to pay: on GPUs), `on` or `off`."""

@@ -19,7 +19,7 @@ from loraplex_services.worker.ops.sampling.truncation import truncate
 
 MIXED_ROWS = 128
 ALIGNED_WIDTH = 16
-"""Triton compiles a kernel again for integers that are multiples of this."""
+"""Triton compiles a kernel again for integers that are multiples of this number."""
 
 
 @torch.inference_mode()

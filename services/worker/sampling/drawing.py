@@ -19,7 +19,7 @@ caches."""
 
 
 class DrawOperators(NamedTuple):
-    """What rows with a temperature go through."""
+    """How rows with a temperature are truncated and drawn."""
 
     truncate: Callable[[Tensor, Tensor], None]
     """(scores, limits): see `masks.truncate`."""

@@ -45,7 +45,7 @@ class LogitEdits:
     """(index, token, id): forbidden if the token before, which only the device knows, is the id."""
 
     def add(self, row: int, token: NextToken, eos_ids: Sequence[int]) -> None:
-        """List what a row asks for. Tokens that end the output are forbidden before min_tokens."""
+        """List the edits of a row. Tokens that end the output are forbidden before min_tokens."""
         params, begin = token.params, row * self.num_tokens
         if token.request.constraint is not None:
             self.constrained.append((row, token.request.constraint))
@@ -84,8 +84,8 @@ class LogitEdits:
                 self.forbidden_indices += indices
 
     def _indices(self, begin: int, token_ids: Sequence[int]) -> list[int]:
-        """Flat indices. Tokens of vocabularies wider than the step's are nobody's to choose, and
-        an index for one would be the next row's."""
+        """Flat indices of tokens in a row. Ids beyond the step's vocabulary are left out, because
+        their indices would be in the next row."""
         return [begin + token_id for token_id in token_ids if token_id < self.num_tokens]
 
     def upload(self, upload: Upload, num_rows: int) -> None:
@@ -109,7 +109,7 @@ class LogitEdits:
             upload.add("doubtful", np.array(doubtful, dtype=np.int64).T)
 
     def apply(self, logits: Tensor, upload: Upload) -> None:
-        """Change the logits. Launches only.
+        """Change the logits. Only launches kernels.
 
         Args:
             logits: `[N, V]` float32, contiguous. Mutated.
@@ -167,8 +167,8 @@ class LogitEdits:
             upload.add("in_flight_outputs", in_flight[rows])
 
     def _seen(self, upload: Upload) -> tuple[Tensor, Tensor]:
-        """Where the output tokens of penalised rows lie, int64, and how often each was chosen,
-        float32. A token that only the device knows may be there twice, with one count."""
+        """Flat indices of the output tokens of penalised rows, int64, and how often each was
+        chosen, float32. A token that only the device knows may occur twice, with one count."""
         indices, counts = upload["seen_indices"], upload["seen_counts"]
         if "in_flight_rows" not in upload:
             return indices, counts
@@ -187,7 +187,7 @@ class LogitEdits:
 
 
 def edits_of(tokens: Sequence[NextToken], eos_ids: Sequence[int], num_tokens: int) -> LogitEdits:
-    """What the rows of a step ask for.
+    """The edits that the rows of a step request.
 
     Args:
         eos_ids: the base's, which end the output of most requests.

@@ -15,7 +15,7 @@ from loraplex_services.worker.transfers import to_device, to_host
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Logprobs of `[N]` tokens, on the host once the step is done."""
+    """Logprobs of `[N]` tokens, which are on the host when the step is done."""
 
     token_ids: Tensor
     """int64 `[N]`."""
@@ -26,9 +26,9 @@ class LogprobRows:
     top_values: Tensor
     """float32 `[N, n]`."""
     tops: Sequence[int]
-    """How many of the top ones each row wants."""
+    """Number of top tokens that each row requests."""
     listed: ListedTokens | None = None
-    """The tokens that rows ask for instead of the top ones."""
+    """Tokens that rows request in place of the top ones."""
 
     def read(self) -> list[TokenLogprob]:
         """Plain values."""
@@ -43,15 +43,15 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class ListedTokens:
-    """Logprobs of the tokens that some of `[N]` rows ask for."""
+    """Logprobs of the tokens that some of `[N]` rows request."""
 
     ids: Sequence[Sequence[int]]
-    """Listed ids by row; empty if a row asks for the most likely ones."""
+    """Listed ids by row; empty if a row requests the most likely tokens."""
     values: Tensor
     """float32 `[N, n]`, in the order of `ids` and padded."""
 
     def put_into(self, entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-        """The entries, those of rows that list tokens with these as their alternatives."""
+        """The entries. Rows that list tokens have these as their alternatives."""
         rows = zip(entries, self.ids, self.values.tolist(), strict=True)
         return [
             replace(entry, top=tuple(map(Candidate, ids, values))) if ids else entry

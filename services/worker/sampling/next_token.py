@@ -21,16 +21,16 @@ class NextToken(NamedTuple):
     follows: int | None = None
     """The index in `outputs` of the token before it; None = that token is known."""
     outputs: Tensor | None = None
-    """int64 `[n]` on the device: what the step before has chosen."""
+    """int64 `[n]` on the device: the tokens that the step before has chosen."""
 
     @property
     def params(self) -> SamplingParams:
-        """How to choose."""
+        """The sampling parameters."""
         return self.request.sampling
 
     @property
     def num_known(self) -> int:
-        """Output tokens that are known, without one that only the device knows."""
+        """Number of output tokens that are known, without one that only the device knows."""
         return self.position - (self.follows is not None)
 
 

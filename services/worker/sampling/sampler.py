@@ -34,7 +34,7 @@ from loraplex_services.worker.transfers import Upload, to_host
 from loraplex_services.worker.types.step_plan import Sampled
 
 MAX_LOGIT_ROWS = 1024
-"""Most rows of the vocabulary's width that exist at once."""
+"""Most rows of the width of the vocabulary that exist at the same time."""
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures choose the argmax: dividing by them would overflow."""
@@ -61,16 +61,16 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class ChosenChunk:
-    """What `Choices` are made of; tensors are on the host once the step is done."""
+    """A part of `Choices`. Its tensors are on the host when the step is done."""
 
     token_ids: Tensor
     asking: Sequence[int]
-    """Rows that want logprobs."""
+    """Rows that request logprobs."""
     logprobs: LogprobRows | None
     constrained: Sequence[int]
     """Rows that a grammar may leave without any token."""
     best: Tensor | None
-    """float32: the highest logit left to each of them."""
+    """float32: the highest logit that is left in each of these rows."""
 
     def read(self) -> list[Sampled]:
         """Plain values."""
@@ -153,7 +153,7 @@ def _rows(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _upload_draws(upload: Upload, tokens: Sequence[NextToken], num_tokens: int) -> None:
-    """What `_draw` reads of rows with a temperature."""
+    """The tensors that `_draw` reads of rows with a temperature."""
     if not tokens:
         return
     params = [token.params for token in tokens]
