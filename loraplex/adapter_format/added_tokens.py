@@ -20,15 +20,15 @@ ADDED_TOKENS_FILE = "added_tokens.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, ADDED_TOKENS_FILE)
 TEXT_FILES = (*TOKENIZER_FILES, *TEMPLATE_FILES)
-"""The files of an adapter that say how its text is written."""
+"""The files of an adapter that determine how its text is written."""
 MAX_TEXT_BYTES = 48 << 20
-"""Largest size of all text files together."""
+"""Largest size in bytes of all text files together."""
 MAX_TOKEN_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """One token, with how the tokenizer looks for it in a text."""
+    """One token, and how the tokenizer looks for it in a text."""
 
     token_id: int
     content: str
@@ -91,7 +91,7 @@ def _listed(base: Mapping[int, str], files: Mapping[str, bytes]) -> tuple[str, l
 def _check_same(
     base: Mapping[int, str], theirs: Mapping[int, str], whole: Mapping[str, Any]
 ) -> None:
-    """Every token of the base is there, and what is more is listed as added."""
+    """Check that every token of the base is there, and that all others are listed as added."""
     for token_id, content in base.items():
         if theirs.get(token_id) != content:
             raise _refused(
@@ -127,7 +127,7 @@ def _check_run(name: str, base: Mapping[int, str], found: list[AddedToken]) -> N
 
 
 def _vocabulary(whole: Mapping[str, Any], name: str) -> dict[int, str]:
-    """Token by id of a tokenizer.json."""
+    """The tokens of a tokenizer.json by id."""
     model = whole.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
@@ -163,7 +163,7 @@ def _token(entry: Mapping[str, Any], name: str) -> AddedToken:
 
 
 def _id(value: Any, name: str) -> int:
-    """Configs write ids as keys, which JSON makes text."""
+    """The id in a key of a config: JSON keys are text."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:

@@ -23,18 +23,19 @@ from loraplex.adapter_format.tasks import CAUSAL_LM, SAVED_HEADS, SEQ_CLS
 from loraplex.errors import Violation
 
 THE_EMBEDDING = "embed_tokens"
-"""The embedding in `trainable_token_indices`, whatever its name: PEFT's short form for it."""
+"""The short form of PEFT for the embedding in `trainable_token_indices`, whatever the embedding's
+name is."""
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
 
 MAX_ALPHA = 1e6
-"""Largest absolute value of `lora_alpha` and of the values of `alpha_pattern`, without their sign.
-Adapters in use have 1 to 1,000."""
+"""Largest absolute value of `lora_alpha` and of the values of `alpha_pattern`. Adapters in use have
+1 to 1,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What a PEFT LoRA config says, checked. Defaults are PEFT's."""
+    """A PEFT LoRA config, checked. Defaults are PEFT's."""
 
     r: int = 8
     lora_alpha: float = 8.0
@@ -45,10 +46,10 @@ class AdapterConfig:
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     """(pattern, alpha) in the file's order: the first match wins."""
     target_modules: Names | None = None
-    """None: the default of the base's model_type."""
+    """None = the default for the base's model_type."""
     exclude_modules: Names = ()
     layers_to_transform: tuple[int, ...] = ()
-    """Empty: all layers."""
+    """Empty = all layers."""
     layers_pattern: tuple[str, ...] = ()
     bias: str = "none"
     """`none`, `all` or `lora_only`."""
@@ -63,13 +64,14 @@ class AdapterConfig:
     """One of `tasks`; null in the file means `CAUSAL_LM`."""
     pooling: PoolingFields = field(default_factory=PoolingFields)
     ensure_weight_tying: bool = False
-    """What is trained of a tied embedding is trained of the head as well."""
+    """Whether training of a tied embedding trains the head as well."""
     init_is_random: bool = False
-    """`init_lora_weights` is false: a selected module without tensors would be random in PEFT."""
+    """Whether `init_lora_weights` is false: a selected module without tensors would be random in
+    PEFT."""
     rope_scaling: RopeScaling | None = None
-    """A rotary embedding of the adapter's own, which PEFT has no field for."""
+    """A rotary embedding of the adapter's own, for which PEFT has no field."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end its output, sorted; empty: the base's."""
+    """Token ids that end its output, sorted; empty = the base's."""
     base_model_name_or_path: str | None = None
     revision: str | None = None
     peft_version: str | None = None
@@ -77,7 +79,7 @@ class AdapterConfig:
 
 
 def parse_config(raw: bytes) -> AdapterConfig:
-    """Read and decide a whole config.
+    """Read a config and decide about every field.
 
     Args:
         raw: bytes of `adapter_config.json`.
@@ -149,7 +151,7 @@ def _alpha_pattern(reader: AdapterConfigReader) -> tuple[tuple[str, float], ...]
 
 
 def _check_alpha(reader: AdapterConfigReader, field: str, alpha: float) -> None:
-    """A larger one makes every answer overflow."""
+    """Refuse an alpha so large that every answer would overflow."""
     if abs(alpha) > MAX_ALPHA:
         reader.refuse(field, alpha, f"must be a number from -{MAX_ALPHA:g} to {MAX_ALPHA:g}")
 
@@ -252,5 +254,5 @@ def _listed(names: Names | None) -> str | list[str] | None:
 
 
 def _plain(number: float) -> int | float:
-    """16.0 and 16 are one alpha."""
+    """An integer for a whole float, so that 16.0 and 16 are the same alpha."""
     return int(number) if number.is_integer() and abs(number) < 2**53 else number

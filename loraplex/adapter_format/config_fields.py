@@ -74,7 +74,8 @@ _OTHER_TASKS = ("SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 
 
 def check_peft_type(reader: AdapterConfigReader) -> None:
-    """Refuse everything that is not LoRA; nothing else in such a config means what we think."""
+    """Refuse everything that is not LoRA. Nothing else in such a config has the meaning that we
+    know."""
     value = reader.fields.get("peft_type")
     if value is None:
         reader.refuse("peft_type", value, "is missing; save the adapter with PEFT, which writes it")
@@ -84,7 +85,7 @@ def check_peft_type(reader: AdapterConfigReader) -> None:
 
 
 def check_tables(reader: AdapterConfigReader) -> None:
-    """Decide every field that no getter reads."""
+    """Decide about every field that no getter reads."""
     for field, value in reader.fields.items():
         if field in SHAPING or field in SERVING or field in INERT:
             continue
@@ -99,7 +100,7 @@ def check_tables(reader: AdapterConfigReader) -> None:
 
 
 def _is_off(value: object) -> bool:
-    """Whether a value leaves its feature off. 0 is not false: a wrong type is never passed over."""
+    """Whether a value turns its feature off. 0 is not false: a value of a wrong type never does."""
     return value is None or value is False or value in ([], {})
 
 
@@ -129,7 +130,7 @@ def check_init(reader: AdapterConfigReader) -> None:
 
 
 def check_task(reader: AdapterConfigReader) -> None:
-    """Only tasks of decoders, with at most one vector of outputs for a prompt."""
+    """Refuse tasks other than those of decoders with at most one vector of outputs for a prompt."""
     value = reader.fields.get("task_type")
     if value is None or value in _SERVED_TASKS:
         return

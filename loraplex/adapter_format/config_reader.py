@@ -1,4 +1,4 @@
-"""Reads single config fields with their types; the error for a wrong type says what is expected."""
+"""Reads single config fields with their types. The error for a wrong type says what is expected."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from loraplex.adapter_format.config_reader import AdapterConfigReader
 
 FIELD = "conversion"
 MAX_EXACT_ERROR = 1e-5
-"""Relative; below it a conversion counts as exact."""
+"""Relative error below which a conversion counts as exact."""
 MAX_DROPPED = 100_000
 _KEYS = frozenset({"dropped", "method", "relative_error"})
 
@@ -27,7 +27,7 @@ def conversion(method: str, *, relative_error: float = 0.0, dropped: int = 0) ->
 
 
 def check_conversion(reader: AdapterConfigReader) -> None:
-    """Warn of what was lost, and refuse what no command writes."""
+    """Warn about what was lost, and refuse what no command writes."""
     value = reader.fields.get(FIELD)
     if value is None:
         return

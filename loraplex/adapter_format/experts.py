@@ -23,14 +23,15 @@ from loraplex.adapter_format.report import ExpertShare
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 
 PARAMETERS = ("gate_up_proj", "down_proj")
-"""In the order in which transformers' expert modules hold them, so the inner one first."""
+"""Parameters in the order in which transformers' expert modules hold them, so the inner one comes
+first."""
 
 _FUSED = re.compile(r"(?P<container>.+\.experts)(?P<nesting>(\.base_layer)*)", re.ASCII)
 _LINEAR = re.compile(r"(?P<container>.+\.experts)\.(?P<index>\d+)\.(?P<name>\w+)", re.ASCII)
 _GATE_UP = "gate_up_proj"
 _DOWN_NAMES = frozenset({"down_proj", "w2"})
 _SPELLINGS = ((".mlp.", ".block_sparse_moe."),)
-"""How transformers calls a module, and what the files of some bases call it."""
+"""Names of modules in transformers, and their names in the files of some bases."""
 
 Tensors = dict[str, TensorInfo]
 
@@ -45,7 +46,7 @@ class FusedExperts:
     """Full name in PEFT, against which patterns are matched."""
     tensors: Tensors
     num_experts: int
-    """0 without a base: as many as the tensors hold."""
+    """Number of experts; 0 without a base = as many as the tensors hold."""
     in_features: int
     out_features: int
 
@@ -56,12 +57,12 @@ class FusedExperts:
         return self if self.num_experts else replace(self, num_experts=max(1, rows // rank))
 
     def problem(self, rank: int) -> tuple[TensorInfo, str] | None:
-        """A tensor without a place here, and why."""
+        """A tensor that does not belong here, and the reason; None if all do."""
         rows = self.num_experts * rank
         expected = {parts.A: (rows, self.in_features), parts.B: (self.out_features, rows)}
         for part, info in self.tensors.items():
             if part not in expected:
-                return info, "has no place on expert parameters, in PEFT either; remove it"
+                return info, "does not exist on expert parameters, in PEFT either; remove it"
             if info.shape != expected[part]:
                 return info, (
                     f"must be {list(expected[part])}: {self.num_experts} experts of rank {rank} "
@@ -73,7 +74,7 @@ class FusedExperts:
         return next(iter(self.tensors.values())), "lacks its lora_A or lora_B; save it again"
 
     def shares(self) -> Iterator[tuple[str, ExpertShare]]:
-        """Name and place of each expert's module."""
+        """Name and share of each expert's module."""
         _, _, name = self.parameter.rpartition(".")
         for index in range(self.num_experts):
             share = ExpertShare(index, self.num_experts, self.in_features, self.out_features)
@@ -81,7 +82,7 @@ class FusedExperts:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a module is, or is inside, an expert."""
+    """Whether a module is an expert or inside one."""
     return ".experts." in f".{name}."
 
 
@@ -101,7 +102,7 @@ def base_name(name: str, base: Mapping[str, object]) -> str:
 
 
 def peft_parameter(name: str) -> str:
-    """What transformers calls a module's weight."""
+    """The name of a module's weight in transformers."""
     for ours, theirs in _SPELLINGS:
         name = name.replace(theirs, ours)
     return f"{name}.weight"
@@ -162,14 +163,14 @@ def _fused(
 
 
 def _implied(tensors: Tensors) -> tuple[int, int, int]:
-    """Without a base: experts as wide as the tensors say."""
+    """The experts that the tensors imply, without a base."""
     a, b = tensors.get(parts.A), tensors.get(parts.B)
     in_features = a.shape[-1] if a and a.shape else 0
     return 0, in_features, b.shape[0] if b and b.shape else 0
 
 
 def _shapes(base: Mapping[str, Module]) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """(container, parameter) -> number of experts, in and out features of one."""
+    """Number of experts, inputs and outputs of each (container, parameter)."""
     counts: dict[str, int] = {}
     widths: dict[tuple[str, str], tuple[int, int]] = {}
     for name, module in base.items():

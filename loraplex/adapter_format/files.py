@@ -38,9 +38,9 @@ IGNORED = frozenset({
 """Files that `folder` leaves out silently: a signature is not part of what it signs."""
 
 PICKLE_FILE = "adapter_model.bin"
-"""What PEFT wrote before safetensors."""
+"""The file that PEFT wrote before safetensors."""
 MAX_PICKLE_BYTES = 8 * 1024 * MiB
-"""The process that converts one holds it in memory."""
+"""Largest size in bytes of such a file: the process that converts it holds it in memory."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib")
 _ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".whl")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -79,7 +79,8 @@ def name_problem(name: str) -> str | None:
 
 
 def check_files(files: Sequence[File], findings: Findings) -> None:
-    """Refuse odd names, doubles, wrong sizes and digests, and a missing config or tensor file."""
+    """Refuse unusual names, duplicates, wrong sizes and digests, and a missing config or tensor
+    file."""
     seen: set[str] = set()
     for file in files:
         problem = name_problem(file.path)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from loraplex.errors import InvalidAdapter, Violation
 
 MAX_FINDINGS = 100
-"""A file with ten thousand bad tensors is described well enough by the first hundred."""
+"""Most findings of one kind. A file with ten thousand bad tensors is described well enough by the
+first hundred."""
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class Findings:
     """Refusals of tensors that would fit another base."""
 
     def refuse(self, path: str, value: object, description: str) -> None:
-        """Record that the adapter cannot be served right."""
+        """Record that the adapter cannot be served correctly."""
         if len(self.refusals) < MAX_FINDINGS:
             self.refusals.append(Violation.of(path, value, description))
 
@@ -30,7 +31,7 @@ class Findings:
         self.refuse(path, value, description)
 
     def name_base(self, violation: Violation) -> None:
-        """Put one refusal, about the base, in the place of all tensors that do not fit it."""
+        """Replace the refusals of all tensors that do not fit the base by one, about the base."""
         others = [each for each in self.refusals if each not in self.misfits]
         self.refusals = [violation, *others]
 
@@ -40,7 +41,7 @@ class Findings:
             self.warnings.append(Violation.of(path, value, description))
 
     def include(self, error: InvalidAdapter) -> None:
-        """Take over the violations of an error that a part of the validation raised."""
+        """Add the violations of an error that a part of the validation raised."""
         room = MAX_FINDINGS - len(self.refusals)
         self.refusals.extend(error.violations[:room])
 

@@ -21,7 +21,7 @@ from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """A PEFT folder, read: what `validate` takes."""
+    """The files of a PEFT folder: the input of `validate`."""
 
     tensor_path: Path
     config_bytes: bytes
@@ -43,7 +43,7 @@ def read_folder(path: Path) -> AdapterFolder:
 
 
 def read_files(locations: Mapping[str, Path]) -> AdapterFolder:
-    """Read and hash an adapter's files, config and tensors among them, wherever each lies.
+    """Read and hash an adapter's files, among them config and tensors, wherever each of them is.
 
     Args:
         locations: where each file is, by its name within the adapter.
@@ -93,7 +93,7 @@ def file_names(path: Path, tensor_file: str = TENSOR_FILE) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What is in a folder and no part of its adapter."""
+    """The entries of a folder that are no part of its adapter."""
 
     names: tuple[str, ...]
     """Training state, pictures and logs, which need no action."""
@@ -102,7 +102,7 @@ class LeftOut:
 
 
 def left_out(path: Path) -> LeftOut:
-    """What is in a folder and no part of the adapter. Raises as `file_names` does."""
+    """The entries of a folder that are no part of the adapter. Raises as `file_names` does."""
     return _look(path, TENSOR_FILE)[1]
 
 
@@ -161,7 +161,7 @@ def _holds_adapter(entry: os.DirEntry[str]) -> bool:
 
 
 def _newest(names: list[str]) -> str:
-    """The checkpoint with most steps."""
+    """The checkpoint with the most steps."""
     return max(names, key=lambda name: (len(name), name))
 
 
@@ -196,7 +196,7 @@ def _entry_problem(entry: os.DirEntry[str], tensor_file: str) -> str | None:
 
 
 def _is_hub_blob(link: Path) -> bool:
-    """Whether a link is one that a hub cache makes: from a snapshot to its repository's blobs."""
+    """Whether a link is one that a hub cache makes, from a snapshot to its repository's blobs."""
     snapshots = link.parent.parent
     target = link.resolve()
     return (

@@ -30,7 +30,7 @@ EMBEDDING = "embedding"
 LM_HEAD = "lm_head"
 NORM = "norm"
 HEAD = "head"
-"""An adapter's own: no base has one (see `tasks`)."""
+"""A head that only adapters bring: no base has one (see `tasks`)."""
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_INDEX_BYTES = 64 * 1024 * 1024
@@ -79,7 +79,7 @@ class Module:
     """Rows of the weight (embedding and norm: width)."""
     has_bias: bool
     is_fixed: bool = False
-    """Whether the workers that serve the base cannot adapt it."""
+    """Whether the workers that serve the base are unable to adapt it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Geometry:
     modules: tuple[Module, ...]
     """Ordered by name."""
     rotary_pairs: int = 0
-    """Pairs of a head's components that turn; 0 = not known."""
+    """Number of rotated pairs in a head; 0 = not known."""
 
     @property
     def has_layer_inputs(self) -> bool:
@@ -148,7 +148,7 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, object]:
 
 
 def quantisation_of(config: Mapping[str, object]) -> Quantisation | None:
-    """How linears are stored; None if they are plain, or where their family knows it.
+    """How linears are stored; None if they are plain or if their family reads them itself.
 
     Raises:
         Unsupported: naming what this build does not know.
@@ -219,7 +219,7 @@ def _read_tensors(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
 
 
 def _of_gpt2(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors as other families have them: named as in the model, weights `[out, in]`."""
+    """The tensors in the form of other families: named as in the model, weights `[out, in]`."""
     named = {}
     for name, info in tensors.items():
         if _last_part(_module_of(name)) in _TRANSPOSED and name.endswith(".weight"):
@@ -230,7 +230,7 @@ def _of_gpt2(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def _tied_by_default(tensors: dict[str, TensorInfo]) -> bool:
-    """Config files may leave the key out; then a missing head means a shared one."""
+    """Whether the head is shared where the config does not say: then a missing head is."""
     return not any(_last_part(_module_of(name)) in _LM_HEAD_NAMES for name in tensors)
 
 
@@ -309,7 +309,7 @@ def _last_part(module: str) -> str:
 
 
 def _vocab_size(modules: tuple[Module, ...], config: dict[str, object]) -> int:
-    """Rows of the embedding; padded tables may have more than the config says."""
+    """Number of rows of the embedding. Padded tables may have more than the config says."""
     for module in modules:
         if module.kind == EMBEDDING:
             return module.in_features

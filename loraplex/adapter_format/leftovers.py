@@ -62,7 +62,7 @@ _FOLDERS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 _LEFT_OUT = "; it is left out"
 HARMLESS = frozenset(f"{reason}{_LEFT_OUT}" for _, reason in (*_FILES, *_FOLDERS))
-"""Reasons that no publisher needs to act on."""
+"""Reasons that do not require any action of a publisher."""
 
 
 def file_left_out(name: str) -> str | None:

@@ -28,7 +28,7 @@ class Manifest:
     """A core manifest, read back."""
 
     files: tuple[File, ...]
-    """What must be fetched by sha256 to decode; ordered by path."""
+    """Files that must be fetched by sha256 to decode, ordered by path."""
     config_bytes: bytes
     """Canonical adapter_config.json: write it next to the files and validate both again."""
     base_fingerprint: str

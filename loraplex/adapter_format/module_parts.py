@@ -63,7 +63,7 @@ class ModuleParts:
         return next(matches, ())
 
     def check(self, findings: Findings) -> bool:
-        """Refuse parts that do not belong; returns whether all is well."""
+        """Refuse parts that do not belong. Returns whether there were none."""
         before = len(findings.refusals)
         self._check_pairs(findings)
         self._check_dora(findings)
@@ -92,7 +92,7 @@ class ModuleParts:
                 findings.refuse(f"{TENSOR_FILE}:{first.name}", first.name, hint)
 
     def _problem(self, part: str) -> str | None:
-        """Why a part has no place here."""
+        """Why a part does not belong here; None if it does."""
         kind, config = self.module.kind, self.config
         if kind == HEAD and part != WEIGHT:
             return "is not the whole weight of a head, which is all that PEFT saves of one"
@@ -139,7 +139,7 @@ class ModuleParts:
         return f'is a trained bias, but bias is "{self.config.bias}"; correct adapter_config.json'
 
     def check_shapes(self, rank: int, findings: Findings) -> None:
-        """Refuse tensors whose shape is not what rank and base say."""
+        """Refuse tensors whose shape is not the one that rank and base determine."""
         expected = self._shapes(rank)
         module = self.module
         for part, info in self.tensors.items():
@@ -183,7 +183,7 @@ class ModuleParts:
         }
 
     def _num_rows(self, base_rows: int) -> int:
-        """Rows of the table: those of a stored copy if there is one."""
+        """Number of rows of the table: those of a stored copy if there is one."""
         info = self.tensors.get(WEIGHT) or self.tensors.get(BASE_WEIGHT)
         return info.shape[0] if info and info.shape else base_rows
 

@@ -50,7 +50,7 @@ _OF_TINKER = (
 
 @dataclass(frozen=True, slots=True)
 class _Factors:
-    """Which rank and alpha the config gives each module."""
+    """The rank and the alpha that the config gives to each module."""
 
     config: AdapterConfig
     ranks: PatternMap[int]
@@ -73,7 +73,7 @@ def build_modules(
     max_rank: int,
     findings: Findings,
 ) -> tuple[AdapterModule, ...]:
-    """Assemble the modules of an adapter, refusing every tensor that has no place.
+    """Assemble the modules of an adapter, refusing every tensor that belongs to none.
 
     Returns: the modules in order of their names; fewer than the file holds where `findings` has
         refusals.
@@ -143,7 +143,7 @@ def _base_module(
     config: AdapterConfig,
     findings: Findings,
 ) -> Module | None:
-    """The module of the base; without a geometry, what the tensors say it must be."""
+    """The module of the base; without a geometry, the module that the tensors imply."""
     if base is None:
         return _implied_module(name, tensors, config)
     module = base.get(name)
@@ -198,7 +198,7 @@ def _implied_module(name: str, tensors: Tensors, config: AdapterConfig) -> Modul
 def _is_refused(
     module: Module, tensors: Tensors, config: AdapterConfig, findings: Findings
 ) -> bool:
-    """Whether the module takes no such adapter; then all its tensors are named."""
+    """Refuse all tensors of a module that takes no such adapter. True if it was refused."""
     why = _why_refused(module, tensors, config)
     for info in tensors.values() if why else ():
         findings.refuse(_path(info), module.name, why or "")

@@ -17,7 +17,7 @@ from loraplex.adapter_format.geometry import LINEAR, Module
 from loraplex.adapter_format.regex_parser import parse
 
 Names = str | tuple[str, ...]
-"""How PEFT names modules: one regular expression, or suffixes of module names."""
+"""How PEFT names modules: a regular expression, or suffixes of module names."""
 
 T = TypeVar("T")
 Matches = Callable[[str], bool]
@@ -37,7 +37,7 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
     "qwen2": ("q_proj", "v_proj"),
     "qwen3": ("q_proj", "v_proj"),
 }
-"""What PEFT targets when the config names nothing."""
+"""The modules that PEFT targets when the config names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class Selector:
     """A regular expression or suffixes."""
     excluded: str | frozenset[str] = frozenset()
     saved: tuple[str, ...] = ()
-    """`modules_to_save`: these modules and all inside them get no LoRA."""
+    """`modules_to_save`: these modules, and all inside them, get no LoRA."""
     layers: frozenset[int] = frozenset()
-    """Empty: all layers."""
+    """Empty = all layers."""
     layers_pattern: tuple[str, ...] = ()
-    """Plain names of module lists; empty: any."""
+    """Plain names of module lists; empty = any."""
     work: regex.Work = field(default_factory=regex.Work)
 
     def selects(self, name: str, module: Module | None = None) -> bool:
@@ -138,12 +138,12 @@ def _matcher(key: str, work: regex.Work) -> Matches:
 
 
 def pattern_of_key(key: str) -> str:
-    """The expression PEFT makes of a key of `rank_pattern` or `alpha_pattern`."""
+    """The expression that PEFT makes of a key of `rank_pattern` or `alpha_pattern`."""
     return rf"(.*\.)?({key})$"
 
 
 def pattern_of_saved(module: str) -> str:
-    """The expression PEFT makes of an entry of `modules_to_save`."""
+    """The expression that PEFT makes of an entry of `modules_to_save`."""
     return rf"(^|.*\.){module}($|\..*)"
 
 

@@ -33,15 +33,15 @@ class PoolingFields:
     labels: tuple[str, ...] = ()
     """Names of the head's outputs; empty means LABEL_0, LABEL_1..."""
     num_labels: int = 0
-    """0: what the head has."""
+    """Number of labels; 0 = that of the head."""
     problem_type: str = ""
     """One of the constants above; "" = single label, or the sigmoid of a single output."""
     pad_token_id: int | None = None
-    """Trailing ones are not scored; None: the base's."""
+    """Padding id; trailing ones are not scored. None = the base's."""
     pooling: str = ""
     """`last` or `mean`; "" = last."""
     normalize: bool | None = None
-    """None: yes."""
+    """Whether vectors are scaled to length 1; None = yes."""
 
     def to_fields(self) -> dict[str, object]:
         """The fields of the file; only those that are set."""
@@ -58,7 +58,7 @@ class PoolingFields:
 
 
 def read_pooling(reader: AdapterConfigReader) -> PoolingFields:
-    """The fields of a config, each checked for itself."""
+    """The fields of a config, each checked separately."""
     if reader.fields.get("task_type") != SEQ_CLS:
         for name in HEAD_FIELDS:
             if reader.fields.get(name) is not None:

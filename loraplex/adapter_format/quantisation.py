@@ -47,19 +47,19 @@ class Scheme:
     layout: str
     bits: int
     is_float: bool = False
-    """Codes are float8 (e4m3); otherwise integers or, in BNB4, places in a table."""
+    """Codes are float8 (e4m3); otherwise they are integers or, in BNB4, indices of a table."""
     group_size: int = 0
-    """Inputs that share a scale; 0 = whole rows."""
+    """Number of inputs that share a scale; 0 = whole rows."""
     symmetric: bool = True
-    """True if there are no zero points."""
+    """Whether there are no zero points."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale, in BLOCKS."""
     zero_step: int = 0
-    """What GPTQ adds to a stored zero point."""
+    """The number that GPTQ adds to a stored zero point."""
 
     @property
     def name(self) -> str:
-        """For logs and fingerprints, such as `gptq-int4-g128`."""
+        """Name for logs and fingerprints, such as `gptq-int4-g128`."""
         kind = "float" if self.is_float or self.layout == BNB4 else "int"
         parts = [f"{self.layout}-{kind}{self.bits}"]
         if self.group_size:
@@ -80,7 +80,7 @@ class Quantisation:
 
     @property
     def name(self) -> str:
-        """For logs and fingerprints."""
+        """Name for logs and fingerprints."""
         return "+".join(sorted({scheme.name for _, scheme in self.schemes}))
 
     def scheme_of(self, module: str) -> Scheme | None:

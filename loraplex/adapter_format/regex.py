@@ -23,12 +23,13 @@ class BadPattern(Exception):
 
 @dataclass(slots=True)
 class Work:
-    """What matching may still cost, in visits of nodes and characters (about 0.2 us each)."""
+    """The work that matching may still do, in visits of nodes and characters (about 0.2 us
+    each)."""
 
     left: int = MAX_WORK
 
     def spend(self, visits: int) -> None:
-        """Count visits; raises `BadPattern` when none are left."""
+        """Count visits. Raises BadPattern if none are left."""
         self.left -= visits
         if self.left < 0:
             raise BadPattern("takes too long to match; use fewer patterns or fewer repeats in them")
@@ -152,7 +153,8 @@ class Branches:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part `low` to `high` times (None: any number). With high > 1 it never matches nothing."""
+    """A part `low` to `high` times (None = any number). With high > 1, the part never matches
+    nothing."""
 
     part: Node
     low: int

@@ -27,9 +27,9 @@ class AdapterModule:
     name: str
     """Base module, such as `model.layers.0.self_attn.q_proj`."""
     rank: int = 0
-    """Rows of A; 0 if the module has no LoRA matrices."""
+    """Number of rows of A; 0 if the module has no LoRA matrices."""
     scale: float = 0.0
-    """Factor of B A x: alpha / r, or alpha / sqrt(r) with rsLoRA, patterns applied."""
+    """Factor of B A x: alpha / r, or alpha / sqrt(r) with rsLoRA, after patterns."""
     a: TensorInfo | None = None
     """`[rank, in_features]`."""
     b: TensorInfo | None = None
@@ -56,7 +56,7 @@ class AdapterModule:
     """Set where `a` `[experts * rank, in]` and `b` `[out, rank * experts]` hold all experts: this
     module has rows [index * rank, (index + 1) * rank) of a, and every experts-th column of b."""
     num_rows: int = 0
-    """Rows of the adapter's embedding and head, where they are not as many as the base's."""
+    """Number of rows of the adapter's embedding and head, where it differs from the base's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class Report:
     tensor_file_size: int
     """Bytes of adapter_model.safetensors."""
     base_fingerprint: str
-    """Fingerprint of the geometry it was checked against; "" if none."""
+    """Fingerprint of the geometry against which it was checked; "" if there was none."""
     warnings: tuple[Violation, ...]
     num_labels: int = 0
-    """Outputs of its classification head; 0 without one."""
+    """Number of outputs of its classification head; 0 without one."""
 
     @property
     def pooling(self) -> PoolingFields:

@@ -49,14 +49,14 @@ _OLD_NAMES = {"su": "longrope"}
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """What was said, checked as far as it can be without the base."""
+    """A rotary embedding, checked as far as possible without the base."""
 
     kind: str
     """default, linear, llama3, yarn or longrope."""
     theta: float | None = None
-    """None: the base's."""
+    """Base frequency; None = the base's."""
     max_position_embeddings: int | None = None
-    """The context that was asked for in tokens; None: it follows from the rest."""
+    """The requested context in tokens; None = it follows from the rest."""
     params: Params = ()
     """The method's own numbers, sorted by name."""
 
@@ -91,7 +91,7 @@ class RopeScaling:
 
 
 def parse(text: str) -> RopeScaling:
-    """What a label says.
+    """Read a label. Raises: InvalidAdapter: naming the key, with the way out.
 
     Raises:
         InvalidAdapter: naming the key, with the way out.
@@ -107,7 +107,7 @@ def parse(text: str) -> RopeScaling:
 
 
 def read(value: object) -> RopeScaling:
-    """What a JSON value says.
+    """Read a JSON value. Raises: InvalidAdapter: naming the key, with the way out.
 
     Raises:
         InvalidAdapter: naming the key, with the way out.
@@ -190,7 +190,7 @@ def _number(value: Mapping[str, object], key: str, low: float, high: float) -> f
 
 
 def _plain(number: float | bool) -> float | int | bool:
-    """8.0 and 8 are one factor."""
+    """An integer for a whole float, so that 8.0 and 8 are the same factor."""
     is_integer = isinstance(number, float) and number.is_integer() and number < 2**53
     return int(number) if is_integer else number
 

@@ -21,7 +21,7 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 MAX_TENSORS = 50_000
 MAX_COMMAS = 6 * MAX_TENSORS
-"""A matrix has five; a file with many more would only cost memory to parse."""
+"""A matrix has five commas. A file with many more would only cost memory to parse."""
 MAX_DIMENSIONS = 8
 MAX_NAME_CHARS = 512
 

@@ -57,7 +57,7 @@ def complete_config(
 
 
 def read_rope_scaling(reader: AdapterConfigReader) -> RopeScaling | None:
-    """The field of a config."""
+    """Read the field of a config."""
     value = reader.fields.get(ROPE_FIELD)
     if value is None:
         return None
@@ -70,7 +70,7 @@ def read_rope_scaling(reader: AdapterConfigReader) -> RopeScaling | None:
 
 
 def read_eos_token_ids(reader: AdapterConfigReader) -> tuple[int, ...]:
-    """The field of a config: one id or a list of them."""
+    """Read the field of a config: one id or a list of ids."""
     value = reader.fields.get(EOS_FIELD)
     ids = _ids(value)
     if ids is None:
@@ -80,7 +80,7 @@ def read_eos_token_ids(reader: AdapterConfigReader) -> tuple[int, ...]:
 
 
 def check_rope_scaling(scaling: RopeScaling | None, num_pairs: int, findings: Findings) -> None:
-    """Refuse factors that are not one for each pair that turns.
+    """Refuse factors whose number is not that of the rotated pairs.
 
     Args:
         num_pairs: of the base; 0 = not known.
@@ -119,7 +119,7 @@ def _eos_of(generation_config: bytes) -> list[int] | None:
 
 
 def _ids(value: object) -> list[int] | None:
-    """Sorted, each once; empty for null, None for what is neither."""
+    """The ids, sorted and without duplicates; empty for null, None for anything else."""
     ids = [value] if type(value) is int else value
     if ids is None:
         return []

@@ -85,7 +85,7 @@ def selector_of(config: AdapterConfig, targets: Names) -> Selector:
 def _effective_targets(
     config: AdapterConfig, geometry: Geometry | None, findings: Findings
 ) -> Names | None:
-    """`target_modules`, or PEFT's default for the base; None if that cannot be known."""
+    """`target_modules`, or PEFT's default for the base; None if that is not known."""
     if config.target_modules is not None or geometry is None:
         return config.target_modules
     targets = DEFAULT_TARGETS.get(geometry.model_type)

@@ -73,6 +73,6 @@ def in_base(
 
 
 def num_labels_of(modules: Iterable[AdapterModule], task: str) -> int:
-    """Outputs of the head; 0 without one."""
+    """Number of outputs of the head; 0 without one."""
     shapes = [m.full.shape for m in modules if task == SEQ_CLS and m.name == SCORE and m.full]
     return shapes[0][0] if shapes else 0

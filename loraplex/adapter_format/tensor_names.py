@@ -43,7 +43,7 @@ _LORA_WORDS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", 
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """A tensor's name, taken apart."""
+    """The parts of a tensor's name."""
 
     module: str
     """Name of the module in the base, such as `model.layers.0.self_attn.q_proj`."""
@@ -85,5 +85,5 @@ _WHOLE_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def _is_odd(module: str) -> bool:
-    """Whether what is left is no module name: empty, or with adapter parts inside."""
+    """Whether the rest is no module name: empty, or with adapter parts inside."""
     return not module or ".lora_" in f".{module}"

@@ -52,7 +52,7 @@ def _all_finite(numpy: ModuleType, dtype: str, data: bytes | memoryview) -> bool
 
 @functools.cache
 def _numpy() -> ModuleType | None:
-    """Imported at the first scan: a command line that scans nothing starts faster without."""
+    """numpy, imported at the first scan: a command that scans nothing starts faster without it."""
     try:
         import numpy
     except ImportError:

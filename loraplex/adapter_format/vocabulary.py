@@ -19,7 +19,7 @@ from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 from loraplex.adapter_format.tasks import CAUSAL_LM
 
 MAX_ADDED_TOKENS = 65_536
-"""Beyond the base's table."""
+"""Most tokens beyond the base's table."""
 
 
 def complete_tables(
@@ -93,7 +93,7 @@ def _tied(
 
 
 def _common_size(tables: Sequence[AdapterModule], base_size: int, findings: Findings) -> int:
-    """Rows of embedding and head, if there is one; refused if they differ."""
+    """Number of rows of embedding and head, if there are any. Refused if they differ."""
     sizes = [_size(module, base_size, findings) for module in tables]
     if sizes[0] != sizes[-1]:
         longer = tables[0] if sizes[0] != base_size else tables[1]

@@ -44,18 +44,18 @@ class PackedLogprobs:
     """
 
     num_top: int = 0
-    """Candidates of each position."""
+    """Number of candidates of each position."""
     token_ids: bytes = b""
     """Little-endian uint32: each position's own token, then its candidates, best first."""
     logprobs: bytes = b""
     """Little-endian float32, in the same order."""
 
     def __len__(self) -> int:
-        """Positions, without the first token of the prompt, which has no logprob."""
+        """Number of positions, without the first token of the prompt, which has no logprob."""
         return len(self.logprobs) // (4 + 4 * self.num_top)
 
     def followed_by(self, entries: Sequence[TokenLogprob]) -> PackedLogprobs:
-        """With further positions, which all have as many candidates."""
+        """These logprobs with those of further positions, which have as many candidates."""
         token_ids, logprobs = array("I"), array("f")
         for entry in entries:
             for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
@@ -68,7 +68,8 @@ class PackedLogprobs:
         )
 
     def entries(self) -> tuple[TokenLogprob | None, ...]:
-        """One per token of the prompt; the first is None.
+        """One entry for each token of the prompt; the first is None. Takes 0.4 s for 262,144
+        logprobs, so event loops call it on a thread.
 
         Takes 0.4 s for 262,144 logprobs: event loops call it on a thread.
         """

@@ -52,11 +52,11 @@ class AdapterVersion:
     task: str = "CAUSAL_LM"
     """PEFT's task_type: "SEQ_CLS" scores, "FEATURE_EXTRACTION" embeds."""
     num_labels: int = 0
-    """Outputs of its classification head; 0 without one."""
+    """Number of outputs of its classification head; 0 without one."""
     rope_scaling: str = ""
     """A rotary embedding of its own, JSON as in config.json; "" = its base's."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end its output; empty: the base's."""
+    """Token ids that end its output; empty = the base's."""
     expires_unix_s: float = 0.0
     """When an ephemeral version is deleted; 0 = it stays."""
     description: str = ""
@@ -72,7 +72,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who besides its owner may use an adapter."""
+    """Who may use an adapter in addition to its owner."""
 
     name: str
     visibility: str
@@ -109,7 +109,7 @@ class Certificate:
 
     base_id: str
     reference: str
-    """What it was compared with."""
+    """Name of the reference."""
     probe_sha256: str
     """sha256 of the texts that were scored."""
     num_tokens: int
@@ -122,9 +122,10 @@ class Certificate:
     created_unix_s: float = 0.0
     creator: str = ""
     quantization: str = ""
-    """Of the served base, at load; "" = served as it is published."""
+    """Scheme of the served base's quantisation at load; "" = served as it is published."""
     by_operator: bool = False
-    """A service or the first admin key stored it: only these count for a tenant's `max_kl`."""
+    """Whether a service or the first admin key stored it: only these count for a tenant's
+    `max_kl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class TagTarget:
-    """One side of a tag."""
+    """One target of a tag."""
 
     version: int
     digest: str
@@ -184,7 +185,7 @@ class TagMove:
     """Empty = deleted."""
     moved_unix_s: float
     mover: str
-    """Id of the key that did it; "" without auth."""
+    """Id of the key that moved it; "" without auth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ class TenantLimits:
 
     tenant: str
     max_bytes: int = 0
-    """Of files of live versions and unfinished uploads; checked by the registry."""
+    """Bytes of files of live versions and unfinished uploads; checked by the registry."""
     max_versions: int = 0
     """Live versions; checked by the registry."""
     requests_per_s: float = 0.0
@@ -309,7 +310,7 @@ class UsageEntry:
     model: str
     """tenant/name of the adapter, several joined by +, or the id of the base."""
     requests: int
-    """That ended, with errors and cancelled ones."""
+    """Requests that ended, including failed and cancelled ones."""
     errors: int
     prompt_tokens: int
     cached_tokens: int

@@ -127,7 +127,7 @@ class KeptPrefix:
 
     adapters: AdapterSet
     num_tokens: int
-    """Counted from the start of the prompt, including earlier parts."""
+    """Number of tokens from the start of the prompt, including earlier parts."""
 
 
 BASE_ONLY = AdapterSet()
@@ -152,13 +152,13 @@ class WorkerRequest:
     tenant: str = "default"
     priority: int = 0
     fairness_weight: float = 1.0
-    """The tenant's, for the worker's own fair queue."""
+    """Fairness weight of the tenant, for the worker's queue."""
     cache_salt: str = ""
     sample_index: int = 0
     remaining_s: float | None = None
-    """Time until the deadline; None = no deadline."""
+    """Seconds until the deadline; None = no deadline."""
     remaining_first_token_s: float | None = None
-    """Time until the first token is due; None = only the deadline counts."""
+    """Seconds until the first token is due; None = only the deadline counts."""
     trace: str = ""
     """W3C traceparent; may be empty."""
     grammar: Grammar | None = None

@@ -28,11 +28,11 @@ class AdapterResidency:
     max_rank: int = 0
     """The largest rank over its modules."""
     device_bytes: int = 0
-    """What it holds in the arena."""
+    """Bytes that it holds in the arena."""
     pinned: bool = False
     """A pinned adapter is never evicted."""
     running_requests: int = 0
-    """Running requests that use it."""
+    """Number of running requests that use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +40,27 @@ class WorkerLoad:
     """How busy a worker is."""
 
     running_requests: int = 0
-    """Requests in its batch."""
+    """Number of requests in its batch."""
     waiting_requests: int = 0
-    """Requests that have not been scheduled yet."""
+    """Number of requests that have not been scheduled yet."""
     queued_tokens: int = 0
-    """Tokens of prompts that have not been computed yet."""
+    """Number of prompt tokens that have not been computed yet."""
     free_blocks: int = 0
-    """Blocks of the arena that are free, or held by idle adapters and prefixes."""
+    """Number of arena blocks that are free, or held by idle adapters and prefixes."""
     total_blocks: int = 0
-    """Blocks of the arena."""
+    """Number of arena blocks."""
     step_s: float = 0.0
     """The mean duration of recent steps; 0 = not known yet."""
     prefill_tokens_per_s: float = 0.0
     """The recent rate; 0 = not known yet."""
     max_distinct_adapters: int = 0
-    """The most adapters in one step since the engine started."""
+    """Most adapters in one step since the engine started."""
     steps: int = 0
-    """Steps since the engine started."""
+    """Number of steps since the engine started."""
     max_running_requests: int = 0
     """The size of its batch; 0 = not reported."""
     is_full: bool = False
-    """Requests wait for memory or for the token budget of its steps, not for a batch slot."""
+    """Whether requests wait for memory or for the token budget of its steps, not for a batch
+    slot."""
     idle_blocks: int = 0
     """Those of `free_blocks` that idle adapters and prefixes hold until their space is needed."""

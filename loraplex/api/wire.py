@@ -201,7 +201,7 @@ def pooling_from_proto(number: common_pb2.Pooling) -> Pooling | None:
 
 
 def usage_to_proto(usage: Usage) -> common_pb2.Usage:
-    """Token counts."""
+    """Token counts as a message."""
     return common_pb2.Usage(**same_fields(usage, Usage))
 
 
@@ -211,7 +211,7 @@ def usage_from_proto(message: common_pb2.Usage) -> Usage:
 
 
 def timings_to_proto(timings: Timings) -> common_pb2.Timings:
-    """Times in seconds."""
+    """Times as a message."""
     return common_pb2.Timings(**same_fields(timings, Timings))
 
 
@@ -221,7 +221,7 @@ def timings_from_proto(message: common_pb2.Timings) -> Timings:
 
 
 def served_by_to_proto(served_by: ServedBy) -> inference_pb2.ServedBy:
-    """What ran a request."""
+    """What ran a request, as a message."""
     return inference_pb2.ServedBy(**same_fields(served_by, ServedBy))
 
 
@@ -233,7 +233,7 @@ def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
 
 
 def residency_to_proto(residency: AdapterResidency) -> worker_pb2.AdapterResidency:
-    """Where an adapter is."""
+    """Where an adapter is, as a message."""
     return worker_pb2.AdapterResidency(**same_fields(residency, AdapterResidency))
 
 
@@ -244,7 +244,7 @@ def residency_from_proto(message: worker_pb2.AdapterResidency) -> AdapterResiden
 
 
 def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:
-    """How busy a worker is."""
+    """How busy a worker is, as a message."""
     return worker_pb2.WorkerLoad(
         **{name: getattr(load, name) for name in _LOAD_FIELDS}, full=load.is_full
     )
@@ -258,12 +258,12 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
 
 
 def recent_load_to_proto(load: RecentLoad) -> admin_pb2.RecentLoad:
-    """The wire form."""
+    """The load of a gateway as a message."""
     return admin_pb2.RecentLoad(**dataclasses.asdict(load))
 
 
 def recent_load_from_proto(message: admin_pb2.RecentLoad) -> RecentLoad:
-    """The plain form."""
+    """The inverse."""
     models = tuple(ModelLoad(**same_fields(each, ModelLoad)) for each in message.models)
     values = same_fields(message, RecentLoad)
     return RecentLoad(**{**values, "failures": dict(message.failures), "models": models})

@@ -49,7 +49,7 @@ def _low_bytes(tensors: Sequence[TensorInfo]) -> Iterator[int]:
 
 
 def variant_name(index: int) -> str:
-    """trace-00000 and on."""
+    """Names are trace-00000 and so on."""
     return f"{NAME_PREFIX}{index:05d}"
 
 

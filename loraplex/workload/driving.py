@@ -17,7 +17,7 @@ from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.workload import RequestOutcome, TracedRequest
 
 TEXT_VOCAB = 256
-"""Prompts hold ids below this: every vocabulary has them."""
+"""Prompts contain ids below this number, which every vocabulary has."""
 
 
 async def targets(client: InferenceClient, num_adapters: int, prefix: str) -> list[Model]:
@@ -71,7 +71,7 @@ async def drive(
 
 
 def random_prompt(seed: str, num_tokens: int) -> list[int]:
-    """Token ids that no other seed's prompt begins with, but by chance."""
+    """Token ids. Prompts of other seeds begin differently, except by chance."""
     rng = random.Random(seed)
     return [rng.randrange(TEXT_VOCAB) for _ in range(num_tokens)]
 

@@ -19,7 +19,7 @@ from loraplex.workload.trace import TracedRequest
 
 COLUMNS = ("timestamp", "model", "input_length", "output_length")
 MAX_LENGTH = 1 << 20
-"""Tokens; longer than any context."""
+"""Most tokens of a length; longer than any context."""
 
 
 @dataclass(frozen=True, slots=True)

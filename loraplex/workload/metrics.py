@@ -18,9 +18,9 @@ class RequestOutcome:
     """None = it never got one."""
     end_s: float
     num_output: int
-    """Tokens that came."""
+    """Number of tokens received."""
     finished: bool
-    """False when it was aborted, shed or failed, whatever came before."""
+    """False if it was aborted, shed or failed, whatever was received before."""
     reason: str = ""
     """Why it did not finish."""
     engine_s: float | None = None
@@ -66,9 +66,9 @@ class Summary:
     num_requests: int
     num_finished: int
     makespan_s: float
-    """Time from the start of the trace to the end of its last request."""
+    """Time from the start of the trace to the end of its last request, in seconds."""
     requests_per_s: float
-    """Finished requests over the makespan."""
+    """Finished requests per second of the makespan."""
     output_tokens_per_s: float
     first_token: Percentiles
     """Latency of the first token of finished requests."""

@@ -38,13 +38,13 @@ class TracedRequest:
     """One request of a trace."""
 
     arrival_s: float
-    """Since the start of the trace."""
+    """Seconds since the start of the trace."""
     adapter: int | None
     """Index of the adapter; None = the bare base."""
     num_input: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     num_output: int
-    """Tokens to generate, exactly."""
+    """Number of tokens to generate, exactly."""
     tenant: str = "default"
 
 
@@ -64,7 +64,7 @@ class UniformLengths:
 
     @property
     def max_tokens(self) -> int:
-        """The most that one request can have, prompt and output together."""
+        """Most tokens that one request can have, prompt and output together."""
         return self.inputs[1] + self.outputs[1]
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class LogNormalLengths:
 
     @property
     def max_tokens(self) -> int:
-        """The most that one request can have, prompt and output together."""
+        """Most tokens that one request can have, prompt and output together."""
         return 2 * self.cap
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
@@ -104,7 +104,7 @@ Lengths = UniformLengths | LogNormalLengths
 
 
 class Arrivals(enum.StrEnum):
-    """What bursts."""
+    """How arrivals are distributed among processes."""
 
     PER_ADAPTER = "per-adapter"
     """Each adapter has a process of its own, as in the paper. The number of requests is random, and
@@ -121,7 +121,7 @@ class Workload:
     num_adapters: int
     """0 = all requests for the bare base."""
     rate_per_s: float
-    """Mean arrivals a second."""
+    """Mean arrivals per second."""
     duration_s: float
     cv: float = 1.0
     """Coefficient of variation of a process's gaps: 1 = Poisson, more = bursts."""
@@ -209,5 +209,5 @@ def _pooled_arrivals(workload: Workload) -> list[Arrival]:
 
 
 def ranks_of(mix: Sequence[int], num_adapters: int) -> list[int]:
-    """Rank of each adapter: the mix dealt round-robin."""
+    """Rank of each adapter: the mix of ranks, dealt in rotation."""
     return [mix[index % len(mix)] for index in range(num_adapters)]

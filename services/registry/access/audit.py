@@ -19,7 +19,7 @@ from loraplex_services.registry.records import (
 
 _KEY = re.compile(layout.AUDIT + r"\d{4}-\d{2}-\d{2}/[0-9a-hjkmnp-tv-z]{26}\.json")
 _END = layout.AUDIT + "~"
-"""Sorts after every entry."""
+"""A key that sorts after every entry."""
 _WINDOW_S = 60.0
 _BATCH_KEYS = 200
 

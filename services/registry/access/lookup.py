@@ -26,7 +26,7 @@ from loraplex_services.registry.records import (
 
 _SCAN_ADAPTERS = 500
 _MAX_NAMES = 50
-"""Adapters whose names are compared with one that does not exist."""
+"""Most adapters whose names are compared with one that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
