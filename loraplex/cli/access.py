@@ -139,6 +139,11 @@ async def _first_admin_key(args: argparse.Namespace) -> None:
         print(f"{error.message}\n{hint}", file=sys.stderr)
         _print_drawn_key(args.json)
         return
+    print(
+        "note: a registry answered and created this key for itself; to generate one for another "
+        "registry, name an address where none answers with --registry",
+        file=sys.stderr,
+    )
     _print_key(key, token, args.json)
 
 

@@ -276,3 +276,9 @@ def test_tables_are_for_people(registry: Any, adapter: Path) -> None:
     assert header.split()[:3] == ["NAME", "VERSION", "TAGS"]
     assert rows[0].split()[:3] == ["default/tabled", "v1", "latest,prod"]
     assert "tags\n" in registry("show", "tabled").stdout
+
+
+def test_the_first_key_of_a_registry_that_answered_is_announced(registry: Any) -> None:
+    done = registry("keys", "create", "--bootstrap")
+    assert done.stdout.startswith("lpx_")
+    assert "a registry answered and created this key for itself" in done.stderr
