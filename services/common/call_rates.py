@@ -26,7 +26,7 @@ from loraplex_services.common.recent import Recent
 MAX_TENANTS = 10_000
 REFUSAL_DELAY_S = 1.0
 MAX_DELAYED = 1000
-"""Refusals that are delayed in one process; further ones are sent immediately."""
+"""Most refusals that are delayed in one process; further ones are sent immediately."""
 
 
 class CallRates:
@@ -94,5 +94,5 @@ class DelayedRefusals:
 
 
 def _is_refusal(error: Exception) -> TypeGuard[LoraplexError]:
-    """Whether it is the caller's fault."""
+    """Whether an error is the caller's fault."""
     return isinstance(error, LoraplexError) and codes_of(error).http < 500

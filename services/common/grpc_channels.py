@@ -34,7 +34,7 @@ class OpenChannel(Protocol):
 
     @property
     def version(self) -> int:
-        """Grows when the files that channels are opened with were replaced."""
+        """Increases when the files with which channels are opened were replaced."""
 
 
 class PlainChannels:

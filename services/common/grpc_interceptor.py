@@ -109,7 +109,7 @@ def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandle
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all methods of one server share."""
+    """The state that all methods of one server share."""
 
     auth: Auth | None
     open_calls: OpenCalls
@@ -121,7 +121,7 @@ class _Shared:
 
     @asynccontextmanager
     async def opened(self, method: str, context: Context) -> AsyncIterator[None]:
-        """Count such a stream in the meantime, or end it if there are too many."""
+        """Count such a stream while it is open, or end it if there are too many."""
         if self.num_open[method] >= MAX_OPEN_STREAMS:
             why = f"{MAX_OPEN_STREAMS} calls of {method} are open, which is the limit"
             error = ResourceExhausted(why, reason="TOO_MANY_CALLS", retry_after_s=1.0)
@@ -135,7 +135,7 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What the wrappers of one method need."""
+    """The parts that the wrappers of one method need."""
 
     method: str
     shared: _Shared
@@ -219,7 +219,8 @@ def _wrapped_stream(
 
 
 async def _identify(method: str, auth: Auth | None, context: Context) -> Caller:
-    """Who calls.
+    """Identify the caller. Mutates the context variables that auth and handlers read, within the
+    call's own task.
 
     Mutates the context variables that auth and handlers read, within the call's own task.
     """

@@ -28,17 +28,17 @@ class MethodLimits:
     """Limits of one gRPC method or HTTP endpoint."""
 
     max_message_bytes: int = 1 * MIB
-    """Size of one message, or of an HTTP body."""
+    """Largest size in bytes of one message or of an HTTP body."""
     max_calls_per_tenant: int = 0
-    """Calls that the keys of one tenant may have open at one process; 0 = no limit. Services and
-    callers without auth are not limited."""
+    """Most calls that the keys of one tenant may have open at one process; 0 = no limit. Services
+    and callers without auth are not limited."""
     num_calls: int = 0
-    """How many calls one call counts as in its tenant's rate; 0 = it is not counted."""
+    """Number of calls as which one call counts in its tenant's rate; 0 = it is not counted."""
 
 
 DEFAULT = MethodLimits()
 REGISTRY_DEFAULT = MethodLimits(num_calls=1)
-"""Every method of the registry counts."""
+"""All methods of the registry."""
 
 _INFERENCE = "/loraplex.v1.InferenceService/"
 _ADMIN = "/loraplex.v1.AdminService/"
@@ -70,28 +70,29 @@ METHODS: Mapping[str, MethodLimits] = {
 """Methods whose limits are not `DEFAULT`."""
 
 HTTP_BODY = MethodLimits(max_message_bytes=8 * MIB)
-"""Bodies of all HTTP endpoints of the gateway."""
+"""Limits of the bodies of all HTTP endpoints of the gateway."""
 CALLS_PER_S = 200
-"""Calls of one tenant that one registry answers, and reads that one gateway does: `num_calls`. A
-publication takes five."""
+"""Calls per second of one tenant that one registry answers, and reads that one gateway answers:
+`num_calls`. A publication takes five."""
 CALL_BURST = 200
-"""Calls that may come at once."""
+"""Calls that may arrive at the same time."""
 MAX_CALL_WAIT_S = 2
-"""A call that would have to wait longer for its time is refused."""
+"""Longest delay of a call in seconds. One that would have to wait longer is refused."""
 LIST_CALLS = 10
 """What a list of models, or of what the console shows, counts as."""
 TEXT_BYTES_PER_CALL = 4 * KIB
 """A request for the tokens of a text, or for the text of tokens, counts as one call, and as one
 more for each of these."""
 REFUSED_CALLS = 5
-"""What a refused request for tokens counts as: otherwise nothing would bound their number."""
+"""Number of calls as which a refused request for tokens counts. Otherwise nothing would bound the
+number of refusals."""
 USAGE_CALLS = 20
-"""What a report of usage counts as."""
+"""Number of calls as which a report of usage counts."""
 
 MAX_STREAMS_PER_CONNECTION = 4096
-"""Calls that one HTTP/2 connection may have open."""
+"""Most open calls of one HTTP/2 connection."""
 MAX_OPEN_STREAMS = 1024
-"""Watches of a server's health, which need no key, and as many calls of reflection."""
+"""Most watches of a server's health, which need no key, and most calls of reflection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +119,20 @@ class PoolLimits:
     """Names the work in errors, such as "grammars"."""
     num_processes: int
     memory_bytes: int
-    """Memory limit of each process."""
+    """Memory limit of each process in bytes."""
     timeout_s: float
-    """Longest time of one job in a process."""
+    """Longest time of one job in a process, in seconds."""
     cpu_s: float = 0.0
-    """Processor time of one job, which does not depend on how busy the machine is; 0 = no limit
-    but `timeout_s`."""
+    """Most processor time of one job in seconds, which does not depend on how busy the machine is;
+    0 = only `timeout_s` limits the job."""
     max_wait_s: float = 30.0
-    """Longest wait for a free process."""
+    """Longest wait for a free process in seconds."""
     start_timeout_s: float = 30.0
-    """Longest time that a process takes to start."""
+    """Longest time in seconds that a process takes to start."""
     keeps_processes: bool = True
     """False ends a process after each job, which returns its memory."""
     num_answers: int = 0
-    """Answers that are remembered by their key."""
+    """Most answers that are remembered by their key."""
 
 
 # Together they leave the gateway's pod (3 GiB) 1600 MiB, the registry's (1 GiB) 448 MiB and the
@@ -166,30 +167,30 @@ POOLS = {
     "registry": (VALIDATIONS,),
     "worker": (GRAMMARS,),
 }
-"""Pools of processes by service."""
+"""Limits of the process pools by service."""
 
 YEAR_S = 365.0 * 24 * 3600
 KEY_LIFETIME_S = NumberLimits(0, 100 * YEAR_S)
 WAIT_S = NumberLimits(0, YEAR_S)
-"""How long a tag waits until its adapter is loaded."""
+"""Seconds for which a tag waits until its adapter is loaded."""
 KEPT_VERSIONS = NumberLimits(0, 1000)
 """`keep_versions` of an upload; 0 = all versions are kept."""
 EPHEMERAL_S = NumberLimits(0, 30.0 * 24 * 3600)
-"""How long an ephemeral version lives; 0 = it is none."""
+"""Lifetime of an ephemeral version in seconds; 0 = the version is not ephemeral."""
 QUOTA = NumberLimits(0, float(1 << 62))
 """Bytes, versions and sequences of a tenant; 0 = no limit."""
 RATE_PER_S = NumberLimits(0, 1e12)
 """Tokens and requests per second of a tenant; 0 = no limit."""
 FILE_LIFETIME_S = NumberLimits(3600, 30.0 * 24 * 3600)
-"""How long a file is kept."""
+"""Seconds for which a file is kept."""
 FAIRNESS_WEIGHT = NumberLimits(0, 1000)
 DIVERGENCE = NumberLimits(0, 1000)
 """Nats per token that a tenant's versions may diverge; 0 = no limit."""
 
 MAX_DESCRIPTION_CHARS = 256
-"""Characters in the description of a key."""
+"""Most characters in the description of a key."""
 MAX_REASON_CHARS = 256
-"""Characters of the reason for a move of a tag."""
+"""Most characters of the reason for a move of a tag."""
 MAX_MODEL_CHARS = 512
 MAX_CACHE_SALT_CHARS = 256
 MAX_REQUEST_ID_CHARS = 256
@@ -197,99 +198,105 @@ MAX_TRACE_CHARS = 256
 MAX_SPLIT_KEY_CHARS = 1024
 MAX_ADAPTERS_PER_REQUEST = 8
 MAX_SEQUENCES_PER_REQUEST = 1024
-"""Prompts times choices of one HTTP request."""
+"""Most prompts times choices of one HTTP request."""
 MAX_SMALL_MESSAGE_BYTES = 64 * KIB
-"""HTTP bodies and gRPC requests beyond it wait for each other."""
+"""Size in bytes from which HTTP bodies and gRPC requests wait for each other."""
 MAX_WAITING_MESSAGES_PER_TENANT = 64
-"""Larger ones that wait to be parsed."""
+"""Most of these that wait to be parsed."""
 MAX_HTTP_CONNECTIONS = 8192
 MAX_HTTP_HEADER_S = 30
-"""Longest time for the head of an HTTP request to arrive."""
+"""Longest time in seconds for the head of an HTTP request to arrive."""
 MAX_HTTP_UNREAD_S = 60
 """Longest time in which a client may read less than `MIN_HTTP_READ_BYTES` of a waiting answer
 before its connection is closed."""
 MIN_HTTP_READ_BYTES = 64 * KIB
 MAX_JSON_COMMAS = 1 << 20
-"""In an HTTP body, strings included: JSON with more has more values than tokens fit a context."""
+"""Most values in an HTTP body, strings included: JSON with more has more values than tokens fit in
+a context."""
 MAX_JSON_BRACKETS = 1 << 18
-"""Opening ones. Objects and lists take the most time to parse: these take 0.03 s."""
+"""Most opening brackets in an HTTP body. Objects and lists take the most time to parse: this many
+take 0.03 s."""
 MAX_LARGE_BODIES = 8
-"""Large HTTP bodies that one gateway has in memory before they are parsed."""
+"""Most large HTTP bodies that one gateway holds in memory before they are parsed."""
 MAX_LARGE_BODIES_PER_TENANT = 2
 MIN_HTTP_CHUNK_BYTES = 512
 MAX_SMALL_HTTP_CHUNKS = 1024
 """Chunks of one chunked HTTP body that are smaller. Each takes the HTTP parser about 10
 microseconds: in chunks of one byte, each MiB of a body would stop the event loop for 10 s."""
 MAX_BODY_S = 60
-"""Longest time for an HTTP body to arrive."""
+"""Longest time in seconds for an HTTP body to arrive."""
 MAX_COLLECTED_BYTES = 512 * MIB
-"""Tokens and logprobs that one gateway holds for answers that are not streamed."""
+"""Most tokens and logprobs that one gateway holds for answers that are not streamed."""
 MAX_COLLECTED_BYTES_PER_TENANT = 256 * MIB
 MAX_STORED_RESPONSE_BYTES = 128 * MIB
-"""JSON of the responses that one gateway keeps for `previous_response_id`, over all tenants."""
+"""Most bytes of JSON of the responses that one gateway keeps for `previous_response_id`, over all
+tenants."""
 MAX_STORED_RESPONSE_BYTES_PER_TENANT = 16 * MIB
 MAX_HISTORY_RESPONSES = 1024
-"""Stored responses that one conversation may consist of."""
+"""Most stored responses of one conversation."""
 MAX_RESPONSE_METADATA = 16
-"""Entries of `metadata` of a response, with keys of 64 and values of 512 characters."""
+"""Most entries of `metadata` of a response, with keys of 64 and values of 512 characters."""
 MAX_FILE_BYTES = 200 * MIB
-"""Of a file for a batch."""
+"""Most bytes of a file for a batch."""
 MAX_STORED_FILE_BYTES_PER_TENANT = 10240 * MIB
-"""Of all files of a tenant. Results of batches count, and are stored even beyond it."""
+"""Most bytes of all files of a tenant. Results of batches count, but are stored even beyond it."""
 MAX_FILES_PER_TENANT = 10_000
 MAX_FILE_UPLOADS = 16
-"""Uploads of files that one gateway receives at a time; each takes up to 16 MiB of memory."""
+"""Most uploads of files that one gateway receives at the same time; each takes up to 16 MiB of
+memory."""
 MAX_FILE_UPLOADS_PER_TENANT = 4
 MAX_FILE_S = 900
-"""Longest time for a file to arrive."""
+"""Longest time in seconds for a file to arrive."""
 MAX_FILE_IDLE_S = 30
-"""Longest time between two parts of a file."""
+"""Longest time in seconds between two parts of a file."""
 MAX_FORM_PARTS = 16
 MAX_FORM_VALUE_BYTES = 1 * KIB
-"""Of a field of a form that is no file."""
+"""Most bytes of a field of a form that is not a file."""
 MAX_OPEN_UPLOADS_PER_TENANT = 1000
-"""Uploads that a tenant has begun and not finished."""
+"""Most uploads that a tenant has begun and not finished."""
 MAX_OPENINGS = 32
-"""Uploads that one registry begins at a time; each takes several writes to the object store."""
+"""Most uploads that one registry begins at the same time; each takes several writes to the object
+store."""
 MAX_OPENINGS_PER_TENANT = 4
-"""Uploads of one tenant that begin at a time; further ones wait until one has."""
+"""Most uploads of one tenant that begin at the same time; further ones wait."""
 MAX_UPLOAD_STREAMS = 32
-"""Uploads that one registry receives at a time; each takes up to 12 MiB of memory."""
+"""Most uploads that one registry receives at the same time; each takes up to 12 MiB of memory."""
 MAX_UPLOAD_STREAMS_PER_TENANT = 8
-"""Upload streams of one tenant; further ones wait until one ends."""
+"""Most upload streams of one tenant; further ones wait until one ends."""
 MAX_UPLOAD_IDLE_S = 30
 """Seconds without a chunk after which an upload's stream ends; what arrived is kept."""
 MAX_CHARS_PER_TOKEN = 128
 """A text with more characters per token of the context is refused before it is tokenized. Tokens of
 natural text have about four; the longest in today's vocabularies are runs of 128 spaces."""
 MAX_TOKEN_IDS_PER_FIELD = 4096
-"""Distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias, and the
-tokens of all bad_words together."""
+"""Most distinct ids in each of stop_token_ids, allowed_token_ids, bad_token_ids and logit_bias, and
+most tokens of all bad_words together."""
 MAX_PROMPT_LOGPROBS = 256 * KIB
 """Logprobs of prompt tokens in the answer to one request, candidates and choices included.
 They cross a worker's and a gateway's event loop packed, 8 bytes each; as JSON each takes 100."""
 MAX_MIRRORED_TOKENS = 64 * KIB
-"""Tokens of the requests that wait for one reader of mirrored requests. Further ones are left
-out."""
+"""Most tokens of the requests that wait for one reader of mirrored requests. Further requests are
+left out."""
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 128
 MAX_GRAMMAR_CHARS = 128 * KIB
-"""Characters of a grammar, also of one that is made of the schemas of tools."""
+"""Most characters of a grammar, also of one that is made of the schemas of tools."""
 MAX_COMPILED_GRAMMAR_BYTES = 16 * MIB
-"""Memory of a compiled grammar. 4,000 options or a schema of 1,000 properties take 4 to 6 MiB."""
+"""Most memory of a compiled grammar in bytes. 4,000 options or a schema of 1,000 properties take 4
+to 6 MiB."""
 
 
 MAX_WRONG_KEYS_PER_PEER = 60
-"""Wrong API keys that one address may send at once before its unknown keys are refused."""
+"""Most wrong API keys that one address may send at once before its unknown keys are refused."""
 WRONG_KEYS_PER_S = 1.0
-"""How fast it may send further ones."""
+"""How many further ones it may send per second."""
 MAX_UNCHECKED_KEY_S = 24 * 3600
-"""How long a key that the registry cannot check, because it is unreachable, stays valid at a
-gateway."""
+"""Longest time in seconds for which a gateway accepts a key that the registry cannot check because
+it is unreachable."""
 MAX_RUNNING = 4096
-"""Sequences that one gateway relays at a time."""
+"""Most sequences that one gateway relays at the same time."""
 MAX_QUEUED = 4096
-"""Requests that wait at one gateway."""
+"""Most requests that wait at one gateway."""
 
 
 def limits_of(method: str) -> MethodLimits:

@@ -21,7 +21,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from loraplex_services.common.tracing import WITHOUT_ERROR, Attributes, Span, Tracer
 
 LAST_EXPORT_S = 2.0
-"""The longest that the end of a process waits for its collector; the SDK waits 10 s or more."""
+"""Longest time in seconds that the end of a process waits for its collector; the SDK waits 10 s or
+more."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -29,7 +30,7 @@ class ExportingTracer(Tracer):
     """Begins spans that are exported if the sampler takes them."""
 
     def __init__(self, service: str, clock: Callable[[], float]) -> None:
-        """What is not exported yet when the process ends is exported then."""
+        """What is not exported yet is exported when the process ends."""
         resource = Resource.create({"service.name": f"loraplex-{service}"})
         resource = resource.merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -50,7 +51,7 @@ class ExportedSpan(Span):
     """A span of the SDK."""
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, to_unix_s: float) -> None:
-        """`to_unix_s`: what is added to times of the tracer's clock."""
+        """`to_unix_s`: added to times of the tracer's clock."""
         self._tracer, self._span, self._to_unix_s = tracer, span, to_unix_s
         self._context = trace.set_span_in_context(span)
         carrier: dict[str, str] = {}

@@ -21,12 +21,12 @@ from loraplex_services.common.recent import Recent
 from loraplex_services.common.tenant_slots import TenantSlots
 
 SPARE_AFTER_S = 0.2
-"""While a job takes longer than that, another process is kept ready."""
+"""While a job takes longer than this, in seconds, another process is kept ready."""
 REFUSED_S = 30.0
-"""How long a job is refused after it failed."""
+"""Seconds for which a job is refused after it failed."""
 MAX_REFUSED = 1024
 END_S = 5.0
-"""How long a process that has closed its pipe may take to end."""
+"""Seconds that a process may take to end after it has closed its pipe."""
 
 
 class JobFailed(Exception):
@@ -56,7 +56,7 @@ class ProcessPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone = asyncio.Event()
         self._refused: Recent[Hashable, tuple[float, bool]] = Recent(MAX_REFUSED)
-        """When a job failed, and whether it was late."""
+        """When each job failed, and whether it ran out of time."""
         self._answers: Recent[Hashable, bytes] = Recent(limits.num_answers)
         self._is_closed = False
 
@@ -154,7 +154,7 @@ class ProcessPool:
                 await self._replace("")
 
     def _idle_one(self) -> asyncio.subprocess.Process | None:
-        """A process that waits for a job, which is not idle any more; None if there is none."""
+        """A process that waited for a job, and no longer counts as idle; None if there is none."""
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:

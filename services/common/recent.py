@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """The entries used last; those used longest ago make space for a new one."""
+    """Keeps the entries that were used most recently. The others make space for new ones."""
 
     def __init__(self, max_size: float) -> None:
         """`max_size`: of all entries together, in the unit of the sizes that `put` is given."""
@@ -22,7 +22,7 @@ class Recent(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """The value, which counts as used now, or None."""
+        """The value, which counts as used now; None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None

@@ -35,7 +35,7 @@ class Setting(Generic[T]):
     """Which of "up", "registry", "gateway", "worker", "tools" read it; "all" = every server."""
     doc: str
     secret: bool = False
-    """Never shown; also read from the file named by `<name>_FILE`."""
+    """Whether it is never shown, and also read from the file named by `<name>_FILE`."""
 
     def read(self, environ: Mapping[str, str]) -> T:
         """The value, or the default where none is given.
@@ -52,7 +52,7 @@ class Setting(Generic[T]):
             raise InvalidRequest.field(*self._shown(text), str(error)) from None
 
     def _text(self, environ: Mapping[str, str]) -> str | None:
-        """What the environment says; a blank variable says nothing."""
+        """The variable's text; None if it is blank."""
         return environ.get(self.name) or (self._from_file(environ) if self.secret else None)
 
     def _shown(self, text: str) -> tuple[str, str]:

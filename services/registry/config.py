@@ -35,7 +35,7 @@ class RegistryConfig:
     service_token_file: Path | None
     drain_s: float
     gc_interval_s: float
-    """0 = no automatic collection."""
+    """Seconds between collections; 0 = no automatic collection."""
     failpoint: str
     """STEP or STEP:COUNT at which a test ends the process; "" = none."""
 

@@ -33,7 +33,7 @@ async def read(store: ObjectStore, key: str, cls: type[R]) -> R | None:
 
 
 async def read_all(store: ObjectStore, keys: list[str], cls: type[R]) -> list[R]:
-    """The documents under `keys`, leaving out those that are gone by now."""
+    """The documents under `keys`, without those that have been deleted in the meantime."""
     found = zip(keys, await store.get_many(keys), strict=True)
     return [_decoded(cls, key, data) for key, data in found if data is not None]
 

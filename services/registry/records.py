@@ -42,7 +42,7 @@ class VersionRecord:
 
     tenant: str
     name: str
-    """In lower case."""
+    """Name in lower case."""
     version: int
     digest: str
     base_id: str
@@ -66,7 +66,7 @@ class VersionRecord:
     rope_scaling: str = ""
     """JSON of the adapter's own `RopeScaling`; "" = the same as its base."""
     eos_token_ids: tuple[int, ...] = ()
-    """Empty: the base's end its output."""
+    """Token ids that end its output; empty = the base's."""
     spelling: str = ""
     """The name as people see it; "" = in lower case."""
     keep_versions: int = 0
@@ -160,7 +160,7 @@ class TenantRecord(TenantLimits):
     """Limits of a tenant."""
 
     fairness_weight: float = 0.0
-    """0 = that of a tenant without limits."""
+    """Weight of the tenant; 0 = that of a tenant without limits."""
     generation: int = 1
 
 

@@ -18,7 +18,7 @@ from loraplex.errors import Unavailable
 BLOBS = "blobs/sha256/"
 """Prefix of the keys of all blobs."""
 CHUNK_BYTES = 4 << 20
-"""How much `read_chunks` asks of a store at a time."""
+"""Bytes that `read_chunks` reads from a store at a time."""
 
 
 class ObjectStoreError(Unavailable):
@@ -55,7 +55,7 @@ class StoredObject:
 
     data: bytes
     etag: str
-    """Opaque; only good for `put_if_match` on the same store."""
+    """Opaque; only valid for `put_if_match` on the same store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +99,14 @@ class ObjectStore(Protocol):
     ObjectStoreError; a write that returned is durable and visible to every reader."""
 
     lists_etags: bool
-    """Whether listings tell etags."""
+    """Whether listings contain etags."""
 
     @property
     def url(self) -> str:
-        """Where the store is, for people; holds no secret."""
+        """Where the store is, for people. It contains no secret."""
 
     async def get(self, key: str) -> StoredObject:
-        """Read a document whole. Raises ObjectMissing."""
+        """Read a whole document. Raises ObjectMissing."""
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Read many documents; None if one is missing."""
@@ -125,8 +125,8 @@ class ObjectStore(Protocol):
         WriteUncertain."""
 
     async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
-        """Replace a document that still has `etag`; return the new one. Raises PreconditionFailed
-        when it changed or is gone, and WriteUncertain."""
+        """Replace a document that still has `etag`, and return the new etag. Raises
+        PreconditionFailed if it changed or is gone, and WriteUncertain."""
 
     def writer(self) -> BlobWriter:
         """Begin a blob of any size."""
@@ -147,7 +147,7 @@ class ObjectStore(Protocol):
         """The store's own clock, as unix time: the one that sets `modified_s`."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 @runtime_checkable

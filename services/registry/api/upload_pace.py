@@ -17,7 +17,7 @@ from loraplex_services.common.tenant_slots import TenantSlots
 
 CORE_SHARE = 0.25
 MIN_BYTES_PER_S = 50 * MIB
-"""However busy the registry is, all uploads together may send this much."""
+"""Bytes per second that all uploads together may send, however busy the registry is."""
 
 
 class UploadPace:
@@ -34,7 +34,7 @@ class UploadPace:
         self._worked_s, self._now_s, self._sleep = worked_s, now_s, sleep
         self._seen = worked_s(), now_s()
         self._rest_s = 0.0
-        """Of the last message, which counted from then on."""
+        """Seconds of the pause after the last message, counted from `_seen`."""
 
     async def wait(self, caller: Caller, num_bytes: int) -> None:
         """Wait until a message of this size, which was received, may be worked on. For services,
@@ -44,7 +44,7 @@ class UploadPace:
             await self._sleep(0 if caller.key_id in SERVICE_KEY_IDS else self._rest_s)
 
     def _due_s(self) -> float:
-        """How long until the work so far is its share of the time. Mutates: the last call."""
+        """Seconds until the work so far is within its share of the time. Mutates: the last call."""
         (last_worked_s, last_s), self._seen = self._seen, (self._worked_s(), self._now_s())
         worked_s, now_s = self._seen
         due_s = (worked_s - last_worked_s) / CORE_SHARE - (now_s - last_s)

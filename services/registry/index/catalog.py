@@ -64,9 +64,9 @@ _REBUILD_LEASE_MS = 30_000
 _MAX_TRIES = 5
 _DROP_KEYS = 1000
 _MAX_REPLACED = 8
-"""Epochs remembered because they are over."""
+"""Number of past epochs that are remembered."""
 _MAX_FOUND_AT_ONCE = 64
-"""References resolved in one round trip, during which Redis does nothing else."""
+"""Most references resolved in one round trip, during which Redis does nothing else."""
 
 T = TypeVar("T")
 _VERSION_FIELD = re.compile(r"v\d+")
@@ -87,7 +87,7 @@ class Catalog:
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self.make_index: Callable[[], Awaitable[None]] | None = None
-        """Called by writers that find no index; set once the part that can is there."""
+        """Builds the index for writers that find none; None until there is a part that can."""
         self._redis = client
         self._seen: tuple[str, int] = ("", 0)
         """The newest position that was read. A Redis that restarts from an old dump, or a replica

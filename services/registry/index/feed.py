@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_KEPT = 2_000
 """Events kept in memory; a watcher that is further behind reads the index."""
 MAX_READ = 500
-"""Events per read, and per answer to a watcher."""
+"""Most events in one read, and in one answer to a watcher."""
 BLOCK_MS = 1000
 _RETRY_S = 0.5
 
@@ -58,7 +58,7 @@ class EventFeed:
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[None]:
-        """Follow the stream for one watcher more."""
+        """Follow the stream for one more watcher."""
         self._num_watchers += 1
         if self._task is None:
             # Events from a time without watchers are not replayed.

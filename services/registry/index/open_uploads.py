@@ -64,7 +64,7 @@ class OpenUploads:
         return int(num_bytes)
 
     async def note(self, tenant: str, upload: str, num_bytes: int) -> None:
-        """An upload begins, or continues."""
+        """Note that an upload begins or continues."""
         key = self._key(tenant)
         async with translated(), self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(key, upload, f"{num_bytes} {self._now():.0f}")
@@ -72,7 +72,7 @@ class OpenUploads:
             await pipe.execute()
 
     async def forget(self, tenant: str, upload: str) -> None:
-        """An upload is published or refused."""
+        """Note that an upload was published or refused."""
         async with translated():
             await wait(self._redis.hdel(self._key(tenant), upload))
 

@@ -23,7 +23,7 @@ class CatalogDown(Unavailable):
 
 
 class NoIndex(CatalogDown):
-    """Redis is there, and holds no index or one that is older than what was read before."""
+    """Redis is reachable, but holds no index, or one that is older than what was read before."""
 
 
 @asynccontextmanager

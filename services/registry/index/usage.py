@@ -20,7 +20,7 @@ MAX_DAYS = 400
 KEPT_DAYS = 40
 """How long the metadata server keeps a day."""
 _COPIED_DAYS = 3
-"""Days that may still change: reports of a day arrive a little after its end."""
+"""Number of days that may still change: reports of a day arrive a little after its end."""
 COUNTERS = (
     "requests",
     "errors",
@@ -36,7 +36,7 @@ Counts = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class UsageKey:
-    """Who used what."""
+    """The tenant and the model of a count."""
 
     tenant: str
     model: str
@@ -91,7 +91,7 @@ class UsageBook:
                 await documents.change(self._store, layout.usage(day), UsageDay, step)
 
     async def _counts(self, day: str, begin: str) -> Counts:
-        """Counts of the fields whose names begin so."""
+        """Counts of the fields whose names begin with a prefix."""
         try:
             counts = await self._counters.of_day(day, begin)
             if counts or await self._counters.has(day):

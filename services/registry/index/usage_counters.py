@@ -32,7 +32,8 @@ class UsageCounters:
             return bool(await self._redis.exists(f"{self._prefix}usage:{day}"))
 
     async def of_day(self, day: str, begin: str = "") -> dict[str, int]:
-        """The counts of a day by field, of those whose names begin so; `begin` has no wildcards."""
+        """The counts of a day by field, of fields that begin with `begin`, which has no
+        wildcards."""
         async with translated():
             found = self._redis.hscan_iter(
                 f"{self._prefix}usage:{day}", match=f"{begin}*", count=_FIELDS_AT_ONCE

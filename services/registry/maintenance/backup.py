@@ -44,7 +44,7 @@ class CopyResult:
     """What a copy has done."""
 
     num_documents: int = 0
-    """Read."""
+    """Documents and blobs that were read."""
     num_written: int = 0
     """Documents that the copy did not have, or had in an older state."""
     num_blobs: int = 0
@@ -177,7 +177,7 @@ async def _copy_blob(
 
 
 async def _each(works: Iterable[Awaitable[None]]) -> None:
-    """A few at the same time."""
+    """Apply a function to all items, a few at the same time."""
     free = asyncio.Semaphore(NUM_COPIES)
 
     async def one(work: Awaitable[None]) -> None:

@@ -14,7 +14,7 @@ _STORAGE = re.compile(
     r"|fp8([-_](dynamic|block))?|(gptq|awq)([-_]int[48])?|quantized\.w\d+a\d+)$",
     re.ASCII,
 )
-"""Ends of model names that say how the weights are stored."""
+"""Endings of model names that say how the weights are stored."""
 _REPACKERS = frozenset({"unsloth"})
 """Organisations that publish copies of other organisations' models under the same names."""
 
@@ -28,7 +28,8 @@ def is_copy(named: str, originals: Iterable[str]) -> bool:
 
 
 def _model(name: str) -> str:
-    """What all copies of a model have in common. Llama 3.1 was published as Meta-Llama first."""
+    """The part of a name that all copies of a model share. Llama 3.1 was first published as
+    Meta-Llama."""
     stem = _stem(name)
     return stem.removeprefix("meta-") if stem.startswith("meta-llama-") else stem
 

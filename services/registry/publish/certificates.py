@@ -73,8 +73,8 @@ class Certificates:
 
 
 def _subject(record: Certificate) -> tuple[str, ...]:
-    """What it is about. An empty scheme is left out, as in certificates from before there was one:
-    objects are named after this."""
+    """What a certificate is about. An empty scheme is left out, as in certificates from before
+    schemes were recorded, because objects are named after this."""
     subject = record.base_id, record.reference, record.probe_sha256
     return (*subject, record.quantization) if record.quantization else subject
 

@@ -39,7 +39,7 @@ class FileSource:
     file: File
     segments: tuple[Segment, ...]
     known_sha256: str
-    """What the content is known to hash to; "" = it must be read."""
+    """The sha256 that the content is known to have; "" = it must be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class DamagedFile(DataLoss):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an adapter is checked for."""
+    """The requirements of an upload."""
 
     tenant: str
-    """Who publishes it."""
+    """Tenant that publishes the adapter."""
     base_id: str
     """"" = as its config says."""
     strict: bool
@@ -205,7 +205,7 @@ async def _chunks(store: ObjectStore, source: FileSource) -> AsyncIterator[bytes
 
 
 async def _whole(store: ObjectStore, source: FileSource) -> bytes:
-    """A small file."""
+    """The content of a small file."""
     return await _read(store, source, 0, source.file.size)
 
 

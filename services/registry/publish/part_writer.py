@@ -15,9 +15,9 @@ from loraplex_services.registry.publish.metrics import RECEIVED_BYTES
 from loraplex_services.registry.publish.scanning import ArrivingScan
 
 MAX_PART_BYTES = 256 << 20
-"""What a lost registry costs at most in bytes to send again."""
+"""Most bytes that must be sent again when a registry dies."""
 _BATCH_BYTES = 2 << 20
-"""Checked and written at a time, on a thread."""
+"""Bytes that are checked and written together, on a thread."""
 _CHECKER = ThreadPoolExecutor(1, "checks-uploads")
 """One for all uploads: many at once would take all cores, and the event loop needs one. It checks
 some hundred MB per second."""

@@ -21,8 +21,8 @@ ACTOR = "registry"
 """The actor in the audit log."""
 
 RETIRE_PAUSE_S = 1.0
-"""After an update, before older ones are retired: workers fetch the new one in the meantime, and
-several updates of a fast trainer are handled at once."""
+"""Seconds after an update before older ones are retired: workers fetch the new one in the meantime,
+and several updates of a fast trainer are handled together."""
 
 
 class Retention:
@@ -35,7 +35,7 @@ class Retention:
         """Adapters with a new update, and how many of their updates are kept."""
         self._wake = asyncio.Event()
         self.num_retired = 0
-        """Versions, since the registry started."""
+        """Numbers of versions since the registry started."""
 
     def published(self, version: VersionRecord) -> None:
         """Check later whether older versions must be deleted after this new version."""

@@ -34,7 +34,7 @@ class Scans:
         return self._zeros.get(sha256)
 
     def remember(self, sha256: str, zero_tensors: frozenset[str]) -> None:
-        """Keep a result, for which older ones may be forgotten."""
+        """Keep a result. Older results may be forgotten for it."""
         names_bytes = sum(_NAME_BYTES + len(name) for name in zero_tensors)
         self._zeros.put(sha256, zero_tensors, _ENTRY_BYTES + names_bytes)
 

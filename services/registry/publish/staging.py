@@ -32,7 +32,7 @@ WAITING = "waiting for workers to load it"
 NOBODY = "not loaded in time, and no gateway reported why; check that a gateway is running"
 MAX_STAGE_S = 86_400.0
 GATEWAYS_S = 2.0
-"""Gateways give up first, as they know a better reason."""
+"""Seconds that gateways have to give up a late move first, as they know a better reason."""
 ACTOR = "registry"
 """The actor in the audit log for dropped moves."""
 

@@ -20,7 +20,7 @@ from loraplex_services.registry.records import MAX_TAG_MOVES, Move, TagRecord, n
 
 MAX_SIDES = 16
 _ROLLBACK = "rollback-"
-"""Begins the ids of moves that undid others."""
+"""Begins the ids of moves that undid other moves."""
 NONE = "none"
 
 

@@ -29,22 +29,22 @@ _REUSE_MAX_AGE_S = SESSION_MAX_AGE_S / 2
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the client asked an upload to become."""
+    """The options with which the client asked for an upload."""
 
     tenant: str
     name: str
     tags: tuple[str, ...]
-    """Tags to move, `latest` included unless it is to stay."""
+    """Tags to move, including `latest` unless it is to stay."""
     base_id: str = ""
     visibility: int = 0
-    """0 keeps what the adapter has."""
+    """Visibility of the adapter; 0 keeps it."""
     labels: dict[str, str] | None = None
     strict: bool = False
     allow_missing: bool = False
     parent: str = ""
     when_loaded_s: float = 0.0
     keep_versions: int = 0
-    """Above 0: older versions that were published so are retired."""
+    """Above 0: older versions that were published with this option are retired."""
     spelling: str = ""
     """The name as the client spelled it."""
     ttl_s: float = 0.0
@@ -114,7 +114,7 @@ class UploadPart:
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """How much of a file is safe."""
+    """How much of a file is stored."""
 
     file: File
     parts: tuple[UploadPart, ...]

@@ -25,7 +25,7 @@ class Validations:
         self._limits = limits
         self._pool = ProcessPool(_MODULE, limits)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="validation")
-        """Apart from the threads that read and write objects, which must not wait for these."""
+        """Separate from the threads that read and write objects, which must not wait for these."""
 
     async def check(self, tenant: str, job: ValidationJob) -> tuple[Report, Header]:
         """A valid adapter's description and header.
