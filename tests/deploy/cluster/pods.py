@@ -184,6 +184,14 @@ class Pod:
         """Kill every process of the container at once; the next tick restarts it."""
         self._signal(signal.SIGKILL)
 
+    def pause(self) -> None:
+        """Stop every process of the container, which keeps its connections, until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused container go on."""
+        self._signal(signal.SIGCONT)
+
     def _signal(self, number: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             for first in psutil.Process(self._process.pid).children():

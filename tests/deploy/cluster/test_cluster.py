@@ -232,6 +232,17 @@ def test_requests_go_on_without_the_metadata_server(cluster: Cluster, load: Load
     cluster.wait_ready("valkey", "registry", "gateway")
 
 
+def test_requests_go_on_without_the_object_store(cluster: Cluster, load: Load) -> None:
+    [store] = cluster.pods_of("s3")
+    store.pause()
+    try:
+        asked = load.num_right
+        cluster.wait(lambda: load.num_right >= asked + 100 or load.faults, 60)
+    finally:
+        store.resume()
+    cluster.wait_ready("registry", "gateway")
+
+
 def test_a_moved_tag_reaches_every_gateway(
     cluster: Cluster, admin_key: str, published: list[str]
 ) -> None:
