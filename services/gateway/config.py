@@ -10,9 +10,9 @@ from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
-from loraplex_services.common.addresses import is_local
-from loraplex_services.common.service_token import read_service_token
-from loraplex_services.common.tls import PLAIN, TlsFiles, http_tls_files, tls_files
+from loraplex_services.common.security.addresses import is_local
+from loraplex_services.common.security.service_token import read_service_token
+from loraplex_services.common.security.tls import PLAIN, TlsFiles, http_tls_files, tls_files
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 
 

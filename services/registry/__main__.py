@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from loraplex_services.common.process import run_service
+from loraplex_services.common.processes.process import run_service
 
 
 async def _serve() -> None:

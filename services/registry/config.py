@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
-from loraplex_services.common.tls import TlsFiles, tls_files
+from loraplex_services.common.security.tls import TlsFiles, tls_files
 
 
 @dataclass(frozen=True, slots=True)

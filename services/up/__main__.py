@@ -8,7 +8,7 @@ import sys
 
 from loraplex.errors import LoraplexError, codes_of
 from loraplex_services.common import env, variables
-from loraplex_services.common.log import setup_logging
+from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.up import flags
 from loraplex_services.up.packages import check_packages
 from loraplex_services.up.ports import choose_ports

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from loraplex_services.common.process import MAX_ERROR_BYTES
+from loraplex_services.common.processes.process import MAX_ERROR_BYTES
 from loraplex_services.up.wiring import ChildSpec
 
 logger = logging.getLogger(__name__)

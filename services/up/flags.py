@@ -12,7 +12,7 @@ from typing import Any
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env, variables
-from loraplex_services.common.addresses import is_loopback
+from loraplex_services.common.security.addresses import is_loopback
 from loraplex_services.common.setting import Setting
 from loraplex_services.common.units import integer
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from loraplex.errors import LoraplexError
-from loraplex_services.common.health_check import is_serving
+from loraplex_services.common.grpc.health_check import is_serving
 from loraplex_services.up.child import Child
 from loraplex_services.up.wiring import ChildSpec
 

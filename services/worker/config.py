@@ -11,9 +11,9 @@ from pathlib import Path
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_base_id
 from loraplex_services.common import env
-from loraplex_services.common.addresses import is_local
-from loraplex_services.common.service_token import read_service_token
-from loraplex_services.common.tls import TlsFiles, tls_files
+from loraplex_services.common.security.addresses import is_local
+from loraplex_services.common.security.service_token import read_service_token
+from loraplex_services.common.security.tls import TlsFiles, tls_files
 from loraplex_services.worker.types.messages import EngineConfig
 
 MAX_RESIDENT = 4096

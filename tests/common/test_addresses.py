@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_services.common.addresses import is_local, is_loopback
+from loraplex_services.common.security.addresses import is_local, is_loopback
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound, ResourceExhausted
-from loraplex_services.common import call_rates
-from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.common.grpc import call_rates
+from loraplex_services.common.grpc.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.limits import (
     CALL_BURST,
     CALLS_PER_S,

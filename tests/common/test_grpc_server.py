@@ -26,7 +26,7 @@ from loraplex.errors import (
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import Caller, current_caller
-from loraplex_services.common.grpc_server import RunningServer, serve, start
+from loraplex_services.common.grpc.server import RunningServer, serve, start
 
 NAME = "loraplex.v1.RegistryService"
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -2,8 +2,8 @@
 
 import pytest
 
-from loraplex_services.common.grpc_server import start
-from loraplex_services.common.health_check import is_serving
+from loraplex_services.common.grpc.health_check import is_serving
+from loraplex_services.common.grpc.server import start
 
 
 async def test_follows_a_server_through_its_life() -> None:

@@ -17,10 +17,12 @@ from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import InvalidRequest, ResourceExhausted, Unauthenticated
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from loraplex_services.common import call_rates, grpc_interceptor, limits
+from loraplex_services.common import limits
 from loraplex_services.common.callers import LOCAL, Caller
-from loraplex_services.common.grpc_server import LIVENESS, start
-from loraplex_services.common.large_messages import LargeMessages
+from loraplex_services.common.grpc import call_rates
+from loraplex_services.common.grpc import interceptor as grpc_interceptor
+from loraplex_services.common.grpc.large_messages import LargeMessages
+from loraplex_services.common.grpc.server import LIVENESS, start
 
 pytestmark = pytest.mark.hostile
 

@@ -5,7 +5,7 @@ import json
 import logging
 from pathlib import Path
 
-from loraplex_services.common.log import JsonFormatter, TextFormatter
+from loraplex_services.common.telemetry.log import JsonFormatter, TextFormatter
 
 
 def _record() -> logging.LogRecord:

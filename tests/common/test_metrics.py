@@ -10,7 +10,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.metrics import MetricsServer
+from loraplex_services.common.telemetry.metrics import MetricsServer
 
 # What Prometheus 2 and 3 send.
 PROMETHEUS_2 = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"

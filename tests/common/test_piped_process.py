@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_services.common.piped_process import NICE, start_module
+from loraplex_services.common.processes.piped_process import NICE, start_module
 
 
 async def test_a_file_in_the_current_folder_is_not_taken_for_a_module(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from loraplex.errors import InvalidRequest, Unavailable
-from loraplex_services.common.process import run_service
+from loraplex_services.common.processes.process import run_service
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_services.common import process_pool
 from loraplex_services.common.limits import PoolLimits
-from loraplex_services.common.process_pool import JobFailed, ProcessPool
+from loraplex_services.common.processes import process_pool
+from loraplex_services.common.processes.process_pool import JobFailed, ProcessPool
 
 MODULE = """
 import os, sys
 from pathlib import Path
-from loraplex_services.common.job_process import read_setup, serve
+from loraplex_services.common.processes.job_process import read_setup, serve
 
 with Path(read_setup().decode()).open("a") as started:
     print(os.getpid(), file=started)

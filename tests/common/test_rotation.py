@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from loraplex_services.common import grpc_server
-from loraplex_services.common.rotation import Rotation
-from loraplex_services.common.tls import TlsFiles
+from loraplex_services.common.grpc import server as grpc_server
+from loraplex_services.common.security.rotation import Rotation
+from loraplex_services.common.security.tls import TlsFiles
 from loraplex_services.gateway.http.server import HttpServer
 from tests.certificates import Authority
 

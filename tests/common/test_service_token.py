@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, Unauthenticated
-from loraplex_services.common.service_token import ServiceAuth, read_service_token
+from loraplex_services.common.security.service_token import ServiceAuth, read_service_token
 
 
 async def test_the_right_token_enters() -> None:

@@ -8,7 +8,7 @@ import sys
 
 SERVICE = """
 import asyncio
-from loraplex_services.common.stacks import print_stacks_on_signal
+from loraplex_services.common.processes.stacks import print_stacks_on_signal
 
 async def numbers():
     print("ready", flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from loraplex_services.common.tracing import ENDPOINTS, PROTOCOLS, Tracer, open_tracer
+from loraplex_services.common.telemetry.tracing import ENDPOINTS, PROTOCOLS, Tracer, open_tracer
 from tests.collector import EXPORTING, Collector, running_collector, values
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -32,7 +32,7 @@ def opened(collector: Collector, service: str = "gateway") -> Tracer:
 
 def test_without_an_endpoint_a_traceparent_is_passed_on_and_nothing_is_imported() -> None:
     code = (
-        "import sys; from loraplex_services.common.tracing import open_tracer;"
+        "import sys; from loraplex_services.common.telemetry.tracing import open_tracer;"
         f"span = open_tracer('gateway', {{}}).begin('r', {TRACEPARENT!r}, 0.0);"
         "span.child('c', 0.0, 1.0); span.end(1.0, 'ok', {});"
         "assert not any(name.startswith('opentelemetry') for name in sys.modules);"

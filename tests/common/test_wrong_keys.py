@@ -8,7 +8,7 @@ import pytest
 
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.limits import MAX_WRONG_KEYS_PER_PEER, WRONG_KEYS_PER_S
-from loraplex_services.common.wrong_keys import (
+from loraplex_services.common.security.wrong_keys import (
     MAX_PEERS,
     WrongKeys,
     current_peer,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_services.common.tracing import ENDPOINTS
+from loraplex_services.common.telemetry.tracing import ENDPOINTS
 from tests.collector import EXPORTING, running_collector, values
 from tests.e2e.stack import BASE_ID, DEMO, start
 

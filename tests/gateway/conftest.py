@@ -13,8 +13,8 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
-from loraplex_services.common.tls import PLAIN, TlsFiles
-from loraplex_services.common.tracing import Tracer
+from loraplex_services.common.security.tls import PLAIN, TlsFiles
+from loraplex_services.common.telemetry.tracing import Tracer
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.config import GatewayConfig
 from loraplex_services.gateway.gateway import Gateway

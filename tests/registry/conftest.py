@@ -11,7 +11,7 @@ import redis
 
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
-from loraplex_services.common import grpc_server
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
 from tests.registry.house import house_of

@@ -13,7 +13,7 @@ import grpc
 from loraplex.errors import Unavailable
 from loraplex.v1 import inference_pb2, inference_pb2_grpc, registry_pb2_grpc
 from loraplex.v1 import registry_pb2 as pb
-from loraplex_services.common.grpc_server import Service, start
+from loraplex_services.common.grpc.server import Service, start
 
 REGISTRY = "loraplex.v1.RegistryService"
 INFERENCE = "loraplex.v1.InferenceService"

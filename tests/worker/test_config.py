@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex_services.common.addresses import is_local
+from loraplex_services.common.security.addresses import is_local
 from loraplex_services.worker.config import MAX_RESIDENT, base_id_of, from_env
 
 GOOD = {"LORAPLEX_MODEL": "org/model", "LORAPLEX_OBJECTS": "file:///objects"}

@@ -15,8 +15,8 @@ from loraplex.api.wire import load_to_proto, recent_load_to_proto, residency_to_
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex.refs import parse_ref
 from loraplex.v1 import admin_pb2, admin_pb2_grpc
-from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.pipeline.mirror import Mirrors

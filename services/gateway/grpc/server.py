@@ -22,8 +22,8 @@ from loraplex.api.wire import (
 )
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import inference_pb2, inference_pb2_grpc
-from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.gateway.grpc.vectors import (
     embed_calls,
     embed_response,

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp
 
 import loraplex
 from loraplex.errors import LoraplexError, codes_of
-from loraplex_services.common.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.common.grpc.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.limits import CALL_BURST, LIST_CALLS, TEXT_BYTES_PER_CALL
 from loraplex_services.gateway.http.answering import Answering, json_response
 from loraplex_services.gateway.http.calls import (

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.errors import InvalidRequest, LoraplexError, PermissionDenied, codes_of
-from loraplex_services.common.addresses import is_loopback
 from loraplex_services.common.limits import MAX_BODY_S
-from loraplex_services.common.wrong_keys import current_peer, peer_of_host
+from loraplex_services.common.security.addresses import is_loopback
+from loraplex_services.common.security.wrong_keys import current_peer, peer_of_host
 from loraplex_services.gateway.http.errors import error_body
 from loraplex_services.gateway.http.json_body import LargeBodies
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from loraplex.errors import DeadlineExceeded, InvalidRequest
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.large_messages import LargeMessages
+from loraplex_services.common.grpc.large_messages import LargeMessages
 from loraplex_services.common.limits import (
     HTTP_BODY,
     MAX_BODY_S,

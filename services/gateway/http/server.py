@@ -14,8 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.rotation import Rotation
-from loraplex_services.common.tls import PLAIN, TlsFiles
+from loraplex_services.common.security.rotation import Rotation
+from loraplex_services.common.security.tls import PLAIN, TlsFiles
 from loraplex_services.gateway.http.connections import TimedProtocol
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from loraplex.api.registry import TenantLimits
 from loraplex.api.request import ChatPrompt
 from loraplex.api.sampling import GrammarTokens
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex_services.common.tracing import Span, Tracer
+from loraplex_services.common.telemetry.tracing import Span, Tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
 from loraplex_services.gateway.admission.queue import AdmissionRequest, deadline_infeasible

@@ -10,7 +10,7 @@ from loraplex.api.pooling import Pooling
 from loraplex.api.registry import TenantLimits
 from loraplex.api.request import AdapterSet, TextPrompt, WorkerRequest
 from loraplex.api.sampling import Grammar, GrammarTokens
-from loraplex_services.common.tracing import Span
+from loraplex_services.common.telemetry.tracing import Span
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
 from loraplex_services.gateway.request import (

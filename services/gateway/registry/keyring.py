@@ -18,7 +18,7 @@ from loraplex.errors import LoraplexError, PermissionDenied, Unauthenticated
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import MAX_UNCHECKED_KEY_S
 from loraplex_services.common.recent import Recent
-from loraplex_services.common.wrong_keys import WrongKeys
+from loraplex_services.common.security.wrong_keys import WrongKeys
 from loraplex_services.gateway.event_loop import now_s
 
 FRESH_S = 2.0

@@ -18,7 +18,7 @@ from loraplex.errors import DataLoss, LoraplexError
 from loraplex.refs import Ref
 from loraplex.v1 import registry_pb2, registry_pb2_grpc
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.grpc_channels import OpenChannel, open_channel
+from loraplex_services.common.grpc.channels import OpenChannel, open_channel
 from loraplex_services.gateway.registry.convert import version_from_wire
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Adapter, RegistrySnapshot, Version

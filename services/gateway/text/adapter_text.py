@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, AddedToken
 from loraplex.errors import LoraplexError, Unavailable
-from loraplex_services.common.process_pool import JobFailed
+from loraplex_services.common.processes.process_pool import JobFailed
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.request import Target
 from loraplex_services.gateway.text.text_files_process import TextFilesReader

@@ -8,7 +8,7 @@ from typing import Any
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import TEMPLATES, PoolLimits
-from loraplex_services.common.process_pool import JobFailed, ProcessPool
+from loraplex_services.common.processes.process_pool import JobFailed, ProcessPool
 
 MAX_TEMPLATE_CHARS = 256 << 10
 _MODULE = "loraplex_services.gateway.text.template_process"

@@ -16,8 +16,8 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loraplex_services.common.chat_template import template_environment
-from loraplex_services.common.job_process import limit_memory, read_setup, serve
 from loraplex_services.common.limits import TEMPLATES
+from loraplex_services.common.processes.job_process import limit_memory, read_setup, serve
 
 MAX_OUTPUT_CHARS = 16 << 20
 

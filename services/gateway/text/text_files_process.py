@@ -16,9 +16,9 @@ from loraplex.adapter_format.added_tokens import TOKENIZER_FILES as TOKENIZER_NA
 from loraplex.adapter_format.added_tokens import AddedToken, added_tokens
 from loraplex.errors import InvalidAdapter
 from loraplex_services.common.chat_template import ChatFormat, chat_format
-from loraplex_services.common.job_process import limit_memory, read_setup, serve
 from loraplex_services.common.limits import TOKENIZER_FILES
-from loraplex_services.common.process_pool import ProcessPool
+from loraplex_services.common.processes.job_process import limit_memory, read_setup, serve
+from loraplex_services.common.processes.process_pool import ProcessPool
 
 _MODULE = "loraplex_services.gateway.text.text_files_process"
 

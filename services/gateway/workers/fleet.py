@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
-from loraplex_services.common.grpc_channels import OpenChannel, open_channel
+from loraplex_services.common.grpc.channels import OpenChannel, open_channel
 from loraplex_services.gateway.request import ServedModel, WorkerJob
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer, IdsOnly, ServedBase

@@ -13,7 +13,7 @@ from loraplex.api.error_wire import from_rpc_error
 from loraplex.api.wire import load_from_proto, residency_from_proto
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from loraplex_services.common.grpc_channels import OpenChannel, open_channel
+from loraplex_services.common.grpc.channels import OpenChannel, open_channel
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.request import WorkerJob
 from loraplex_services.gateway.workers.session import WorkerSession

@@ -8,11 +8,11 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from loraplex.errors import InvalidRequest, Unauthenticated
-from loraplex_services.common.addresses import is_local
 from loraplex_services.common.callers import Auth, Caller, peer_names
-from loraplex_services.common.service_token import is_service_token, read_service_token
-from loraplex_services.common.tls import is_service
-from loraplex_services.common.wrong_keys import WrongKeys
+from loraplex_services.common.security.addresses import is_local
+from loraplex_services.common.security.service_token import is_service_token, read_service_token
+from loraplex_services.common.security.tls import is_service
+from loraplex_services.common.security.wrong_keys import WrongKeys
 from loraplex_services.registry.access.keys import Keys
 from loraplex_services.registry.access.permissions import SERVICE
 from loraplex_services.registry.config import RegistryConfig

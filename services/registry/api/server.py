@@ -16,8 +16,8 @@ from loraplex.errors import DeadlineExceeded, InvalidRequest, NotFound, Unsuppor
 from loraplex.refs import check_name, check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from loraplex_services.common import grpc_server
 from loraplex_services.common.callers import current_caller
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.limits import MAX_REASON_CHARS, MAX_UPLOAD_IDLE_S, WAIT_S, check_chars
 from loraplex_services.registry.access.lookup import Query, visible_batches
 from loraplex_services.registry.access.permissions import Access

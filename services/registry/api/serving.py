@@ -8,13 +8,13 @@ import logging
 import os
 
 from loraplex.errors import Unavailable
-from loraplex_services.common import grpc_server
-from loraplex_services.common.metrics import MetricsServer
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.objects import ObjectStore, open_store
 from loraplex_services.common.objects.probe import probe
+from loraplex_services.common.processes.signals import stop_event
 from loraplex_services.common.redis_url import connect_redis
-from loraplex_services.common.service_token import read_service_token
-from loraplex_services.common.signals import stop_event
+from loraplex_services.common.security.service_token import read_service_token
+from loraplex_services.common.telemetry.metrics import MetricsServer
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.auth import caller_auth
 from loraplex_services.registry.api.server import service

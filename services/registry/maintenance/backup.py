@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.errors import AlreadyExists, DataLoss, InvalidRequest, LoraplexError, codes_of
-from loraplex_services.common.log import setup_logging
 from loraplex_services.common.objects import (
     ObjectInfo,
     ObjectMissing,
@@ -28,6 +27,7 @@ from loraplex_services.common.objects import (
     open_store,
     read_chunks,
 )
+from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.registry import layout
 
 MARKER = "backup.json"

@@ -10,7 +10,7 @@ import msgspec
 from loraplex.adapter_format import Header, Report
 from loraplex.errors import InvalidAdapter, Violation
 from loraplex_services.common.limits import VALIDATIONS, PoolLimits
-from loraplex_services.common.process_pool import JobFailed, ProcessPool
+from loraplex_services.common.processes.process_pool import JobFailed, ProcessPool
 from loraplex_services.registry.publish.validation_process import ValidationJob, ValidationOutcome
 
 SMALL_BYTES = 64 << 10

@@ -8,8 +8,8 @@ import msgspec
 
 from loraplex.adapter_format import File, Geometry, Header, Report, parse_header, validate
 from loraplex.errors import InvalidAdapter, Violation
-from loraplex_services.common.job_process import limit_memory, read_setup, serve
 from loraplex_services.common.limits import VALIDATIONS
+from loraplex_services.common.processes.job_process import limit_memory, read_setup, serve
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from llguidance import LLTokenizer
 
 from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
-from loraplex_services.common.job_process import limit_memory, read_setup, serve
 from loraplex_services.common.limits import GRAMMARS, MAX_COMPILED_GRAMMAR_BYTES
+from loraplex_services.common.processes.job_process import limit_memory, read_setup, serve
 from loraplex_services.worker.grammars.compiling import (
     bad_grammar,
     compile_grammar,

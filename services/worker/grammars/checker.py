@@ -10,7 +10,7 @@ import msgspec
 from loraplex.api.sampling import Grammar
 from loraplex.errors import LoraplexError
 from loraplex_services.common.limits import GRAMMARS, PoolLimits
-from loraplex_services.common.process_pool import JobFailed, ProcessPool
+from loraplex_services.common.processes.process_pool import JobFailed, ProcessPool
 from loraplex_services.worker.grammars.check_process import GrammarSetup
 from loraplex_services.worker.grammars.compiling import bad_grammar, check_size
 from loraplex_services.worker.types.messages import WireError

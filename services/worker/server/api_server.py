@@ -19,7 +19,7 @@ from loraplex.api.residency import AdapterResidency
 from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.refs import check_digest
-from loraplex_services.common.tracing import Tracer
+from loraplex_services.common.telemetry.tracing import Tracer
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
 from loraplex_services.worker.grammars.checker import GrammarChecker

@@ -11,7 +11,7 @@ from loraplex.api.request_wire import worker_request_from_proto
 from loraplex.api.wire import residency_to_proto
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from loraplex_services.common import grpc_server
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.worker.config import WorkerConfig
 from loraplex_services.worker.server.api_server import ApiServer
 from loraplex_services.worker.server.convert import (

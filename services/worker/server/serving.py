@@ -15,11 +15,12 @@ from pathlib import Path
 import msgspec
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env, grpc_server
-from loraplex_services.common.metrics import MetricsServer
+from loraplex_services.common import env
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.objects.opening import open_store
-from loraplex_services.common.service_token import ServiceAuth
-from loraplex_services.common.tracing import open_tracer
+from loraplex_services.common.security.service_token import ServiceAuth
+from loraplex_services.common.telemetry.metrics import MetricsServer
+from loraplex_services.common.telemetry.tracing import open_tracer
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
 from loraplex_services.worker.config import MAX_RESIDENT, WorkerConfig, from_env

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from loraplex.errors import LoraplexError, ResourceExhausted
-from loraplex_services.common.tracing import Span
+from loraplex_services.common.telemetry.tracing import Span
 from loraplex_services.worker.types.messages import Failure, TokenOutput
 
 MAX_UNREAD = 10_000

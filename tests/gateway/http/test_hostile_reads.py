@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from loraplex.v1 import registry_pb2
-from loraplex_services.common import call_rates
+from loraplex_services.common.grpc import call_rates
 from loraplex_services.common.limits import LIST_CALLS
 from tests.gateway.conftest import Stack, eventually
 

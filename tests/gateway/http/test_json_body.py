@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from loraplex.errors import DeadlineExceeded, InvalidRequest
 from loraplex_services.common.callers import ALL_SCOPES, LOCAL, Caller
-from loraplex_services.common.large_messages import LargeMessages
+from loraplex_services.common.grpc.large_messages import LargeMessages
 from loraplex_services.common.limits import MAX_LARGE_BODIES_PER_TENANT, MAX_SMALL_MESSAGE_BYTES
 from loraplex_services.gateway.http import json_body
 from loraplex_services.gateway.http.json_body import MAX_BODY_BYTES, LargeBodies, read_json

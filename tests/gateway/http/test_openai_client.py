@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from loraplex_services.common.tls import http_tls_files
+from loraplex_services.common.security.tls import http_tls_files
 from tests.certificates import Authority
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_worker import endless

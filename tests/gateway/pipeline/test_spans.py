@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from loraplex.v1 import inference_pb2, inference_pb2_grpc
-from loraplex_services.common.tracing import ENDPOINTS, open_tracer
+from loraplex_services.common.telemetry.tracing import ENDPOINTS, open_tracer
 from loraplex_services.gateway.metrics import FIRST_TOKEN_S, REQUEST_S
 from tests.collector import EXPORTING, Collector, running_collector, values
 from tests.gateway.conftest import Stack

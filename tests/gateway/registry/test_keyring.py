@@ -26,7 +26,7 @@ from loraplex.refs import Ref
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2, worker_pb2
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import MAX_UNCHECKED_KEY_S, MAX_WRONG_KEYS_PER_PEER
-from loraplex_services.common.wrong_keys import current_peer, peer_of_host
+from loraplex_services.common.security.wrong_keys import current_peer, peer_of_host
 from loraplex_services.gateway.registry.keyring import CHECK_AGAIN_S, FRESH_S, MAX_REFUSED, KeyRing
 from tests.gateway.conftest import Stack, eventually
 

@@ -11,8 +11,8 @@ import pytest
 
 from loraplex.api.residency import Tier, WorkerLoad
 from loraplex.v1 import worker_pb2
-from loraplex_services.common.grpc_channels import channel_opener
-from loraplex_services.common.tls import TlsFiles
+from loraplex_services.common.grpc.channels import channel_opener
+from loraplex_services.common.security.tls import TlsFiles
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.workers.fleet import Fleet
 from loraplex_services.gateway.workers.link import updated

@@ -10,7 +10,7 @@ import pytest
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import AlreadyExists, LoraplexError, Unauthenticated
-from loraplex_services.common import grpc_server
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.registry.access.auth import (
     FIRST_KEY_METHOD,
     NOBODY,

@@ -18,7 +18,7 @@ from loraplex.client.settings import Credentials
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
-from loraplex_services.common import grpc_server
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS, MAX_UPLOAD_STREAMS_PER_TENANT
 from loraplex_services.registry import layout
 from loraplex_services.registry.access import keys

@@ -13,10 +13,10 @@ import pytest
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import InvalidRequest, LoraplexError, Unauthenticated, Unavailable
-from loraplex_services.common import grpc_server
-from loraplex_services.common.grpc_channels import channel_opener
-from loraplex_services.common.service_token import ServiceAuth
-from loraplex_services.common.tls import TlsFiles, tls_files
+from loraplex_services.common.grpc import server as grpc_server
+from loraplex_services.common.grpc.channels import channel_opener
+from loraplex_services.common.security.service_token import ServiceAuth
+from loraplex_services.common.security.tls import TlsFiles, tls_files
 from loraplex_services.gateway.registry import link as registry_link
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.resolve import Resolver

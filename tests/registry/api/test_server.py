@@ -25,7 +25,7 @@ from loraplex.errors import (
     Unsupported,
 )
 from loraplex.v1 import registry_pb2 as pb
-from loraplex_services.common import grpc_server
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.registry import layout
 from loraplex_services.registry.access import keys as keys_module
 from loraplex_services.registry.access.auth import KeyAuth

@@ -17,7 +17,7 @@ from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import AdapterNotFound, InvalidAdapter, LoraplexError, Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc
 from loraplex.v1 import inference_pb2 as pb
-from loraplex_services.common.grpc_server import start
+from loraplex_services.common.grpc.server import start
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import BASE_ID, publish
 

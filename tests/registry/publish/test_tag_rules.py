@@ -13,7 +13,7 @@ from loraplex.api.registry import Certificate, Tenant
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import AdapterNotFound, InvalidRequest, NotCertified, PermissionDenied
-from loraplex_services.common import grpc_server
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.registry.access.auth import KeyAuth
 from loraplex_services.registry.api import server
 from tests.registry.conftest import ServedRegistry

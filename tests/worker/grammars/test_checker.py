@@ -14,7 +14,7 @@ import pytest
 from loraplex.api.sampling import Grammar
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.limits import GRAMMARS
-from loraplex_services.common.process_pool import JobFailed
+from loraplex_services.common.processes.process_pool import JobFailed
 from loraplex_services.worker.grammars.checker import GrammarChecker
 from loraplex_services.worker.grammars.compiling import MAX_GRAMMAR_BYTES, MAX_OPTIONS
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from loraplex.api.output import FinishReason, Timings
-from loraplex_services.common.tracing import ENDPOINTS, Tracer, open_tracer
+from loraplex_services.common.telemetry.tracing import ENDPOINTS, Tracer, open_tracer
 from loraplex_services.worker.server.sessions import GatewaySession, ServerRequest
 from loraplex_services.worker.server.spans import end_span
 from loraplex_services.worker.types.messages import TokenOutput

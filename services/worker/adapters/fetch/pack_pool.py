@@ -10,7 +10,7 @@ import msgspec
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.errors import Unavailable
-from loraplex_services.common.piped_process import ask_line, start_module
+from loraplex_services.common.processes.piped_process import ask_line, start_module
 from loraplex_services.worker.adapters.pack.pack_messages import PackJob, PackSetup, Prepared
 from loraplex_services.worker.cores import usable_cores
 from loraplex_services.worker.types.adapter_layout import AdapterLayout

@@ -22,9 +22,9 @@ import torch
 
 from loraplex.errors import LoraplexError
 from loraplex_services.common.env import LOG_FORMAT, LOG_LEVEL
-from loraplex_services.common.log import setup_logging
-from loraplex_services.common.process import die_with_parent
-from loraplex_services.common.stacks import print_stacks_on_signal
+from loraplex_services.common.processes.process import die_with_parent
+from loraplex_services.common.processes.stacks import print_stacks_on_signal
+from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.runner.building import build_rank
 from loraplex_services.worker.runner.parallel.messages import (

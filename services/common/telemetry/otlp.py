@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from loraplex_services.common.tracing import WITHOUT_ERROR, Attributes, Span, Tracer
+from loraplex_services.common.telemetry.tracing import WITHOUT_ERROR, Attributes, Span, Tracer
 
 LAST_EXPORT_S = 2.0
 """Longest time in seconds that the end of a process waits for its collector; the SDK waits 10 s or

@@ -14,9 +14,9 @@ from collections.abc import Coroutine, Hashable
 from typing import Any
 
 from loraplex.errors import LoraplexError, ResourceExhausted, Unavailable
-from loraplex_services.common.job_process import FRAME, MAX_FRAME_BYTES
 from loraplex_services.common.limits import PoolLimits
-from loraplex_services.common.piped_process import start_module
+from loraplex_services.common.processes.job_process import FRAME, MAX_FRAME_BYTES
+from loraplex_services.common.processes.piped_process import start_module
 from loraplex_services.common.recent import Recent
 from loraplex_services.common.tenant_slots import TenantSlots
 

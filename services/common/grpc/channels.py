@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from loraplex_services.common.tls import TlsFiles
+from loraplex_services.common.security.tls import TlsFiles
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 30_000),

@@ -17,8 +17,8 @@ from typing import Any
 
 from loraplex.errors import InvalidRequest, LoraplexError, codes_of
 from loraplex_services.common import env, variables
-from loraplex_services.common.log import setup_logging
-from loraplex_services.common.stacks import print_stacks_on_signal
+from loraplex_services.common.processes.stacks import print_stacks_on_signal
+from loraplex_services.common.telemetry.log import setup_logging
 
 USAGE_STATUS = 2
 MAX_OPEN_FILES = 65_536

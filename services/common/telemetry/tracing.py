@@ -68,7 +68,7 @@ def open_tracer(
     if importlib.util.find_spec("opentelemetry.exporter.otlp") is None:
         logger.warning("no traces are exported: run pip install 'loraplex[tracing]'")
         return Tracer()
-    from loraplex_services.common.otlp import ExportingTracer
+    from loraplex_services.common.telemetry.otlp import ExportingTracer
 
     return ExportingTracer(service, clock)
 

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from loraplex_services.common.grpc_channels import open_channel
+from loraplex_services.common.grpc.channels import open_channel
 
 TIMEOUT_S = 2.0
 

@@ -17,10 +17,10 @@ from grpc_reflection.v1alpha import reflection
 from loraplex.allocation import reuse_large_blocks
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.callers import Auth
-from loraplex_services.common.grpc_interceptor import CallInterceptor
+from loraplex_services.common.grpc.interceptor import CallInterceptor
 from loraplex_services.common.limits import MAX_STREAMS_PER_CONNECTION, max_receive_bytes
-from loraplex_services.common.rotation import Rotation
-from loraplex_services.common.signals import stop_event
+from loraplex_services.common.processes.signals import stop_event
+from loraplex_services.common.security.rotation import Rotation
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, 
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.addresses import is_local, is_loopback
-from loraplex_services.common.service_token import is_service_token
-from loraplex_services.common.stacks import all_stacks, profile
+from loraplex_services.common.processes.stacks import all_stacks, profile
+from loraplex_services.common.security.addresses import is_local, is_loopback
+from loraplex_services.common.security.service_token import is_service_token
 
 logger = logging.getLogger(__name__)
 

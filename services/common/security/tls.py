@@ -11,8 +11,8 @@ import grpc
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common import env
-from loraplex_services.common.grpc_server import ServerTls
-from loraplex_services.common.rotation import Rotation
+from loraplex_services.common.grpc.server import ServerTls
+from loraplex_services.common.security.rotation import Rotation
 from loraplex_services.common.setting import Setting
 
 

@@ -1,0 +1,1 @@
+"""gRPC servers and channels: limits, health checks, the interceptor of all calls."""

@@ -1,0 +1,1 @@
+"""The entry point of services, and the processes that do untrusted work."""

@@ -1,0 +1,1 @@
+"""Certificates, service tokens, and the limit on wrong keys."""
