@@ -21,27 +21,35 @@ constexpr float kEps = 1e-6f;
 
 struct Shape {
     int64_t key_heads, value_heads, key_dim, value_dim, taps;
-    int64_t span_cells;   // cells of a span's states, of all layers
-    int64_t cell_items;
+    int64_t first_cell;    // of the layer, among the cells of a state
+    int64_t cell_items, block_cells, block_items;
+    int64_t state_blocks;  // blocks of the state of a sequence, of all layers
     int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
 };
 
 // The states of a step, of one layer.
 struct States {
     float* arena;
-    const int64_t* sources;  // [spans, span_cells], from the layer's first cell on; -1 = zeros
+    const int64_t* sources;  // [spans, state_blocks]; -1 = zeros
     const int64_t* targets;
     const int64_t* words;     // [spans, 2]: token rows [begin, end)
     const int64_t* row_ends;  // [rows]
 };
 
+// The item of the arena at which a cell of the layer begins, in a state with these blocks.
+inline int64_t item_of(const int64_t* blocks, const Shape& shape, int64_t cell) {
+    cell += shape.first_cell;
+    const int64_t block = blocks[cell / shape.block_cells];
+    return block * shape.block_items + cell % shape.block_cells * shape.cell_items;
+}
+
 // Copies items [begin, begin + n) of the convolution's inputs between its cells and `buffer`.
-void copy_inputs(float* arena, const int64_t* cells, const Shape& shape, int64_t begin, int64_t n,
+void copy_inputs(float* arena, const int64_t* blocks, const Shape& shape, int64_t begin, int64_t n,
                  float* buffer, bool is_read) {
     while (n > 0) {
         const int64_t cell = begin / shape.cell_items, first = begin % shape.cell_items;
         const int64_t count = std::min(n, shape.cell_items - first);
-        float* items = arena + cells[shape.value_heads + cell] + first;
+        float* items = arena + item_of(blocks, shape, shape.value_heads + cell) + first;
         if (is_read) std::memcpy(buffer, items, count * sizeof(float));
         else std::memcpy(items, buffer, count * sizeof(float));
         begin += count, buffer += count, n -= count;
@@ -55,8 +63,8 @@ void convolve(const T* x, int64_t ldx, const float* taps, float* y, const States
     const int64_t channels = shape.channels(), before = shape.taps - 1;
     float* inputs = scratch(0, shape.taps * kTaskChannels);  // a ring of the last `taps` rows
     for (int64_t span = row == 0 ? 0 : states.row_ends[row - 1]; span < states.row_ends[row]; ++span) {
-        const int64_t* source = states.sources + span * shape.span_cells;
-        const int64_t* target = states.targets + span * shape.span_cells;
+        const int64_t* source = states.sources + span * shape.state_blocks;
+        const int64_t* target = states.targets + span * shape.state_blocks;
         const int64_t begin = states.words[2 * span], end = states.words[2 * span + 1];
         for (int64_t i = 0; i < before; ++i) {
             float* place = inputs + i * kTaskChannels;
@@ -184,10 +192,12 @@ void recur(const Inputs<T>& in, const States& states, const Shape& shape, int64_
             tokens[t] = {std::exp(in.rates[head] * softplus), 1.0f / (1.0f + std::exp(-gate)),
                          dot(q + t * dk, k + t * dk, dk), 0.0f};
         }
-        const int64_t source = states.sources[span * shape.span_cells + head];
-        float* target = states.arena + states.targets[span * shape.span_cells + head];
+        const int64_t* source = states.sources + span * shape.state_blocks;
+        const float* before = source[0] < 0 ? nullptr : states.arena + item_of(source, shape, head);
+        const int64_t* blocks = states.targets + span * shape.state_blocks;
+        float* target = states.arena + item_of(blocks, shape, head);
         for (int64_t column = 0; column < dv; column += kStrip) {
-            const float* from = source < 0 ? nullptr : states.arena + source + column;
+            const float* from = before == nullptr ? nullptr : before + column;
             const int64_t n = std::min(kStrip, dv - column);
             for (int64_t t = 0; t < count; ++t) {
                 const float* v = in.mixed + (begin + t) * channels + 2 * keys + head * dv + column;
@@ -211,17 +221,18 @@ void recur(const Inputs<T>& in, const States& states, const Shape& shape, int64_
 }  // namespace
 }  // namespace lpx
 
-// y = what the states of a step say; the states advance. `layout` = int64: key heads, value heads, key
-// width, value width, taps, cells of a span, items of a cell, rows of the step, and the distances
-// between rows of qkv, a and b. `taps` are [K, channels], `mixed` is [T, channels] to work in.
+// y = what the states of a step say; the states advance. `layout` = int64: the fields of `Shape` in
+// their order, rows of the step, and the distances between rows of qkv, a and b. `taps` are
+// [K, channels], `mixed` is [T, channels] to work in.
 LPX_EXPORT void lpx_delta_net(const void* qkv, const void* a, const void* b, int64_t dtype,
                               const void* taps, const void* rates, const void* bias, void* mixed,
                               void* y, void* arena, const void* sources, const void* targets,
                               const void* words, const void* row_ends, const void* layout) {
     using namespace lpx;
     const int64_t* sizes = static_cast<const int64_t*>(layout);
-    const Shape shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
-    const int64_t num_rows = sizes[7];
+    const Shape shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
+                      sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]};
+    const int64_t num_rows = sizes[10];
     const States states{static_cast<float*>(arena), static_cast<const int64_t*>(sources),
                         static_cast<const int64_t*>(targets), static_cast<const int64_t*>(words),
                         static_cast<const int64_t*>(row_ends)};
@@ -231,12 +242,12 @@ LPX_EXPORT void lpx_delta_net(const void* qkv, const void* a, const void* b, int
         using T = decltype(t);
         parallel_for(num_rows * pieces, [&](int64_t task) {
             const int64_t channel = task % pieces * kTaskChannels;
-            convolve(static_cast<const T*>(qkv), sizes[8], static_cast<const float*>(taps),
+            convolve(static_cast<const T*>(qkv), sizes[11], static_cast<const float*>(taps),
                      static_cast<float*>(mixed), states, shape, task / pieces, channel,
                      std::min(kTaskChannels, channels - channel));
         });
         const Inputs<T> in{static_cast<const float*>(mixed), static_cast<const T*>(a),
-                           static_cast<const T*>(b), sizes[9], sizes[10],
+                           static_cast<const T*>(b), sizes[12], sizes[13],
                            static_cast<const float*>(rates), static_cast<const float*>(bias),
                            static_cast<T*>(y)};
         parallel_for(num_rows * shape.value_heads, [&](int64_t task) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, takewhile
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.cache.state_layout import StateLayout
+from loraplex_services.worker.transfers import Upload
 from loraplex_services.worker.types.step_plan import StateSpan
 
 QK_EPS = 1e-6
@@ -32,7 +33,8 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The states of one step's sequences."""
+    """The states of one step's sequences. Each span of a row begins with the state that the span
+    before it leaves."""
 
     cells: Tensor
     """float32 `[blocks, cells in a block, items]`: the whole arena."""
@@ -42,15 +44,13 @@ class StateBatch:
     words: Tensor
     """int64 `[spans, 2]`: first token row, and the end."""
     sources: Tensor
-    """int64 `[spans, cells]`: the item of the arena at which each cell begins; -1 = zeros."""
+    """int64 `[spans, blocks of a state]`; -1 = zeros."""
     targets: Tensor
-    """int64 `[spans, cells]`."""
-
-    def layer_cells(self, state_index: int) -> slice:
-        """The cells of the layer with this index among the layers with a state."""
-        return slice(
-            state_index * self.layout.layer_cells, (state_index + 1) * self.layout.layer_cells
-        )
+    """int64 `[spans, blocks of a state]`."""
+    num_single: int
+    """Rows at the end of the step with one token, and so one span, each."""
+    longest: int
+    """Tokens of the longest span of the others."""
 
 
 def state_cells(arena: Tensor, layout: StateLayout) -> Tensor:
@@ -66,24 +66,29 @@ def state_batch(
     """The states of a step's rows, in their order; `cells` as `StateBatch` has them."""
     spans = [span for row in rows for span in row]
     ends = list(accumulate(span.num_tokens for span in spans))
-    begins = [0, *ends[:-1]]
     nowhere = [-1] * layout.num_blocks
-    sources = np.array([span.source or nowhere for span in spans], dtype=np.int64)
-    targets = np.array([span.target for span in spans], dtype=np.int64)
-    block, slot = np.divmod(np.arange(layout.num_cells), layout.block_cells)
-    offsets = slot * layout.cell_items
-    from_cells = sources.reshape(len(spans), -1).take(block, axis=1)
-    to_cells = targets.reshape(len(spans), -1).take(block, axis=1)
-    size = layout.block_items
-    from_items = np.where(from_cells < 0, -1, from_cells * size + offsets)
+    upload = Upload()
+    for name, numbers in (
+        ("row_ends", list(accumulate(map(len, rows)))),
+        ("words", list(zip([0, *ends], ends, strict=False))),
+        ("sources", [span.source or nowhere for span in spans]),
+        ("targets", [span.target for span in spans]),
+    ):
+        upload.add(name, np.array(numbers, dtype=np.int64))
+    upload.send(cells.device)
+    num_single = sum(1 for _ in takewhile(_is_single, reversed(rows)))
+    others = chain.from_iterable(rows[: len(rows) - num_single])
     return StateBatch(
         cells,
         layout,
-        torch.tensor(list(accumulate(map(len, rows))), dtype=torch.int64),
-        torch.tensor([begins, ends], dtype=torch.int64).T.contiguous(),
-        torch.from_numpy(from_items),
-        torch.from_numpy(to_cells * size + offsets),
+        *(upload[name] for name in ("row_ends", "words", "sources", "targets")),
+        num_single,
+        max((span.num_tokens for span in others), default=0),
     )
+
+
+def _is_single(row: Sequence[StateSpan]) -> bool:
+    return len(row) == 1 and row[0].num_tokens == 1
 
 
 class DeltaNet(Protocol):

@@ -27,13 +27,11 @@ class NativeDeltaNet:
 
     def forward(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
         """See `DeltaNet`; rows of qkv, a, b may lie apart."""
-        cells = states.layer_cells(self._state_index)
         weights = self._taps, self._weights.rates, self._weights.step_bias
-        tables = states.sources[:, cells], states.targets[:, cells], states.words, states.row_ends
+        tables = states.sources, states.targets, states.words, states.row_ends
         layout = self._layout(qkv, a, b, states)
         assert all(x.dtype is torch.float32 and x.is_contiguous() for x in weights)
-        assert all(x.stride(-1) == 1 for x in tables) and states.words.is_contiguous()
-        assert tables[0].stride(0) == tables[1].stride(0) == states.layout.num_cells
+        assert all(x.dtype is torch.int64 and x.is_contiguous() for x in tables)
         mixed = torch.empty(qkv.shape, dtype=torch.float32)
         y = torch.empty(len(qkv), self._config.values_size, dtype=qkv.dtype)
         self._native.delta_net(
@@ -44,16 +42,19 @@ class NativeDeltaNet:
         return y
 
     def _layout(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
-        config = self._config
+        config, cells = self._config, states.layout
         words = struct.pack(
-            "11q",
+            "14q",
             config.num_key_heads,
             config.num_value_heads,
             config.key_dim,
             config.value_dim,
             config.kernel_size,
-            states.layout.num_cells,
-            states.layout.cell_items,
+            self._state_index * cells.layer_cells,
+            cells.cell_items,
+            cells.block_cells,
+            cells.block_items,
+            cells.num_blocks,
             len(states.row_ends),
             row_stride(qkv),
             row_stride(a),

@@ -47,7 +47,7 @@ class TorchDeltaNet:
         decay = self._weights.rates * F.softplus(a.float() + self._weights.step_bias)
         beta = b.float().sigmoid()
         out = torch.empty(len(x), config.num_value_heads, config.value_dim, device=x.device)
-        num_single = self._count_single(states)
+        num_single = states.num_single
         num_others = len(states.words) - num_single
         for index, (begin, end) in enumerate(states.words[:num_others].tolist()):
             rows, cells = slice(begin, end), slice(index, index + 1)
@@ -66,14 +66,6 @@ class TorchDeltaNet:
             out[rows] = single_step(heads, state)
             self._write(states, cells, inputs[:, 1:], state)
         return out.flatten(1).to(qkv.dtype)
-
-    def _count_single(self, states: StateBatch) -> int:
-        """Rows at the end of the step with one token, and so one span, each."""
-        spans_of_row = states.row_ends.diff(prepend=states.row_ends.new_zeros(1))
-        tokens_of_span = states.words[:, 1] - states.words[:, 0]
-        is_other = (spans_of_row > 1) | (tokens_of_span[states.row_ends - 1] > 1)
-        others = is_other.nonzero()
-        return len(is_other) - (int(others[-1, 0]) + 1 if len(others) else 0)
 
     def _convolved(self, inputs: Tensor) -> Tensor:
         """`[K - 1 + T, channels]` -> `[T, channels]`."""
@@ -97,9 +89,8 @@ class TorchDeltaNet:
     def _read(self, states: StateBatch, spans: slice) -> tuple[Tensor, Tensor]:
         """Fresh inputs of the convolution `[n, K - 1, channels]` and matrices `[n, H, Dk, Dv]`."""
         config, layout = self._config, states.layout
-        cells = states.sources[spans, states.layer_cells(self._state_index)]
-        found = states.cells[_cell_indices(cells.clamp(min=0), layout)]
-        if (is_zero := cells[:, 0] < 0).any():
+        found = states.cells[self._cells(states.sources[spans].clamp(min=0), layout)]
+        if (is_zero := states.sources[spans, 0] < 0).any():
             found[is_zero] = 0.0
         matrices, conv = found.split((layout.num_heads, layout.conv_cells), dim=1)
         before = conv.flatten(1)[:, : layout.conv_items]
@@ -109,16 +100,17 @@ class TorchDeltaNet:
 
     def _write(self, states: StateBatch, spans: slice, before: Tensor, state: Tensor) -> None:
         layout = states.layout
-        cells = states.targets[spans, states.layer_cells(self._state_index)]
         num_free = layout.conv_cells * layout.cell_items - layout.conv_items
         conv = F.pad(before.flatten(1), (0, num_free))
         values = torch.cat((state.flatten(2), conv.unflatten(1, (layout.conv_cells, -1))), dim=1)
-        states.cells[_cell_indices(cells, layout)] = values
+        states.cells[self._cells(states.targets[spans], layout)] = values
 
-
-def _cell_indices(begins: Tensor, layout: StateLayout) -> tuple[Tensor, Tensor]:
-    """Block, and cell in the block, of cells that begin at these items."""
-    return begins // layout.block_items, begins % layout.block_items // layout.cell_items
+    def _cells(self, blocks: Tensor, layout: StateLayout) -> tuple[Tensor, Tensor]:
+        """Block, and cell in the block, of the layer's cells: each `[n, cells]`."""
+        first = self._state_index * layout.layer_cells
+        cells = torch.arange(first, first + layout.layer_cells, device=blocks.device)
+        block = blocks[:, cells // layout.block_cells]
+        return block, (cells % layout.block_cells).expand_as(block)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -1,128 +1,33 @@
 """Gated delta nets over scattered states == the reference, token by token."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
-from loraplex_services.worker.cache.state_layout import plan_state
-from loraplex_services.worker.ops.recurrence import reference
-from loraplex_services.worker.ops.recurrence.backend import (
-    DeltaWeights,
-    state_batch,
-    state_cells,
-)
+from loraplex_services.worker.ops.recurrence.backend import state_batch
 from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.recurrence.torch import TorchDeltaNet
-from loraplex_services.worker.types.model_config import RecurrenceConfig
 from loraplex_services.worker.types.step_plan import StateSpan
 from tests.worker.native.isas import ISAS, native
-
-CONFIGS = {
-    "shared-keys": RecurrenceConfig((0, 1, 3), 2, 4, 16, 24, 4),
-    "one-head": RecurrenceConfig((2,), 1, 1, 8, 8, 2),
-    "odd": RecurrenceConfig((0, 1), 3, 9, 20, 12, 3),
-    "published": RecurrenceConfig((0, 1), 2, 4, 128, 128, 4),
-}
-NUM_BLOCKS = 600
+from tests.worker.ops.recurrence.sequences import (
+    CONFIGS,
+    Sequences,
+    check_mixed_steps,
+    make_weights,
+)
 
 
-def make_net(kind, config, place, weights):
-    if kind == "torch":
-        return TorchDeltaNet(config, place, weights)
-    return NativeDeltaNet(native(kind), config, place, weights)
-
-
-def make_weights(config, generator):
-    taps = torch.randn(config.conv_size, config.kernel_size, generator=generator)
-    rates = -torch.rand(config.num_value_heads, generator=generator) - 0.02
-    return DeltaWeights(taps, rates, torch.randn(config.num_value_heads, generator=generator))
-
-
-class Sequences:
-    """What the reference says of each sequence, and where its state lies."""
-
-    def __init__(self, config, weights, generator, rng):
-        self.config, self.weights, self.generator = config, weights, generator
-        most = config.key_dim * config.value_dim * 4
-        self.layout = plan_state(config, most * rng.choice((1, 3)) + 64)
-        self.arena = torch.full((NUM_BLOCKS, self.layout.block_items * 4), 0xFF, dtype=torch.uint8)
-        self.cells = state_cells(self.arena, self.layout)
-        self.free = list(range(NUM_BLOCKS))
-        rng.shuffle(self.free)
-
-    def blocks(self):
-        return [self.free.pop() for _ in range(self.layout.num_blocks)]
-
-    def inputs(self, num_tokens):
-        sizes = self.config.conv_size, self.config.num_value_heads, self.config.num_value_heads
-        return [torch.randn(num_tokens, size, generator=self.generator) for size in sizes]
-
-    def expected(self, qkv, a, b):
-        """Of one whole sequence."""
-        config, weights = self.config, self.weights
-        before = torch.zeros(config.kernel_size - 1, config.conv_size)
-        mixed, _ = reference.causal_conv(qkv, before, weights.taps)
-        q, k, v = mixed.split((config.keys_size, config.keys_size, config.values_size), dim=1)
-        steps = torch.nn.functional.softplus(a.double() + weights.step_bias)
-        shared = config.num_value_heads // config.num_key_heads
-        heads = []
-        for head in range(config.num_value_heads):
-            keys = slice(head // shared * config.key_dim, (head // shared + 1) * config.key_dim)
-            values = slice(head * config.value_dim, (head + 1) * config.value_dim)
-            state = torch.zeros(config.key_dim, config.value_dim)
-            decay = weights.rates[head] * steps[:, head]
-            beta = b[:, head].double().sigmoid()
-            out, _ = reference.gated_delta(q[:, keys], k[:, keys], v[:, values], decay, beta, state)
-            heads.append(out)
-        return torch.cat(heads, dim=1)
+def maker(kind):
+    return TorchDeltaNet if kind == "torch" else partial(NativeDeltaNet, native(kind))
 
 
 @pytest.mark.parametrize("kind", ["torch", *ISAS])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", range(2))
 def test_spans_of_mixed_steps_equal_the_reference(kind, name, seed):
-    config, rng = CONFIGS[name], random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    weights = make_weights(config, generator)
-    sequences = Sequences(config, weights, generator, rng)
-    num_layers = len(config.layers)
-    nets = [make_net(kind, config, place, weights) for place in range(num_layers)]
-    lengths = [rng.choice((1, 3, 64, 65, 130)) for _ in range(4)] + [5, 4]
-    inputs = [sequences.inputs(length) for length in lengths]
-    states = [(0, sequences.blocks()) for _ in lengths]  # tokens done, blocks of the state
-    found = [[] for _ in lengths]
-    while any(done < length for (done, _), length in zip(states, lengths, strict=True)):
-        rows, parts = [], []
-        for i, (done, blocks) in enumerate(states):
-            left = lengths[i] - done
-            if not left:
-                continue
-            count = min(left, rng.choice((1, 7, 64, 100)))
-            cut = rng.randrange(count + 1) if rng.random() < 0.5 else 0
-            spans, source = [], blocks if done else ()
-            if cut:
-                target = sequences.blocks() if len(sequences.free) > 300 else blocks
-                spans, source = [StateSpan(cut, source, target)], target
-            if cut < count:
-                spans.append(StateSpan(count - cut, source, blocks))
-            rows.append((count == 1 and done > 0, i, count, spans))
-        rows.sort(key=lambda row: row[0])
-        for _, i, count, spans in rows:
-            done = states[i][0]
-            parts.append([x[done : done + count] for x in inputs[i]])
-            states[i] = (done + count, list(spans[-1].target))
-        batch = state_batch([row[-1] for row in rows], sequences.cells, sequences.layout)
-        qkv, a, b = (torch.cat(xs) for xs in zip(*parts, strict=True))
-        outs = [net.forward(qkv, a, b, batch) for net in nets]
-        assert all(torch.equal(out, outs[0]) for out in outs), "layers share blocks"
-        begin = 0
-        for _, i, count, _ in rows:
-            found[i].append(outs[0][begin : begin + count])
-            begin += count
-    for xs, ours in zip(inputs, found, strict=True):
-        expected = sequences.expected(*xs)
-        torch.testing.assert_close(torch.cat(ours).double(), expected, atol=3e-5, rtol=1e-4)
+    check_mixed_steps(maker(kind), CONFIGS[name], seed)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -131,7 +36,7 @@ def test_compiled_states_and_outputs_do_not_depend_on_how_a_prompt_is_cut(isa):
     generator = torch.Generator().manual_seed(5)
     weights = make_weights(config, generator)
     sequences = Sequences(config, weights, generator, random.Random(5))
-    net = make_net(isa, config, 1, weights)
+    net = maker(isa)(config, 1, weights)
     inputs = sequences.inputs(97)
     found = []
     for cuts in ([97], [1, 96], [16, 1, 80], [1] * 97):
@@ -142,7 +47,8 @@ def test_compiled_states_and_outputs_do_not_depend_on_how_a_prompt_is_cut(isa):
             batch = state_batch([[span]], sequences.cells, sequences.layout)
             outs.append(net.forward(*(x[rows] for x in inputs), batch))
             begin += count
-        states = sequences.cells[blocks].flatten(0, 1)[batch.layer_cells(1)]
+        cells = sequences.layout.layer_cells
+        states = sequences.cells[blocks].flatten(0, 1)[cells : 2 * cells]
         found.append((torch.cat(outs), states))
     for out, states in found[1:]:
         assert torch.equal(out, found[0][0])
