@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from loraplex_services.worker.cache.state_layout import plan_state
 from loraplex_services.worker.ops.activation import triton as silu
 from loraplex_services.worker.ops.attention import shapes as attention_shapes
 from loraplex_services.worker.ops.attention import triton as attention_launch
@@ -37,9 +38,12 @@ from loraplex_services.worker.ops.lora.device_tables import SiteShape
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS
 from loraplex_services.worker.ops.moe import triton as moe
 from loraplex_services.worker.ops.norm import triton as norm
+from loraplex_services.worker.ops.recurrence import triton as delta_launch
+from loraplex_services.worker.ops.recurrence import triton_kernels as delta
 from loraplex_services.worker.ops.rope import triton as rope
 from loraplex_services.worker.ops.sampling import triton as sampling
 from loraplex_services.worker.ops.sampling import truncation
+from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITIES = (80, 90, 100)
@@ -116,6 +120,7 @@ def variants() -> Iterator[Variant]:
         yield from _attention(dtype, name)
         yield from _fused(name)
         yield from _moe(dtype, name)
+        yield from _recurrence(dtype, name)
 
 
 def _list_groups() -> Variant:
@@ -264,6 +269,54 @@ def _moe(dtype: torch.dtype, name: str) -> Iterator[Variant]:
         {"out": tensor, "y": tensor, "weights": "*fp32"},
         {"WIDTH": 2048, "NUM_ACTIVE": NUM_ACTIVE, "BLOCK_COLUMNS": moe.BLOCK_COLUMNS},
     )
+
+
+DELTA_NETS = RecurrenceConfig(tuple(range(24)), 16, 32, 128, 128, 4)
+"""Those of Qwen3.5-9B, whose blocks have 512 KiB."""
+
+
+def _recurrence(dtype: torch.dtype, name: str) -> Iterator[Variant]:
+    """Everything between the projections' types is float32."""
+    tiling = delta_launch.tiling_for(dtype)
+    words = "first_row first_span first_cell x_stride a_stride b_stride".split()
+    types = dict.fromkeys(words, "i32") | dict.fromkeys(("x", "a", "b", "out"), f"*{name}")
+    floats = "mixed taps arena rates step_bias solutions weights scales".split()
+    types |= dict.fromkeys(floats, "*fp32")
+    types |= dict.fromkeys(("row_ends", "words", "sources", "targets"), "*i64")
+    cells = delta_launch.block_sizes(plan_state(DELTA_NETS, 512 << 10))
+    constants = (
+        delta_launch.head_sizes(DELTA_NETS)
+        | cells
+        | {
+            "CHANNELS": DELTA_NETS.conv_size,
+            "NUM_TAPS": DELTA_NETS.kernel_size,
+            "BLOCK_TAPS": DELTA_NETS.kernel_size,
+            "CELL_ITEMS": DELTA_NETS.key_dim * DELTA_NETS.value_dim,
+            "CHUNK": tiling.chunk_tokens,
+            "PRECISION": tiling.precision,
+        }
+    )
+    tile = "BLOCK_TOKENS", "BLOCK_CHANNELS", "BLOCK_VALUES"
+    sizes = delta_launch.CONV_TOKENS, delta_launch.CONV_CHANNELS, tiling.block_values
+    prompts = dict(zip(tile, sizes, strict=True))
+    sizes = 1, delta_launch.STEP_CHANNELS, delta_launch.STEP_VALUES
+    single = dict(zip(tile, sizes, strict=True))
+    for label, kernel, own, num_warps, num_stages in (
+        ("convolve", delta.convolve, prompts, 4, 3),
+        ("convolve-single", delta.convolve, single, 4, 3),
+        ("step", delta.step, single, 4, 3),
+        ("solve_chunks", delta.solve_chunks, prompts, tiling.num_warps, 1),
+        ("advance_chunks", delta.advance_chunks, prompts, tiling.num_warps, 1),
+    ):
+        yield Variant(
+            f"recurrence.{label}.{name}",
+            kernel,
+            {key: value for key, value in types.items() if key in kernel.arg_names},
+            {k: v for k, v in (constants | own).items() if k in kernel.arg_names},
+            num_warps,
+            num_stages,
+            divisible=("x_stride", "a_stride", "b_stride"),
+        )
 
 
 def _truncate() -> Variant:

@@ -122,3 +122,8 @@ class KvBuffer:
     def windows(self) -> tuple[int | None, ...]:
         """Window of each KV group."""
         return self.groups.windows
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key heads of the layer that has the fewest."""
+        return min(group.heads.count for group in self.groups.groups)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loraplex.errors import Unsupported
-from loraplex_services.worker.types.model_config import RecurrenceConfig
+from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
 
 STATE_BYTES = 4
 """Bytes of an item: states are float32, whatever the model's dtype."""
@@ -52,6 +52,11 @@ class StateLayout:
     def num_blocks(self) -> int:
         """Number of blocks of one sequence."""
         return -(-self.num_cells // self.block_cells)
+
+
+def state_layout(config: ModelConfig, block_bytes: int) -> StateLayout | None:
+    """The layout of a base's states, if it has any. Raises as `plan_state` does."""
+    return None if config.recurrence is None else plan_state(config.recurrence, block_bytes)
 
 
 def plan_state(recurrence: RecurrenceConfig, block_bytes: int) -> StateLayout:

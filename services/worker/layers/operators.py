@@ -90,11 +90,7 @@ class Operators(Protocol):
     def delta_net(
         self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights
     ) -> DeltaNet:
-        """The gated delta net of a layer; `state_index`: its number among the recurrent layers.
-
-        Raises:
-            Unsupported: there is none here.
-        """
+        """The gated delta net of a layer; `state_index`: its number among the recurrent layers."""
         ...
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
@@ -21,6 +20,7 @@ from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.norm.triton import add_rms_norm
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
+from loraplex_services.worker.ops.recurrence.triton import TritonDeltaNet
 from loraplex_services.worker.ops.rope.torch import Rotate
 from loraplex_services.worker.ops.sampling.triton import draw
 from loraplex_services.worker.ops.sampling.truncation import truncate
@@ -75,9 +75,8 @@ class TritonOperators:
     def delta_net(
         self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights
     ) -> DeltaNet:
-        """See Operators. Raises Unsupported: there is none for GPUs."""
-        why = "has recurrent layers, which this build computes on CPUs only; use --device cpu"
-        raise Unsupported.field("device", "cuda", why)
+        """See Operators."""
+        return TritonDeltaNet(config, state_index, weights)
 
 
 class TritonLora:

@@ -24,7 +24,7 @@ from loraplex_services.worker.adapters.device.table import AdapterTable
 from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
-from loraplex_services.worker.cache.state_layout import plan_state
+from loraplex_services.worker.cache.state_layout import StateLayout, state_layout
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
@@ -68,7 +68,7 @@ from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 from loraplex_services.worker.types.runner_settings import RunnerSettings
-from loraplex_services.worker.types.sharding import Shard
+from loraplex_services.worker.types.sharding import Shard, local_config
 
 if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.gpu_path import GpuPath
@@ -225,7 +225,8 @@ def _batch_maker(
 ) -> BatchMaker:
     """`limits` = max_resident, max_lora_rank, max_num_tokens, max_num_rows."""
     is_native = isinstance(operators, NativeOperators)
-    recurrence = model.config.recurrence
+    own = local_config(model.config, layout.shard)
+    states = state_layout(own, kv.arena.block_bytes)
     return BatchMaker(
         kv,
         model.ropes,
@@ -235,8 +236,8 @@ def _batch_maker(
         max_num_rows=limits[3],
         attention=operators.attention_maker,
         records=Records(adapters, len(layout.sites.sites)) if is_native else None,
-        gpu=_gpu_path(model, operators, kv, adapters, limits, layout.int8),
-        states=plan_state(recurrence, kv.arena.block_bytes) if recurrence else None,
+        gpu=_gpu_path(model, operators, kv, adapters, limits, layout.int8, states),
+        states=states,
     )
 
 
@@ -247,13 +248,14 @@ def _gpu_path(
     adapters: AdapterTable,
     limits: tuple[int, int, int, int],
     is_int8: bool,
+    states: StateLayout | None,
 ) -> GpuPath | None:
     """Tables, workspace and captured graphs where Triton computes, else None."""
     if operators.name != "triton":
         return None
     from loraplex_services.worker.runner.gpu_path import GpuLimits, GpuPath
 
-    return GpuPath(model, operators, kv, adapters, GpuLimits(*limits), is_int8)
+    return GpuPath(model, operators, kv, adapters, GpuLimits(*limits), is_int8, states)
 
 
 def _check_context(config: ModelConfig, max_model_len: int) -> None:

@@ -111,7 +111,7 @@ class DecodeGraph:
         """See `CapturedStep`."""
         for pending_copy in pending_copies:
             pending_copy.wait_all()
-        self.inputs.buffer.fill(step, step.runs)
+        self.inputs.fill(step)
         self.inputs.buffer.take_outputs(before)
         self.graph.replay()
         return self.hidden[: step.num_rows]
@@ -133,7 +133,7 @@ class DecodeGraphs:
 
     def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
         """Capture with padding rows only, so that the cache keeps its content."""
-        self.inputs.buffer.clear()
+        self.inputs.clear()
         batch = self.inputs.batch(size, sites, self.table)
         # Warm up on the stream that captures: memory is cached by stream, and so are the
         # libraries' workspaces, which would else be captured again for every graph.

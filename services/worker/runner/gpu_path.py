@@ -11,6 +11,7 @@ from torch import Tensor
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents
 from loraplex_services.worker.adapters.device.table import AdapterTable
 from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.triton_operators import TritonOperators
 from loraplex_services.worker.model.decoder import Decoder
@@ -24,6 +25,7 @@ from loraplex_services.worker.ops.lora.triton import ALIGNED_ELEMENTS, DeviceLor
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.block_tables import BlockTables
 from loraplex_services.worker.runner.cuda_graphs import (
+    Capturable,
     CapturedStep,
     CapturedSteps,
     DecodeGraphs,
@@ -59,10 +61,13 @@ class GpuPath:
         table: AdapterTable,
         limits: GpuLimits,
         int8: bool = False,
+        states: StateLayout | None = None,
     ) -> None:
         """Captures graphs when the device is a GPU, which takes a while.
 
-        `int8`: adapters' matrices are integers.
+        Args:
+            int8: adapters' matrices are integers.
+            states: of the base's recurrent layers, if it has any.
         """
         assert isinstance(operators, TritonOperators), operators.name
         arena, sites = kv.arena, model.site_weights.own_table
@@ -88,6 +93,7 @@ class GpuPath:
         self.lora = DeviceLora(tables, side)
         operators.lora = self.lora
         self._attention = operators.attention_maker
+        self._states = states
         self._max_model_len = model.config.max_position_embeddings
         self._block_tables = BlockTables(
             len(kv.windows),
@@ -99,25 +105,26 @@ class GpuPath:
         self._graphs: list[CapturedSteps] = []
         if arena.data.is_cuda:
             sites_and_size = self._masks[-1], limits.max_num_tokens
-            warm_up(model, kv, self.lora, self._attention, *sites_and_size)
+            warm_up(model, kv, self.lora, self._attention, *sites_and_size, states)
             # Graphs that hold collectives are not tried.
             if operators.ranks.shard.size == 1 and self._attention.backend.captures_graphs:
                 self.capture(limits.max_num_tokens, GraphMemory())
 
     def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:
-        """Capture the graphs of all steps up to certain sizes."""
+        """Capture the graphs of all steps up to certain sizes. Recurrent layers look at where one
+        sequence ends and the next begins, so that bases with them compute prompts eagerly."""
         table = self.lora_batch(())
-        decode = DecodeGraphs(self._model, self.decode_inputs(), table)
-        mixed = MixedGraphs(self._model, self.mixed_inputs(max_num_tokens), table)
-        self._graphs = [CapturedSteps(kind, self._masks) for kind in (decode, mixed)]
+        kinds: list[Capturable] = [DecodeGraphs(self._model, self.decode_inputs(), table)]
+        if self._states is None:
+            kinds.append(MixedGraphs(self._model, self.mixed_inputs(max_num_tokens), table))
+        self._graphs = [CapturedSteps(kind, self._masks) for kind in kinds]
         for graphs in reversed(self._graphs):  # the largest first
             graphs.capture(memory)
 
     def decode_inputs(self) -> DecodeInputs:
         """Static inputs of pure-decode steps."""
-        return DecodeInputs(
-            self._kv, self.lora, self._block_tables, self._max_model_len, self._attention
-        )
+        shared = self._kv, self.lora, self._block_tables
+        return DecodeInputs(*shared, self._max_model_len, self._attention, self._states)
 
     def mixed_inputs(self, max_num_tokens: int) -> MixedInputs:
         """Static inputs of steps that compute prompts."""
@@ -211,7 +218,10 @@ class GpuPath:
 def site_masks(sites: SiteTable) -> tuple[frozenset[int], ...]:
     """Sites that a graph's adapters may touch, smallest first: those of attention, then all. Most
     adapters are on attention alone, and even an empty launch takes microseconds."""
-    attention = {p.site_id for name, p in sites.modules.items() if "self_attn" in name}
+    mixers = ("self_attn", "linear_attn")
+    attention = {
+        p.site_id for name, p in sites.modules.items() if any(part in name for part in mixers)
+    }
     linear = {site.id for site in sites.sites if site.kind == LINEAR}
     return frozenset(attention & linear), frozenset(linear)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.cache.state_layout import state_layout
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.triton_operators import TritonOperators
 from loraplex_services.worker.model.decoder import Decoder
@@ -13,6 +14,7 @@ from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.gpu_path import site_shapes
 from loraplex_services.worker.runner.warm_up import idle_batch
+from loraplex_services.worker.types.sharding import local_config
 
 
 @torch.inference_mode()
@@ -34,7 +36,8 @@ def run_largest_step(
     shapes = site_shapes(model.site_weights.table, kv.arena.block_bytes // stored.itemsize)
     tables = DeviceTables(kv.arena.data.view(-1), stored, shapes, 1, len(shapes) + 1)
     operators.lora = lora = DeviceLora(tables, None)
-    batch = idle_batch(kv, lora, operators.attention_maker, frozenset(), max_num_tokens)
+    states = state_layout(local_config(model.config, operators.ranks.shard), kv.arena.block_bytes)
+    batch = idle_batch(kv, lora, operators.attention_maker, frozenset(), max_num_tokens, states)
     hidden = model.forward(batch)
     return model.logits(hidden[:max_num_rows], LoraBatch((), {}, None, tables))
 

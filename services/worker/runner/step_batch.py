@@ -88,6 +88,7 @@ class BatchMaker:
             attention=self._attention(step, positions, buffer.device_inputs(step)),
             lora=gpu.lora_batch(step.runs, num_tokens),
             rope_rows=None if step.rope_rows is None else buffer.rope_rows[:num_tokens],
+            states=self._states(step.plan),
         )
 
     def _attention(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from loraplex_services.worker.arena_buffer import KvBuffer
+from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
@@ -14,6 +15,7 @@ from loraplex_services.worker.ops.lora.plan import TILE_ROWS
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, StepWork, WorkSize
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.recurrence.backend import idle_states
 from loraplex_services.worker.ops.sampling.triton import draw
 from loraplex_services.worker.ops.sampling.truncation import truncate
 
@@ -30,16 +32,18 @@ def warm_up(
     attention: AttentionMaker,
     sites: frozenset[int],
     max_num_tokens: int,
+    states: StateLayout | None = None,
 ) -> None:
     """Run one step of each family and each variant of attention, the largest step among them.
 
     Args:
         sites: where adapters may add something.
+        states: of the base's recurrent layers, if it has any.
     """
     mixed = min(MIXED_ROWS + 1, max_num_tokens)
     sizes = {1, *attention.backend.warm_up_sizes, mixed, max_num_tokens}
     for num_rows in sorted(sizes):
-        hidden = model.forward(idle_batch(kv, lora, attention, sites, num_rows))
+        hidden = model.forward(idle_batch(kv, lora, attention, sites, num_rows, states))
         logits = model.logits(hidden[:1], LoraBatch((), {}, None, lora.tables))
         warm_up_sampling(logits)
     num_runs = MIN_RUNS
@@ -64,12 +68,19 @@ def idle_batch(
     attention: AttentionMaker,
     sites: frozenset[int],
     num_rows: int,
+    states: StateLayout | None = None,
 ) -> ForwardBatch:
-    """A generation, and a context if there is more than one row, that append nothing to the cache,
-    and adapters without rows."""
+    """A generation, and a context if there is more than one row, that append nothing to the cache
+    and keep no state, and adapters without rows."""
     device = lora.tables.arena.device
     positions = torch.arange(num_rows, device=device)
     work = lora.begin((), num_rows)
     adapters = LoraBatch((), {}, None, lora.tables, work, sites)
     ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    return ForwardBatch(ids, positions, attention.idle_metadata(kv, positions), adapters)
+    return ForwardBatch(
+        ids,
+        positions,
+        attention.idle_metadata(kv, positions),
+        adapters,
+        states=None if states is None else idle_states(kv.arena.data, states, num_rows),
+    )

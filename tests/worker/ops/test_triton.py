@@ -82,7 +82,10 @@ def test_every_kernel_compiles_for_three_generations_of_gpus(compiled):
 
 
 def test_float32_kernels_use_no_tf32(compiled):
-    assert [row["name"] for row in compiled if row["tf32"]] == []
+    """Half precision has it in the chunks of delta nets, whose operands are float32."""
+    chunks = ("recurrence.solve_chunks.", "recurrence.advance_chunks.")
+    found = [row["name"] for row in compiled if row["tf32"]]
+    assert [x for x in found if x.endswith("fp32") or not x.startswith(chunks)] == []
 
 
 def test_no_kernel_spills_more_than_six_words_unless_its_registers_are_limited(compiled):

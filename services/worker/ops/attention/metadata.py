@@ -29,6 +29,11 @@ class KvCache(Protocol):
         """Sliding window of each KV group."""
         ...
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Key heads of the layer that has the fewest."""
+        ...
+
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer in every block, each `[num_blocks, Hkv, T, D]`."""
         ...

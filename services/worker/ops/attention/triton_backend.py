@@ -29,25 +29,33 @@ from loraplex_services.worker.ops.attention.work_items import PartialSums
 from loraplex_services.worker.ops.rope.triton import rotate_and_append
 from loraplex_services.worker.transfers import to_device
 
+HeadSizes = tuple[int, int, int]
+"""Query heads, key heads and the width of a head: what the size of `PartialSums` depends on."""
+
+
+def _sizes(shape: HeadShape) -> HeadSizes:
+    return shape.num_heads, shape.num_kv_heads, shape.block_dim
+
 
 class Workspace:
-    """Keeps one `PartialSums` for the steps of a runner, which run one after another."""
+    """Keeps one `PartialSums` for layers of each size, for the steps of a runner, which run one
+    after another."""
 
     def __init__(self) -> None:
-        self._sums: PartialSums | None = None
+        self._sums: dict[HeadSizes, PartialSums] = {}
 
     def partial_sums(
         self, num_items: int, num_rows: int, shape: HeadShape, device: torch.device
     ) -> PartialSums:
         """At least for that many. A larger step replaces what is kept; captured steps hold on to
         their own."""
-        known = self._sums
+        known = self._sums.get(_sizes(shape))
         if known is None or not known.holds(num_items, num_rows):
             if known is not None:
                 num_items = max(num_items, len(known.values))
                 num_rows = max(num_rows, len(known.num_finished))
             known = work_items.make_partial_sums(num_items, num_rows, shape, device)
-        self._sums = known
+        self._sums[_sizes(shape)] = known
         return known
 
 
@@ -73,7 +81,7 @@ class TritonAttentionMetadata(AttentionMetadata):
     _context_tiles: dict[int, Tensor] = field(init=False, default_factory=dict)
     _items: dict[int | None, Tensor] = field(init=False, default_factory=dict)
     """Work items by window."""
-    _partial: PartialSums | None = field(init=False, default=None)
+    _partial: dict[HeadSizes, PartialSums] = field(init=False, default_factory=dict)
 
     def prepare(self) -> None:
         """Compute block tables, cache positions and sizes from the predefined fields."""
@@ -160,19 +168,19 @@ class TritonAttentionMetadata(AttentionMetadata):
         return self._context_tiles[block_rows]
 
     def partial_sums(self, shape: HeadShape) -> PartialSums:
-        """Workspace of the generations, the same for all layers."""
-        if self._partial is None:
+        """Workspace of the generations, the same for all layers of one size."""
+        sizes = _sizes(shape)
+        if sizes not in self._partial:
             assert self.position_ids is not None
-            self._partial = self.workspace.partial_sums(
+            self._partial[sizes] = self.workspace.partial_sums(
                 self.max_items, self.num_generations, shape, self.position_ids.device
             )
-        return self._partial
+        return self._partial[sizes]
 
 
 def _split_limit(cache: KvCache, num_rows: int, device: torch.device) -> int:
     """Keys of an item, at most, for `num_rows` generations."""
-    num_kv_heads = cache.planes(0)[0].shape[1]
-    return work_items.split_limit(max(num_rows, 1), num_kv_heads, device)
+    return work_items.split_limit(max(num_rows, 1), cache.num_kv_heads, device)
 
 
 def _rows_in_order(first: int, num_rows: int, device: torch.device) -> Tensor:

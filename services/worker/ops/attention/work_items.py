@@ -106,7 +106,7 @@ def empty_items(num_items: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """What the items of a row leave to the one that finishes last. All layers of a step share it,
+    """What the items of a row leave to the one that finishes last. All layers of one size share it,
     since they run one after another."""
 
     values: Tensor

@@ -65,9 +65,9 @@ def list_groups(
     end = tl.load(runs + i * RUN_WORDS + 2)
     coef = tl.load(runs + i * RUN_WORDS + 3).to(tl.float32, bitcast=True)
     is_run = begin < end
-    entry = index + (slot * num_parts + first_part + part) * INDEX_WORDS
-    first = tl.load(entry, mask=is_run, other=0).to(tl.int64)
-    count = tl.load(entry + 1, mask=is_run, other=0)
+    of_slot = index + (slot * num_parts + first_part + part) * INDEX_WORDS
+    first = tl.load(of_slot, mask=is_run, other=0).to(tl.int64)
+    count = tl.load(of_slot + 1, mask=is_run, other=0)
     offset = tl.cumsum(count, axis=0) - count
     tl.store(counts + part * 2, tl.sum(count, axis=0))
     rows = begin.to(tl.int64) | (end.to(tl.int64) << 32)
@@ -98,7 +98,7 @@ def list_groups(
         tl.store(tile_ends + part * max_tiles + t, in_tiles)
     tl.store(done + part, 0)
     num_vectors = _list_vectors(
-        vectors + part * max_vectors * WORDS, records, entry + 2, is_run, rows, coef
+        vectors + part * max_vectors * WORDS, records, of_slot + 2, is_run, rows, coef
     )
     tl.store(counts + part * 2 + 1, num_vectors)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_services.worker.cache.state_layout import StateLayout
@@ -46,7 +47,7 @@ class StateBatch:
     sources: Tensor
     """int64 `[spans, blocks of a state]`; -1 = zeros."""
     targets: Tensor
-    """int64 `[spans, blocks of a state]`."""
+    """int64 `[spans, blocks of a state]`; -1 = the state is not kept, which GPUs know only."""
     num_single: int
     """Rows at the end of the step with one token, and so one span, each."""
     longest: int
@@ -66,25 +67,45 @@ def state_batch(
     """The states of a step's rows, in their order; `cells` as `StateBatch` has them."""
     spans = [span for row in rows for span in row]
     ends = list(accumulate(span.num_tokens for span in spans))
-    nowhere = [-1] * layout.num_blocks
+    sources, targets = blocks_of(spans, layout)
     upload = Upload()
-    for name, numbers in (
-        ("row_ends", list(accumulate(map(len, rows)))),
-        ("words", list(zip([0, *ends], ends, strict=False))),
-        ("sources", [span.source or nowhere for span in spans]),
-        ("targets", [span.target for span in spans]),
-    ):
-        upload.add(name, np.array(numbers, dtype=np.int64))
+    upload.add("row_ends", np.array(list(accumulate(map(len, rows))), dtype=np.int64))
+    upload.add("words", np.array([[0, *ends[:-1]], ends], dtype=np.int64).T)
+    upload.add("sources", sources)
+    upload.add("targets", targets)
     upload.send(cells.device)
     num_single = sum(1 for _ in takewhile(_is_single, reversed(rows)))
     others = chain.from_iterable(rows[: len(rows) - num_single])
     return StateBatch(
         cells,
         layout,
-        *(upload[name] for name in ("row_ends", "words", "sources", "targets")),
+        upload["row_ends"],
+        upload["words"],
+        upload["sources"],
+        upload["targets"],
         num_single,
         max((span.num_tokens for span in others), default=0),
     )
+
+
+def blocks_of(
+    spans: Sequence[StateSpan], layout: StateLayout
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sources and targets of spans, as `StateBatch` has them."""
+    nowhere = [-1] * layout.num_blocks
+    targets = np.array([span.target for span in spans], dtype=np.int64)
+    if all(span.source is span.target for span in spans):  # as in most steps that only decode
+        return targets, targets
+    return np.array([span.source or nowhere for span in spans], dtype=np.int64), targets
+
+
+def idle_states(arena: Tensor, layout: StateLayout, num_tokens: int) -> StateBatch:
+    """States that nobody keeps, of a row of all tokens but the last, if there are several, and a
+    row of the last."""
+    nowhere = [-1] * layout.num_blocks
+    lens = [num_tokens - 1, 1] if num_tokens > 1 else [1]
+    rows = [[StateSpan(count, (), nowhere)] for count in lens]
+    return state_batch(rows, state_cells(arena, layout), layout)
 
 
 def _is_single(row: Sequence[StateSpan]) -> bool:
