@@ -869,10 +869,12 @@ class ListCertificatesResponse(_message.Message):
     def __init__(self, certificates: _Optional[_Iterable[_Union[Certificate, _Mapping]]] = ...) -> None: ...
 
 class CheckKeyRequest(_message.Message):
-    __slots__ = ("token",)
+    __slots__ = ("token", "key_id")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
     token: str
-    def __init__(self, token: _Optional[str] = ...) -> None: ...
+    key_id: str
+    def __init__(self, token: _Optional[str] = ..., key_id: _Optional[str] = ...) -> None: ...
 
 class CheckKeyResponse(_message.Message):
     __slots__ = ("key",)

@@ -110,9 +110,11 @@ class ScriptedRegistry(registry_pb2_grpc.RegistryServiceServicer):
     async def CheckKey(self, request: Any, context: Any) -> registry_pb2.CheckKeyResponse:
         sent = dict(context.invocation_metadata())
         assert sent["authorization"] == "Bearer scripted", "services show their token"
-        if request.token not in self.keys:
+        by_id = {key.key_id: key for key in self.keys.values()}
+        key = self.keys.get(request.token) if request.token else by_id.get(request.key_id)
+        if key is None:
             await _abort(context, Unauthenticated("the API key is unknown"))
-        return registry_pb2.CheckKeyResponse(key=self.keys[request.token])
+        return registry_pb2.CheckKeyResponse(key=key)
 
     async def ListTenants(self, request: Any, context: Any) -> registry_pb2.ListTenantsResponse:
         found = self.tenants.get(request.tenant, registry_pb2.Tenant(tenant=request.tenant))

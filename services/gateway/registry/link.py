@@ -119,7 +119,13 @@ class RegistryLink:
     async def check_key(self, token: str) -> Caller:
         """The caller that holds an API key. Raises: Unauthenticated, or Unavailable and the
         like."""
-        request = registry_pb2.CheckKeyRequest(token=token)
+        return await self._check_key(registry_pb2.CheckKeyRequest(token=token))
+
+    async def check_key_id(self, key_id: str) -> Caller:
+        """The caller that holds a key that was checked before. Raises as `check_key`."""
+        return await self._check_key(registry_pb2.CheckKeyRequest(key_id=key_id))
+
+    async def _check_key(self, request: registry_pb2.CheckKeyRequest) -> Caller:
         try:
             answer = await self._stub.CheckKey(
                 request, timeout=LOOKUP_TIMEOUT_S, metadata=self._metadata

@@ -163,11 +163,18 @@ class Keys:
             raise Unauthenticated("the API key is unknown; check LORAPLEX_API_KEY")
         if not hmac.compare_digest(record.secret_sha256, _hash(match[2])):
             raise Unauthenticated("the API key is unknown; check LORAPLEX_API_KEY")
-        if record.revoked_s:
-            raise Unauthenticated(f"the API key {record.key_id} was revoked")
-        if record.expires_s and record.expires_s <= now_s():
-            raise Unauthenticated(f"the API key {record.key_id} has expired")
-        return Caller(record.tenant, record.key_id, frozenset(record.scopes))
+        return _valid(record)
+
+    async def check_id(self, key_id: str) -> Caller:
+        """The caller that holds a key, whose token was checked before.
+
+        Raises:
+            Unauthenticated: it is unknown, expired or revoked.
+        """
+        record = await self._cached(key_id) if _is_id(key_id) else None
+        if record is None:
+            raise Unauthenticated("the API key is unknown")
+        return _valid(record)
 
     async def admit_first_admin(self, path: Path) -> None:
         """Make the token in a file the first admin key; it may act for every tenant.
@@ -213,6 +220,15 @@ class Keys:
         else:
             self._cache.put(key_id, (time.monotonic(), record))
         return record
+
+
+def _valid(record: KeyRecord) -> Caller:
+    """The holder of a key. Raises: Unauthenticated."""
+    if record.revoked_s:
+        raise Unauthenticated(f"the API key {record.key_id} was revoked")
+    if record.expires_s and record.expires_s <= now_s():
+        raise Unauthenticated(f"the API key {record.key_id} has expired")
+    return Caller(record.tenant, record.key_id, frozenset(record.scopes))
 
 
 def _is_id(text: str) -> bool:

@@ -252,8 +252,12 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
 
     async def CheckKey(self, request: pb.CheckKeyRequest, context: Any) -> pb.CheckKeyResponse:
         caller_access().require_service_or_root()
-        caller = await self._registry.keys.check(request.token)
-        record = await self._registry.keys.get(caller.key_id)
+        keys = self._registry.keys
+        if request.key_id and not request.token:
+            caller = await keys.check_id(request.key_id)
+        else:
+            caller = await keys.check(request.token)
+        record = await keys.get(caller.key_id)
         return pb.CheckKeyResponse(key=convert.key_to_proto(record))
 
     async def FinishStagedMove(

@@ -320,6 +320,27 @@ async def test_gateways_may_ask_who_holds_a_key(guarded: tuple[Registry, str]) -
             await reader._channel.call(reader._stub.CheckKey, pb.CheckKeyRequest(token=token))
 
 
+async def test_services_ask_by_id_whether_a_key_is_still_valid(
+    guarded: tuple[Registry, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, address = guarded
+    monkeypatch.setattr(keys_module, "CACHE_S", 0.0)
+    record, token = await registry.keys.create("acme", ["reader"], 0.0, "")
+    request = pb.CheckKeyRequest(key_id=record.key_id)
+    async with RegistryClient(address, Credentials(api_key=SERVICE_TOKEN)) as service:
+        answer = await service._channel.call(service._stub.CheckKey, request)
+        assert (answer.key.tenant, list(answer.key.scopes)) == ("acme", ["reader"])
+        # A bad token is not saved by a good id.
+        both = pb.CheckKeyRequest(key_id=record.key_id, token=token[:-1] + "!")
+        await registry.keys.revoke(record.key_id)
+        for refused in (request, both, pb.CheckKeyRequest(key_id="../tenants/acme")):
+            with pytest.raises(Unauthenticated):
+                await service._channel.call(service._stub.CheckKey, refused)
+    async with RegistryClient(address, Credentials(api_key=token)) as reader:
+        with pytest.raises((PermissionDenied, Unauthenticated)):
+            await reader._channel.call(reader._stub.CheckKey, request)
+
+
 async def test_calls_without_a_good_key_are_unauthenticated(
     guarded: tuple[Registry, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
