@@ -103,6 +103,11 @@ class AdmissionController:
         """Expected seconds until a new request would be admitted."""
         return self._queue.expected_wait_s() if self._queue.num_waiting else 0.0
 
+    @property
+    def background_limit(self) -> int:
+        """Sequences of background requests that may run now."""
+        return self._queue.background_limit
+
     def run_s(self, min_tokens: int, max_tokens: int) -> float:
         """Estimated seconds to generate `min_tokens` to `max_tokens`; 0 = unknown."""
         step_s = self._ready().step_s if self._ready is not None else 0.0

@@ -8,7 +8,9 @@ next few steps need (`dispatch_window.py`).
 The least-served tenant (virtual token counters) goes first, with the oldest of its most urgent
 requests. A priority orders only the requests of one tenant: anybody may send any priority, so it
 must not put a tenant before others. A tenant that has reached its own limit or filled its own
-window delays no other tenant. If the running sequences are too many, the queue waits for the next
+window delays no other tenant. Requests of the background priority start only while no others wait,
+fill at most half of what the others leave of the workers' batches, and are not charged to their
+tenant. If the running sequences are too many, the queue waits for the next
 request to fit, so that small requests do not starve large ones.
 """
 
@@ -16,14 +18,17 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
 from loraplex_services.common.limits import MAX_QUEUED, MAX_RUNNING
 from loraplex_services.common.virtual_counters import VirtualCounters, service
 from loraplex_services.gateway.admission.dispatch_window import InFlightTokens, Window
+from loraplex_services.gateway.request import BACKGROUND_PRIORITY
 
+_UNKNOWN_CAPACITY = 16
+"""Sequences that workers are taken to run at once before they say it."""
 MIN_IN_FLIGHT_TOKENS = 128
 """A shorter prompt counts as this many tokens, because it also takes a slot of the batch."""
 
@@ -71,6 +76,11 @@ class AdmissionRequest:
         return finish_s if due_s is None else min(due_s, finish_s)
 
     @property
+    def is_background(self) -> bool:
+        """True if it gives way to the requests of all tenants."""
+        return self.priority == BACKGROUND_PRIORITY
+
+    @property
     def in_flight_tokens(self) -> int:
         """Tokens that it counts as in flight until its first token."""
         return max(self.num_prompt_tokens, MIN_IN_FLIGHT_TOKENS)
@@ -101,6 +111,8 @@ class AdmissionQueue:
         self._running = 0
         self._by_tenant: dict[str, int] = {}
         """Running sequences. No empty entries."""
+        self._background: Counter[str] = Counter()
+        """Running sequences of background requests by tenant."""
         self.tenant_limits: dict[str, int] = {}
         """Running sequences allowed to each tenant that has a limit of its own."""
         self.tenant_share = 0
@@ -121,6 +133,12 @@ class AdmissionQueue:
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return self._num_waiting
+
+    @property
+    def background_limit(self) -> int:
+        """Sequences of background requests that may run now; always one."""
+        capacity = self.window.batch_capacity or _UNKNOWN_CAPACITY
+        return max(1, (capacity - self._running + self._background.total()) // 2)
 
     def num_running_of(self, tenant: str) -> int:
         """Sequences of one tenant running now."""
@@ -162,6 +180,9 @@ class AdmissionQueue:
         """A request ended after `held_s` seconds; 0 = it never began. Call `take_ready` next."""
         self.first_token(request)
         self._running -= request.cost
+        if request.is_background:
+            self._background[request.tenant] -= request.cost
+            self._background += Counter()  # without tenants that have none left
         left = self._by_tenant[request.tenant] - request.cost
         self._by_tenant[request.tenant] = left
         if left == 0:
@@ -222,14 +243,22 @@ class AdmissionQueue:
         """The waiting request that starts next; tenants at their own limit are skipped, and those
         that fill the window themselves."""
         firsts = {tenant: self._first_of(tenant) for tenant in self._waiting}
+        others_wait = self._others_wait()
         able = [
             tenant
             for tenant, request in firsts.items()
-            if self._tenant_fits(request) and self._window_fits(request)
+            if self._tenant_fits(request)
+            and self._window_fits(request)
+            and not (request.is_background and others_wait)
         ]
         present = self._served.present
         least = min(able, key=lambda tenant: (present[tenant].served, tenant), default=None)
         return None if least is None else firsts[least]
+
+    def _others_wait(self) -> bool:
+        """True if a request waits that is none of the background, and not for its own tenant."""
+        firsts = map(self._first_of, self._waiting)
+        return any(not first.is_background and self._tenant_fits(first) for first in firsts)
 
     def _first_of(self, tenant: str) -> AdmissionRequest:
         """The most urgent waiting request of a tenant that has some, and of those the oldest."""
@@ -264,7 +293,16 @@ class AdmissionQueue:
         if limit == 0:
             return False
         limit = limit or self.tenant_share
+        if request.is_background and not self._background_fits(request, limit):
+            return False
         return not limit or not mine or mine + request.cost <= limit
+
+    def _background_fits(self, request: AdmissionRequest, tenant_limit: int) -> bool:
+        """Half of its tenant's limit stays free as well, for the tenant's other requests."""
+        running, mine = self._background.total(), self._background[request.tenant]
+        if mine and tenant_limit and mine + request.cost > tenant_limit // 2:
+            return False
+        return not running or running + request.cost <= self.background_limit
 
     def _is_preceded(self, request: AdmissionRequest) -> bool:
         """True if a waiting request goes first: one of its tenant that is as urgent, or one of
@@ -272,18 +310,26 @@ class AdmissionQueue:
         own = self._waiting.get(request.tenant)
         if own and min(own) <= request.priority:
             return True
+        if request.is_background and self._others_wait():
+            return True
         other = self._next()
         if other is None or other.tenant == request.tenant:
+            return False
+        if other.is_background and not request.is_background:
             return False
         return self._served.served_of(request.tenant) >= self._served.served_of(other.tenant)
 
     def _start(self, request: AdmissionRequest) -> None:
         self._running += request.cost
         self._by_tenant[request.tenant] = self._by_tenant.get(request.tenant, 0) + request.cost
+        if request.is_background:
+            self._background[request.tenant] += request.cost
         self._in_flight_of(request).add(request.number, request.tenant, request.in_flight_tokens)
         self._charge(request, request.num_prompt_tokens, 0)
 
     def _charge(self, request: AdmissionRequest, num_input: int, num_output: int) -> None:
+        if request.is_background:
+            return
         account = self._served.present[request.tenant]
         self._served.charge(account, service(num_input, num_output, request.weight))
 

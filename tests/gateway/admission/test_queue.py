@@ -14,6 +14,7 @@ from loraplex_services.gateway.admission.queue import (
     AdmissionRequest,
     Decision,
 )
+from loraplex_services.gateway.request import BACKGROUND_PRIORITY
 
 
 def test_runs_until_full_then_waits_then_refuses() -> None:
@@ -265,3 +266,79 @@ def test_tenant_with_little_waiting_expects_a_short_wait() -> None:
     assert queue.offer(AdmissionRequest("polite", deadline_s=3.0, run_s=1.0), 0.0) is Decision.WAIT
     with pytest.raises(DeadlineExceeded):
         queue.offer(AdmissionRequest("polite", deadline_s=3.0, run_s=2.0), 0.0)
+
+
+def background(tenant: str, cost: int = 1) -> AdmissionRequest:
+    return AdmissionRequest(tenant, cost, priority=BACKGROUND_PRIORITY)
+
+
+def test_background_requests_fill_half_of_what_others_leave() -> None:
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.window = Window(batch_capacity=10)
+    decisions = [queue.offer(background(tenant), 0.0) for tenant in "abababab"]
+    assert decisions == [Decision.RUN] * 5 + [Decision.WAIT] * 3
+    others = [AdmissionRequest("c") for _ in range(5)]
+    assert {queue.offer(request, 0.0) for request in others} == {Decision.RUN}
+    assert queue.background_limit == 2 and queue.take_ready() == []
+    for request in others:
+        queue.release(request, 1.0)
+    assert queue.background_limit == 5
+
+
+def test_background_requests_wait_for_those_of_all_tenants() -> None:
+    queue = AdmissionQueue(AdmissionLimits(max_running=1))
+    first = AdmissionRequest("a")
+    queue.offer(first, 0.0)
+    batch = background("b")
+    assert queue.offer(batch, 0.0) is Decision.WAIT
+    # Tenant a was served, tenant b was not; the request of a goes first nevertheless.
+    second = AdmissionRequest("a")
+    assert queue.offer(second, 0.0) is Decision.WAIT
+    queue.release(first, 1.0)
+    assert queue.take_ready() == [second]
+    queue.release(second, 1.0)
+    assert queue.take_ready() == [batch]
+
+
+def test_a_request_passes_the_background_requests_that_wait() -> None:
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.window = Window(batch_capacity=4)
+    for _ in range(3):
+        queue.offer(background("b"), 0.0)
+    assert queue.num_waiting == 1
+    assert queue.offer(AdmissionRequest("b"), 0.0) is Decision.RUN
+    assert queue.offer(AdmissionRequest("a"), 0.0) is Decision.RUN
+
+
+def test_background_requests_leave_half_of_their_tenants_own_limit() -> None:
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.window = Window(batch_capacity=100)
+    queue.tenant_limits["a"] = 4
+    decisions = [queue.offer(background("a"), 0.0) for _ in range(3)]
+    assert decisions == [Decision.RUN, Decision.RUN, Decision.WAIT]
+    assert queue.offer(AdmissionRequest("a", 2), 0.0) is Decision.RUN
+    assert queue.offer(background("b"), 0.0) is Decision.RUN
+
+
+def test_a_large_background_request_runs_alone() -> None:
+    queue = AdmissionQueue(AdmissionLimits())
+    queue.window = Window(batch_capacity=4)
+    large = background("a", cost=50)
+    assert queue.offer(large, 0.0) is Decision.RUN
+    assert queue.offer(background("a"), 0.0) is Decision.WAIT
+    queue.release(large, 1.0)
+    assert len(queue.take_ready()) == 1
+
+
+def test_background_requests_do_not_count_against_their_tenant() -> None:
+    queue = AdmissionQueue(AdmissionLimits())
+    batch = background("a")
+    queue.offer(batch, 0.0)
+    queue.charge(batch, 1_000_000)
+    blocker = AdmissionRequest("c", cost=4095)
+    queue.offer(blocker, 0.0)
+    other = AdmissionRequest("b", num_prompt_tokens=10)
+    mine = AdmissionRequest("a", num_prompt_tokens=10)
+    assert [queue.offer(each, 0.0) for each in (mine, other)] == [Decision.WAIT] * 2
+    queue.release(batch, 1.0)
+    assert queue.take_ready() == [mine]
