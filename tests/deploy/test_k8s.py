@@ -148,7 +148,7 @@ def test_secrets_are_only_where_they_are_needed(overlay: Path) -> None:
     }
     assert stores == {
         "registry": ["loraplex-objects"],
-        "gateway": [],
+        "gateway": ["loraplex-objects-files"],
         "worker": ["loraplex-objects-read"],
     }
     for name in ("gateway", "worker"):
