@@ -235,7 +235,8 @@ MAX_STORED_RESPONSE_BYTES_PER_TENANT = 16 * MIB
 MAX_HISTORY_RESPONSES = 1024
 """Most stored responses of one conversation."""
 MAX_RESPONSE_METADATA = 16
-"""Most entries of `metadata` of a response, with keys of 64 and values of 512 characters."""
+"""Most entries of `metadata` of a response or a batch, with keys of 64 and values of 512
+characters."""
 MAX_FILE_BYTES = 200 * MIB
 """Most bytes of a file for a batch."""
 MAX_STORED_FILE_BYTES_PER_TENANT = 10240 * MIB
@@ -249,6 +250,17 @@ MAX_FILE_S = 900
 """Longest time in seconds for a file to arrive."""
 MAX_FILE_IDLE_S = 30
 """Longest time in seconds between two parts of a file."""
+MAX_BATCH_LINES = 50_000
+"""Most requests of a batch."""
+MAX_CUSTOM_ID_CHARS = 512
+MAX_UNFINISHED_BATCHES_PER_TENANT = 100
+MAX_RUNNING_BATCHES = 64
+"""Most batches that one gateway runs at the same time; others wait or run at another gateway."""
+MAX_RUNNING_BATCHES_PER_TENANT = 4
+MAX_BATCH_LINES_IN_FLIGHT = 256
+"""Most requests of one batch that are sent at the same time."""
+MAX_BATCH_BYTES_IN_FLIGHT = 16 * MIB
+"""Most bytes of the requests of batches that one gateway has sent and that have no answer yet."""
 MAX_FORM_PARTS = 16
 MAX_FORM_VALUE_BYTES = 1 * KIB
 """Most bytes of a field of a form that is not a file."""

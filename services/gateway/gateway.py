@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import logging
 import os
 from collections.abc import Callable
@@ -27,24 +26,21 @@ from loraplex_services.gateway.admission.dispatch_window import ready_workers
 from loraplex_services.gateway.admission.rate_limit_store import open_rate_limit_store
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.admission.scaling import ScalingSignals
-from loraplex_services.gateway.batches.files import Files
-from loraplex_services.gateway.batches.storage import Storage
-from loraplex_services.gateway.batches.sweep import Sweeper
 from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.event_loop import calm_collector, now_s
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering
 from loraplex_services.gateway.http.app import AppContext, OpenAIEndpoints
-from loraplex_services.gateway.http.files import FileEndpoints
 from loraplex_services.gateway.http.guard import HostRule
 from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.messages.endpoints import MessagesEndpoints
 from loraplex_services.gateway.http.pauses import PauseEndpoints
 from loraplex_services.gateway.http.responses.endpoints import ResponsesEndpoints
 from loraplex_services.gateway.http.server import HttpServer
+from loraplex_services.gateway.http.stored import StoredWork
 from loraplex_services.gateway.http.tokenize import PromptEncoder, TokenizeEndpoints
 from loraplex_services.gateway.http.usage import UsageEndpoint
 from loraplex_services.gateway.http.vectors import VectorEndpoints
@@ -153,14 +149,14 @@ class Gateway:
             max_request_s=config.max_request_s,
             tracer=tracer,
         )
-        self._storage = Storage(config.objects_url) if config.objects_url else None
         self._usage_reports = UsageReports(self._registry, self._generation.usage.take)
         self.readiness = Readiness(self._first_missing)
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc_server.RunningServer | None = None
         self._metrics: MetricsServer | None = None
+        self._app = self._http_app()
         self._http = HttpServer(
-            self._http_app(), config.http_listen, setting=HTTP_LISTEN.name, tls=config.http_tls
+            self._app, config.http_listen, setting=HTTP_LISTEN.name, tls=config.http_tls
         )
 
     @property
@@ -197,7 +193,7 @@ class Gateway:
             ),
             Stager(self._resolver, self._fleet, self._registry).run(),
             self._rate_limit_store.run(),
-            *([Sweeper(self._storage).run()] if self._storage is not None else []),
+            *([self._stored.run()] if self._stored is not None else []),
         )
         self._tasks = [asyncio.create_task(run) for run in runs]
         for task in self._tasks:
@@ -210,6 +206,8 @@ class Gateway:
         The gRPC server waits for its own calls.
         """
         self.readiness.end()
+        if self._stored is not None:
+            await self._stored.drain()
         self._generation.refuse_new()
         await self._http.stop(grace_s)
 
@@ -223,8 +221,8 @@ class Gateway:
         await self._tenants.close()
         await self._registry.close()
         await self._rate_limit_store.close()
-        if self._storage is not None:
-            await self._storage.close()
+        if self._stored is not None:
+            await self._stored.close()
         await self._pool.close()
         await self._adapter_text.close()
         if self._metrics is not None:
@@ -295,11 +293,25 @@ class Gateway:
             *console.routes(),
             *adapters.routes(),
         ]
-        if self._storage is not None:
-            others += FileEndpoints(context, Files(self._storage)).routes()
+        self._stored = self._stored_work(context)
+        if self._stored is not None:
+            others += self._stored.routes()
         if folders is not None:
             others += AliasEndpoints(context.caller, self._registry_of, folders).routes()
         return endpoints.app(self._host_rule(), others)
+
+    def _stored_work(self, context: AppContext) -> StoredWork | None:
+        """None without an object store."""
+        if not self._config.objects_url:
+            return None
+        return StoredWork(
+            self._config.objects_url,
+            self._config.gateway_id,
+            context,
+            lambda: self._app,
+            lambda: self._controller.background_limit,
+            None if self._keys is None else self._registry.check_key_id,
+        )
 
     def _registry_of(self, api_key: str) -> RegistryClient:
         """A client of the registry with a caller's key, without the gateway's own identity."""
@@ -365,7 +377,7 @@ async def serve() -> None:
     stopping = stop_event()
     gateway = Gateway(config, stopping, open_tracer("gateway", os.environ, now_s))
     await gateway.start()
-    _calm_collector()
+    calm_collector()
     try:
         await grpc_server.serve(
             gateway.grpc,
@@ -377,13 +389,3 @@ async def serve() -> None:
         await gateway.close()
     if gateway.error is not None:
         raise gateway.error
-
-
-def _calm_collector() -> None:
-    """Exclude the objects that exist now from garbage collection.
-
-    Walking all modules and tables would stop all streams for tens of milliseconds.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 50, 50)

@@ -40,6 +40,8 @@ class Stack:
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     tracer: Tracer | None = None
     client: AsyncOpenAI | None = None
+    registry_folder: Path | None = None
+    """Where the socket of somebody else's registry is."""
 
     def worker_address(self, worker_id: str) -> str:
         """Its socket."""
@@ -48,7 +50,7 @@ class Stack:
     @property
     def registry_address(self) -> str:
         """Its socket."""
-        return f"unix:{self.folder}/registry.sock"
+        return f"unix:{self.registry_folder or self.folder}/registry.sock"
 
     async def start(self, *, ready: bool = True, others: tuple[str, ...] = ()) -> None:
         """Start everything; with `ready` wait until all of it is.

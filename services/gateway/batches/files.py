@@ -103,14 +103,16 @@ class Files:
         key = layout.file_document(record.tenant, record.file_id)
         await store.put(key, documents.encoded(record))
 
-    async def get(self, tenant: str, file_id: str, field: str = "file_id") -> FileRecord:
+    async def get(
+        self, tenant: str, file_id: str, field: str = "file_id", *, even_expired: bool = False
+    ) -> FileRecord:
         """Raises: NotFound naming `field` if the tenant has no such file."""
         found = None
         if layout.is_file_id(file_id):
             store = await self._storage.store()
             key = layout.file_document(tenant, file_id)
             found = await documents.find(store, key, FileRecord)
-        if found is None or found.record.is_expired(time.time()):
+        if found is None or (not even_expired and found.record.is_expired(time.time())):
             why = "no such file; it may have been deleted or have expired"
             violation = Violation(field, file_id[:80], why)
             raise NotFound(f"{field}: {why}", reason="FILE_NOT_FOUND", violations=[violation])

@@ -1,4 +1,4 @@
-"""Deletes expired files, and what killed gateways left of files that never became visible.
+"""Deletes expired files, old batches, and what killed gateways left of files that nobody sees.
 
 Every gateway does it, a few times a day. Two that do it at the same time delete the same things.
 """
@@ -19,6 +19,7 @@ from loraplex_services.common.objects import ObjectStore
 from loraplex_services.common.ulid import time_of_ulid
 from loraplex_services.gateway.batches import documents, layout
 from loraplex_services.gateway.batches.files import FileRecord, Files
+from loraplex_services.gateway.batches.records import WINDOW_S
 from loraplex_services.gateway.batches.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,10 @@ class Sweeper:
                 logger.info("files swept", extra={"deleted": num_deleted})
 
     async def sweep(self) -> int:
-        """Sweep once. Returns the number of files that were deleted."""
+        """Sweep once. Returns the number of files and batches that were deleted."""
         store = await self._storage.store()
         abandoned_s = await store.clock_s() - _GRACE_S
-        num_deleted = 0
+        num_deleted = await _forget_batches(store)
         async with aclosing(_tenants(store)) as tenants:
             async for tenant in tenants:
                 for file_id in await self._outdated(store, tenant, abandoned_s):
@@ -91,6 +92,20 @@ class Sweeper:
                 if record.is_expired(now_s - _GRACE_S):
                     found.append(record.file_id)
         return found
+
+
+async def _forget_batches(store: ObjectStore) -> int:
+    """Delete batches whose files have expired for certain. Returns their number."""
+    old_s = time.time() - FILE_LIFETIME_S.most - WINDOW_S - _GRACE_S
+    old = [
+        info.key
+        async for info in store.list_objects(layout.BATCHES)
+        if info.key.endswith(".json")
+        and time_of_ulid(layout.id_of_document(info.key).partition("_")[2]) < old_s
+    ]
+    for key in old:
+        await store.delete(key)
+    return len(old)
 
 
 async def _tenants(store: ObjectStore) -> AsyncGenerator[_Tenant]:

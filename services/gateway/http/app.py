@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -45,9 +45,9 @@ from loraplex_services.gateway.registry.resolve import Resolver
 logger = logging.getLogger(__name__)
 
 NOT_SERVED = {
-    "/v1/batches": "there is no batch API; send the requests with a low priority instead",
-    "/v1/messages/batches": "there is no batch API; send the requests with a low priority instead",
-    "/v1/files": "set LORAPLEX_OBJECTS at the gateway, so that it has an object store for files",
+    "/v1/batches": "set LORAPLEX_OBJECTS at the gateway: batches are kept in an object store",
+    "/v1/messages/batches": "use /v1/batches, or send the requests with the priority 2147483647",
+    "/v1/files": "set LORAPLEX_OBJECTS at the gateway: files are kept in an object store",
     "/v1/responses/compact": "send the conversation as input and ask for a summary",
     "/v1/conversations": "use previous_response_id, or send the conversation as input",
     "/v1/audio": "only text is served",
@@ -94,6 +94,9 @@ class AppContext:
         Raises: Unauthenticated, PermissionDenied, ResourceExhausted after too many wrong keys.
         """
         keys = self.keys
+        if (known := getattr(request.state, "acts_for", None)) is not None:
+            request.state.caller = known
+            return cast(Caller, known)
         caller = LOCAL if keys is None else await keys.caller(authorization_of(request))
         request.state.caller = caller
         return caller

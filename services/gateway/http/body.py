@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.common.limits import FILE_LIFETIME_S, MAX_RESPONSE_METADATA, check_chars
 
 IGNORED = frozenset(
     {
@@ -109,6 +110,35 @@ class Body:
         if value is not None and not isinstance(value, str):
             raise bad_type(self.prefix + name, value, "a string")
         return value
+
+    def metadata(self) -> dict[str, str]:
+        """The field `metadata` of an object that is kept."""
+        value = self._take("metadata", ANYTHING)
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+            raise bad_type("metadata", value, "an object of strings")
+        if len(value) > MAX_RESPONSE_METADATA:
+            why = f"at most {MAX_RESPONSE_METADATA} entries"
+            raise InvalidRequest.field("metadata", len(value), why)
+        for key, text in value.items():
+            check_chars("metadata", key, 64)
+            check_chars("metadata", text, 512)
+        return value
+
+    def lifetime(self, name: str) -> int:
+        """Seconds from `{"anchor": "created_at", "seconds": N}`; the longest by default."""
+        value = self._take(name, {"type": "object"})
+        if value is None:
+            return int(FILE_LIFETIME_S.most)
+        if not isinstance(value, dict):
+            raise bad_type(name, value, "an object with anchor and seconds")
+        inner = Body(value, f"{name}.")
+        anchor, seconds = inner.text("anchor"), inner.integer("seconds")
+        inner.finish()
+        if anchor != "created_at":
+            raise InvalidRequest.field(f"{name}.anchor", anchor or "", "must be created_at")
+        return int(FILE_LIFETIME_S.check(f"{name}.seconds", seconds or 0))
 
     def integer(self, name: str) -> int | None:
         """An integer field; true and false are refused."""

@@ -36,6 +36,8 @@ class Origin:
     split_key: str
     trace: str
     timeout_s: float | None = None
+    priority: int | None = None
+    """Counts instead of the body's; None = the body's does."""
 
 
 def origin_of(request: Request, tenant: str) -> Origin:
@@ -45,6 +47,7 @@ def origin_of(request: Request, tenant: str) -> Origin:
         tenant=tenant,
         split_key=request.headers.get("x-loraplex-split-key", ""),
         trace=request.headers.get("traceparent", ""),
+        priority=getattr(request.state, "priority", None),
     )
 
 
@@ -169,6 +172,8 @@ def _first_call(
 ) -> GenerateCall:
     """The call of one prompt; those of others differ by prompt, id and split key."""
     priority = body.integer("priority") or 0
+    if origin.priority is not None:
+        priority = origin.priority
     if not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
     return GenerateCall(

@@ -81,6 +81,7 @@ def vector_calls(
             split_key=split_key_of(fields, origin, prompt),
             timeout_s=origin.timeout_s,
             trace=origin.trace,
+            priority=origin.priority or 0,
             pooling=pooling,
             truncate_prompt_tokens=truncate_prompt_tokens,
         )

@@ -13,19 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.errors import Conflict, InvalidRequest, Unsupported
 from loraplex_services.common.limits import (
-    FILE_LIFETIME_S,
     LIST_CALLS,
     MAX_FILE_UPLOADS,
     MAX_FILE_UPLOADS_PER_TENANT,
 )
 from loraplex_services.common.objects import ObjectStoreError
 from loraplex_services.common.tenant_slots import TenantSlots
+from loraplex_services.gateway.batches.book import BatchBook
 from loraplex_services.gateway.batches.files import FileRecord, Files, capped, new_file_id
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.app import AppContext
-from loraplex_services.gateway.http.body import Body, bad_type
+from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.pages import (
     check_parameters,
     choice_of,
@@ -45,9 +45,10 @@ _INDEXED = re.compile(r"expires_after\[(\w+)\]")
 class FileEndpoints:
     """Endpoints over the files of the object store."""
 
-    def __init__(self, context: AppContext, files: Files) -> None:
+    def __init__(self, context: AppContext, files: Files, book: BatchBook) -> None:
         self._context = context
         self._files = files
+        self._book = book
         self._uploads = TenantSlots(MAX_FILE_UPLOADS, max_held=MAX_FILE_UPLOADS_PER_TENANT)
 
     def routes(self) -> list[Route]:
@@ -127,8 +128,11 @@ class FileEndpoints:
         return StreamingResponse(counted(), media_type="application/octet-stream", headers=headers)
 
     async def delete(self, request: Request) -> Response:
-        """DELETE /v1/files/{id}."""
+        """DELETE /v1/files/{id}: refused while a batch reads it."""
         record = await self._found(request)
+        if batch_id := await self._book.input_of(record.tenant, record.file_id):
+            why = f"{batch_id} reads this file; cancel it first, or wait until it has ended"
+            raise Conflict(why)
         await self._files.delete(record.tenant, record.file_id)
         return json_response({"id": record.file_id, "object": "file", "deleted": True})
 
@@ -149,7 +153,7 @@ def _record(form: Form, tenant: str, file_id: str) -> FileRecord:
             fields[name] = text
     body = Body(fields)
     purpose = body.text("purpose") or ""
-    lifetime_s = read_lifetime(body, "expires_after")
+    lifetime_s = body.lifetime("expires_after")
     body.finish()
     if purpose != _PURPOSE:
         raise Unsupported.field("purpose", purpose, "only files for batches are served: batch")
@@ -165,24 +169,6 @@ def _record(form: Form, tenant: str, file_id: str) -> FileRecord:
         created_s=created_s,
         expires_s=created_s + lifetime_s,
     )
-
-
-def read_lifetime(body: Body, name: str) -> int:
-    """Seconds from `{"anchor": "created_at", "seconds": N}`; the longest by default.
-
-    Raises: InvalidRequest.
-    """
-    value = body.raw(name, {"type": "object"})
-    if value is None:
-        return int(FILE_LIFETIME_S.most)
-    if not isinstance(value, dict):
-        raise bad_type(name, value, "an object with anchor and seconds")
-    inner = Body(value, f"{name}.")
-    anchor, seconds = inner.text("anchor"), inner.integer("seconds")
-    inner.finish()
-    if anchor != "created_at":
-        raise InvalidRequest.field(f"{name}.anchor", anchor or "", "must be created_at")
-    return int(FILE_LIFETIME_S.check(f"{name}.seconds", seconds or 0))
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:

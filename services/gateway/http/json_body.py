@@ -5,7 +5,7 @@ event loop to other requests.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 
@@ -58,6 +58,8 @@ async def read_json(request: Request, caller: Caller) -> dict[str, Any]:
         DeadlineExceeded: the body takes too long to arrive.
         ResourceExhausted: the tenant has too many large bodies waiting.
     """
+    if (parsed := getattr(request.state, "fields", None)) is not None:
+        return cast(dict[str, Any], parsed)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequest.field(
@@ -104,15 +106,20 @@ async def _read_capped(request: Request) -> bytearray:
             raise _too_large()
         num_commas += chunk.count(b",")
         num_brackets += chunk.count(b"{") + chunk.count(b"[")
-        for what, count, most in (
-            ("commas", num_commas, MAX_JSON_COMMAS),
-            ("opening brackets", num_brackets, MAX_JSON_BRACKETS),
-        ):
-            if count > most:
-                raise InvalidRequest(
-                    f"the body has more than {most} {what}; send fewer", reason="BODY_TOO_COMPLEX"
-                )
+        check_values(num_commas, num_brackets)
     return body
+
+
+def check_values(num_commas: int, num_brackets: int) -> None:
+    """Raises: InvalidRequest if parsing would take too long."""
+    for what, count, most in (
+        ("commas", num_commas, MAX_JSON_COMMAS),
+        ("opening brackets", num_brackets, MAX_JSON_BRACKETS),
+    ):
+        if count > most:
+            raise InvalidRequest(
+                f"the body has more than {most} {what}; send fewer", reason="BODY_TOO_COMPLEX"
+            )
 
 
 def _too_large() -> InvalidRequest:

@@ -12,10 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import loraplex
+from loraplex_services.common.callers import LOCAL
 from loraplex_services.common.limits import FILE_LIFETIME_S, NumberLimits
 from loraplex_services.gateway.http import shapes
 from loraplex_services.gateway.http.aliases import parse_load, parse_unload
 from loraplex_services.gateway.http.answering import json_response
+from loraplex_services.gateway.http.batch_objects import parse_batch
 from loraplex_services.gateway.http.calls import Origin, parse_chat, parse_completion
 from loraplex_services.gateway.http.classify import parse_classify
 from loraplex_services.gateway.http.embeddings import parse_embeddings
@@ -129,6 +131,18 @@ _BODIES: Mapping[str, _Body] = {
             "thinking": {"type": "enabled", "budget_tokens": 8},
         },
     ),
+    "/v1/batches": _Body(
+        lambda fields: parse_batch(fields, LOCAL),
+        [
+            {
+                "input_file_id": "file-1",
+                "endpoint": "/v1/completions",
+                "completion_window": "24h",
+                "metadata": {"a": "b"},
+                "output_expires_after": {"anchor": "created_at", "seconds": 3600},
+            }
+        ],
+    ),
     "/v1/load_lora_adapter": _Body(parse_load, [{"lora_name": "a", "lora_path": "p"}]),
     "/v1/unload_lora_adapter": _Body(parse_unload, [{"lora_name": "a"}]),
 }
@@ -171,6 +185,10 @@ _ANSWERS: Mapping[str, _Answer] = {
     "/v1/models": _Answer(shapes.Models),
     "/v1/models/{ref}": _Answer(shapes.ModelCard),
     "/version": _Answer(shapes.VersionResponse),
+    "GET /v1/batches": _Answer(shapes.BatchList),
+    "POST /v1/batches": _Answer(shapes.BatchObject),
+    "GET /v1/batches/{batch_id}": _Answer(shapes.BatchObject),
+    "POST /v1/batches/{batch_id}/cancel": _Answer(shapes.BatchObject),
     "GET /v1/files": _Answer(shapes.FileList),
     "POST /v1/files": _Answer(shapes.FileObject),
     "GET /v1/files/{file_id}": _Answer(shapes.FileObject),

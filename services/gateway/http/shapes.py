@@ -302,3 +302,70 @@ class DeletedFile(TypedDict):
     id: str
     object: Literal["file"]
     deleted: Literal[True]
+
+
+class BatchFault(TypedDict):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchFaults(TypedDict):
+    object: Literal["list"]
+    data: list[BatchFault]
+
+
+class BatchCounts(TypedDict):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class BatchObject(TypedDict):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchFaults | None
+    input_file_id: str
+    completion_window: Literal["24h"]
+    status: Literal[
+        "validating",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "failed",
+        "expired",
+        "cancelling",
+        "cancelled",
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
+
+
+class BatchList(TypedDict):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

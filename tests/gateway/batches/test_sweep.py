@@ -11,7 +11,9 @@ import pytest
 
 from loraplex.errors import NotFound
 from loraplex_services.common.ulid import ulid
+from loraplex_services.gateway.batches.book import BatchBook
 from loraplex_services.gateway.batches.files import FileRecord, Files
+from loraplex_services.gateway.batches.records import BatchRecord
 from loraplex_services.gateway.batches.storage import Storage
 from loraplex_services.gateway.batches.sweep import Sweeper
 
@@ -60,6 +62,16 @@ async def test_only_files_that_expired_long_ago_are_swept(storage: Storage) -> N
         with pytest.raises(NotFound):
             _ = [chunk async for chunk in files.read(record)]
     assert await Sweeper(storage).sweep() == 0
+
+
+async def test_batches_are_kept_as_long_as_their_files_may_be(storage: Storage) -> None:
+    book, now_s = BatchBook(storage), time.time()
+    ages = {"old": 33 * DAY_S, "recent": 31 * DAY_S, "new": 0.0}
+    ids = {name: f"batch_{ulid(now_s - age_s)}" for name, age_s in ages.items()}
+    for batch_id in ids.values():
+        await book.create(BatchRecord(batch_id, "a", "", (), "/v1/completions", "f", 0, 3600))
+    assert await Sweeper(storage).sweep() == 1
+    assert [record.batch_id async for record in book.listed("a", "")] == [ids["new"], ids["recent"]]
 
 
 async def test_an_upload_whose_gateway_was_killed_is_swept_after_a_day(

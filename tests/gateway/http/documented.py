@@ -72,7 +72,7 @@ async def check_exchange(response: Any, *, reads_streams: bool = False) -> int:
     if response.status_code != 200:
         return 0
     num_checked = 0
-    if method == "POST" and request.headers.get("content-type") == "application/json":
+    if request.headers.get("content-type") == "application/json" and request.content:
         num_checked += check(path, method, "request", json.loads(request.content))
     media = response.headers.get("content-type", "").partition(";")[0]
     if media == "application/json":

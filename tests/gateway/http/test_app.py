@@ -389,4 +389,4 @@ async def test_paths_that_clients_know_say_what_to_do_instead(stack: Stack) -> N
             await client.messages.batches.retrieve("msgbatch_1")
     body: Any = missed.value.body
     assert body["error"]["type"] == "not_found_error"
-    assert "low priority" in body["error"]["message"]
+    assert "use /v1/batches" in body["error"]["message"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.common.limits import MAX_RESPONSE_METADATA, check_chars
 from loraplex_services.gateway.http.as_chat import (
     SHARED_FIELDS,
     ChatMessages,
@@ -150,7 +149,7 @@ def _echoed(
     named = {name: body.text(name) for name in _ECHOED}
     return {
         "instructions": instructions,
-        "metadata": _metadata(body.raw("metadata")),
+        "metadata": body.metadata(),
         "text": {**text, "format": text.get("format") or {"type": "text"}},
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
         "tools": tools,
@@ -271,17 +270,3 @@ def _includes(names: Sequence[str]) -> frozenset[str]:
             why = f"must be one of {', '.join(sorted(_INCLUDES))}"
             raise InvalidRequest.field(f"include[{index}]", name, why)
     return frozenset(names)
-
-
-def _metadata(value: Any) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise bad_type("metadata", value, "an object of strings")
-    if len(value) > MAX_RESPONSE_METADATA:
-        why = f"at most {MAX_RESPONSE_METADATA} entries"
-        raise InvalidRequest.field("metadata", len(value), why)
-    for key, text in value.items():
-        check_chars("metadata", key, 64)
-        check_chars("metadata", text, 512)
-    return value

@@ -1,0 +1,114 @@
+"""Creates, finds, lists and changes batches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+from loraplex.errors import Conflict, NotFound, ResourceExhausted, Violation
+from loraplex_services.common.limits import MAX_UNFINISHED_BATCHES_PER_TENANT
+from loraplex_services.gateway.batches import documents, layout
+from loraplex_services.gateway.batches.records import CANCELLING, BatchRecord, cancelled
+from loraplex_services.gateway.batches.storage import Storage
+
+_BATCH_DOCUMENTS = 100
+Step = Callable[[BatchRecord], BatchRecord | None]
+
+
+class BatchBook:
+    """The batches of all tenants in the object store."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    async def create(self, record: BatchRecord) -> None:
+        """Store a new batch, for any gateway to run.
+
+        Raises: ResourceExhausted if its tenant has too many that have not ended.
+        """
+        store = await self._storage.store()
+        unfinished = await self.unfinished(record.tenant)
+        if len(unfinished) >= MAX_UNFINISHED_BATCHES_PER_TENANT:
+            raise ResourceExhausted(
+                f"tenant {record.tenant!r} has {len(unfinished)} batches that have not ended, "
+                "which is the limit; wait for some or cancel them",
+                reason="TOO_MANY_BATCHES",
+            )
+        # In this order a killed gateway leaves no batch that nobody would run.
+        await store.put(layout.unfinished(record.tenant, record.batch_id), b"{}")
+        key = layout.batch_document(record.tenant, record.batch_id)
+        await store.put(key, documents.encoded(record))
+
+    async def find(self, tenant: str, batch_id: str) -> documents.FoundDocument[BatchRecord] | None:
+        """The batch and its etag, or None."""
+        store = await self._storage.store()
+        return await documents.find(store, layout.batch_document(tenant, batch_id), BatchRecord)
+
+    async def get(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Raises: NotFound if the tenant has no such batch."""
+        found = None
+        if layout.is_batch_id(batch_id):
+            found = await self.find(tenant, batch_id)
+        if found is None:
+            raise _not_found(batch_id)
+        return found.record
+
+    async def listed(self, tenant: str, after: str) -> AsyncGenerator[BatchRecord]:
+        """The tenant's batches, newest first, from the one after `after` on; "" = the first."""
+        store = await self._storage.store()
+        edge = layout.batch_document(tenant, after) if after else "~"
+        keys = [
+            info.key
+            async for info in store.list_objects(layout.batch_documents(tenant))
+            if info.key < edge
+        ]
+        keys.reverse()
+        for start in range(0, len(keys), _BATCH_DOCUMENTS):
+            part = keys[start : start + _BATCH_DOCUMENTS]
+            for record in await documents.read_all(store, part, BatchRecord):
+                yield record
+
+    async def unfinished(self, tenant: str = "") -> list[tuple[str, str]]:
+        """Tenants and ids of batches that have not ended; of one tenant if it is given."""
+        store = await self._storage.store()
+        prefix = layout.unfinished_of(tenant) if tenant else layout.UNFINISHED
+        keys = [info.key async for info in store.list_objects(prefix)]
+        pairs = [key.removeprefix(layout.UNFINISHED).partition("/") for key in keys]
+        return [(owner, batch_id) for owner, _, batch_id in pairs]
+
+    async def forget(self, tenant: str, batch_id: str) -> None:
+        """Say that no gateway need look at a batch any more."""
+        store = await self._storage.store()
+        await store.delete(layout.unfinished(tenant, batch_id))
+
+    async def change(self, tenant: str, batch_id: str, step: Step) -> BatchRecord | None:
+        """Replace a batch by `step(current)`, as in `documents.change`."""
+        store = await self._storage.store()
+        key = layout.batch_document(tenant, batch_id)
+        return await documents.change(store, key, BatchRecord, step)
+
+    async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
+        """End a batch; its owner notices. Raises: NotFound, Conflict if it is too late."""
+        if not layout.is_batch_id(batch_id):
+            raise _not_found(batch_id)
+        record = await self.change(tenant, batch_id, cancelled)
+        if record is None:
+            raise _not_found(batch_id)
+        if record.status != CANCELLING:
+            raise Conflict(f"the batch is {record.status} and cannot be cancelled")
+        return record
+
+    async def input_of(self, tenant: str, file_id: str) -> str:
+        """The id of a batch that has not ended and reads a file; "" if there is none."""
+        for _, batch_id in await self.unfinished(tenant):
+            found = await self.find(tenant, batch_id)
+            if found is None or found.record.has_ended:
+                continue
+            if found.record.input_file_id == file_id:
+                return batch_id
+        return ""
+
+
+def _not_found(batch_id: str) -> NotFound:
+    why = "no such batch; those that ended a month ago are no longer kept"
+    violation = Violation("batch_id", batch_id[:80], why)
+    return NotFound(f"batch_id: {why}", reason="BATCH_NOT_FOUND", violations=[violation])

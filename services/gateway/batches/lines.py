@@ -1,0 +1,74 @@
+"""The lines of a batch's input: JSON objects with custom_id, method, url and body."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from loraplex_services.common.limits import MAX_CUSTOM_ID_CHARS
+from loraplex_services.gateway.batches.records import BatchError
+
+_LINE = re.compile(rb"[^\r\n]+")
+_FIELDS = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line: a request, or what is wrong with it."""
+
+    index: int
+    """From 0 on, without empty lines."""
+    custom_id: str | None = None
+    body: dict[str, Any] | None = None
+    error: BatchError | None = None
+
+
+async def split_lines(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes | None]:
+    """The lines of a file that are not empty; None for each that is longer than `max_bytes`."""
+    rest, is_too_long = b"", False
+    async for chunk in chunks:
+        if is_too_long:
+            _, newline, chunk = chunk.partition(b"\n")
+            if not newline:
+                continue
+            is_too_long = False
+            yield None
+        complete, newline, rest = (rest + chunk).rpartition(b"\n")
+        for match in _LINE.finditer(complete):
+            yield match[0] if match.end() - match.start() <= max_bytes else None
+        if len(rest) > max_bytes + 1:  # perhaps with the CR of its end
+            rest, is_too_long = b"", True
+    if is_too_long:
+        yield None
+    for match in _LINE.finditer(rest):
+        yield match[0] if match.end() - match.start() <= max_bytes else None
+
+
+def read_line(index: int, fields: dict[str, Any], endpoint: str) -> Line:
+    """The request of a parsed line."""
+    custom_id = fields.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        return wrong_line(index, "missing_custom_id", "custom_id must be a text", None)
+    if len(custom_id) > MAX_CUSTOM_ID_CHARS:
+        why = f"custom_id has more than {MAX_CUSTOM_ID_CHARS} characters"
+        return wrong_line(index, "invalid_custom_id", why, None)
+    if unknown := [name for name in fields if name not in _FIELDS]:
+        why = f"{unknown[0][:40]!r} is unknown; a line has {', '.join(_FIELDS)}"
+        return wrong_line(index, "unknown_field", why, custom_id)
+    if fields.get("method") != "POST":
+        return wrong_line(index, "invalid_method", "method must be POST", custom_id)
+    if fields.get("url") != endpoint:
+        why = f"url must be the endpoint of the batch, {endpoint}"
+        return wrong_line(index, "mismatched_url", why, custom_id)
+    body = fields.get("body")
+    if not isinstance(body, dict):
+        return wrong_line(index, "missing_body", "body must be an object", custom_id)
+    return Line(index, custom_id, body)
+
+
+def wrong_line(index: int, code: str, why: str, custom_id: str | None) -> Line:
+    """A line that is no request."""
+    error = BatchError(code, f"request {index + 1} of the file: {why}")
+    return Line(index, custom_id, error=error)

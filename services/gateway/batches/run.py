@@ -1,0 +1,189 @@
+"""Runs one batch: keeps the ownership, sends the lines, and ends it.
+
+Every step can be repeated. A gateway that takes a batch over reads the input from the beginning,
+leaves out the lines that have a result, and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+from loraplex.errors import LoraplexError, NotFound, Unauthenticated
+from loraplex_services.common.limits import HTTP_BODY, MAX_BATCH_LINES
+from loraplex_services.common.objects import ObjectStore, ObjectStoreError
+from loraplex_services.gateway.batches import results
+from loraplex_services.gateway.batches.book import Step
+from loraplex_services.gateway.batches.ending import end_batch
+from loraplex_services.gateway.batches.lines import split_lines
+from loraplex_services.gateway.batches.records import (
+    CANCELLING,
+    EXPIRED,
+    FAILED,
+    FINALIZING,
+    IN_PROGRESS,
+    VALIDATING,
+    BatchError,
+    BatchRecord,
+    now_s,
+)
+from loraplex_services.gateway.batches.sending import LineSender, RunContext
+
+logger = logging.getLogger(__name__)
+
+RENEW_S = 5.0
+_LINES_AT_ONCE = 1000
+"""Lines that are counted before others have the event loop."""
+
+
+class LostBatch(Exception):
+    """Another gateway owns the batch now."""
+
+
+class BatchRun:
+    """One batch at its owner."""
+
+    def __init__(self, context: RunContext, record: BatchRecord) -> None:
+        """`record` names this gateway as the owner."""
+        self._context = context
+        self._record = record
+        self._sender = LineSender(context, record)
+        self.nudged = asyncio.Event()
+        """Set when the batch was changed and is to be looked at soon."""
+
+    async def run(self) -> None:
+        """Run it to its end. Raises: LostBatch, LoraplexError; its owner may run it again."""
+        await self._look()
+        working = asyncio.ensure_future(self._work())
+        keeping = asyncio.ensure_future(self._keep())
+        try:
+            await asyncio.wait({working, keeping}, return_when=asyncio.FIRST_COMPLETED)
+            (working if working.done() else keeping).result()
+        finally:
+            working.cancel()
+            keeping.cancel()
+            await asyncio.gather(working, keeping, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        """Renew the ownership and look at what changed, until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_S):
+                    await self.nudged.wait()
+            self.nudged.clear()
+            try:
+                await self._look()
+            except ObjectStoreError as error:
+                # Results that come in the meantime wait to be stored. Perhaps another gateway
+                # takes over, which does no harm.
+                logger.warning("batch not renewed", extra={"problem": error.message})
+
+    async def _look(self) -> None:
+        """Renew the ownership, and stop sending lines if the batch is to end."""
+        await self._save(self._renewed)
+        record = self._record
+        if record.status == FINALIZING:
+            return
+        if record.ending:
+            self._sender.stop(record.ending)
+        elif time.time() >= record.expires_s:
+            await self._end_as(EXPIRED)
+        elif self._context.check_key is not None:
+            try:
+                await self._context.check_key(record.key_id)
+            except Unauthenticated as error:
+                await self._end_as(FAILED, BatchError("invalid_api_key", error.message))
+            except LoraplexError:
+                pass  # the registry is away; what was valid stays so for now
+
+    def _renewed(self, record: BatchRecord) -> BatchRecord:
+        """The batch with the newest counts. In the end they are counted anew."""
+        if record.status not in (IN_PROGRESS, CANCELLING):
+            return record
+        return replace(record, counts=self._sender.counts)
+
+    async def _save(self, step: Step) -> BatchRecord:
+        """Change the stored batch and return it. Raises: LostBatch if another gateway owns it."""
+
+        def owned(record: BatchRecord) -> BatchRecord | None:
+            if record.owner != self._context.gateway_id or record.has_ended:
+                raise LostBatch
+            wanted = step(record)
+            return wanted and replace(wanted, renewals=record.renewals + 1)
+
+        record = self._record
+        saved = await self._context.book.change(record.tenant, record.batch_id, owned)
+        if saved is None:
+            raise LostBatch
+        self._record = saved
+        return saved
+
+    async def _end_as(self, ending: str, *errors: BatchError) -> None:
+        """Decide how the batch ends, unless that is decided, and send no more lines."""
+        record = await self._save(lambda record: _ending(record, ending, *errors))
+        self._sender.stop(record.ending)
+
+    async def _work(self) -> None:
+        store = await self._context.storage.store()
+        if not self._record.num_lines and self._record.status in (VALIDATING, CANCELLING):
+            await self._validate()
+        if self._record.status in (IN_PROGRESS, CANCELLING):
+            await self._send_lines(store)
+        await end_batch(self._context.files, store, self._record, self._save)
+
+    async def _validate(self) -> None:
+        """Count the lines, which says whether the file can be a batch."""
+        num_lines, error = 0, None
+        try:
+            async with self._lines() as lines:
+                async for _ in lines:
+                    num_lines += 1
+                    if num_lines % _LINES_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                    if num_lines > MAX_BATCH_LINES:
+                        why = f"the file has more than {MAX_BATCH_LINES} requests"
+                        error = BatchError("too_many_requests", why)
+                        break
+        except NotFound as missing:
+            error = BatchError("file_not_found", missing.message)
+        if not num_lines and error is None:
+            error = BatchError("empty_file", "the file has no requests")
+
+        def step(record: BatchRecord) -> BatchRecord:
+            if error is not None:
+                return _ending(replace(record, status=FINALIZING), FAILED, error)
+            if record.status == CANCELLING:
+                return replace(record, num_lines=num_lines)
+            return replace(record, status=IN_PROGRESS, num_lines=num_lines, in_progress_s=now_s())
+
+        await self._save(step)
+
+    async def _send_lines(self, store: ObjectStore) -> None:
+        stored = await results.stored_results(store, self._record)
+        try:
+            async with self._lines() as lines:
+                await self._sender.send(lines, set(map(results.index_of, stored)))
+        except NotFound as missing:
+            await self._end_as(FAILED, BatchError("file_not_found", missing.message))
+
+    @asynccontextmanager
+    async def _lines(self) -> AsyncGenerator[AsyncGenerator[bytes | None]]:
+        """The raw lines of the input. Raises: NotFound if it is gone."""
+        record, files = self._record, self._context.files
+        # An expired file still has its bytes while a batch may read it.
+        file = await files.get(record.tenant, record.input_file_id, even_expired=True)
+        async with (
+            aclosing(files.read(file)) as chunks,
+            aclosing(split_lines(chunks, HTTP_BODY.max_message_bytes)) as lines,
+        ):
+            yield lines
+
+
+def _ending(record: BatchRecord, ending: str, *errors: BatchError) -> BatchRecord:
+    """The batch once it is decided how it ends, unless that was decided before."""
+    return record if record.ending else replace(record, ending=ending, errors=errors)

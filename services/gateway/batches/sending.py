@@ -1,0 +1,247 @@
+"""Gets every line of a batch a result: sends it, perhaps again, and stores what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from loraplex.errors import InvalidRequest
+from loraplex_services.common.callers import Caller
+from loraplex_services.common.limits import HTTP_BODY, MAX_BATCH_LINES_IN_FLIGHT
+from loraplex_services.common.objects import ObjectStoreError
+from loraplex_services.gateway.batches import results
+from loraplex_services.gateway.batches.book import BatchBook
+from loraplex_services.gateway.batches.files import Files
+from loraplex_services.gateway.batches.lines import Line, read_line, wrong_line
+from loraplex_services.gateway.batches.pace import Pace
+from loraplex_services.gateway.batches.records import (
+    CANCELLED,
+    EXPIRED,
+    FAILED,
+    BatchError,
+    BatchRecord,
+)
+from loraplex_services.gateway.batches.results import Answer, Result
+from loraplex_services.gateway.batches.storage import Storage
+from loraplex_services.gateway.metrics import BATCH_REQUESTS
+
+logger = logging.getLogger(__name__)
+
+_MAX_ATTEMPTS = 3
+"""Of a line that a server failed. One that came at a bad time is sent until the batch expires."""
+_MAX_WAIT_S = 30.0
+_STORE_RETRY_S = 1.0
+_SKIPPED = {
+    CANCELLED: BatchError("batch_cancelled", "the batch was cancelled before this request ended"),
+    EXPIRED: BatchError("batch_expired", "the batch expired before this request ended"),
+    FAILED: BatchError("batch_failed", "the batch failed before this request ended"),
+}
+
+
+class Endpoints(Protocol):
+    """The endpoints of the gateway, called from within."""
+
+    async def parse(self, raw: bytes, caller: Caller) -> dict[str, Any]:
+        """The object of a line. Raises: InvalidRequest."""
+
+    async def post(
+        self, caller: Caller, path: str, body: dict[str, Any], request_id: str
+    ) -> Answer:
+        """What an endpoint answers to a request of the background priority."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What all runs of one gateway share."""
+
+    gateway_id: str
+    storage: Storage
+    files: Files
+    book: BatchBook
+    endpoints: Endpoints
+    pace: Pace
+    check_key: Callable[[str], Awaitable[Caller]] | None
+    """The holder of the key with an id; raises Unauthenticated. None without keys."""
+
+
+class LineSender:
+    """The lines of one batch at its owner."""
+
+    def __init__(self, context: RunContext, record: BatchRecord) -> None:
+        self._context = context
+        self._record = record
+        self._caller = Caller(record.tenant, record.key_id, frozenset(record.scopes))
+        self.counts = record.counts
+        """Of the lines with a result."""
+        self._custom_ids: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Task[None]] = set()
+        """Those of the tasks that wait for an answer."""
+        self._failure: BaseException | None = None
+        """What a task raised: a line without a result must not go unnoticed."""
+        self._stopping = asyncio.Event()
+        self._skip = _SKIPPED[FAILED]
+
+    def stop(self, ending: str) -> None:
+        """Send no more lines, and give up those without an answer."""
+        if not self._stopping.is_set():
+            self._skip = _SKIPPED[ending]
+            self._stopping.set()
+            for task in self._answering:
+                task.cancel()
+
+    async def send(self, lines: AsyncIterator[bytes | None], done: Collection[int]) -> None:
+        """Get all lines a result but those with the indices `done`, which have one.
+
+        Cancelling it cancels what is on its way.
+        """
+        index = 0
+        try:
+            async for raw in lines:
+                if index in done:
+                    await self._read(index, raw)
+                    await asyncio.sleep(0)
+                else:
+                    await self._begin(index, raw)
+                index += 1
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+            self._raise_failure()
+        finally:
+            tasks = set(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _begin(self, index: int, raw: bytes | None) -> None:
+        """Begin with a line as soon as there is room for it."""
+        while len(self._tasks) >= MAX_BATCH_LINES_IN_FLIGHT:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        self._raise_failure()
+        num_bytes = len(raw or b"")
+        holds = await self._acquired(num_bytes)
+        try:
+            line = await self._read(index, raw)
+        except BaseException:
+            if holds:
+                self._context.pace.release(num_bytes)
+            raise
+        task = asyncio.create_task(self._finish(line, num_bytes if holds else None))
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    async def _acquired(self, num_bytes: int) -> bool:
+        """Wait until a line may be sent; False once lines are no longer sent."""
+        pace = self._context.pace
+        waiting = asyncio.ensure_future(pace.acquire(self._record.tenant, num_bytes))
+        stop = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({waiting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if not await _is_withdrawn(waiting):
+                pace.release(num_bytes)
+            raise
+        finally:
+            stop.cancel()
+        return waiting.done() or not await _is_withdrawn(waiting)
+
+    async def _read(self, index: int, raw: bytes | None) -> Line:
+        """The line. Mutates: the custom_ids that were seen."""
+        if raw is None:
+            why = f"has more than {HTTP_BODY.max_message_bytes} bytes"
+            return wrong_line(index, "line_too_long", why, None)
+        try:
+            fields = await self._context.endpoints.parse(raw, self._caller)
+        except InvalidRequest as error:
+            return wrong_line(index, "invalid_json_line", error.message, None)
+        line = read_line(index, fields, self._record.endpoint)
+        if line.custom_id in self._custom_ids:
+            why = "an earlier request has the same custom_id"
+            return wrong_line(index, "duplicate_custom_id", why, line.custom_id)
+        if line.custom_id is not None:
+            self._custom_ids.add(line.custom_id)
+        return line
+
+    async def _finish(self, line: Line, held_bytes: int | None) -> None:
+        """Get one line a result. `held_bytes`: what it holds of the pace; None = nothing."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            self._answering.add(task)
+            result = await self._result(line)
+        except asyncio.CancelledError:
+            if not self._stopping.is_set() or task.cancelling() > 1:
+                raise
+            task.uncancel()
+            result = results.refused(self._record, line, self._skip, counts=False)
+        finally:
+            self._answering.discard(task)
+            if held_bytes is not None:
+                self._context.pace.release(held_bytes)
+        await self._store(line, result)
+
+    async def _result(self, line: Line) -> Result:
+        if line.error is not None:
+            return results.refused(self._record, line, line.error, counts=True)
+        if self._stopping.is_set():
+            return results.refused(self._record, line, self._skip, counts=False)
+        assert line.body is not None
+        attempt = 0
+        while True:
+            attempt += 1
+            request_id = f"{results.line_id(self._record, line)}-{secrets.token_hex(4)}"
+            answer = await self._context.endpoints.post(
+                self._caller, self._record.endpoint, line.body, request_id
+            )
+            wait_s = retry_wait_s(answer, attempt)
+            if wait_s is None:
+                return results.answered(self._record, line, answer)
+            async with self._context.pace.paused(self._record.tenant):
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+
+    async def _store(self, line: Line, result: Result) -> None:
+        """Store a result, however long the object store is away."""
+        while True:
+            try:
+                store = await self._context.storage.store()
+                is_first = await results.store_result(store, self._record, line, result)
+                break
+            except ObjectStoreError as error:
+                logger.warning("result not stored yet", extra={"problem": error.message})
+                await asyncio.sleep(_STORE_RETRY_S)
+        if is_first:
+            self.counts += result.counts
+            BATCH_REQUESTS.labels(result.outcome).inc()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+async def _is_withdrawn(task: asyncio.Future[None]) -> bool:
+    """Whether a task could be cancelled before it was done."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return task.cancelled()
+
+
+def retry_wait_s(answer: Answer, attempt: int) -> float | None:
+    """Seconds after which a request is sent again; None = its answer stands.
+
+    A refusal that says when to come again is a matter of time. Other faults of servers may be the
+    request's own.
+    """
+    backoff_s = min(0.5 * 2.0 ** min(attempt, 10), _MAX_WAIT_S)
+    if answer.retry_after_s is not None and answer.status in (429, 503, 504):
+        return min(max(answer.retry_after_s, backoff_s), _MAX_WAIT_S)
+    return backoff_s if answer.status >= 500 and attempt < _MAX_ATTEMPTS else None

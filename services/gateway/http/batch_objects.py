@@ -1,0 +1,99 @@
+"""Batches in OpenAI's shape: the body that creates one, and the object that shows one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.batches.records import (
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    EXPIRED,
+    FAILED,
+    BatchRecord,
+    new_batch_id,
+    now_s,
+)
+from loraplex_services.gateway.http.body import Body
+
+_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_WINDOW = "24h"
+
+
+def parse_batch(fields: dict[str, Any], caller: Caller) -> BatchRecord:
+    """Body of /v1/batches: a new batch. Raises: InvalidRequest, Unsupported."""
+    body = Body(fields)
+    input_file_id = body.text("input_file_id") or ""
+    endpoint, window = body.text("endpoint") or "", body.text("completion_window") or ""
+    metadata = body.metadata()
+    lifetime_s = body.lifetime("output_expires_after")
+    body.finish()
+    if not input_file_id:
+        raise InvalidRequest.field("input_file_id", "", "name a file that was uploaded")
+    if endpoint not in _ENDPOINTS:
+        raise Unsupported.field("endpoint", endpoint, f"must be one of {', '.join(_ENDPOINTS)}")
+    if window != _WINDOW:
+        raise Unsupported.field("completion_window", window, f"must be {_WINDOW}")
+    return BatchRecord(
+        batch_id=new_batch_id(),
+        tenant=caller.tenant,
+        key_id=caller.key_id,
+        scopes=tuple(sorted(caller.scopes)),
+        endpoint=endpoint,
+        input_file_id=input_file_id,
+        created_s=now_s(),
+        output_lifetime_s=lifetime_s,
+        metadata=metadata,
+    )
+
+
+def batch_object(record: BatchRecord) -> dict[str, Any]:
+    """A batch as OpenAI shows it."""
+    counts, has_ended = record.counts, record.has_ended
+    is_cancelling = record.ending == CANCELLED and not has_ended
+    ended_s = {
+        f"{ending}_at": record.ended_s if record.status == ending else None
+        for ending in (COMPLETED, CANCELLED, EXPIRED, FAILED)
+    }
+    return {
+        "id": record.batch_id,
+        "object": "batch",
+        "endpoint": record.endpoint,
+        "errors": _errors(record),
+        "input_file_id": record.input_file_id,
+        "completion_window": _WINDOW,
+        "status": CANCELLING if is_cancelling else record.status,
+        "output_file_id": record.output_file_id or None if has_ended else None,
+        "error_file_id": record.error_file_id or None if has_ended else None,
+        "created_at": record.created_s,
+        "in_progress_at": record.in_progress_s or None,
+        "expires_at": record.expires_s,
+        "finalizing_at": record.finalizing_s or None,
+        "cancelling_at": record.cancelling_s or None,
+        **ended_s,
+        "request_counts": {
+            "total": record.num_lines,
+            "completed": counts.completed,
+            "failed": counts.failed,
+        },
+        "usage": {
+            "input_tokens": counts.input_tokens,
+            "input_tokens_details": {"cached_tokens": counts.cached_tokens},
+            "output_tokens": counts.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
+            "total_tokens": counts.input_tokens + counts.output_tokens,
+        },
+        "metadata": record.metadata or None,
+    }
+
+
+def _errors(record: BatchRecord) -> dict[str, Any] | None:
+    if not record.errors:
+        return None
+    data = [
+        {"code": error.code, "message": error.message, "param": None, "line": None}
+        for error in record.errors
+    ]
+    return {"object": "list", "data": data}

@@ -1,0 +1,91 @@
+"""/v1/batches: files of requests that run when there is room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from loraplex.errors import InvalidRequest
+from loraplex_services.common.limits import LIST_CALLS
+from loraplex_services.gateway.batches.book import BatchBook
+from loraplex_services.gateway.batches.files import Files
+from loraplex_services.gateway.http.answering import json_response
+from loraplex_services.gateway.http.app import AppContext
+from loraplex_services.gateway.http.batch_objects import batch_object, parse_batch
+from loraplex_services.gateway.http.json_body import read_json
+from loraplex_services.gateway.http.pages import check_parameters, limit_of, page_body
+
+_MAX_LIMIT = 100
+
+
+class BatchEndpoints:
+    """Endpoints over the batches of the object store."""
+
+    def __init__(
+        self,
+        context: AppContext,
+        files: Files,
+        book: BatchBook,
+        wake: Callable[[str, str], None],
+    ) -> None:
+        """`wake(tenant, batch_id)` says that a batch was created or cancelled."""
+        self._context = context
+        self._files = files
+        self._book = book
+        self._wake = wake
+
+    def routes(self) -> list[Route]:
+        """All paths."""
+        one = "/v1/batches/{batch_id}"
+        return [
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.list, methods=["GET"]),
+            Route(one, self.read, methods=["GET"]),
+            Route(f"{one}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/batches: run the requests of a file."""
+        caller = await self._context.caller(request)
+        record = parse_batch(await read_json(request, caller), caller)
+        file = await self._files.get(caller.tenant, record.input_file_id, "input_file_id")
+        if file.purpose != "batch":
+            why = f"has the purpose {file.purpose}; upload a file for batches"
+            raise InvalidRequest.field("input_file_id", file.file_id, why)
+        await self._book.create(record)
+        self._wake(record.tenant, record.batch_id)
+        return json_response(batch_object(record))
+
+    async def list(self, request: Request) -> Response:
+        """GET /v1/batches: newest first."""
+        tenant = (await self._context.reader(request, LIST_CALLS)).tenant
+        query = request.query_params
+        check_parameters(query, ("after", "limit"))
+        limit = limit_of(query, 20, _MAX_LIMIT)
+        entries: list[dict[str, Any]] = []
+        has_more = False
+        async with aclosing(self._book.listed(tenant, query.get("after", ""))) as listed:
+            async for record in listed:
+                if has_more := len(entries) == limit:
+                    break
+                entries.append(batch_object(record))
+        return json_response(page_body(entries, has_more=has_more))
+
+    async def read(self, request: Request) -> Response:
+        """GET /v1/batches/{id}."""
+        tenant = (await self._context.reader(request, 1)).tenant
+        return json_response(
+            batch_object(await self._book.get(tenant, request.path_params["batch_id"]))
+        )
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/batches/{id}/cancel: results so far are kept."""
+        tenant = (await self._context.reader(request, 1)).tenant
+        record = await self._book.cancel(tenant, request.path_params["batch_id"])
+        self._wake(tenant, record.batch_id)
+        return json_response(batch_object(record))

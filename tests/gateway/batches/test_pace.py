@@ -1,0 +1,73 @@
+"""Lines of all batches together: number, bytes and turns."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from loraplex_services.gateway.batches import pace as pace_module
+from loraplex_services.gateway.batches.pace import Pace
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+
+
+async def test_tenants_take_turns_for_the_room_there_is() -> None:
+    room = 0
+    pace = Pace(lambda: room)
+    order: list[str] = []
+
+    async def line(tenant: str) -> None:
+        await pace.acquire(tenant, 1)
+        order.append(tenant)
+
+    tasks = [asyncio.create_task(line(tenant)) for tenant in "aaaaaaaaab"]
+    await settled()
+    assert order == ["a", "a"], "two are ahead of the room"
+    for _ in range(3):
+        pace.release(1)
+        await settled()
+    assert "b" in order and len(order) == 5, "most of a wait for b"
+    room = 10
+    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+
+
+async def test_large_lines_wait_for_memory_but_one_always_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pace_module, "MAX_BATCH_BYTES_IN_FLIGHT", 10)
+    pace = Pace(lambda: 100)
+    await pace.acquire("a", 50)
+    second = asyncio.create_task(pace.acquire("a", 1))
+    await settled()
+    assert not second.done()
+    pace.release(50)
+    await asyncio.wait_for(second, 5)
+
+
+async def test_a_line_that_pauses_lets_others_run_and_comes_back() -> None:
+    pace = Pace(lambda: -1)  # one at a time
+    await pace.acquire("a", 1)
+    entered, leaves = asyncio.Event(), asyncio.Event()
+
+    async def pausing() -> None:
+        async with pace.paused("a"):
+            entered.set()
+            await leaves.wait()
+
+    task = asyncio.create_task(pausing())
+    await entered.wait()
+    await asyncio.wait_for(pace.acquire("b", 1), 5)
+    leaves.set()
+    await settled()
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    # Both hold their place now, whatever happened to the pause.
+    pace.release(1)
+    pace.release(1)
+    await asyncio.wait_for(pace.acquire("c", 1), 5)
