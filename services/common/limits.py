@@ -287,8 +287,13 @@ MAX_PROMPT_LOGPROBS = 256 * KIB
 """Logprobs of prompt tokens in the answer to one request, candidates and choices included.
 They cross a worker's and a gateway's event loop packed, 8 bytes each; as JSON each takes 100."""
 MAX_MIRRORED_TOKENS = 64 * KIB
-"""Most tokens of the requests that wait for one reader of mirrored requests. Further requests are
-left out."""
+"""Most tokens of the requests that wait for one reader of mirrored requests; four characters of
+their parameters count as one. Further requests are left out."""
+MAX_HELD_TOKENS = 32 * MIB
+"""Tokens of the prompts that wait or run at one gateway with keys; each takes 36 bytes."""
+MAX_HELD_TOKENS_PER_TENANT = 16 * MIB
+MAX_PAUSED_PER_TENANT = 256
+"""Adapters that a tenant's admin may have paused at one gateway."""
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 128
 MAX_GRAMMAR_CHARS = 128 * KIB

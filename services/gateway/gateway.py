@@ -135,7 +135,7 @@ class Gateway:
         self._concurrency = TenantConcurrency(self._rate_limit_store, self._controller)
         self._tenants = TenantDirectory(self._registry.tenant)
         self._adapter_text = AdapterText(self._registry.read_files)
-        self._live = LiveRequests(self._resolver, self._fleet)
+        self._live = LiveRequests(self._resolver, self._fleet, limits_prompts=config.wants_keys)
         self._generation = Generation(
             self._resolver,
             self._fleet,
@@ -282,7 +282,7 @@ class Gateway:
         usage = UsageEndpoint(
             functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
         )
-        pauses = PauseEndpoints(context.caller, self._live)
+        pauses = PauseEndpoints(functools.partial(context.reader, num_calls=LIST_CALLS), self._live)
         others = [
             *tokenize.routes(),
             *responses.routes(),

@@ -9,13 +9,15 @@ import asyncio
 import enum
 import logging
 from collections.abc import AsyncGenerator, Collection, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Protocol
 
 from loraplex.api.request import UpdatePolicy
-from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError
+from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex.refs import parse_ref
+from loraplex_services.common.limits import MAX_PAUSED_PER_TENANT
 from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.pipeline.held_prompts import HeldPrompts
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest, adapter_set, scaled
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Adapter
@@ -63,8 +65,14 @@ class LiveRequest:
 class LiveRequests:
     """The requests that wait or run, the pauses, and the switches to other versions."""
 
-    def __init__(self, resolver: Resolver, workers: LoadingWorkers) -> None:
-        """Follows the tags of `resolver` from now on."""
+    def __init__(
+        self, resolver: Resolver, workers: LoadingWorkers, *, limits_prompts: bool = False
+    ) -> None:
+        """Follows the tags of `resolver` from now on.
+
+        Args:
+            limits_prompts: requests are refused while the prompts of their tenant hold too much.
+        """
         self._resolver = resolver
         self._workers = workers
         self._live: set[LiveRequest] = set()
@@ -73,6 +81,7 @@ class LiveRequests:
         self._loads: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Loads in progress, by worker and digest."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._held = HeldPrompts() if limits_prompts else None
         resolver.on_moves = self._moved
 
     def paused(self) -> dict[Adapter, PauseMode]:
@@ -83,20 +92,30 @@ class LiveRequests:
     async def entered(self, prepared: PreparedRequest) -> AsyncGenerator[Steering]:
         """Wait until the request's model is not paused, then count it as running.
 
-        Raises: DeadlineExceeded.
+        Raises: DeadlineExceeded, ResourceExhausted.
         """
         live = LiveRequest(prepared)
-        await self._until_not_paused(live)
-        self._live.add(live)
-        try:
-            yield live.steering
-        finally:
-            self._live.discard(live)
-            live.ended.set()
+        with ExitStack() as stack:
+            if self._held is not None:
+                num_tokens = len(prepared.prompt_ids)
+                stack.enter_context(self._held.counted(prepared.call.tenant, num_tokens))
+            await self._until_not_paused(live)
+            self._live.add(live)
+            try:
+                yield live.steering
+            finally:
+                self._live.discard(live)
+                live.ended.set()
 
     async def pause(self, scope: Adapter, mode: PauseMode) -> None:
         """Keep new requests of a scope waiting. Returns when its running requests have done what
-        `mode` says."""
+        `mode` says. Raises: ResourceExhausted if its tenant has paused too many adapters."""
+        others = sum(tenant == scope[0] for tenant, _ in self._paused.keys() - {scope})
+        if others >= MAX_PAUSED_PER_TENANT:
+            raise ResourceExhausted(
+                f"tenant {scope[0]!r} has paused {others} adapters; resume some first",
+                reason="TOO_MANY_PAUSED",
+            )
         self._paused[scope] = mode
         running = [live for live in self._live if scope in live.scopes]
         for live in running:
@@ -117,7 +136,7 @@ class LiveRequests:
         self._resumed = asyncio.Event()
 
     def _is_paused(self, live: LiveRequest) -> bool:
-        return any(scope in live.scopes for scope in self._paused)
+        return any(scope in self._paused for scope in live.scopes)
 
     async def _until_not_paused(self, live: LiveRequest) -> None:
         try:

@@ -15,6 +15,8 @@ from loraplex_services.common.limits import MAX_MIRRORED_TOKENS
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta
 
+CHARS_PER_TOKEN = 4
+
 
 @dataclass(frozen=True, slots=True)
 class MirroredRequest:
@@ -30,9 +32,11 @@ class MirroredRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and the answer."""
+        """Tokens of the prompt and the answer, and as many as the request's parameters, which may
+        be a grammar or lists of ids, count as."""
         assert isinstance(self.request.prompt, TokenPrompt), "made by Recording"
-        return len(self.request.prompt.ids) + len(self.token_ids)
+        num_chars = len(repr(self.request.sampling))
+        return len(self.request.prompt.ids) + len(self.token_ids) + num_chars // CHARS_PER_TOKEN
 
 
 class Mirror:

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import httpx2 as httpx
 import pytest
 
-from loraplex.api.sampling import Sampling
+from loraplex.api.request import GenerateRequest, TokenPrompt
+from loraplex.api.sampling import Grammar, Sampling
 from loraplex.client.generation import Mirrored
 from loraplex.client.inference_client import InferenceClient
 from loraplex.client.settings import Credentials
@@ -17,6 +18,7 @@ from loraplex.errors import AdapterNotFound, InvalidRequest, PermissionDenied, U
 from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2
 from loraplex_services.common.limits import MAX_MIRRORED_TOKENS
+from loraplex_services.gateway.pipeline.mirror import Mirror, MirroredRequest
 from tests.gateway.conftest import Stack, eventually
 
 KEYS = {
@@ -93,6 +95,16 @@ async def test_a_reader_who_does_not_read_is_sent_no_more_than_the_limit(stack: 
         waiting = opened._waiting.qsize()
     assert 0 < waiting * one.num_tokens <= MAX_MIRRORED_TOKENS
     assert not mirrors._open
+
+
+@pytest.mark.hostile
+def test_the_parameters_of_mirrored_requests_count_as_tokens() -> None:
+    sampling = Sampling(grammar=Grammar(regex="x" * 100_000), max_tokens=1)
+    request = GenerateRequest(model="", prompt=TokenPrompt((1,)), sampling=sampling)
+    mirror = Mirror(parse_ref("sql:latest", "acme"), 1.0)
+    for _ in range(100):
+        mirror.offer(MirroredRequest(request, "a", (2,), "b", "sha256:0"))
+    assert mirror._waiting.qsize() == 2
 
 
 @pytest.mark.hostile
