@@ -211,10 +211,11 @@ MAX_HTTP_UNREAD_S = 60
 before its connection is closed."""
 MIN_HTTP_READ_BYTES = 64 * KIB
 MAX_JSON_COMMAS = 1 << 20
-"""In an HTTP body, strings included: JSON with more has more values than tokens fit a context."""
+"""Most values in an HTTP body, strings included: JSON with more has more values than tokens fit in
+a context."""
 MAX_JSON_BRACKETS = 1 << 16
-"""Opening ones. Objects and lists take the most time: this many messages of a conversation take the
-event loop 0.4 s, and the next large body of the tenant waits for 200 times as long."""
+"""Most opening brackets in an HTTP body. Objects and lists take the most time: a conversation of as
+many messages takes the event loop 0.4 s. The tenant's next large body waits 200 times as long."""
 MAX_LARGE_BODIES = 8
 """Most large HTTP bodies that one gateway holds in memory before they are parsed."""
 MAX_LARGE_BODIES_PER_TENANT = 2

@@ -123,6 +123,7 @@ WRONG: list[tuple[str, object]] = [
 ]
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda part: repr(part)[:60])
 def test_a_wrong_field_is_refused_by_name(field: str, value: object) -> None:
     adapter = Adapter().with_config(**{field.split(".")[0]: value})

@@ -88,6 +88,7 @@ async def test_template_that_never_ends_is_killed_and_the_next_one_served(
     assert await pool.render("{{ x }}", {"x": "next"}) == "next"
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize(
     "template",
     [
