@@ -31,6 +31,7 @@ from loraplex_services.worker.scheduling.policies import (
     ServiceCounters,
 )
 from loraplex_services.worker.scheduling.queue import WaitingQueue
+from loraplex_services.worker.scheduling.queue_pass import QueuePass
 from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
 from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
 from loraplex_services.worker.scheduling.state_planner import StatePlanner
@@ -39,10 +40,6 @@ from loraplex_services.worker.scheduling.uncached import UncachedPrompts, num_ca
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
-MAX_LOADS_PER_STEP = 16
-"""Largest number of adapter copies to the device that one step begins."""
-MAX_PASSED_OVER = 16
-"""Number of long prompts that may wait for another one; the queue behind them is not searched."""
 MAX_SPARED = 64
 """Number of the first waiting requests whose adapters are evicted only if nothing else is idle."""
 REWALK_S = 0.1
@@ -297,63 +294,65 @@ class Scheduler:
     def _walk(self, now: float, budget: int) -> tuple[list[PlannedRow], bool]:
         """Returns the rows of requests that start, and whether the next walk may start more even if
         nothing changes in between."""
-        rows: list[PlannedRow] = []
-        ahead: dict[str, None] = {}
-        loads_left = MAX_LOADS_PER_STEP
-        num_passed_over = 0
-        may_repeat = budget <= 0
         self.is_full, self.num_awaiting_copies = False, 0
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
-        walk = self._waiting.walk(view, self._cache.take_moved())
-        while (request := next(walk, None)) is not None:
-            if not self._admission.has_slot(request, now):
-                self._lookahead.load(request, walk, ahead, now)
+        queue_pass = QueuePass(self._waiting.walk(view, self._cache.take_moved()), budget)
+        while (request := next(queue_pass.walk, None)) is not None:
+            if not self._visit(request, queue_pass, now):
                 break
-            digests = request.adapters.digests
-            is_ready = self._cache.ready(digests)
-            if not self._cache.known(digests) or not (is_ready or loads_left):
-                walk.skip_flow()
-                continue
-            if request.is_held or self._is_lost(request, now):
-                may_repeat = True
-                continue
-            request.without_cache = self._uncached.accepts(request)
-            if not self._admission.has_memory(request):
-                self.is_full = True
-                self._lookahead.load(request, walk, ahead, now)
-                break
-            ahead.update(dict.fromkeys(digests))
-            if is_ready and request.adapters_ready_s is None:
+        self._reclaimer.spared = frozenset(islice(queue_pass.ahead, MAX_SPARED))
+        self._cache.load_prefetches(queue_pass.ahead, now)
+        is_moving = bool(queue_pass.rows or self._arena.num_retiring)
+        return queue_pass.rows, queue_pass.may_repeat or is_moving
+
+    def _visit(self, request: Request, queue_pass: QueuePass, now: float) -> bool:
+        """Start a request, begin its loads, or leave it waiting. False ends the walk."""
+        if not self._admission.has_slot(request, now):
+            self._lookahead.load(request, queue_pass.walk, queue_pass.ahead, now)
+            return False
+        digests = request.adapters.digests
+        is_ready = self._cache.ready(digests)
+        if not self._cache.known(digests) or not (is_ready or queue_pass.loads_left):
+            queue_pass.walk.skip_flow()
+            return True
+        if request.is_held or self._is_lost(request, now):
+            queue_pass.may_repeat = True
+            return True
+        request.without_cache = self._uncached.accepts(request)
+        if not self._admission.has_memory(request):
+            self.is_full = True
+            self._lookahead.load(request, queue_pass.walk, queue_pass.ahead, now)
+            return False
+        queue_pass.ahead.update(dict.fromkeys(digests))
+        if not is_ready:
+            self.num_awaiting_copies += 1
+            queue_pass.loads_began(self._cache.load(digests, queue_pass.ahead, now))
+        else:
+            if request.adapters_ready_s is None:
                 request.adapters_ready_s = now
-            if is_ready and self._awaits_its_turn(request, budget):
-                may_repeat = True
-                num_passed_over += 1
-                if num_passed_over >= MAX_PASSED_OVER:
-                    walk.skip_flow()
-                continue
-            if is_ready and not self._admission.has_too_many_adapters(digests):
-                row = self._start(request, budget, now)
-                if row is not None:
-                    rows.append(row)
-                    budget -= num_cached_tokens([row])
-                    continue
-                self.is_full = True
-                if budget:
-                    break
-                may_repeat = True
-                walk.skip_flow()
-                continue
-            if not is_ready:
-                self.num_awaiting_copies += 1
-                loads_left = loads_left - 1 if self._cache.load(digests, ahead, now) else 0
-                walk.takes_absent = loads_left > 0
-                may_repeat = may_repeat or not loads_left
-            if now - request.arrival_s >= self._limits.max_overtaking_s:
-                walk.takes_ready = False  # no request overtakes it; those behind it may load
-            walk.skip_flow()
-        self._reclaimer.spared = frozenset(islice(ahead, MAX_SPARED))
-        self._cache.load_prefetches(ahead, now)
-        return rows, may_repeat or bool(rows) or bool(self._arena.num_retiring)
+            if self._awaits_its_turn(request, queue_pass.budget):
+                queue_pass.pass_over()
+                return True
+            if not self._admission.has_too_many_adapters(digests):
+                return self._try_start(request, queue_pass, now)
+        if now - request.arrival_s >= self._limits.max_overtaking_s:
+            queue_pass.walk.takes_ready = False  # no request overtakes it; those behind it may load
+        queue_pass.walk.skip_flow()
+        return True
+
+    def _try_start(self, request: Request, queue_pass: QueuePass, now: float) -> bool:
+        """Start a request that lacks nothing but tokens and blocks. False if there are no blocks
+        for it, which ends the walk."""
+        row = self._start(request, queue_pass.budget, now)
+        if row is not None:
+            queue_pass.started(row)
+            return True
+        self.is_full = True
+        if queue_pass.budget:
+            return False
+        queue_pass.may_repeat = True
+        queue_pass.walk.skip_flow()
+        return True
 
     def _is_lost(self, request: Request, now: float) -> bool:
         """True if the request must not start; `expired` then returns it."""
