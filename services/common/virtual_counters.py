@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 INPUT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 MAX_ABSENT = 1000
-"""Names without a live request whose counters are kept."""
+"""Number of names without a live request whose counters are kept."""
 EXPECTED_BACK_S = 10.0
 """A tenant that had a request within this many seconds is assumed to return."""
 
@@ -25,10 +25,10 @@ def service(num_input: int, num_output: int, weight: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One name among others."""
+    """The counter of one name."""
 
     served: float
-    """Weighted service received."""
+    """Weighted service that the name has received."""
     num_live: int = 0
     """Live requests."""
     number: int = 0
@@ -49,7 +49,7 @@ class VirtualCounters:
     left_s: dict[Hashable, float] = field(default_factory=dict)
     """When absent names left, the latest last; forgotten after `EXPECTED_BACK_S`."""
     num_returned: int = 0
-    """How often a name without live requests got one."""
+    """Number of times that a name without live requests got a request."""
 
     def arrive(self, name: Hashable) -> Account:
         """A request comes. A name that had none is lifted to the least-served present one, or to
@@ -100,7 +100,7 @@ class VirtualCounters:
         return not any(other.served < served for other in (*self.present.values(), *expected))
 
     def num_expected(self, now: float) -> int:
-        """How many are present, or expected back."""
+        """Number of names that are present or expected back."""
         self._expect(now)
         return len(self.present) + len(self.left_s)
 

@@ -78,7 +78,7 @@ def _functions(frame: FrameType | None) -> list[str]:
 
 
 def print_tasks(to: TextIO) -> None:
-    """One line a task: the functions that it is in, outermost first."""
+    """Print one line for each task: the functions that it is in, outermost first."""
     for task in asyncio.all_tasks():
         print(f"task {task.get_name()}: {' > '.join(_frames(task.get_coro()))}", file=to)
     to.flush()

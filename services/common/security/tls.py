@@ -41,7 +41,7 @@ class TlsFiles:
         return ServerTls(self.cert, self.key, self.ca if for_services else None)
 
     def rotation(self) -> Rotation:
-        """Tells when they were replaced."""
+        """Notices when the files were replaced."""
         pair = (self.cert, self.key) if self.cert is not None and self.key is not None else None
         return Rotation(self.ca, pair=pair)
 

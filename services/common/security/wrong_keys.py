@@ -18,7 +18,8 @@ from loraplex_services.common.recent import Recent
 
 MAX_PEERS = 10_000
 _IPV6_NETWORK_BITS = 64
-"""One customer of a provider has at least that many addresses."""
+"""Prefix length in bits of an IPv6 network: one customer of a provider has at least that many
+addresses."""
 
 current_peer: ContextVar[str] = ContextVar("current_peer", default="")
 """Network address of the caller of the current call; "" for Unix sockets."""
@@ -33,7 +34,7 @@ class WrongKeys:
         """When a peer's last wrong key came, and how many it may still send."""
 
     def check(self) -> None:
-        """Before the key of the current peer is looked up.
+        """Check the current peer before its key is looked up.
 
         Raises:
             ResourceExhausted: the peer has sent too many wrong keys.
@@ -48,7 +49,7 @@ class WrongKeys:
             )
 
     def count(self) -> None:
-        """The key of the current peer was wrong."""
+        """Note that the key of the current peer was wrong."""
         if peer := current_peer.get():
             self._peers.put(peer, (self._now(), self._left(peer) - 1.0))
 

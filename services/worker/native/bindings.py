@@ -110,11 +110,11 @@ class Native:
         """Rows [begin, end) of a packed weight, `[end - begin, in]`."""
         first = begin // self.panel
         panels = packed.view(-1, num_inputs, self.panel)[first : -(-end // self.panel)]
-        places = torch.arange(self.panel)
+        lanes = torch.arange(self.panel)
         if packed.dtype is torch.bfloat16:  # pairs lanes: see gemm.cpp
-            places = places.view(-1, 2).T.flatten().argsort().argsort()
-            places = torch.cat((places[: self.panel // 2], places[self.panel // 2 :]))
-        rows = panels[:, :, places].transpose(1, 2).reshape(-1, num_inputs)
+            lanes = lanes.view(-1, 2).T.flatten().argsort().argsort()
+            lanes = torch.cat((lanes[: self.panel // 2], lanes[self.panel // 2 :]))
+        rows = panels[:, :, lanes].transpose(1, 2).reshape(-1, num_inputs)
         return rows[begin - first * self.panel : end - first * self.panel]
 
     def linear(self, x: Tensor, packed: Tensor, num_outputs: int) -> Tensor:

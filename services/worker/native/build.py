@@ -149,14 +149,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _run(*command: str) -> None:
     # Zig keeps what it builds once; its default is the home directory, which may not be writable.
-    places = {"ZIG_GLOBAL_CACHE_DIR": str(_writable_dir() / "zig")}
+    caches = {"ZIG_GLOBAL_CACHE_DIR": str(_writable_dir() / "zig")}
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
             timeout=BUILD_TIMEOUT_S,
-            env={**places, **os.environ},
+            env={**caches, **os.environ},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildFailed(f"{command[0]} did not finish: {error}") from error

@@ -71,8 +71,8 @@ def logprobs_of(logprobs: Tensor, padded: Tensor) -> Tensor:
     """Pick from log-softmax rows `[N, V]`; float32 `[N, n]`, on the host once the step is done.
 
     Args:
-        padded: int64 `[N, n]`, beside `logprobs`. An id of a vocabulary wider than V has no
-            probability.
+        padded: int64 `[N, n]`, on the device of `logprobs`. An id of a vocabulary wider than V has
+            no probability.
     """
     values = logprobs.gather(1, padded.clamp(max=logprobs.shape[1] - 1))
     return to_host(values.masked_fill_(padded >= logprobs.shape[1], MINUS_INF))

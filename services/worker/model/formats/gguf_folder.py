@@ -58,8 +58,8 @@ _TOKENIZER_FILES = (
 )
 """Files of the original base that are copied if they are in the folder of the GGUF file."""
 SPARE_MEMORY_BYTES = 4 << 30
-"""Memory of the process beside that for the file. The gguf library believes the lengths of lists:
-those of a file of 100 bytes would fill the machine."""
+"""Memory of the process in addition to that for the file. The gguf library believes the lengths of
+lists: those of a file of 100 bytes would fill the machine."""
 INSTALL = ".venv/bin/pip install 'gguf>=0.19,<1'"
 
 

@@ -25,7 +25,7 @@ class CodedWeight:
     scheme: str
     """Names the format and its parameters."""
     codes: Tensor
-    """`[out, in]`: int8 and float8 are values; uint8 are places in `table`."""
+    """`[out, in]`: int8 and float8 are values; uint8 are indices of `table`."""
     scales: Tensor
     """`[out, groups]`, of the floating-point type in the files."""
     group_size: int
