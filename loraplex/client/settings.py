@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from loraplex.errors import InvalidRequest
 
 DEFAULT_REGISTRY = "127.0.0.1:50052"
 DEFAULT_GATEWAY = "127.0.0.1:50051"
+MAX_PORT = 65535
+_HOST_AND_PORT = re.compile(r"(?:\[[^\[\]/\s]+\]|[^:/\[\]\s]+):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,20 @@ def gateway_address(environ: Mapping[str, str]) -> str:
 
 
 def check_address(source: str, address: str) -> None:
-    """Raises InvalidRequest, which names the flag or variable, for an address without a port."""
-    if not address.startswith(("unix:", "dns:")) and ":" not in address:
-        raise InvalidRequest.field(source, address, f"expected HOST:PORT; try '{address}:PORT'")
+    """Raises InvalidRequest, which names the flag or variable, unless this is HOST:PORT or one of
+    gRPC's addresses with a scheme. gRPC itself takes any port modulo 65,536."""
+    if address.startswith(("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")):
+        return
+    match = _HOST_AND_PORT.fullmatch(address)
+    if match and 1 <= int(match[1]) <= MAX_PORT:
+        return
+    fixed = address.rpartition("://")[2].rstrip("/")
+    if ":" not in fixed:
+        fixed += ":PORT"
+    hint = f"; try '{fixed}'" if fixed != address else ""
+    raise InvalidRequest.field(
+        source, address, f"expected HOST:PORT with a port from 1 to {MAX_PORT}{hint}"
+    )
 
 
 def _address(environ: Mapping[str, str], name: str, default: str) -> str:

@@ -65,9 +65,36 @@ def test_an_address_without_a_port_names_its_variable(
     assert caught.value.violations[0].field == name
 
 
-def test_address_without_a_port_is_refused() -> None:
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost",
+        "a:x",
+        "a:",
+        ":1",
+        "a:0",
+        "a:65536",
+        "::1:50052",
+        "http://a:1",
+        "a:1/v1",
+        "a b:1",
+    ],
+)
+def test_an_address_that_cannot_be_one_is_refused(address: str) -> None:
     with pytest.raises(InvalidRequest, match="HOST:PORT"):
-        Channel("localhost", Credentials(), "registry")
+        Channel(address, Credentials(), "registry")
+
+
+@pytest.mark.parametrize(
+    "address", ["a:1", "a.b-c_d:65535", "[::1]:50052", "unix:/a/b.sock", "dns:///a:1", "dns:a"]
+)
+def test_hosts_with_a_port_and_grpc_addresses_are_taken(address: str) -> None:
+    assert Channel(address, Credentials(), "registry").address == address
+
+
+def test_an_address_with_a_scheme_is_shown_without_it() -> None:
+    with pytest.raises(InvalidRequest, match=r"try 'gateway:50051'"):
+        Channel("http://gateway:50051/", Credentials(), "gateway")
 
 
 @pytest.mark.parametrize("field", ["ca", "cert"])
