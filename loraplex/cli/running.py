@@ -23,6 +23,7 @@ def main_of(parser: Parser, argv: Sequence[str]) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(spelled_out(argv))
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # errors are ours to print, as one object
     as_json = bool(getattr(args, "json", False))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The terminal's encoding may lack characters of a model's output.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.certificates import Authority
+from tests.cli.conftest import REPO, Command, environment
 
 
 @pytest.mark.parametrize(
@@ -61,3 +65,17 @@ def test_a_folder_whose_name_is_not_utf_8_is_read(
 ) -> None:
     folder = shutil.copytree(adapter, tmp_path / "bad\udcff")
     assert offline("validate", str(folder)).returncode == 0
+
+
+def test_a_failed_tls_handshake_is_one_object(registry: Command, tmp_path: Path) -> None:
+    """gRPC's own log stays out of it. It is set up once for a process, so that none is forked."""
+    ca = Authority(tmp_path).ca
+    done = subprocess.run(
+        registry.argv("list", "--ca", str(ca), "--json"),
+        capture_output=True,
+        text=True,
+        env=environment(**registry.variables),
+        cwd=REPO,
+    )
+    assert done.returncode == 6
+    assert json.loads(done.stderr)["error"]["reason"] == "UNREACHABLE"
