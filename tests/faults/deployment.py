@@ -187,14 +187,19 @@ class Deployment:
 
     def is_ready(self) -> bool:
         """Whether the registry answers, and the gateway is ready with every worker."""
-        if self._gauge("loraplex_gateway_ready_workers") != NUM_WORKERS:
-            return False
+        return not self.missing()
+
+    def missing(self) -> str:
+        """Why it is not ready; "" if it is."""
+        num_ready = self._gauge("loraplex_gateway_ready_workers")
+        if num_ready != NUM_WORKERS:
+            return f"{num_ready:.0f} of {NUM_WORKERS} workers are ready"
         try:
             with BlockingRegistry(self.registry, Credentials()) as registry:
                 next(iter(registry.list()), None)
-        except LoraplexError:
-            return False
-        return True
+        except LoraplexError as error:
+            return f"the registry does not answer: {error.message}"
+        return ""
 
     def _gauge(self, name: str) -> float:
         try:

@@ -74,7 +74,9 @@ def _not_recovered(deployment: Deployment) -> list[str]:
     try:
         eventually(deployment.is_ready, RECOVERY_S)
     except AssertionError:
-        return [f"not every worker is ready {RECOVERY_S:.0f} s after the end of the fault"]
+        return [
+            f"not recovered {RECOVERY_S:.0f} s after the end of the fault: {deployment.missing()}"
+        ]
     return []
 
 

@@ -166,6 +166,7 @@ def test_only_the_connections_of_the_architecture_are_open(cluster: Cluster) -> 
             (gateway, "worker", 50053),
             (gateway, "registry", 50052),
             (gateway, "valkey", 6379),
+            (gateway, "s3", 9000),
             (registry, "valkey", 6379),
             (registry, "s3", 9000),
             (worker, "s3", 9000),
@@ -173,7 +174,6 @@ def test_only_the_connections_of_the_architecture_are_open(cluster: Cluster) -> 
             ("stranger", "registry", 50052),
         ]
         denied = [
-            (gateway, "s3", 9000),
             (worker, "valkey", 6379),
             (worker, "registry", 50052),
             (worker, "gateway", 8080),
