@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import socket
 import struct
@@ -153,5 +154,6 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     """Close with a reset, as a host does that knows nothing of the connection."""
     raw = writer.get_extra_info("socket")
     if raw is not None:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        with contextlib.suppress(OSError):  # it may be closed by now
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
     writer.transport.abort()
