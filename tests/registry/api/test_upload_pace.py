@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
 from loraplex_services.common.callers import LOCAL, Caller
+from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.limits import MIB
+from loraplex_services.registry.access.auth import KeyAuth
+from loraplex_services.registry.api import server
 from loraplex_services.registry.api.upload_pace import CORE_SHARE, MIN_BYTES_PER_S, UploadPace
+from loraplex_services.registry.assembly import Registry
+from tests.registry.house import adapter_files, write_folder
 
 pytestmark = pytest.mark.hostile
 
@@ -67,6 +76,28 @@ async def test_without_keys_uploads_do_not_rest() -> None:
         await pace.wait(LOCAL, MIB)
         process.work(0.003)
     assert process.now_s == pytest.approx(0.03)
+
+
+async def test_every_message_of_an_upload_waits_for_its_time(
+    registry: Registry, tmp_path: Path
+) -> None:
+    rests = list[float]()
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+
+    add, served, name = server.service(registry)
+    assert isinstance(served, server.RegistryService)
+    served._upload_pace = UploadPace(sleep=rest)
+    auth = KeyAuth(registry.keys, "service-token-of-16")
+    running = await grpc_server.start([(add, served, name)], ["127.0.0.1:0"], auth=auth)
+    _, token = await registry.keys.create("globex", ["publisher"], 0.0, "")
+    files = adapter_files(1)
+    folder = write_folder(tmp_path / "a", files)
+    async with RegistryClient(f"127.0.0.1:{running.port}", Credentials(api_key=token)) as client:
+        await client.upload(folder, Publication("a"))
+    await running.stop(0)
+    assert len(rests) == len(files)
 
 
 async def test_tenants_pass_in_rotation_however_many_messages_one_has() -> None:
