@@ -247,7 +247,7 @@ def _modules(tensors: dict[str, TensorInfo], tied: bool, model_type: object) -> 
     heads = [m for m in modules.values() if m.kind == LM_HEAD]
     if tied and embeddings and not heads:
         rows, width = embeddings[0].in_features, embeddings[0].out_features
-        modules["lm_head"] = Module("lm_head", LM_HEAD, width, rows, has_bias=False)
+        modules["lm_head"] = Module("lm_head", LM_HEAD, width, rows, "lm_head.bias" in tensors)
     return tuple(modules[name] for name in sorted(modules))
 
 

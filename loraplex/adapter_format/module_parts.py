@@ -134,7 +134,8 @@ class ModuleParts:
             return "is a bias, but the base has none here; is this the right base?"
         if part == BIAS and (self.config.bias == "all" or saves(self.config, self.module.name)):
             return None
-        if part == BASE_BIAS and self.config.bias != "none":
+        is_copy = self.module.kind == LM_HEAD  # PEFT saves the head that it adapts, bias and all
+        if part == BASE_BIAS and (is_copy or self.config.bias != "none"):
             return None
         return f'is a trained bias, but bias is "{self.config.bias}"; correct adapter_config.json'
 

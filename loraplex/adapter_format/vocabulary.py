@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loraplex.adapter_format.config import AdapterConfig
+from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.geometry import EMBEDDING, LM_HEAD, Geometry
 from loraplex.adapter_format.module_parts import saves
@@ -43,6 +43,12 @@ def complete_tables(
         if geometry.tied_embeddings:
             shared = _tied(embedding, head, config, tokens=False)
             head, embedding = _tied(head, embedding, config), shared
+            if head.token_delta and any(m.kind == LM_HEAD and m.has_bias for m in geometry.modules):
+                why = (
+                    "trains rows that the head shares with the embedding, and PEFT then leaves out "
+                    "the head's bias; save both tables with modules_to_save instead"
+                )
+                findings.refuse(f"{CONFIG_FILE}:trainable_token_indices", list(head.token_ids), why)
         tables = [embedding, head]
     size = _common_size(tables, geometry.vocab_size, findings)
     if size > geometry.vocab_size and geometry.has_layer_inputs:

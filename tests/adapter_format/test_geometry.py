@@ -55,6 +55,12 @@ def test_a_tied_head_is_a_module_without_a_tensor(tmp_path: Path) -> None:
     tied = geometry_from_folder(write(tmp_path, {**CONFIG, "tie_word_embeddings": True}, tensors))
     assert tied.tied_embeddings
     assert tied.modules[0].name == "lm_head" and tied.modules[0].out_features == 16
+    assert not tied.modules[0].has_bias
+    tensors["lm_head.bias"] = Tensor("F16", (16,))
+    with_bias = geometry_from_folder(
+        write(tmp_path, {**CONFIG, "tie_word_embeddings": True}, tensors)
+    )
+    assert with_bias.modules[0].has_bias
 
 
 GPT2 = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from loraplex.adapter_format import File, validate
+from loraplex.adapter_format.geometry import Geometry
 from loraplex.errors import InvalidAdapter
 from tests.adapter_format.builders import HIDDEN, PREFIX, VOCAB, Adapter, Tensor, tiny_geometry
 
@@ -110,3 +111,31 @@ def test_added_tokens_without_a_tokenizer_beside_them_warn(name: str, num_warnin
     report = validate(adapter.config, adapter.tensors, size, files, tiny_geometry())
     found = [w for w in report.warnings if "save the tokenizer with" in w.description]
     assert len(found) == num_warnings
+
+
+def with_head_bias(*, tied: bool) -> Geometry:
+    tiny = tiny_geometry()
+    modules = (replace(m, has_bias=True) if m.name == "lm_head" else m for m in tiny.modules)
+    return replace(tiny, modules=tuple(modules), tied_embeddings=tied)
+
+
+def test_a_head_that_is_saved_with_its_lora_may_have_a_bias() -> None:
+    tensors = {
+        f"{HEAD}.base_layer.weight": table(VOCAB),
+        f"{HEAD}.base_layer.bias": Tensor("F32", (VOCAB,)),
+        f"{HEAD}.lora_A.weight": Tensor("F32", (4, HIDDEN)),
+        f"{HEAD}.lora_B.weight": Tensor("F32", (VOCAB, 4)),
+    }
+    targets = ["q_proj", "v_proj", "lm_head"]
+    adapter = Adapter().with_config(target_modules=targets).with_tensors(tensors)
+    report = adapter.validate(with_head_bias(tied=False))
+    assert "lm_head" in {module.name for module in report.modules}
+
+
+def test_tokens_trained_for_a_shared_head_with_a_bias_are_refused() -> None:
+    """PEFT computes such a head without its bias."""
+    rows = {f"{EMBEDDING}.{DELTA}": Tensor("F32", (2, HIDDEN))}
+    adapter = Adapter().with_config(trainable_token_indices=[3, 5]).with_tensors(rows)
+    adapter.validate(with_head_bias(tied=False))
+    with pytest.raises(InvalidAdapter, match="leaves out the head's bias"):
+        adapter.validate(with_head_bias(tied=True))
