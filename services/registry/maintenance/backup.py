@@ -44,7 +44,7 @@ class CopyResult:
     """What a copy has done."""
 
     num_documents: int = 0
-    """Documents and blobs that were read."""
+    """Documents that were read."""
     num_written: int = 0
     """Documents that the copy did not have, or had in an older state."""
     num_blobs: int = 0
