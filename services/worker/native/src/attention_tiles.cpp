@@ -1,5 +1,5 @@
-// Attention in bfloat16, with AMX or AVX-512's pairwise dot products, over blocks of 16 tokens and
-// heads of whole tiles.
+// Attention in bfloat16, with AMX or dot products of pairs, over blocks of 16 tokens and heads of whole
+// tiles.
 //
 // In a block, a KV head's keys lie as [pair of dimensions][token][2] and its values as [pair of
 // tokens][dimension][2], as both read their right operand; only this file knows. A task is 16
@@ -11,20 +11,20 @@
 #include <vector>
 
 #include "attention.h"
+#include "pairs.h"
 #include "pool.h"
 #include "tiles.h"
 #include "vec.h"
 
-#if defined(LPX_HAS_TILES)
+#if defined(LPX_HAS_PAIRS)
 #if defined(__AMX_BF16__)
 #include "tiles_amx.h"
 #else
-#include "tiles_avx512.h"
+#include "tiles_pairs.h"
 #endif
 
 namespace lpx {
 namespace {
-
 
 struct QueryTask {
     int64_t sequence, head, first, last;  // queries [first, last)
@@ -75,7 +75,7 @@ float weigh(const Layout& l, int64_t query_head, float* scores, int64_t begin, i
         store(scores + j, s);
         most = max(most, s);
     }
-    float maximum = _mm512_reduce_max_ps(most.v), sink = 0.0f;
+    float maximum = largest(most), sink = 0.0f;
     if (has_sinks(l)) {
         const float score = sink_of(l, query_head);
         if (score > maximum) maximum = score;
@@ -89,8 +89,7 @@ float weigh(const Layout& l, int64_t query_head, float* scores, int64_t begin, i
             continue;
         }
         const Vec s = load(scores + j);
-        const __mmask16 visible = _mm512_cmp_ps_mask(s.v, set1(-INFINITY).v, _CMP_GT_OQ);
-        const Vec e = {_mm512_maskz_mov_ps(visible, exp(sub(s, top)).v)};
+        const Vec e = where_greater(s, set1(-INFINITY), exp(sub(s, top)));
         total = add(total, e);
         store(weights + j, e);
     }

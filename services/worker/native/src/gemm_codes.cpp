@@ -191,33 +191,40 @@ private:
     }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(LPX_HAS_PAIRS)
 
-// [vector of 16 outputs][inputs 0 and 1, inputs 2 and 3] of a quad.
-using Pairs = __m512bh[2][2];
+// [vector of outputs][inputs 0 and 1, inputs 2 and 3] of a quad.
+using QuadPairs = Pairs[2][2];
 
 // The value that is subtracted from codes where they become pairs.
 constexpr float pair_zero_of(Code kind) {
     return kind == Code::kInt8 ? 128.0f : kind == Code::kInt4 ? 8.0f : 0.0f;
 }
 
-// Lane by lane, two floats that bfloat16 holds exactly.
-inline __m512bh pair_of(__m512 first, __m512 second) {
-    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
-    return (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(second));
+// Of two vectors of outputs from `first` on.
+template <Code Kind>
+inline void decode_pairs(const uint8_t* quad, int first, QuadPairs& pairs) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const auto value = [&](int j) {
+            const Vec code = decode<Kind>(quad, first + i / 2 * kLanes, i % 2 * 2 + j);
+            return Kind == Code::kFloat8 ? code : sub(code, set1(pair_zero_of(Kind)));
+        };
+        pairs[i / 2][i % 2] = pair_of(value(0), value(1));
+    }
 }
 
-template <Code Kind>
-inline void decode_pairs(const uint8_t* quad, Pairs& pairs);
+#if defined(__AVX512BF16__)
 
 template <>
-inline void decode_pairs<Code::kInt8>(const uint8_t* quad, Pairs& pairs) {
+inline void decode_pairs<Code::kInt8>(const uint8_t* quad, int, QuadPairs& pairs) {
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
         const __m512i codes =
             _mm512_xor_si512(_mm512_loadu_si512(quad + v * 64), _mm512_set1_epi8(-128));
         const auto value = [&](int j) {
-            return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(codes, 24 - 8 * j), 24));
+            const __m512i shifted = _mm512_slli_epi32(codes, 24 - 8 * j);
+            return Vec{_mm512_cvtepi32_ps(_mm512_srai_epi32(shifted, 24))};
         };
         pairs[v][0] = pair_of(value(0), value(1));
         pairs[v][1] = pair_of(value(2), value(3));
@@ -226,7 +233,7 @@ inline void decode_pairs<Code::kInt8>(const uint8_t* quad, Pairs& pairs) {
 
 // A code's two bytes come from tables.
 template <>
-inline void decode_pairs<Code::kInt4>(const uint8_t* quad, Pairs& pairs) {
+inline void decode_pairs<Code::kInt4>(const uint8_t* quad, int, QuadPairs& pairs) {
     const auto table = [](const uint8_t (&bytes)[16]) {
         return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
     };
@@ -243,19 +250,12 @@ inline void decode_pairs<Code::kInt4>(const uint8_t* quad, Pairs& pairs) {
         // All four inputs of two outputs in every 128 bits, and those of the next two.
         const __m512 even = _mm512_castsi512_ps(_mm512_unpacklo_epi8(lower, upper));
         const __m512 odd = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
-        pairs[v][0] = (__m512bh)_mm512_shuffle_ps(even, odd, 0x88);
-        pairs[v][1] = (__m512bh)_mm512_shuffle_ps(even, odd, 0xdd);
+        pairs[v][0] = {(__m512bh)_mm512_shuffle_ps(even, odd, 0x88)};
+        pairs[v][1] = {(__m512bh)_mm512_shuffle_ps(even, odd, 0xdd)};
     }
 }
 
-template <>
-inline void decode_pairs<Code::kFloat8>(const uint8_t* quad, Pairs& pairs) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        const uint8_t* from = quad + i * 32;
-        pairs[i / 2][i % 2] = pair_of(widen_float8(from, false).v, widen_float8(from, true).v);
-    }
-}
+#endif
 
 // Rows of bfloat16, as they are.
 template <Code Kind>
@@ -301,41 +301,49 @@ struct PairRows {
 
     template <int R>
     void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
-        __m512 own[R][2];
+        const int64_t at = row * num_blocks + block.first / g.block_size;
+        for (int first = 0; first < kPanel; first += 2 * kLanes) {
+            add_part<R>(block, row, at, first, totals + first);
+        }
+    }
+
+private:
+    // Two vectors of outputs; `at` is where the sums of the first row's inputs are.
+    template <int R>
+    void add_part(const Block<Kind>& block, int64_t row, int64_t at, int first, float* totals) const {
+        Vec own[R][2];
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) own[r][0] = own[r][1] = _mm512_setzero_ps();
+        for (int r = 0; r < R; ++r) own[r][0] = own[r][1] = lpx::zero();
         const bf16* in = x + row * ldx + block.first;
         const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
         for (int64_t quad = 0; quad < num_quads; ++quad) {
             const uint8_t* from = block.codes + quad * block.kQuadBytes;
-            _mm_prefetch(from + kAheadBytes, _MM_HINT_T0);
-            if (bits_of(Kind) == 8) _mm_prefetch(from + kAheadBytes + 64, _MM_HINT_T0);
-            Pairs codes;
-            decode_pairs<Kind>(from, codes);
+            __builtin_prefetch(from + kAheadBytes, 0, 3);
+            if (bits_of(Kind) == 8) __builtin_prefetch(from + kAheadBytes + 64, 0, 3);
+            QuadPairs codes;
+            decode_pairs<Kind>(from, first, codes);
 #pragma GCC unroll 2
             for (int pair = 0; pair < 2; ++pair) {
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
-                    const __m512bh input = broadcast_pair(in + r * ldx + quad * kQuad + 2 * pair);
-                    own[r][0] = _mm512_dpbf16_ps(own[r][0], input, codes[0][pair]);
-                    own[r][1] = _mm512_dpbf16_ps(own[r][1], input, codes[1][pair]);
+                    const Pairs input = broadcast_pair(in + r * ldx + quad * kQuad + 2 * pair);
+                    own[r][0] = dot(input, codes[0][pair], own[r][0]);
+                    own[r][1] = dot(input, codes[1][pair], own[r][1]);
                 }
             }
         }
-        const int64_t at = row * num_blocks + block.first / g.block_size;
         for (int v = 0; v < 2; ++v) {
-            const Vec scale = load(block.scales + v * 16);
-            const Vec zero = sub(set1(kZero), load(block.zeros + v * 16));
+            const Vec scale = load(block.scales + first + v * kLanes);
+            const Vec zero = sub(set1(kZero), load(block.zeros + first + v * kLanes));
             for (int r = 0; r < R; ++r) {
-                Vec sum{own[r][v]};
+                Vec sum = own[r][v];
                 if (sums != nullptr) sum = fma(zero, set1(sums[at + r * num_blocks]), sum);
-                float* total = totals + r * kPanel + v * 16;
+                float* total = totals + r * kPanel + v * kLanes;
                 store(total, fma(sum, scale, load(total)));
             }
         }
     }
 
-private:
     static float sum_of(const bf16* from, int64_t n) {
         Vec partial = lpx::zero();
         for (int64_t i = 0; i < n; i += kLanes) {
@@ -512,7 +520,7 @@ void multiply(const CodedProduct& g, const Rows& rows) {
 
 template <Code Kind, class T>
 void multiply_rows(const CodedProduct& g, const T* x, int64_t ldx) {
-#if defined(__AVX512BF16__)
+#if defined(LPX_HAS_PAIRS)
     if constexpr (std::is_same<T, bf16>::value) {
         if (uses_pairs()) return multiply<Kind>(g, PairRows<Kind>(g, x, ldx));
     }

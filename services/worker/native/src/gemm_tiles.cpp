@@ -1,5 +1,5 @@
-// y = x W^T in bfloat16, accumulated in float32, with AMX or AVX-512's pairwise dot products. W is
-// packed once at load.
+// y = x W^T in bfloat16, accumulated in float32, with AMX or dot products of pairs. W is packed once at
+// load.
 //
 // A panel is 32 outputs: for every 32 inputs two tiles of 1 KiB (see tiles.h), one after another. A
 // product streams its panels from memory in order. Inputs are padded with zeros to whole tiles.
@@ -14,7 +14,7 @@
 // Whether low-rank updates and products of codes in bfloat16 use dot products from now on: 1, 0, or -1 =
 // where they are fast. Returns what was chosen.
 LPX_EXPORT int64_t lpx_choose_pairs([[maybe_unused]] int64_t choice) {
-#if defined(__AVX512BF16__)
+#if defined(LPX_HAS_PAIRS)
     lpx::chosen_pairs = static_cast<int>(choice);
     return lpx::uses_pairs();
 #else
@@ -22,11 +22,11 @@ LPX_EXPORT int64_t lpx_choose_pairs([[maybe_unused]] int64_t choice) {
 #endif
 }
 
-#if defined(LPX_HAS_TILES)
+#if defined(LPX_HAS_PAIRS)
 #if defined(__AMX_BF16__)
 #include "tiles_amx.h"
 #else
-#include "tiles_avx512.h"
+#include "tiles_pairs.h"
 #endif
 
 namespace lpx {
@@ -52,9 +52,8 @@ void store_sums(const TileProduct& g, const float* sums, T* y, int64_t row, int6
     const int64_t left = smaller(g.num_outputs - first, kTilePanel);
     for (int64_t r = 0; r < num_rows; ++r) {
         T* out = y + (row + r) * g.ldy + first;
-        store_n(out, load(sums + r * kTilePanel), left);
-        if (left > kLanes) {
-            store_n(out + kLanes, load(sums + r * kTilePanel + kLanes), left - kLanes);
+        for (int64_t i = 0; i < left; i += kLanes) {
+            store_n(out + i, load(sums + r * kTilePanel + i), left - i);
         }
     }
 }

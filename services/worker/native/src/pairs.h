@@ -1,31 +1,67 @@
-// Registers of bfloat16 pairs for AVX-512's dot products (VDPBF16PS): each of 16 lanes of float32 adds
-// the products of two pairs.
+// Registers of bfloat16 pairs, for processors with dot products of them: each lane of float32 adds the
+// products of two pairs.
 #pragma once
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
 #include <time.h>
 
-#include <cstring>
 #include <type_traits>
 
-#include "abi.h"
+#include "vec.h"
+
+#if defined(__AVX512BF16__)
+#define LPX_HAS_PAIRS
 
 namespace lpx {
 
-inline __m512bh load_pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-
-// The first n of 32 items, zeros behind them.
-inline __m512bh load_pairs_n(const bf16* p, int64_t n) {
+struct Pairs {
+    __m512bh v;
+};
+inline Pairs load_pairs(const bf16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+// The first n of 2 * kLanes items, zeros behind them.
+inline Pairs load_pairs_n(const bf16* p, int64_t n) {
     const __mmask32 mask = n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1;
-    return (__m512bh)_mm512_maskz_loadu_epi16(mask, p);
+    return {(__m512bh)_mm512_maskz_loadu_epi16(mask, p)};
 }
-
-// One pair in all 16 lanes.
-inline __m512bh broadcast_pair(const bf16* p) {
+// One pair in all lanes.
+inline Pairs broadcast_pair(const bf16* p) {
     int32_t pair;
     std::memcpy(&pair, p, sizeof pair);
-    return (__m512bh)_mm512_set1_epi32(pair);
+    return {(__m512bh)_mm512_set1_epi32(pair)};
 }
+// What both have set.
+inline Pairs common_bits(Pairs a, Pairs b) {
+    return {(__m512bh)_mm512_and_si512((__m512i)a.v, (__m512i)b.v)};
+}
+// Lane by lane, two floats that bfloat16 holds exactly.
+inline Pairs pair_of(Vec first, Vec second) {
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first.v), 16);
+    return {(__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(second.v))};
+}
+// Pairs of item i of one and item i of the other: the first kLanes items, and the last.
+inline void interleave(Pairs one, Pairs two, Pairs& first, Pairs& last) {
+    alignas(64) static constexpr uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,
+                                                        37, 6, 38, 7, 39, 8,  40, 9,  41, 10, 42,
+                                                        11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i places = _mm512_load_si512(kFirst);
+    const __m512i later = _mm512_add_epi16(places, _mm512_set1_epi16(16));
+    first = {(__m512bh)_mm512_permutex2var_epi16((__m512i)one.v, places, (__m512i)two.v)};
+    last = {(__m512bh)_mm512_permutex2var_epi16((__m512i)one.v, later, (__m512i)two.v)};
+}
+inline Vec dot(Pairs a, Pairs b, Vec sum) { return {_mm512_dpbf16_ps(sum.v, a.v, b.v)}; }
+
+// Of Vec, only used next to pairs.
+inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
+// `value` in the lanes where a > b, zeros elsewhere.
+inline Vec where_greater(Vec a, Vec b, Vec value) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), value.v)};
+}
+// The compiler takes `a` for changed.
+inline void touch(Vec& a) { asm volatile("" : "+v"(a.v)); }
+
+}  // namespace lpx
+#endif
+
+#if defined(LPX_HAS_PAIRS)
+namespace lpx {
 
 // Calls f(integral_constant<n>) for 1 <= n <= N, and for N where n is larger.
 template <int N, class F>
@@ -45,16 +81,16 @@ int64_t time_steps(const F& step) {
         clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
         return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
     };
-    __m512 sums[12];
-    for (__m512& s : sums) s = _mm512_setzero_ps();
+    Vec sums[12];
+    for (Vec& s : sums) s = zero();
     int64_t least = INT64_MAX;
     for (int i = 0; i < 8; ++i) {
         const int64_t begin = now_ns();
         for (int turn = 0; turn < 1000; ++turn) {
 #pragma GCC unroll 12
-            for (__m512& s : sums) {
+            for (Vec& s : sums) {
                 s = step(s);
-                asm volatile("" : "+v"(s));
+                touch(s);
             }
         }
         least = smaller(least, now_ns() - begin);
@@ -65,11 +101,11 @@ int64_t time_steps(const F& step) {
 // Whether dot products of pairs do clearly (by a third) more multiplications a second than float32
 // vectors. On AMD Zen 4 and 5 they do twice as many, on Intel Xeons of the Sapphire Rapids kind half as many.
 inline bool pairs_are_fast() {
-    const int64_t pairs_ns = time_steps([](__m512 s) {
-        return _mm512_dpbf16_ps(s, (__m512bh)_mm512_setzero_si512(), (__m512bh)_mm512_setzero_si512());
-    });
-    const int64_t vectors_ns = time_steps(
-        [](__m512 s) { return _mm512_fmadd_ps(_mm512_setzero_ps(), _mm512_setzero_ps(), s); });
+    Vec nothing = zero();
+    touch(nothing);
+    const Pairs pairs = pair_of(nothing, nothing);
+    const int64_t pairs_ns = time_steps([=](Vec s) { return dot(pairs, pairs, s); });
+    const int64_t vectors_ns = time_steps([=](Vec s) { return fma(nothing, nothing, s); });
     return 3 * vectors_ns > 2 * pairs_ns;
 }
 

@@ -1,14 +1,10 @@
 // The order in which bfloat16 weights, keys and values are packed for pairwise dot products.
 //
 // A tile is 16 rows of 64 bytes: 16 outputs by 2 neighbouring inputs in each row, 32 inputs in all.
-// TDPBF16PS (AMX) reads a whole tile as its right operand, and VDPBF16PS (AVX-512) one row. Both
+// TDPBF16PS (AMX) reads a whole tile as its right operand, and a dot product of pairs one row. Both
 // instruction sets share this layout, and everything but the innermost loops.
 #pragma once
 #include "abi.h"
-
-#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
-#define LPX_HAS_TILES
-#endif
 
 namespace lpx {
 

@@ -219,12 +219,12 @@ inline void load_pair(const T* p, Vec& low, Vec& high) {
 // streams for the hardware's prefetchers.
 constexpr int64_t kAheadItems = 256;
 
-// The first n lanes, 0 < n <= kLanes; the rest are zeros (load) or left as they are (store).
+// The first n lanes, none if n is negative; the rest are zeros (load) or left as they are (store).
 template <class T>
 inline Vec load_n(const T* p, int64_t n) {
     if (n >= kLanes) return load(p);
     T lanes[kLanes] = {};
-    std::memcpy(lanes, p, n * sizeof(T));
+    if (n > 0) std::memcpy(lanes, p, n * sizeof(T));
     return load(lanes);
 }
 template <class T>
@@ -232,7 +232,7 @@ inline void store_n(T* p, Vec a, int64_t n) {
     if (n >= kLanes) return store(p, a);
     T lanes[kLanes];
     store(lanes, a);
-    std::memcpy(p, lanes, n * sizeof(T));
+    if (n > 0) std::memcpy(p, lanes, n * sizeof(T));
 }
 
 // e^x to 2 ulp, for x <= 88; about 1e-38 below -87.

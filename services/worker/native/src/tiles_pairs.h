@@ -1,4 +1,4 @@
-// Products of tiles with AVX-512's pairwise dot products of bfloat16 (VDPBF16PS).
+// Products of tiles with dot products of bfloat16 pairs.
 #pragma once
 #include "attention.h"
 #include "pairs.h"
@@ -10,7 +10,7 @@ inline bool prefers_tiles() { return uses_pairs(); }
 
 class PanelProduct {
 public:
-    // 24 sums, two weights and an input fill the 32 registers.
+    // Two vectors of sums for each row, two weights and an input fill the 32 registers.
     static constexpr int64_t kMaxRows = 12;
     static constexpr int64_t kTaskRows = 240;  // of one task when there are many
     // Tiles of a panel that several blocks of rows read one after another: they stay in the
@@ -29,33 +29,33 @@ private:
     template <int R>
     static void multiply_rows(const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
                               float* sums, bool continues, Ahead ahead) {
-        __m512 totals[R][2];
+        Vec totals[R][2];
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            float* from = sums + r * kTilePanel;
-            totals[r][0] = continues ? _mm512_loadu_ps(from) : _mm512_setzero_ps();
-            totals[r][1] = continues ? _mm512_loadu_ps(from + kTileRows) : _mm512_setzero_ps();
+            const float* from = sums + r * kTilePanel;
+            totals[r][0] = continues ? load(from) : zero();
+            totals[r][1] = continues ? load(from + kLanes) : zero();
         }
         for (int64_t k = 0; k < num_tiles; ++k) {
             const bf16* weights = panel + k * 2 * kTileItems;
             for (int64_t pair = 0; pair < kTileRows; ++pair) {
-                const __m512bh low = load_pairs(weights + pair * kTileInputs);
-                const __m512bh high = load_pairs(weights + kTileItems + pair * kTileInputs);
-                _mm_prefetch(ahead.from, _MM_HINT_T0);
-                _mm_prefetch(ahead.from + ahead.step / 2, _MM_HINT_T0);
+                const Pairs low = load_pairs(weights + pair * kTileInputs);
+                const Pairs high = load_pairs(weights + kTileItems + pair * kTileInputs);
+                __builtin_prefetch(ahead.from, 0, 3);
+                __builtin_prefetch(ahead.from + ahead.step / 2, 0, 3);
                 ahead.from += ahead.step;
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
-                    const __m512bh input = broadcast_pair(x + r * ldx + k * kTileInputs + 2 * pair);
-                    totals[r][0] = _mm512_dpbf16_ps(totals[r][0], input, low);
-                    totals[r][1] = _mm512_dpbf16_ps(totals[r][1], input, high);
+                    const Pairs input = broadcast_pair(x + r * ldx + k * kTileInputs + 2 * pair);
+                    totals[r][0] = dot(input, low, totals[r][0]);
+                    totals[r][1] = dot(input, high, totals[r][1]);
                 }
             }
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            _mm512_storeu_ps(sums + r * kTilePanel, totals[r][0]);
-            _mm512_storeu_ps(sums + r * kTilePanel + kTileRows, totals[r][1]);
+            store(sums + r * kTilePanel, totals[r][0]);
+            store(sums + r * kTilePanel + kLanes, totals[r][1]);
         }
     }
 };
@@ -114,27 +114,27 @@ private:
     static void score_group(const bf16* queries, const Blocks& keys, int64_t head_dim,
                             int64_t block, float* scores, int64_t width) {
         const bf16* from[B];
-        __m512 totals[R][B];
+        Vec totals[R][B];
         for (int b = 0; b < B; ++b) {
             from[b] = keys.at(block + b);
-            for (int r = 0; r < R; ++r) totals[r][b] = _mm512_setzero_ps();
+            for (int r = 0; r < R; ++r) totals[r][b] = zero();
         }
         for (int64_t d = 0; d < head_dim; d += 2) {
-            __m512bh pairs[R];
+            Pairs pairs[R];
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) pairs[r] = broadcast_pair(queries + r * head_dim + d);
 #pragma GCC unroll 4
             for (int b = 0; b < B; ++b) {
-                const __m512bh tokens = load_pairs(from[b] + d * kTokens);
+                const Pairs tokens = load_pairs(from[b] + d * kTokens);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
-                    totals[r][b] = _mm512_dpbf16_ps(totals[r][b], pairs[r], tokens);
+                    totals[r][b] = dot(pairs[r], tokens, totals[r][b]);
                 }
             }
         }
         for (int r = 0; r < R; ++r) {
             for (int b = 0; b < B; ++b) {
-                _mm512_storeu_ps(scores + r * width + b * kTokens, totals[r][b]);
+                store(scores + r * width + b * kTokens, totals[r][b]);
             }
         }
     }
@@ -143,33 +143,33 @@ private:
     template <int R, int V>
     static void gather_group(const bf16* weights, const Blocks& values, int64_t head_dim, int64_t d,
                              int64_t first, int64_t end, float* out, int64_t width) {
-        __m512 totals[R][V];
+        Vec totals[R][V];
         for (int r = 0; r < R; ++r) {
-            for (int v = 0; v < V; ++v) totals[r][v] = _mm512_setzero_ps();
+            for (int v = 0; v < V; ++v) totals[r][v] = zero();
         }
         for (int64_t block = first; block < end; ++block) {
             const bf16* from = values.at(block) + 2 * d;
             if (block + 2 < end) values.prefetch(block + 2);
             for (int64_t pair = 0; pair < kTokens / 2; ++pair) {
-                __m512bh dims[V];
+                Pairs dims[V];
 #pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) {
                     dims[v] = load_pairs(from + pair * 2 * head_dim + v * kTileInputs);
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
-                    const __m512bh weight =
+                    const Pairs weight =
                         broadcast_pair(weights + r * width + (block - first) * kTokens + 2 * pair);
 #pragma GCC unroll 4
                     for (int v = 0; v < V; ++v) {
-                        totals[r][v] = _mm512_dpbf16_ps(totals[r][v], weight, dims[v]);
+                        totals[r][v] = dot(weight, dims[v], totals[r][v]);
                     }
                 }
             }
         }
         for (int r = 0; r < R; ++r) {
             for (int v = 0; v < V; ++v) {
-                _mm512_storeu_ps(out + r * head_dim + v * kTileRows, totals[r][v]);
+                store(out + r * head_dim + v * kTileRows, totals[r][v]);
             }
         }
     }
