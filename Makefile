@@ -18,7 +18,7 @@ TORCH_FREE := tests/test_*.py tests/sdk tests/cli tests/adapter_format tests/com
 	tests/worker/test_config.py tests/worker/test_cores.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-long test-gpu test-s3 deploy-test compose-test test-torch-free lint type protos protos-check \
+.PHONY: help setup demo up test test-long test-gpu test-aarch64 test-s3 deploy-test compose-test test-torch-free lint type protos protos-check \
 	bench fmt clean images push
 
 help: ## Show this list
@@ -47,6 +47,11 @@ test-gpu: ## Run the tests that need a CUDA device, on 8 processes: make test-gp
 	@GOAL=$@ scripts/setup.sh run test
 	@mkdir -p build
 	@$(BIN)/pytest -m gpu -n 8 --timeout 300 --junitxml build/test-gpu.xml --durations 15 $(ARGS)
+
+test-aarch64: ## Run the tests of the CPU kernels under an emulator of aarch64 (Debian or Ubuntu)
+	@GOAL=$@ scripts/setup.sh run test
+	@scripts/aarch64.sh -m pytest -q --timeout 0 -p no:cacheprovider -k 'not compiler and not builds' \
+		tests/worker/native tests/worker/ops/attention tests/worker/ops/lora tests/worker/ops/recurrence $(ARGS)
 
 test-s3: ## Run the tests of the object store and the registry on real S3 servers
 	@GOAL=$@ scripts/setup.sh run test

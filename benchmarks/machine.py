@@ -13,14 +13,16 @@ from typing import Any
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 """Where results are written: the published ones, unless the environment names another folder."""
 
-_ISA = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "sha_ni")
+_ISA = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "sha_ni", "asimd", "bf16", "sha2")
 
 
 def cpu_facts() -> dict[str, Any]:
     """What a reader needs to compare numbers; nothing that names this machine."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = set((re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE) or [""])[0].split())
+    flags = set(
+        (re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE) or [""])[0].split()
+    )
     return {
         "cpu": model[1] if model else platform.processor(),
         "architecture": platform.machine(),

@@ -199,9 +199,12 @@ has_compiler() {
     return 1
 }
 
-# Only Linux on x86-64 has kernels to compile.
+# Linux on x86-64 and on aarch64 has kernels to compile.
 needs_compiler() {
-    [ -z "$torch_free" ] && [ "$(uname -s)" = Linux ] && [ "$(uname -m)" = x86_64 ] && ! has_compiler
+    case $(uname -s)-$(uname -m) in
+        Linux-x86_64 | Linux-aarch64) [ -z "$torch_free" ] && ! has_compiler ;;
+        *) return 1 ;;
+    esac
 }
 
 # Compiled kernels make a CPU worker several times faster. Without them it computes with torch.

@@ -32,8 +32,10 @@ PEER_LIMITS = {
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
+    "neon": {},
 }
-"""What keeps oneDNN, torch and MKL at a level on processors that have more."""
+"""What keeps oneDNN, torch and MKL at a level on processors that have more; on aarch64, they take
+bfloat16 instructions for bfloat16 only."""
 LOADS, START = "loads", "start"
 """Cases of figures that belong to no batch."""
 

@@ -208,8 +208,8 @@ DTYPE = choice_setting(
     "LORAPLEX_DTYPE",
     "auto float32 bfloat16 float16",
     "up worker",
-    "Arithmetic of the base; `auto` = bfloat16 on CUDA, and on CPUs with AMX or AVX-512 "
-    "BF16 for larger half-precision bases; otherwise float32.",
+    "Arithmetic of the base; `auto` = bfloat16 on CUDA, and on CPUs with AMX, AVX-512 "
+    "BF16 or Arm's BF16 for larger half-precision bases; otherwise float32.",
 )
 LORA_DTYPE = choice_setting(
     "LORAPLEX_LORA_DTYPE",
@@ -233,7 +233,7 @@ KV_CACHE_DTYPE: Setting[str] = Setting(
 )
 CPU_ISA = choice_setting(
     "LORAPLEX_CPU_ISA",
-    "auto amx avx512_bf16 avx512 avx2 generic torch",
+    "auto amx avx512_bf16 avx512 avx2 neon_bf16 neon generic torch",
     "worker",
     "Instruction set of CPU kernels; `auto` = the best one, `torch` = no compiled kernels.",
 )

@@ -22,6 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from loraplex_services.worker.native.isa import (
+    ARM_BF16,
     GENERIC,
     ISA_FLAGS,
     TORCH,
@@ -35,6 +36,8 @@ COMPILERS = ("g++", "clang++", "c++")
 ZIG = ("-m", "ziglang", "c++", "-mcpu=baseline")
 """Arguments of Python for the compiler of the package `ziglang`. Without `-mcpu` it would use every
 instruction that this processor has, whatever the library is for."""
+_ZIG_FLAGS = {ARM_BF16: "-mcpu=generic+v8_2a+bf16"}
+"""How that compiler calls what others take."""
 NO_COMPILER = (
     "there is no C++ compiler: install g++ or clang++, set CXX, or run "
     "`pip install 'loraplex[compiler]'`"
@@ -87,7 +90,10 @@ def build_library(isa: str, tell: Callable[[str], None] = lambda progress: None)
             return target
         built = Path(folder, target.name)
         tell(f"{isa}: compiling {len(sources)} sources, once")
-        objects = _compile((*compiler, *FLAGS, *ISA_FLAGS[isa]), sources, folder, isa, tell)
+        flags = ISA_FLAGS[isa]
+        if compiler[1:] == ZIG:
+            flags = tuple(_ZIG_FLAGS.get(flag, flag) for flag in flags)
+        objects = _compile((*compiler, *FLAGS, *flags), sources, folder, isa, tell)
         tell(f"{isa}: linking")
         # Without the flags of an instruction set, so that zig builds its C++ library only once.
         _run(*compiler, *FLAGS, "-shared", *objects, "-o", str(built))

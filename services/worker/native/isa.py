@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from loraplex.errors import InvalidRequest
 
+_X86_64, _AARCH64 = ("x86_64", "AMD64"), ("aarch64",)
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 _BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
+ARM_BF16 = "-march=armv8.2-a+bf16"
 
 
 class Level(NamedTuple):
@@ -19,6 +21,8 @@ class Level(NamedTuple):
 
     flags: tuple[str, ...]
     processors: str
+    machines: tuple[str, ...] = _X86_64
+    """What Python calls the machines that choose it by themselves."""
     half_wins: bool = False
     """Whether whole steps are faster in bfloat16 than in float32 over half-precision weights."""
     products: str = "float32 vectors"
@@ -29,56 +33,72 @@ class Level(NamedTuple):
     """How attention over bfloat16 is computed."""
 
 
-_PAIRS = "AVX-512 dot products"
-_FASTER = f"{_PAIRS} or float32 vectors, whichever are faster"
+_FASTER = "dot products or float32 vectors, whichever are faster"
 LEVELS = {
     "amx": Level(
         (*_BF16, "-mamx-tile", "-mamx-bf16"),
         "Intel Sapphire Rapids and later Xeons",
-        True,
-        "AMX tiles",
-        _FASTER,
-        "AMX tiles",
+        half_wins=True,
+        products="AMX tiles",
+        updates=_FASTER,
+        attention="AMX tiles",
     ),
     "avx512_bf16": Level(
         _BF16,
         "AMD Zen 4 and later, Intel Cooper Lake, Intel Xeons whose AMX is hidden",
-        True,
-        _FASTER,
-        _FASTER,
-        _PAIRS,
+        half_wins=True,
+        products=_FASTER,
+        updates=_FASTER,
+        attention="dot products",
     ),
     "avx512": Level(_AVX512, "Intel Skylake-SP to Ice Lake"),
     "avx2": Level(("-mavx2", "-mfma", "-mf16c"), "other x86-64 since 2013"),
-    "generic": Level(("-O1",), "any, only when asked for"),
+    "neon_bf16": Level(
+        (ARM_BF16,),
+        "Linux on aarch64 with BF16 (Armv8.6): AWS Graviton 3, AmpereOne, NVIDIA Grace",
+        _AARCH64,
+        half_wins=True,
+        products=_FASTER,
+        updates=_FASTER,
+        attention="dot products",
+    ),
+    "neon": Level((), "Linux on other aarch64: AWS Graviton 2, Ampere Altra", _AARCH64),
+    "generic": Level(("-O1", "-DLPX_PORTABLE"), "any, only when asked for", ()),
 }
-"""Libraries that can be built, best first; `generic` is portable C++, slow unless the compiler is
-good at it, and only used when asked for."""
+"""Libraries that can be built, best first for each kind of machine; `generic` is portable C++, slow
+unless the compiler is good at it, and only used when asked for."""
 ISA_FLAGS = {isa: level.flags for isa, level in LEVELS.items()}
 
-_X86_64 = ("x86_64", "AMD64")
 _LINUX_NAMES = {
     "avx512vnni": "avx512_vnni",
     "avx512bf16": "avx512_bf16",
     "amx-tile": "amx_tile",
     "amx-bf16": "amx_bf16",
 }
-_NEEDED = {
-    isa: {
-        _LINUX_NAMES.get(name, name)
-        for name in (flag.removeprefix("-m") for flag in flags if flag.startswith("-m"))
-    }
-    for isa, flags in ISA_FLAGS.items()
-}
+
+
+def _features(flags: tuple[str, ...]) -> set[str]:
+    """What Linux calls the features that these flags let the compiler use."""
+    if ARM_BF16 in flags:
+        return {"bf16"}
+    names = (flag.removeprefix("-m") for flag in flags if flag.startswith("-m"))
+    return {_LINUX_NAMES.get(name, name) for name in names}
+
+
+_NEEDED = {isa: _features(flags) for isa, flags in ISA_FLAGS.items()}
 AMX, GENERIC, TORCH = "amx", "generic", "torch"
 
 _SYS_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA = 158, 0x1023, 18
 """Linux: a process asks once before it uses tile registers."""
+_AT_HWCAP2, _HWCAP2_BF16 = 26, 1 << 14
+"""Linux on aarch64: where a process finds what the processor has, and the bit for bfloat16."""
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
     """Features that the processor and the system offer; empty if Linux does not say."""
+    if platform.machine() in _AARCH64:
+        return frozenset({"bf16"} if _auxiliary_value(_AT_HWCAP2) & _HWCAP2_BF16 else ())
     if platform.machine() not in _X86_64:
         return frozenset()
     try:
@@ -89,16 +109,25 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next(flags, "").split())
 
 
+def _auxiliary_value(key: int) -> int:
+    """What Linux tells a process when it starts; 0 where it does not."""
+    try:
+        getauxval = ctypes.CDLL(None).getauxval
+    except (OSError, AttributeError):
+        return 0
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, (ctypes.c_ulong,)
+    value: int = getauxval(key)
+    return value
+
+
 def family_isas() -> tuple[str, ...]:
     """Libraries chosen by themselves on some processor of this machine's family, best first."""
-    if platform.machine() not in _X86_64:
-        return ()
-    return tuple(isa for isa in ISA_FLAGS if isa != GENERIC)
+    return tuple(isa for isa in LEVELS if platform.machine() in LEVELS[isa].machines)
 
 
 def host_isas() -> tuple[str, ...]:
     """Libraries that run here, best first."""
-    isas = (isa for isa, needed in _NEEDED.items() if needed <= cpu_flags())
+    isas = (isa for isa in (*family_isas(), GENERIC) if _NEEDED[isa] <= cpu_flags())
     return tuple(isa for isa in isas if isa != AMX or may_use_tiles())
 
 
@@ -162,7 +191,7 @@ def level_table() -> str:
         paths = (level.products, level.updates, level.attention, "float32 vectors")
         rows.append([f"`{isa}`", level.processors, dtype, *paths])
     dtype = "float32; bfloat16 with AMX"
-    rows.append([f"`{TORCH}`", "any, also aarch64", dtype, *["torch"] * 4])
+    rows.append([f"`{TORCH}`", "any, also macOS", dtype, *["torch"] * 4])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -81,7 +81,6 @@ struct Block {
     }
 };
 
-#if defined(__AVX2__)
 // Float8 in the upper halves of 16-bit words, as half precision of 2^-8 times the value: it has the same
 // sign, one bit more of the exponent, and seven more of the mantissa.
 #if defined(__AVX512F__)
@@ -91,14 +90,20 @@ inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
     const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
     return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(codes, 1), mask))};
 }
-#else
+#elif defined(__AVX2__)
 inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pairs));
     const __m128i codes = is_upper ? raw : _mm_slli_epi16(raw, 8);
     const __m128i mask = _mm_set1_epi16(static_cast<int16_t>(0xbf80));
     return {_mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(codes, 1), mask))};
 }
-#endif
+#elif defined(LPX_NEON)
+inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
+    const int16x8_t raw = vreinterpretq_s16_u8(vld1q_u8(pairs));
+    const int16x8_t codes = is_upper ? raw : vshlq_n_s16(raw, 8);
+    const uint16x8_t shifted = vreinterpretq_u16_s16(vshrq_n_s16(codes, 1));
+    return widened_halves(vandq_u16(shifted, vdupq_n_u16(0xbf80)));
+}
 #else
 inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
     Vec values;
@@ -126,6 +131,12 @@ inline Vec decode(const uint8_t* quad, int first, int j) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     const __m256i words = _mm256_srli_epi32(raw, shift);
     return {_mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(kMask)))};
+#elif defined(LPX_NEON)
+    const auto values = [&](const uint8_t* four) {
+        const uint32x4_t raw = vreinterpretq_u32_u8(vld1q_u8(four));
+        return vcvtq_f32_u32(vandq_u32(vshlq_u32(raw, vdupq_n_s32(-shift)), vdupq_n_u32(kMask)));
+    };
+    return {values(from), values(from + 16)};
 #else
     Vec values;
     for (int i = 0; i < kLanes; ++i) {
@@ -262,7 +273,7 @@ template <Code Kind>
 struct PairRows {
     // As many as hide the widening of eight-bit codes; four-bit codes need less for it, and registers for
     // their tables.
-    static constexpr int kMaxRows = bits_of(Kind) == 8 ? 12 : 8;
+    static constexpr int kMaxRows = kLanes < 16 ? 4 : bits_of(Kind) == 8 ? 12 : 8;
     static constexpr float kZero = pair_zero_of(Kind);
     const bf16* x;
     int64_t ldx, num_blocks;

@@ -7,8 +7,12 @@ namespace lpx {
 #if defined(LPX_HAS_PAIRS)
 constexpr bool kHasPairs = true;
 
-// The 16 sums of vectors s[0..15], in order. Lanes are added as `sum` adds them: halves first.
-inline Vec sums_of(const Vec (&s)[16]) {
+// Vectors of sums that stay in registers.
+constexpr int kSums = kLanes == 16 ? 16 : 8;
+
+#if defined(__AVX512BF16__)
+// The sums of vectors s[0], s[1]..., in order. Lanes are added as `sum` adds them: halves first.
+inline void add_lanes(const Vec (&s)[16], float* sums) {
     __m512 v[16];
     // The folds below transpose a 4 x 4 matrix of vectors, so they are given the transposed one.
 #pragma GCC unroll 16
@@ -27,16 +31,22 @@ inline Vec sums_of(const Vec (&s)[16]) {
         const __m512 a = v[2 * i], b = v[2 * i + 1];
         v[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
     }
-    return {_mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88), _mm512_shuffle_ps(v[0], v[1], 0xdd))};
+    _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88),
+                                         _mm512_shuffle_ps(v[0], v[1], 0xdd)));
 }
+#else
+inline void add_lanes(const Vec (&s)[kSums], float* sums) {
+    for (int i = 0; i < kSums; ++i) sums[i] = sum(s[i]);
+}
+#endif
 
 // out[x row][A row] += x . A over n columns, for X rows of x and R rows of A.
 template <int X, int R>
 void dot_pairs(const bf16* x, int64_t ldx, const bf16* a, int64_t n, float* out, int64_t ldout) {
-    static_assert(X * R <= 16, "one register of sums");
-    Vec sums[16];
+    static_assert(X * R <= kSums, "registers");
+    Vec sums[kSums];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) sums[i] = zero();
+    for (int i = 0; i < kSums; ++i) sums[i] = zero();
     const auto step = [&](int64_t k, auto load_at) {
         Pairs inputs[X];
 #pragma GCC unroll 4
@@ -54,9 +64,9 @@ void dot_pairs(const bf16* x, int64_t ldx, const bf16* a, int64_t n, float* out,
     int64_t k = 0;
     for (; k + 2 * kLanes <= n; k += 2 * kLanes) step(k, [](const bf16* p) { return load_pairs(p); });
     if (k < n) step(k, [left = n - k](const bf16* p) { return load_pairs_n(p, left); });
-    float totals[16];
+    float totals[kSums];
     if constexpr (X * R > 4) {
-        store(totals, sums_of(sums));
+        add_lanes(sums, totals);
     } else {
         for (int i = 0; i < X * R; ++i) totals[i] = sum(sums[i]);
     }
@@ -74,8 +84,8 @@ void dot_pair_rows(const bf16* x, int64_t ldx, const bf16* a, int64_t num_a, int
         constexpr int R = count.value;
         for (; r + R <= num_a; r += R) dot_pairs<X, R>(x, ldx, a + r * n, n, out + r, ldout);
     };
-    while_left(std::integral_constant<int, 16 / X>());
-    while_left(std::integral_constant<int, 8 / X>());
+    while_left(std::integral_constant<int, kSums / X>());
+    while_left(std::integral_constant<int, kSums / 2 / X>());
     while_left(std::integral_constant<int, 1>());
 }
 
@@ -142,7 +152,7 @@ void expand_pair_rows(float* y, int64_t ldy, int64_t num_rows, const bf16* b, in
 // y[row] += shrunk[row] B over n columns. One item behind the last row of `shrunk` may be read.
 inline void expand_pairs(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b,
                          int64_t n, const bf16* shrunk, int64_t ld) {
-    constexpr int64_t kRows = 16;
+    constexpr int64_t kRows = kSums;  // as many vectors of weights
     for (int64_t r = 0; r < num_b; r += kRows) {
         const int64_t count = smaller(num_b - r, kRows);
         with_count<kRows / 2>(ceil_div(count, 2), [&](auto pairs) {

@@ -58,6 +58,65 @@ inline Vec where_greater(Vec a, Vec b, Vec value) {
 inline void touch(Vec& a) { asm volatile("" : "+v"(a.v)); }
 
 }  // namespace lpx
+
+#elif defined(LPX_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define LPX_HAS_PAIRS
+
+namespace lpx {
+
+struct Pairs {
+    bfloat16x8_t low, high;
+};
+inline Pairs load_pairs(const bf16* p) {
+    return {vreinterpretq_bf16_u16(vld1q_u16(&p->bits)), vreinterpretq_bf16_u16(vld1q_u16(&p[8].bits))};
+}
+inline Pairs load_pairs_n(const bf16* p, int64_t n) {
+    if (n >= 2 * kLanes) return load_pairs(p);
+    bf16 items[2 * kLanes] = {};
+    std::memcpy(items, p, n * sizeof(bf16));
+    return load_pairs(items);
+}
+inline Pairs broadcast_pair(const bf16* p) {
+    uint32_t pair;
+    std::memcpy(&pair, p, sizeof pair);
+    const bfloat16x8_t all = vreinterpretq_bf16_u32(vdupq_n_u32(pair));
+    return {all, all};
+}
+inline bfloat16x8_t common_bits(bfloat16x8_t a, bfloat16x8_t b) {
+    return vreinterpretq_bf16_u16(vandq_u16(vreinterpretq_u16_bf16(a), vreinterpretq_u16_bf16(b)));
+}
+inline Pairs common_bits(Pairs a, Pairs b) {
+    return {common_bits(a.low, b.low), common_bits(a.high, b.high)};
+}
+inline bfloat16x8_t pair_of(float32x4_t first, float32x4_t second) {
+    return vreinterpretq_bf16_u16(
+        vtrn2q_u16(vreinterpretq_u16_f32(first), vreinterpretq_u16_f32(second)));
+}
+inline Pairs pair_of(Vec first, Vec second) {
+    return {pair_of(first.low, second.low), pair_of(first.high, second.high)};
+}
+inline Pairs interleaved(bfloat16x8_t one, bfloat16x8_t two) {
+    const uint16x8_t a = vreinterpretq_u16_bf16(one), b = vreinterpretq_u16_bf16(two);
+    return {vreinterpretq_bf16_u16(vzip1q_u16(a, b)), vreinterpretq_bf16_u16(vzip2q_u16(a, b))};
+}
+inline void interleave(Pairs one, Pairs two, Pairs& first, Pairs& last) {
+    first = interleaved(one.low, two.low);
+    last = interleaved(one.high, two.high);
+}
+inline Vec dot(Pairs a, Pairs b, Vec sum) {
+    return {vbfdotq_f32(sum.low, a.low, b.low), vbfdotq_f32(sum.high, a.high, b.high)};
+}
+inline float largest(Vec a) { return vmaxvq_f32(vmaxq_f32(a.low, a.high)); }
+inline float32x4_t where_greater(float32x4_t a, float32x4_t b, float32x4_t value) {
+    return vreinterpretq_f32_u32(vandq_u32(vcgtq_f32(a, b), vreinterpretq_u32_f32(value)));
+}
+inline Vec where_greater(Vec a, Vec b, Vec value) {
+    return {where_greater(a.low, b.low, value.low), where_greater(a.high, b.high, value.high)};
+}
+inline void touch(Vec& a) { asm volatile("" : "+w"(a.low), "+w"(a.high)); }
+
+}  // namespace lpx
+
 #endif
 
 #if defined(LPX_HAS_PAIRS)

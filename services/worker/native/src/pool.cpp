@@ -22,6 +22,8 @@ constexpr uint64_t kTaskMask = (uint64_t{1} << kTaskBits) - 1;
 inline void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // as long as a pause of x86, which `yield` is not
 #endif
 }
 

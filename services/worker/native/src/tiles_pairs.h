@@ -10,8 +10,8 @@ inline bool prefers_tiles() { return uses_pairs(); }
 
 class PanelProduct {
 public:
-    // Two vectors of sums for each row, two weights and an input fill the 32 registers.
-    static constexpr int64_t kMaxRows = 12;
+    // Two vectors of sums for each row, two weights and an input fill the registers.
+    static constexpr int64_t kMaxRows = kLanes == 16 ? 12 : 6;
     static constexpr int64_t kTaskRows = 240;  // of one task when there are many
     // Tiles of a panel that several blocks of rows read one after another: they stay in the
     // second-level cache alongside the next panel's and the rows.
@@ -21,11 +21,18 @@ public:
     void multiply(int64_t n, const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
                   float* sums, bool continues, const Ahead& ahead) {
         with_count<kMaxRows>(n, [&](auto count) {
-            multiply_rows<count.value>(x, ldx, panel, num_tiles, sums, continues, ahead);
+            for (int64_t first = 0; first < kTilePanel; first += 2 * kLanes) {
+                multiply_rows<count.value>(x, ldx, panel + first * kTileInputs, num_tiles, sums + first,
+                                           continues, ahead);
+            }
         });
     }
 
 private:
+    // Items between the weights of one vector of outputs and the next.
+    static constexpr int64_t kNextVector = kLanes == kTileRows ? kTileItems : 2 * kLanes;
+
+    // Two vectors of outputs.
     template <int R>
     static void multiply_rows(const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
                               float* sums, bool continues, Ahead ahead) {
@@ -40,7 +47,7 @@ private:
             const bf16* weights = panel + k * 2 * kTileItems;
             for (int64_t pair = 0; pair < kTileRows; ++pair) {
                 const Pairs low = load_pairs(weights + pair * kTileInputs);
-                const Pairs high = load_pairs(weights + kTileItems + pair * kTileInputs);
+                const Pairs high = load_pairs(weights + kNextVector + pair * kTileInputs);
                 __builtin_prefetch(ahead.from, 0, 3);
                 __builtin_prefetch(ahead.from + ahead.step / 2, 0, 3);
                 ahead.from += ahead.step;
@@ -85,23 +92,25 @@ public:
     void gather(const bf16* weights, const Blocks& values, int64_t head_dim, int64_t first,
                 int64_t end, float* out, int64_t width) const {
         each_group([&](auto rows, int64_t row) {
-            for (int64_t d = 0; d < head_dim; d += 4 * kTileRows) {
+            for (int64_t d = 0; d < head_dim; d += kValues * kLanes) {
                 const auto run = [&](auto vectors) {
                     gather_group<rows.value, vectors.value>(
                         weights + row * width, values, head_dim, d, first, end,
                         out + row * head_dim + d, width);
                 };
-                if (d + 2 * kTileRows < head_dim) {
-                    run(std::integral_constant<int, 4>());
+                if (d + kValues / 2 * kLanes < head_dim) {
+                    run(std::integral_constant<int, kValues>());
                 } else {
-                    run(std::integral_constant<int, 2>());
+                    run(std::integral_constant<int, kValues / 2>());
                 }
             }
         });
     }
 
 private:
-    static constexpr int kRows = 4, kBlocks = 4;
+    // Blocks of keys, and vectors of values, whose sums stay in registers.
+    static constexpr int kRows = 4, kBlocks = kLanes == 16 ? 4 : 1, kValues = kLanes == 16 ? 4 : 2;
+    static constexpr int kBlockVectors = kTokens / kLanes;
 
     template <class F>
     void each_group(const F& f) const {
@@ -113,29 +122,26 @@ private:
     template <int R, int B>
     static void score_group(const bf16* queries, const Blocks& keys, int64_t head_dim,
                             int64_t block, float* scores, int64_t width) {
-        const bf16* from[B];
-        Vec totals[R][B];
-        for (int b = 0; b < B; ++b) {
-            from[b] = keys.at(block + b);
-            for (int r = 0; r < R; ++r) totals[r][b] = zero();
+        constexpr int V = B * kBlockVectors;
+        const bf16* from[V];
+        Vec totals[R][V];
+        for (int v = 0; v < V; ++v) {
+            from[v] = keys.at(block + v / kBlockVectors) + v % kBlockVectors * 2 * kLanes;
+            for (int r = 0; r < R; ++r) totals[r][v] = zero();
         }
         for (int64_t d = 0; d < head_dim; d += 2) {
             Pairs pairs[R];
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) pairs[r] = broadcast_pair(queries + r * head_dim + d);
 #pragma GCC unroll 4
-            for (int b = 0; b < B; ++b) {
-                const Pairs tokens = load_pairs(from[b] + d * kTokens);
+            for (int v = 0; v < V; ++v) {
+                const Pairs tokens = load_pairs(from[v] + d * kTokens);
 #pragma GCC unroll 4
-                for (int r = 0; r < R; ++r) {
-                    totals[r][b] = dot(pairs[r], tokens, totals[r][b]);
-                }
+                for (int r = 0; r < R; ++r) totals[r][v] = dot(pairs[r], tokens, totals[r][v]);
             }
         }
         for (int r = 0; r < R; ++r) {
-            for (int b = 0; b < B; ++b) {
-                store(scores + r * width + b * kTokens, totals[r][b]);
-            }
+            for (int v = 0; v < V; ++v) store(scores + r * width + v * kLanes, totals[r][v]);
         }
     }
 
@@ -154,7 +160,7 @@ private:
                 Pairs dims[V];
 #pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) {
-                    dims[v] = load_pairs(from + pair * 2 * head_dim + v * kTileInputs);
+                    dims[v] = load_pairs(from + pair * 2 * head_dim + v * 2 * kLanes);
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
@@ -169,7 +175,7 @@ private:
         }
         for (int r = 0; r < R; ++r) {
             for (int v = 0; v < V; ++v) {
-                store(out + r * head_dim + v * kTileRows, totals[r][v]);
+                store(out + r * head_dim + v * kLanes, totals[r][v]);
             }
         }
     }

@@ -1,8 +1,11 @@
-// One register of floats: 8 lanes with AVX2, 16 with AVX-512 and in portable C++. Half types widen on
-// load and round to nearest even on store.
+// One vector of floats: 8 lanes with AVX2, 8 in two registers with NEON, 16 with AVX-512 and in portable
+// C++. Half types widen on load and round to nearest even on store.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__) && !defined(LPX_PORTABLE)
+#define LPX_NEON
+#include <arm_neon.h>
 #endif
 
 #include <cmath>
@@ -127,6 +130,78 @@ inline void load_pair(const bf16* p, Vec& low, Vec& high) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     low = {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16))};
     high = {_mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(int(0xffff0000))))};
+}
+
+#elif defined(LPX_NEON)
+
+constexpr int kLanes = 8;
+struct Vec {
+    float32x4_t low, high;
+};
+inline Vec zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
+inline Vec set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+inline Vec load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+inline Vec widened_halves(uint16x8_t bits) {
+    const float16x8_t halves = vreinterpretq_f16_u16(bits);
+    return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
+}
+inline Vec load(const half* p) { return widened_halves(vld1q_u16(&p->bits)); }
+inline Vec load(const bf16* p) {
+    const uint16x8_t raw = vld1q_u16(&p->bits);
+    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(raw), 16)),
+            vreinterpretq_f32_u32(vshll_high_n_u16(raw, 16))};
+}
+inline Vec load(const int8_t* p) {
+    const int16x8_t raw = vmovl_s8(vld1_s8(p));
+    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(raw))), vcvtq_f32_s32(vmovl_high_s16(raw))};
+}
+inline void store(float* p, Vec a) {
+    vst1q_f32(p, a.low);
+    vst1q_f32(p + 4, a.high);
+}
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+inline void store(bf16* p, Vec a) {
+    const bfloat16x8_t rounded = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(a.low), a.high);
+    vst1q_u16(&p->bits, vreinterpretq_u16_bf16(rounded));
+}
+#else
+inline uint32x4_t rounded_to_bf16(float32x4_t a) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(a);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    return vbslq_u32(vceqq_f32(a, a), rounded, vdupq_n_u32(0x7fc00000));
+}
+inline void store(bf16* p, Vec a) {
+    const uint16x4_t low = vshrn_n_u32(rounded_to_bf16(a.low), 16);
+    vst1q_u16(&p->bits, vshrn_high_n_u32(low, rounded_to_bf16(a.high), 16));
+}
+#endif
+inline Vec fma(Vec a, Vec b, Vec c) {
+    return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+}
+inline Vec add(Vec a, Vec b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
+inline Vec sub(Vec a, Vec b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
+inline Vec mul(Vec a, Vec b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
+inline Vec div(Vec a, Vec b) { return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)}; }
+inline Vec max(Vec a, Vec b) { return {vmaxq_f32(a.low, b.low), vmaxq_f32(a.high, b.high)}; }
+inline Vec min(Vec a, Vec b) { return {vminq_f32(a.low, b.low), vminq_f32(a.high, b.high)}; }
+inline Vec round(Vec a) { return {vrndnq_f32(a.low), vrndnq_f32(a.high)}; }
+// a * 2^n for integral n in [-126, 127].
+inline float32x4_t scale2(float32x4_t a, float32x4_t n) {
+    const int32x4_t exponent = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
+    return vmulq_f32(a, vreinterpretq_f32_s32(exponent));
+}
+inline Vec scale2(Vec a, Vec n) { return {scale2(a.low, n.low), scale2(a.high, n.high)}; }
+inline float sum(Vec a) { return vaddvq_f32(vaddq_f32(a.low, a.high)); }
+// Two neighbouring vectors of a weight panel in the panel's order (see gemm.cpp).
+inline void load_pair(const bf16* p, Vec& low, Vec& high) {
+    const uint32x4_t first = vreinterpretq_u32_u16(vld1q_u16(&p->bits));
+    const uint32x4_t second = vreinterpretq_u32_u16(vld1q_u16(&p[8].bits));
+    const uint32x4_t mask = vdupq_n_u32(0xffff0000);
+    low = {vreinterpretq_f32_u32(vshlq_n_u32(first, 16)),
+           vreinterpretq_f32_u32(vshlq_n_u32(second, 16))};
+    high = {vreinterpretq_f32_u32(vandq_u32(first, mask)),
+            vreinterpretq_f32_u32(vandq_u32(second, mask))};
 }
 
 #else
