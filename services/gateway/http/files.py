@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -26,6 +26,7 @@ from loraplex_services.gateway.batches.files import FileRecord, Files, capped, n
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.multipart import Form, read_form
 from loraplex_services.gateway.http.pages import (
     check_parameters,
     choice_of,
@@ -33,9 +34,6 @@ from loraplex_services.gateway.http.pages import (
     page_body,
 )
 from loraplex_services.gateway.metrics import FILE_BYTES
-
-if TYPE_CHECKING:
-    from loraplex_services.gateway.http.multipart import Form
 
 _PURPOSE = "batch"
 _MAX_LIMIT = 10_000
@@ -64,9 +62,6 @@ class FileEndpoints:
 
     async def create(self, request: Request) -> Response:
         """POST /v1/files: a form with the file and its purpose."""
-        # Nothing else needs the parser of forms, and most gateways receive none.
-        from loraplex_services.gateway.http.multipart import read_form
-
         tenant = (await self._context.caller(request)).tenant
         file_id = new_file_id()
         async with self._uploads.held(tenant, "uploads of files"):
