@@ -6,7 +6,7 @@
 # archive of Debian or Ubuntu, torch and the rest from PyPI (500 MB to download, once).
 #
 # AARCH64      where all of that is kept; default: build/aarch64
-# AARCH64_CPU  the processor; default: max, which has every instruction set. cortex-a72 has no bfloat16.
+# AARCH64_CPU  the processor; default: max, which has every instruction set; neoverse-n1 has no BF16.
 set -eu
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
