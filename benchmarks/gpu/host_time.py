@@ -99,7 +99,7 @@ class EmptyMixedGraphs(MixedGraphs):
         recorder.end_segment()
         batch = self.inputs.batch(size, sites, self.table, recorder.metadata(), recorder)
         hidden = torch.zeros(size, SHAPE.hidden_size)
-        return MixedGraph(self.inputs, recorder.segments, batch, hidden, hidden)
+        return MixedGraph(self.inputs, recorder.segments, batch, hidden)
 
 
 def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:

@@ -13,6 +13,7 @@ from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.mlp import GatedMlp
 from loraplex_services.worker.layers.moe import ExpertMlps
 from loraplex_services.worker.ops.attention.backend import AttentionBackend
+from loraplex_services.worker.ops.attention.interruptible import forward_interruptibly
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
@@ -70,7 +71,8 @@ class Gemma4Attention:
             qk = self._rotate(qk, cos_sin, self._head_dim)
             q, k = qk[:, : self._q_size], qk[:, self._q_size :]
             batch.shared_kv[self._layer] = k, v
-        return self._o.forward(self._backend.forward(q, k, v, batch.attention), batch.lora)
+        attended = forward_interruptibly(self._backend, q, k, v, batch.attention)
+        return self._o.forward(attended, batch.lora)
 
     def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:
         """Normalises each head separately; `[T, heads * D]`."""

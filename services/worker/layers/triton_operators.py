@@ -21,7 +21,7 @@ from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.norm.triton import add_rms_norm
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.recurrence.triton import TritonDeltaNet
-from loraplex_services.worker.ops.rope.torch import Rotate
+from loraplex_services.worker.ops.rope.torch import Rotate, rotate_heads
 from loraplex_services.worker.ops.sampling.triton import draw
 from loraplex_services.worker.ops.sampling.truncation import truncate
 from loraplex_services.worker.sampling.drawing import DrawOperators
@@ -32,7 +32,7 @@ class TritonOperators:
     """Implements `operators.Operators`; `lora` is set once the arena is there."""
 
     name = "triton"
-    rotate: Rotate = TorchOperators.rotate
+    rotate: Rotate = staticmethod(rotate_heads)
     draws = DrawOperators(truncate, draw)
 
     def __init__(self) -> None:
@@ -124,5 +124,7 @@ class TritonNorm:
         if lora.trains_norms:
             return self._portable.forward(x, lora, update)
         rows = x.reshape(-1, x.shape[-1])
+        if update is None:
+            rows = rows.contiguous()  # the only head of a layer may lie apart
         y = add_rms_norm(rows, update, self._portable.weight, self._eps, self._in_float32)
         return y.view(x.shape)

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,8 @@ class Builder:
     biases: dict[int, Tensor] = field(default_factory=dict)
     norm_offsets: dict[int, float] = field(default_factory=dict)
     published: dict[int, WeightRows] = field(default_factory=dict)
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    """Where the weights are; set before the layers are built."""
     _query_scales: Tensor | None = None
     _codes: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """Linears by their scheme and by whether their products read codes."""
@@ -106,7 +109,8 @@ class Builder:
         table = self._vocabulary_rows("model.embed_tokens.weight")
         site_id = self._embedding_site(table)
         embedding = LoraEmbedding(site_id, table, config.vocab_size, self.operators.ranks)
-        self._query_scales = query_scales(config, table.device)
+        self.device = table.device
+        self._query_scales = query_scales(config, self.device)
         makers = make_mixer or Builder.attention, make_mlp or dense_mlp
         layers: list[Layer] = [
             make_layer(self, i) if make_layer else self._layer(i, *makers)

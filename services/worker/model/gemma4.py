@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.gemma4 import (
     Gemma4Attention,
     Gemma4Feed,
@@ -198,14 +197,7 @@ def _read_moe(reader: ModelConfigReader) -> MoeConfig:
 
 
 def assemble(builder: Builder) -> Decoder:
-    """The model with its weights.
-
-    Raises:
-        Unsupported: on a GPU.
-    """
-    if builder.operators.name == "triton":
-        why = "has layers of two shapes, which this build computes on CPUs only; use --device cpu"
-        raise Unsupported.field("device", "cuda", why)
+    """The model with its weights."""
     return builder.build(make_layer=_layer, layer_inputs=_inputs(builder))
 
 
@@ -248,7 +240,7 @@ def _norms(builder: Builder, layer: int, before: str, after: str) -> tuple[Norm,
 
 def _plain_norm(builder: Builder, width: int) -> Norm:
     """A norm without a weight, which no adapter can name."""
-    weight = torch.ones(width, dtype=builder.weights.dtype)
+    weight = torch.ones(width, dtype=builder.weights.dtype, device=builder.device)
     eps = builder.config.norm_eps
     return builder.operators.norm(-1, NormWeight(weight, eps, 0.0, in_float32=True))
 

@@ -68,8 +68,9 @@ class MixedInputs:
         num_tokens = max(self.sizes, default=1)
         self.buffer = InputBuffer(num_tokens, tables.device.shape[1], MIN_RUNS, tables)
         self._work = static_work(lora.tables, num_tokens, self.buffer.runs)
-        self._qkv: Tensor | None = None
-        self._attended: Tensor | None = None
+        self._qkv: dict[int, Tensor] = {}
+        self._attended: dict[int, Tensor] = {}
+        """By width: layers run one after another, and all sizes are parts of the largest."""
 
     def batch(
         self,
@@ -97,28 +98,23 @@ class MixedInputs:
         )
 
     def qkv(self, size: int, widths: Sequence[int], like: Tensor) -> Tensor:
-        """`[size, sum of widths]`: queries, keys and values side by side. All layers and all
-        sizes share the memory."""
-        if self._qkv is None:
-            self._qkv = like.new_zeros(len(self.buffer.input_ids), sum(widths))
-        assert self._qkv.shape[1] == sum(widths), (self._qkv.shape, widths)
-        return self._qkv[:size]
+        """`[size, sum of widths]`: queries, keys and values side by side."""
+        return self._rows(self._qkv, size, sum(widths), like)
 
     def attended(self, size: int, width: int, like: Tensor) -> Tensor:
         """`[size, width]`: what attention returns. Rows of padding keep what they held before,
         which is finite."""
-        if self._attended is None:
-            self._attended = like.new_zeros(len(self.buffer.input_ids), width)
-        assert self._attended.shape[1] == width, (self._attended.shape, width)
-        return self._attended[:size]
+        return self._rows(self._attended, size, width, like)
 
-    def metadata(
-        self, step: StepInputs, out: Tensor, rotations: Sequence[CosSin]
-    ) -> AttentionMetadata:
+    def _rows(self, known: dict[int, Tensor], size: int, width: int, like: Tensor) -> Tensor:
+        if width not in known:
+            known[width] = like.new_zeros(len(self.buffer.input_ids), width)
+        return known[width][:size]
+
+    def metadata(self, step: StepInputs, rotations: Sequence[CosSin]) -> AttentionMetadata:
         """The attention metadata of a step with which the buffer has been filled.
 
         Args:
-            out: `[T, num_heads * head_dim]`, where its results go.
             rotations: by layer, of the step's token rows.
         """
         num_contexts, num_tokens = step.plan.num_contexts, step.num_token_rows
@@ -136,7 +132,6 @@ class MixedInputs:
             position_ids=self.buffer.positions[:num_tokens],
             max_num_requests=len(self.buffer.block_tables.device[0]),
             max_num_tokens=self._max_num_tokens,
-            out=out,
             device_inputs=self.buffer.device_inputs(step),
         )
         metadata.rotations = rotations
@@ -163,9 +158,12 @@ class LayerAttention:
     backend: AttentionBackend
     qkv: Tensor
     """`[size, widths of q, k and v]`, which the segment has written."""
+    attended: Tensor
+    """`[size, num_heads * head_dim]`, which the next segment reads."""
 
     def run(self, metadata: AttentionMetadata) -> None:
-        """Attend, for as many token rows as the step has, into the tensor that `metadata` names."""
+        """Attend, for as many token rows as the step has."""
+        metadata.out = self.attended[: metadata.num_tokens]
         self.backend.forward(self.qkv[: metadata.num_tokens], None, None, metadata)
 
 
@@ -191,8 +189,6 @@ class MixedGraph:
     """Kept for its workspaces, whose addresses the graphs hold."""
     hidden: Tensor
     """`[size, H]`."""
-    attended: Tensor
-    """`[size, num_heads * head_dim]`."""
 
     @property
     def num_graphs(self) -> int:
@@ -207,7 +203,7 @@ class MixedGraph:
         buffer.fill(step, step.runs)
         buffer.take_outputs(before)
         rotations = first_rows(self.batch.attention.rotations, num_tokens)
-        metadata = self.inputs.metadata(step, self.attended[:num_tokens], rotations)
+        metadata = self.inputs.metadata(step, rotations)
         for segment in self.segments:
             for pending_copy in pending_copies:
                 for site_id in segment.sites:
@@ -254,10 +250,11 @@ class SegmentRecorder:
         qkv = self._inputs.qkv(self.size, widths, q)
         torch.cat((q, k, v), dim=1, out=qkv)
         self.end_segment()
-        self.segments[-1].attention = LayerAttention(backend, qkv)
+        attended = self._inputs.attended(self.size, widths[0], q)
+        self.segments[-1].attention = LayerAttention(backend, qkv, attended)
         self.segments.append(GraphSegment())
         self.begin_segment()
-        return self._inputs.attended(self.size, widths[0], q)
+        return attended
 
     def begin_segment(self) -> None:
         """Called before anything of a segment is launched."""
@@ -322,8 +319,4 @@ class MixedGraphs:
         recorder.begin_segment()
         hidden = forward_static(self.model, batch)
         recorder.end_segment()
-        attention = recorder.segments[0].attention
-        assert attention is not None, "a model has layers"
-        shape = attention.backend.shape
-        attended = inputs.attended(size, shape.num_heads * shape.head_dim, hidden)
-        return MixedGraph(inputs, recorder.segments, batch, hidden, attended)
+        return MixedGraph(inputs, recorder.segments, batch, hidden)

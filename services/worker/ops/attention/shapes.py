@@ -11,6 +11,8 @@ MIN_QUERIES = 16
 """Rows of the smallest tensor-core product."""
 LARGE_SHARED_BYTES = 160 << 10
 """What the data-centre GPUs since Ampere have at least; the others have 99 KiB."""
+WIDE_DIM = 256
+"""Wider heads, such as those of Gemma 4's full layers, leave memory for few keys at a time."""
 JOINED_ELEMENTS = 4096
 """Partial sums that one program loads at a time: 32 of each thread."""
 
@@ -79,9 +81,13 @@ def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling
     Args:
         shared_bytes: the most shared memory of a program.
     """
+    is_widest = shape.block_dim > WIDE_DIM
     if itemsize == 4:
-        return Tiling(max(32, shape.block_shared), 16, num_warps=8, num_stages=2)
+        stages = 1 if is_widest else 2
+        return Tiling(max(32, shape.block_shared), 16, num_warps=8, num_stages=stages)
     is_wide, is_small = shape.block_dim > 128, shared_bytes < LARGE_SHARED_BYTES
+    if is_widest:
+        return Tiling(max(32, shape.block_shared), 32, num_warps=8, num_stages=2)
     if is_small:
         queries, keys, warps = (64, 16, 8) if is_wide else (64, 32, 4)
     else:
@@ -94,8 +100,12 @@ def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
     one buffer of keys and values, and four programs on a multiprocessor: while one computes, the
     copies of the others are on their way."""
     queries = max(MIN_QUERIES, shape.block_shared)
+    is_widest = shape.block_dim > WIDE_DIM
     if itemsize == 4:
-        return Tiling(queries, 16, num_warps=8, num_stages=2, programs_per_processor=2)
+        stages = 1 if is_widest else 2
+        return Tiling(queries, 16, num_warps=8, num_stages=stages, programs_per_processor=2)
+    if is_widest:
+        return Tiling(queries, 16, num_warps=4, num_stages=2, programs_per_processor=2)
     if shape.block_dim > 128:
         return Tiling(queries, 32, num_warps=4, num_stages=3, programs_per_processor=2)
     return Tiling(

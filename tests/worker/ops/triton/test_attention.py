@@ -127,6 +127,8 @@ def short_items(monkeypatch):
         (HeadShape(4, 1, 32, 0.2, None, None), torch.float16),
         pytest.param(HeadShape(8, 2, 16, 0.25, None, 16), torch.bfloat16, marks=pytest.mark.long),
         (HeadShape(2, 2, 40, 0.15, None, 150), torch.bfloat16),
+        pytest.param(HeadShape(8, 1, 512, 1.0, None, None), torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(HeadShape(8, 2, 256, 1.0, None, 90), torch.bfloat16, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -141,6 +143,7 @@ def test_contexts_and_generations_in_pages_equal_dense_attention(shape, dtype, d
         (HeadShape(4, 2, 16, 0.25, None, None), torch.float32),
         (HeadShape(6, 2, 24, 0.2, 20.0, None), torch.float16),
         (HeadShape(4, 1, 64, 0.125, None, 500), torch.bfloat16),
+        pytest.param(HeadShape(8, 1, 512, 1.0, None, None), torch.bfloat16, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -17,7 +17,11 @@ PROMPTS = ([5, 9, 44], list(range(60, 97)), [7] * 18)
 pytestmark = pytest.mark.timeout(300)
 NAMES = [
     "qwen3.5",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3.5-moe", "qwen3-next")),
+    "gemma4",
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("qwen3.5-moe", "qwen3-next", "gemma4-all", "gemma4-moe")
+    ),
 ]
 
 
@@ -84,6 +88,7 @@ def decode_plan(driver):
     return StepPlan(1, tuple(rows), states)
 
 
+@pytest.mark.long
 def test_static_inputs_of_a_decode_step_equal_those_of_an_eager_one(drivers):
     driver = drivers[0]
     runner, plan = driver.runner, decode_plan(driver)

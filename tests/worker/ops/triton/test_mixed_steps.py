@@ -72,7 +72,6 @@ class AttendingRecorder(SegmentRecorder):
 
     def interrupt(self, *call):
         attended, num_tokens = super().interrupt(*call), self._attention.num_tokens
-        self._attention.out = attended[:num_tokens]
         self._attention.rotations = first_rows(self._interrupting.rotations, num_tokens)
         self.segments[-2].attention.run(self._attention)
         return attended
@@ -87,7 +86,7 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
     step = runner._batches.read(plan)
     with torch.inference_mode():
         inputs.buffer.fill(step, step.runs)
-        recorder = AttendingRecorder(inputs, 64, inputs.metadata(step, None, ()))
+        recorder = AttendingRecorder(inputs, 64, inputs.metadata(step, ()))
         graphs = MixedGraphs(runner._model, inputs, gpu.lora_batch(()))
         found = graphs.record(recorder, gpu._masks[-1])
     torch.testing.assert_close(found.hidden[: len(expected)], expected, rtol=1e-4, atol=1e-4)
