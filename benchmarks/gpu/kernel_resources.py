@@ -324,7 +324,7 @@ def _truncate() -> Variant:
     types |= {"powers": "*i32", "num_tokens": "i32"}
     constants = {
         "BLOCK": truncation.BLOCK_TOKENS,
-        "ROOM": truncation.BLOCK_TOKENS,
+        "CAPACITY": truncation.BLOCK_TOKENS,
         "NUM_BINS": truncation.NUM_BINS,
     }
     return Variant(

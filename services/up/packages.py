@@ -8,8 +8,8 @@ from loraplex.errors import LoraplexError
 
 MODULES = (
     "boto3", "cryptography", "grpc_health", "grpc_reflection", "huggingface_hub", "jinja2",
-    "llguidance", "msgspec", "numpy", "prometheus_client", "redis", "safetensors", "starlette",
-    "tokenizers", "uvicorn",
+    "llguidance", "msgspec", "numpy", "prometheus_client", "python_multipart", "redis",
+    "safetensors", "starlette", "tokenizers", "uvicorn",
 )  # fmt: skip
 """One module of each package that every stack needs."""
 
