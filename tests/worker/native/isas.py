@@ -1,4 +1,5 @@
-"""The compiled kernels as test parameters: one for each instruction set, skipped where missing.
+"""The compiled kernels as test parameters: one for each instruction set of this machine's family,
+skipped where the processor lacks it.
 
 `make test` takes the two best levels of a machine, and `make test-long` the others, too: compiling
 one takes more than ten seconds.
@@ -11,7 +12,7 @@ import pytest
 
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.build import build_library, find_compiler
-from loraplex_services.worker.native.isa import ISA_FLAGS, LEVELS, host_isas
+from loraplex_services.worker.native.isa import GENERIC, LEVELS, family_isas, host_isas
 
 
 def _marks(isa: str) -> list[pytest.MarkDecorator]:
@@ -20,10 +21,11 @@ def _marks(isa: str) -> list[pytest.MarkDecorator]:
     return [] if isa in host_isas()[:2] else [pytest.mark.long]
 
 
-ISAS = [pytest.param(isa, marks=_marks(isa)) for isa in ISA_FLAGS]
+_FAMILY = (*family_isas(), GENERIC)
+ISAS = [pytest.param(isa, marks=_marks(isa)) for isa in _FAMILY]
 PAIRED = [
     pytest.param((isa, True), marks=_marks(isa), id=f"{isa}-pairs")
-    for isa in ISA_FLAGS
+    for isa in _FAMILY
     if LEVELS[isa].half_wins
 ]
 """The levels with dot products of bfloat16 pairs, for `native_choosing`."""
