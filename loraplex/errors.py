@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_VALUE_CHARS = 256
+NOTE = "note"
+"""The field of a warning that needs no action."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loraplex.errors import LoraplexError, Violation, codes_of
+from loraplex.errors import NOTE, LoraplexError, Violation, codes_of
 
 _GRPC_NAMES = {
     1: "CANCELLED",
@@ -69,9 +69,10 @@ def printable(text: str) -> str:
 
 
 def print_warnings(warnings: Sequence[Violation]) -> None:
-    """Print the warnings of a validation to stderr."""
+    """Print the warnings and notes of a validation to stderr."""
     for warning in warnings:
-        print(f"warning: {_line(warning)}", file=sys.stderr)
+        kind = "" if warning.field == NOTE else "warning: "
+        print(f"{kind}{_line(warning)}", file=sys.stderr)
 
 
 def print_error(error: LoraplexError, *, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.folder import file_names, left_out, read_config, read_files
 from loraplex.adapter_format.safetensors_header import read_prefix
 from loraplex.client.uploading import LocalFile
-from loraplex.errors import DataLoss, InvalidAdapter, InvalidRequest, Violation
+from loraplex.errors import NOTE, DataLoss, InvalidAdapter, InvalidRequest, Violation
 from loraplex.model_layout import is_layout, layout_files
 from loraplex.refs import check_tag, parse_name
 from loraplex.signature_bundle import SIGNATURE_FILE
@@ -131,8 +131,8 @@ def _notes(folder: Path, names: Sequence[str]) -> tuple[Violation, ...]:
         return ()
     shown = ", ".join(names[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
     count = "1 entry" if len(names) == 1 else f"{len(names)} entries"
-    description = f"left out {count} that decoding does not need: {shown}"
-    return (Violation.of("DIR", str(folder), description),)
+    description = f"left out {count} of {folder} that decoding does not need: {shown}"
+    return (Violation.of(NOTE, "", description),)
 
 
 def read_adapter(folder: Path) -> AdapterFolder:
