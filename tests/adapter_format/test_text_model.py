@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import transformers
 
 from loraplex.adapter_format import geometry_from_folder
 from loraplex.adapter_format.text_model import PLAIN, WRAPPED, Spelling, text_config
@@ -19,6 +18,8 @@ from tests.adapter_format.builders import (
     tensor_file,
     tiny_geometry,
 )
+
+transformers = pytest.importorskip("transformers")
 
 TEXT = {
     "model_type": "llama",

@@ -7,34 +7,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from loraplex.adapter_format import parse_header
 from loraplex.client.memory_adapter import header_of, memory_files
 from loraplex.errors import InvalidAdapter, InvalidRequest
 
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.manual_seed(3)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
     )
-    lora = LoraConfig(r=4, target_modules={"q_proj", "v_proj", "down_proj"}, task_type="CAUSAL_LM")
-    return get_peft_model(LlamaForCausalLM(config), lora)
+    targets = {"q_proj", "v_proj", "down_proj"}
+    lora = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
 
 
 def test_the_tensor_file_is_byte_for_byte_the_one_that_peft_saves(
     model: Any, tmp_path: Path
 ) -> None:
     model.save_pretrained(tmp_path)
-    state_dict = get_peft_model_state_dict(model)
+    state_dict = peft.get_peft_model_state_dict(model)
     config, tensors = memory_files(state_dict, model.peft_config["default"])
     assert tensors.content == (tmp_path / "adapter_model.safetensors").read_bytes()
     saved = json.loads((tmp_path / "adapter_config.json").read_bytes())
@@ -46,9 +48,9 @@ def test_the_tensor_file_is_byte_for_byte_the_one_that_peft_saves(
 
 
 def test_the_header_is_what_a_check_needs(model: Any) -> None:
-    _, tensors = memory_files(get_peft_model_state_dict(model), {})
+    _, tensors = memory_files(peft.get_peft_model_state_dict(model), {})
     header = parse_header(header_of(tensors), tensors.size_bytes)
-    assert len(header.tensors) == len(get_peft_model_state_dict(model))
+    assert len(header.tensors) == len(peft.get_peft_model_state_dict(model))
 
 
 def test_tensors_of_any_layout_are_saved_as_dense_ones() -> None:

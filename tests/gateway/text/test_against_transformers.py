@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
 
 from loraplex.api.request import ChatPrompt, TextPrompt, TokenPrompt
 from loraplex.errors import InvalidRequest
@@ -16,6 +15,8 @@ from loraplex_services.gateway.request import ServedModel, Truncation
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, byte_tokenizer, tokenizer_files
+
+transformers = pytest.importorskip("transformers")
 
 BASE = ServedModel("base", VOCAB_SIZE, 512)
 CHATML = (
@@ -43,7 +44,7 @@ def _files(tmp_path: Path, template: str) -> tuple[dict[str, bytes], Any]:
     )
     files = tokenizer_files(template) | {"tokenizer.json": tokenizer.to_str().encode()}
     (tmp_path / "tokenizer.json").write_bytes(files["tokenizer.json"])
-    theirs = PreTrainedTokenizerFast(
+    theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template
     )
     return files, theirs
