@@ -40,7 +40,7 @@ def running_stack(
     """A stack on free ports with its own state; stopped with SIGTERM at the end.
 
     Args:
-        settings: `LORAPLEX_*` variables; none of this process's own count.
+        settings: `LORAPLEX_*` variables. Of this process's own, only LORAPLEX_CPU_ISA counts.
 
     Raises:
         StackFailed: with the last lines of its log.
@@ -53,7 +53,11 @@ def running_stack(
         *("--state-dir", str(state_dir)),
         *("--http-port", "0", "--grpc-port", "0", "--registry-port", "0"),
     ]
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("LORAPLEX_") or name == "LORAPLEX_CPU_ISA"
+    }
     environ.update(settings or {})
     with log.open("w") as log_file:
         process = subprocess.Popen(

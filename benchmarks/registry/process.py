@@ -42,7 +42,7 @@ class RegistryProcess:
         settings = {
             "LORAPLEX_STATE_DIR": str(self._state_dir),
             "LORAPLEX_REGISTRY_LISTEN": self.address,
-            "LORAPLEX_LOG_LEVEL": "warning",
+            "LORAPLEX_DEBUG": "log-level=warning",
         }
         self._state_dir.mkdir(parents=True, exist_ok=True)
         self._child = subprocess.Popen(

@@ -68,7 +68,7 @@ class House:
             "LORAPLEX_REGISTRY_ADDRESS": f"unix:{self._folder}/registry.sock",
             "LORAPLEX_GATEWAY_LISTEN": self.grpc,
             "LORAPLEX_HTTP_LISTEN": f"127.0.0.1:{self.http_port}",
-            "LORAPLEX_LOG_LEVEL": "warning",
+            "LORAPLEX_DEBUG": "log-level=warning",
         }
         self.gateway = _python("-m", "loraplex_services.gateway", env=env)
         try:

@@ -219,8 +219,7 @@ def main() -> None:
         "LORAPLEX_AUTH": "keys",
         "LORAPLEX_ADMIN_KEY_FILE": str(key_file),
         "LORAPLEX_MAX_NUM_SEQS": str(args.batch),
-        "LORAPLEX_DEBUG": "prefix-cache=off",
-        "LORAPLEX_LOG_LEVEL": "warning",
+        "LORAPLEX_DEBUG": "prefix-cache=off,log-level=warning",
         "OMP_NUM_THREADS": "1",
     }
     with running_stack(base, BASE_ID, args.work_dir / "overload-state", settings) as stack:

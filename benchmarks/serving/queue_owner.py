@@ -157,7 +157,7 @@ def second_gateway(stack: Stack, state_dir: Path) -> Iterator[str]:
         "LORAPLEX_WORKERS": ",".join(workers),
         "LORAPLEX_AUTH": "keys",
         "LORAPLEX_SERVICE_TOKEN_FILE": str(sockets / "service-token"),
-        "LORAPLEX_LOG_LEVEL": "warning",
+        "LORAPLEX_DEBUG": "log-level=warning",
     }
     process = subprocess.Popen([sys.executable, "-m", "loraplex_services.gateway"], env=environ)
     try:
@@ -226,7 +226,7 @@ def main() -> None:
         "LORAPLEX_WORKERS": str(NUM_WORKERS),
         "LORAPLEX_KV_MEMORY": args.arena,
         "LORAPLEX_MAX_NUM_SEQS": str(BATCH),
-        "LORAPLEX_LOG_LEVEL": "warning",
+        "LORAPLEX_DEBUG": "log-level=warning",
         "OMP_NUM_THREADS": "1",
     }
     with running_stack(base, "base", state_dir, settings) as stack:

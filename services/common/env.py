@@ -68,13 +68,6 @@ METRICS_LISTEN = listen_setting(
     "up all",
     "Address for /metrics, /healthz and /readyz; with `loraplex up`, one port for each child.",
 )
-LOG_LEVEL: Setting[str] = Setting(
-    "LORAPLEX_LOG_LEVEL",
-    choice("debug", "info", "warning", "error"),
-    "info",
-    "up all",
-    "Lowest level that is logged.",
-)
 DRAIN_S: Setting[float] = Setting(
     "LORAPLEX_DRAIN_S",
     parse_seconds,
@@ -88,17 +81,15 @@ DEBUG: Setting[tuple[str, ...]] = Setting(DEBUG_LIST, parse_list, (), "up all", 
 # Who may call
 AUTH = choice_setting(
     "LORAPLEX_AUTH",
-    "off keys",
+    "off keys insecure",
     "up registry gateway worker",
-    "`keys` requires an API key of every caller.",
+    "`keys` requires an API key of every caller; without, servers listen on loopback only, or "
+    "anywhere with `insecure`.",
 )
 ADMIN_KEY_FILE = path_setting(
     "LORAPLEX_ADMIN_KEY_FILE",
     "registry",
     "File that holds the first admin key, `lpx_<id>_<secret>`.",
-)
-INSECURE = flag_setting(
-    "LORAPLEX_INSECURE", "up all", "Allow listening beyond loopback without API keys."
 )
 ALLOWED_HOSTS: Setting[tuple[str, ...]] = Setting(
     "LORAPLEX_ALLOWED_HOSTS",
@@ -170,12 +161,6 @@ MAX_REQUEST_S: Setting[float] = Setting(
     600.0,
     "gateway",
     "Deadline of requests that set none, in seconds.",
-)
-TOOL_CALL_PARSER = choice_setting(
-    "LORAPLEX_TOOL_CALL_PARSER",
-    "auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm gemma4 harmony none",
-    "gateway",
-    "Notation of tool calls; `auto` = the one that the chat template shows.",
 )
 LORA_ROOT = path_setting(
     "LORAPLEX_LORA_ROOT",
@@ -312,6 +297,13 @@ MAX_LORAS: Setting[int | None] = Setting(
 )
 
 # Switches of LORAPLEX_DEBUG
+LOG_LEVEL: Switch[str] = Switch(
+    "log-level",
+    choice("debug", "info", "warning", "error"),
+    "info",
+    "up all",
+    "Lowest level that is logged.",
+)
 LOG_FORMAT = choice_switch(
     "log-format",
     "auto json text",
@@ -379,6 +371,12 @@ FAILPOINT = Switch(
     "",
     "registry",
     "Step of a publication at which the process dies, STEP or STEP:COUNT, for tests.",
+)
+TOOL_CALL_PARSER = choice_switch(
+    "tool-call-parser",
+    "auto hermes llama3_json mistral qwen3_coder phi4_mini_json pythonic glm gemma4 harmony none",
+    "gateway",
+    "Notation of tool calls; `auto` = the one that the chat template shows.",
 )
 REASONING_PARSER = choice_switch(
     "reasoning-parser",

@@ -49,15 +49,14 @@ class Setting(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise InvalidRequest.field(*self._shown(text), str(error)) from None
+            raise self._error(text, str(error)) from None
 
     def _text(self, environ: Mapping[str, str]) -> str | None:
         """The variable's text; None if it is blank."""
         return environ.get(self.name) or (self._from_file(environ) if self.secret else None)
 
-    def _shown(self, text: str) -> tuple[str, str]:
-        """Field and value of an error."""
-        return self.name, "(secret)" if self.secret else text
+    def _error(self, text: str, why: str) -> InvalidRequest:
+        return InvalidRequest.field(self.name, "(secret)" if self.secret else text, why)
 
     def _from_file(self, environ: Mapping[str, str]) -> str | None:
         path = environ.get(f"{self.name}_FILE", "")
@@ -75,8 +74,8 @@ class Switch(Setting[T]):
     def _text(self, environ: Mapping[str, str]) -> str | None:
         return debug_switches(environ).get(self.name)
 
-    def _shown(self, text: str) -> tuple[str, str]:
-        return DEBUG_LIST, f"{self.name}={text}"
+    def _error(self, text: str, why: str) -> InvalidRequest:
+        return InvalidRequest.field(DEBUG_LIST, f"{self.name}={text}", f"{self.name}: {why}")
 
 
 def debug_switches(environ: Mapping[str, str]) -> dict[str, str]:

@@ -34,8 +34,10 @@ GONE = {
     "at most 4 GiB, is pinned for packed adapters",
     "LORAPLEX_HTTP_KEY": "the private key is in the file of LORAPLEX_HTTP_CERT now, or next to it "
     "with the suffix .key",
+    "LORAPLEX_INSECURE": "it is a value now: LORAPLEX_AUTH=insecure",
     "LORAPLEX_LOAD_FORMAT": _NOW_A_SWITCH.format("load-format"),
     "LORAPLEX_LOG_FORMAT": _NOW_A_SWITCH.format("log-format"),
+    "LORAPLEX_LOG_LEVEL": _NOW_A_SWITCH.format("log-level"),
     "LORAPLEX_MAX_BATCH": "it is called LORAPLEX_MAX_NUM_SEQS now",
     "LORAPLEX_MAX_IN_FLIGHT": "it is no longer read; a gateway relays at most 4096 sequences",
     "LORAPLEX_MAX_IN_FLIGHT_PER_TENANT": "it is no longer read; set the limit of a tenant with "
@@ -61,7 +63,8 @@ GONE = {
     "LORAPLEX_STEP_TRACE": _NOW_A_SWITCH.format("step-trace"),
     "LORAPLEX_TLS_SERVER_NAME": "it is no longer read; certificates of workers at dns:NAME:PORT "
     "must contain NAME",
-    "LORAPLEX_TOOL_FORMAT": "it is called LORAPLEX_TOOL_CALL_PARSER now",
+    "LORAPLEX_TOOL_CALL_PARSER": _NOW_A_SWITCH.format("tool-call-parser"),
+    "LORAPLEX_TOOL_FORMAT": _NOW_A_SWITCH.format("tool-call-parser"),
     "LORAPLEX_WORKER_ID": "it is no longer read; a worker is named after its socket or its host",
 }
 """Variables that were renamed or removed, and what to do. Ignoring one would hide the change."""

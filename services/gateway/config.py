@@ -32,11 +32,9 @@ class GatewayConfig:
     max_request_s: float
     drain_s: float
     allowed_hosts: tuple[str, ...]
-    insecure: bool
-    """True if other machines may connect without auth."""
+    auth: str
+    """"off", "keys", or "insecure": other machines may connect without keys."""
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
-    wants_keys: bool = False
-    """True if every call needs an API key."""
     service_token: str = ""
     tls: TlsFiles = PLAIN
     """TLS of the gRPC API, and of calls to the registry and workers."""
@@ -57,6 +55,11 @@ class GatewayConfig:
     """Redis that several gateways share; "" = this is the only gateway."""
 
     @property
+    def wants_keys(self) -> bool:
+        """True if every call needs an API key."""
+        return self.auth == "keys"
+
+    @property
     def is_local(self) -> bool:
         """True if only this machine can reach the APIs."""
         return all(is_local(listen) for listen in (self.grpc_listen, self.http_listen))
@@ -73,11 +76,10 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         max_request_s=env.MAX_REQUEST_S.read(environ),
         drain_s=env.DRAIN_S.read(environ),
         allowed_hosts=env.ALLOWED_HOSTS.read(environ),
-        insecure=env.INSECURE.read(environ),
+        auth=env.AUTH.read(environ),
         tls=tls_files(environ),
         http_tls=http_tls_files(environ),
         service_token=read_service_token(env.SERVICE_TOKEN_FILE.read(environ)),
-        wants_keys=env.AUTH.read(environ) == "keys",
         tool_format=env.TOOL_CALL_PARSER.read(environ),
         reasoning=env.REASONING_PARSER.read(environ),
         replaces_bases=env.REPLACE_BASES.read(environ),
@@ -104,12 +106,12 @@ def _check(config: GatewayConfig) -> None:
             f"{env.AUTH.name}=keys needs the service token that the registry accepts, or a "
             f"certificate ({env.CA.name}, {env.CERT.name}, {env.KEY.name})",
         )
-    if not (config.is_local or config.wants_keys or config.insecure):
+    if config.auth == "off" and not config.is_local:
         raise InvalidRequest.field(
             env.HTTP_LISTEN.name,
             f"{config.http_listen}, {config.grpc_listen}",
             f"other machines could reach it without auth: set {env.AUTH.name}=keys, or "
-            f"{env.INSECURE.name}=true to allow that",
+            f"{env.AUTH.name}=insecure to allow that",
         )
 
 

@@ -29,8 +29,7 @@ class RegistryConfig:
     """A Redis URL, or "embedded"."""
     state_dir: Path
     auth: str
-    """"off" or "keys"."""
-    insecure: bool
+    """"off", "keys", or "insecure": other machines may connect without keys."""
     admin_key_file: Path | None
     service_token_file: Path | None
     drain_s: float
@@ -55,7 +54,6 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
         metadata_url=env.METADATA.read(environ),
         state_dir=state_dir,
         auth=env.AUTH.read(environ),
-        insecure=env.INSECURE.read(environ),
         admin_key_file=env.ADMIN_KEY_FILE.read(environ),
         service_token_file=env.SERVICE_TOKEN_FILE.read(environ),
         drain_s=env.DRAIN_S.read(environ),

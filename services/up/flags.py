@@ -53,7 +53,6 @@ class UpConfig:
     """Variables of workers for which flags were given; the base is always one of them."""
     drain_s: float
     auth: str
-    insecure: bool
     log_level: str
     log_format: str
 
@@ -87,8 +86,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         num_workers=_num_workers(args.workers, environ),
         worker=worker,
         drain_s=given("drain_s", env.DRAIN_S),
-        auth=env.AUTH.read(environ),
-        insecure=given("insecure", env.INSECURE),
+        auth=_auth(args.insecure is not None, environ),
         log_level=env.LOG_LEVEL.read(environ),
         log_format=env.LOG_FORMAT.read(environ),
     )
@@ -170,8 +168,14 @@ def _state_dir(given: Path | None, environ: Mapping[str, str]) -> Path:
     return Path(home) / "loraplex"
 
 
+def _auth(insecure: bool, environ: Mapping[str, str]) -> str:
+    """The value of the variable; `--insecure` allows other machines, but takes no keys away."""
+    auth = env.AUTH.read(environ)
+    return "insecure" if insecure and auth != "keys" else auth
+
+
 def _check_bind(config: UpConfig) -> None:
-    if config.auth == "keys" or config.insecure:
+    if config.auth != "off":
         return
     for flag, listener in config.listeners.items():
         if not is_loopback(listener.host):

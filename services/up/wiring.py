@@ -129,7 +129,7 @@ def _shared(config: UpConfig, state: StateDir, environ: Mapping[str, str]) -> di
     shared.setdefault("GRPC_VERBOSITY", "ERROR")  # its notes on forks tell users nothing
     shared["LORAPLEX_OBJECTS"] = environ.get("LORAPLEX_OBJECTS") or f"file://{state.objects}"
     shared["LORAPLEX_DRAIN_S"] = f"{config.drain_s:g}"
-    shared["LORAPLEX_INSECURE"] = "true" if config.insecure else "false"
+    shared["LORAPLEX_AUTH"] = config.auth
     if config.auth == "keys" and not environ.get("LORAPLEX_SERVICE_TOKEN_FILE"):
         shared["LORAPLEX_SERVICE_TOKEN_FILE"] = str(_service_token(state))
     return shared

@@ -135,8 +135,8 @@ def _service_token(environ: Mapping[str, str]) -> str:
     token = read_service_token(env.SERVICE_TOKEN_FILE.read(environ))
     listen = env.WORKER_LISTEN.read(environ)
     known = token or tls_files(environ).proves_services
-    wants_keys = env.AUTH.read(environ) == "keys"
-    if wants_keys and not known and not listen.startswith("unix:"):
+    auth = env.AUTH.read(environ)
+    if auth == "keys" and not known and not listen.startswith("unix:"):
         raise InvalidRequest.field(
             env.SERVICE_TOKEN_FILE.name,
             "",
@@ -144,12 +144,12 @@ def _service_token(environ: Mapping[str, str]) -> str:
             f"({env.CA.name}, {env.CERT.name}, {env.KEY.name}): every process of this machine "
             "could use the worker",
         )
-    if not (known or is_local(listen) or env.INSECURE.read(environ)):
+    if not (known or is_local(listen) or auth == "insecure"):
         raise InvalidRequest.field(
             env.WORKER_LISTEN.name,
             listen,
             f"listening beyond loopback needs {env.SERVICE_TOKEN_FILE.name}, or certificates "
-            f"({env.CA.name}, {env.CERT.name}, {env.KEY.name}), or {env.INSECURE.name}=true",
+            f"({env.CA.name}, {env.CERT.name}, {env.KEY.name}), or {env.AUTH.name}=insecure",
         )
     return token
 

@@ -34,7 +34,7 @@ def test_documented_default_is_what_the_parser_would_accept(setting: Setting[obj
     [
         (env.KV_MEMORY, "24MiB", Memory(24 << 20)),
         (env.DRAIN_S, "500ms", 0.5),
-        (env.INSECURE, "yes", True),
+        (env.FULLY_SHARDED_LORAS, "yes", True),
         (env.WORKERS, "unix:/a, 10.0.0.1:5", ("unix:/a", "10.0.0.1:5")),
         (env.DEVICE, "cuda", "cuda"),
         (env.HTTP_LISTEN, "[::1]:0", "[::1]:0"),
@@ -50,7 +50,7 @@ def test_reads_typed_values(setting: Setting[object], text: str, value: object) 
     [
         (env.KV_MEMORY, "lots"),
         (env.DRAIN_S, "-1"),
-        (env.INSECURE, "maybe"),
+        (env.FULLY_SHARDED_LORAS, "maybe"),
         (env.DEVICE, "tpu"),
         (env.ATTENTION_BACKEND, "flashinfer"),
         (env.MAX_REQUEST_S, "0"),

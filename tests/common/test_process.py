@@ -45,7 +45,7 @@ def test_help_lists_the_variables_of_the_service_and_starts_nothing(
         run_service(service, lambda: _raise(AssertionError("must not start")), ["--help"])
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    assert own in shown and "LORAPLEX_LOG_LEVEL [info]" in shown
+    assert own in shown and "LORAPLEX_DRAIN_S [20]" in shown
     assert foreign not in shown
 
 
@@ -55,12 +55,12 @@ def test_arguments_are_refused() -> None:
     assert left.value.code == 2
 
 
-def test_a_bad_log_level_names_its_variable(
+def test_a_bad_log_level_names_its_switch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("LORAPLEX_LOG_LEVEL", "loud")
+    monkeypatch.setenv("LORAPLEX_DEBUG", "log-level=loud")
     assert run_service("gateway", _return, []) == 2
-    assert "LORAPLEX_LOG_LEVEL" in capsys.readouterr().err
+    assert "log-level" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

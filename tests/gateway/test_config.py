@@ -32,7 +32,7 @@ def test_defaults_are_for_this_machine_only() -> None:
         ({"LORAPLEX_HTTP_LISTEN": "0.0.0.0:8080"}, "LORAPLEX_HTTP_LISTEN"),
         ({"LORAPLEX_GATEWAY_LISTEN": "[::]:50051"}, "LORAPLEX_HTTP_LISTEN"),
         ({"LORAPLEX_MAX_REQUEST_S": "soon"}, "LORAPLEX_MAX_REQUEST_S"),
-        ({"LORAPLEX_TOOL_CALL_PARSER": "xml"}, "LORAPLEX_TOOL_CALL_PARSER"),
+        ({"LORAPLEX_DEBUG": "tool-call-parser=xml"}, "LORAPLEX_DEBUG"),
         ({"LORAPLEX_AUTH": "keys"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
         ({"LORAPLEX_SERVICE_TOKEN_FILE": "/does/not/exist"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
     ],
@@ -45,7 +45,7 @@ def test_bad_setting_is_named(changes: dict[str, str], variable: str) -> None:
 
 
 def test_other_machines_may_call_when_that_is_said() -> None:
-    open_to_all = {"LORAPLEX_HTTP_LISTEN": "0.0.0.0:8080", "LORAPLEX_INSECURE": "true"}
+    open_to_all = {"LORAPLEX_HTTP_LISTEN": "0.0.0.0:8080", "LORAPLEX_AUTH": "insecure"}
     assert not from_env(GOOD | open_to_all).is_local
 
 

@@ -130,17 +130,23 @@ def test_what_a_child_refuses_is_named_as_it_was_given(
 ) -> None:
     message = "LORAPLEX_MAX_MODEL_LEN: must"
     assert named_as_given(message, [*MODEL, *argv], environ) == said
-    others = "LORAPLEX_POLICY: wrong; or set LORAPLEX_INSECURE=true"
+    others = "LORAPLEX_POLICY: wrong; or set LORAPLEX_AUTH=insecure"
     assert named_as_given(others, MODEL, {}) == others
 
 
 @pytest.mark.parametrize(
     ("argv", "environ"),
-    [(["--insecure"], {}), ([], {"LORAPLEX_AUTH": "keys"}), ([], {"LORAPLEX_INSECURE": "1"})],
+    [
+        (["--insecure"], {}),
+        (["--insecure"], {"LORAPLEX_AUTH": "keys"}),
+        ([], {"LORAPLEX_AUTH": "keys"}),
+        ([], {"LORAPLEX_AUTH": "insecure"}),
+    ],
 )
 def test_open_host_needs_keys_or_insecure(argv: list[str], environ: dict[str, str]) -> None:
-    listeners = parse([*MODEL, "--host", "0.0.0.0", *argv], environ).listeners
-    assert {listener.host for listener in listeners.values()} == {"0.0.0.0"}
+    config = parse([*MODEL, "--host", "0.0.0.0", *argv], environ)
+    assert {listener.host for listener in config.listeners.values()} == {"0.0.0.0"}
+    assert config.auth == environ.get("LORAPLEX_AUTH", "insecure")
 
 
 def _worker(*argv: str) -> Mapping[str, str]:

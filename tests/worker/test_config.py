@@ -62,7 +62,7 @@ def test_listening_beyond_loopback_needs_a_token_or_consent(tmp_path: Path) -> N
     (tmp_path / "token").write_text("secret\n")
     token_file = {"LORAPLEX_SERVICE_TOKEN_FILE": str(tmp_path / "token")}
     assert from_env({**beyond, **token_file}).service_token == "secret"
-    assert from_env({**beyond, "LORAPLEX_INSECURE": "true"}).service_token == ""
+    assert from_env({**beyond, "LORAPLEX_AUTH": "insecure"}).service_token == ""
 
 
 @pytest.mark.hostile

@@ -68,12 +68,12 @@ def caller_auth(config: RegistryConfig, keys: Keys) -> Auth | None:
     if config.auth == "keys":
         token = _service_token(config.service_token_file)
         return KeyAuth(keys, token, config.service_names)
-    if not is_local(config.listen) and not config.insecure:
+    if config.auth == "off" and not is_local(config.listen):
         raise InvalidRequest.field(
             "LORAPLEX_REGISTRY_LISTEN",
             config.listen,
             "other machines could reach it without auth: set LORAPLEX_AUTH=keys, or "
-            "LORAPLEX_INSECURE=1 to allow that",
+            "LORAPLEX_AUTH=insecure to allow that",
         )
     return None
 
