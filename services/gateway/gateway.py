@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 from starlette.types import ASGIApp
 
@@ -29,6 +30,7 @@ from loraplex_services.gateway.admission.scaling import ScalingSignals
 from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
+from loraplex_services.gateway.console.debug_state import GatewayState
 from loraplex_services.gateway.event_loop import calm_collector, now_s
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
@@ -170,6 +172,18 @@ class Gateway:
         assert self._grpc is not None, "start first"
         return self._grpc
 
+    def debug_state(self) -> dict[str, Any]:
+        """What the gateway is doing now, for /debug/state."""
+        return GatewayState(
+            self.readiness.missing,
+            self._fleet,
+            self._registry,
+            self._resolver,
+            self._controller,
+            self._live,
+            self._rate_limit_store,
+        ).read()
+
     async def start(self) -> None:
         """Start all servers. Raises: InvalidRequest naming the setting of an address in use."""
         self._grpc = await self._started_grpc()
@@ -178,6 +192,7 @@ class Gateway:
             self._metrics = MetricsServer(
                 ready=lambda: not self.readiness.missing(),
                 service_token=self._config.service_token,
+                state=self.debug_state,
             )
             await self._metrics.start(self._config.metrics_listen)
         runs = (
@@ -185,7 +200,7 @@ class Gateway:
             self._registry.follow(self._resolver),
             self._registrar.run(),
             self._become_ready(),
-            self._follow_workers(),
+            self._controller.follow(self._fleet.next_change),
             self._concurrency.run(),
             self._usage_reports.run(),
             self._generation.usage.recent.history.run(
@@ -356,12 +371,6 @@ class Gateway:
         if not any(view.takes_requests for view in self._fleet.views()):
             return "waiting for the first ready worker"
         return self._registrar.missing
-
-    async def _follow_workers(self) -> None:
-        """Start waiting requests when workers change."""
-        while True:
-            await self._fleet.next_change()
-            self._controller.workers_changed()
 
 
 def _service_metadata(token: str) -> tuple[tuple[str, str], ...]:

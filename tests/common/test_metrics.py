@@ -1,6 +1,7 @@
 """Probes and scrapes over a real socket."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator
 
@@ -105,7 +106,12 @@ async def test_taken_port_names_the_setting() -> None:
 
 @pytest.fixture
 async def debugged() -> AsyncIterator[MetricsServer]:
-    server = MetricsServer(lambda: True, CollectorRegistry(), service_token="old-one\nnew-one")
+    server = MetricsServer(
+        lambda: True,
+        CollectorRegistry(),
+        service_token="old-one\nnew-one",
+        state=lambda: {"num_requests": 3},
+    )
     await server.start("127.0.0.1:0")
     yield server
     await server.stop()
@@ -135,7 +141,22 @@ async def test_a_profile_counts_the_stacks_of_a_busy_thread(debugged: MetricsSer
     assert int(line.rsplit(" ", 1)[1]) > 1
 
 
-@pytest.mark.parametrize("path", ["/debug/stacks", "/debug/profile", "/debug/other"])
+async def test_the_state_is_json(debugged: MetricsServer) -> None:
+    status, body = await _get(debugged.port, "/debug/state", token="new-one")
+    assert status == 200 and json.loads(body) == {"num_requests": 3}
+
+
+async def test_a_service_without_a_state_names_what_it_has() -> None:
+    server = MetricsServer(lambda: True, CollectorRegistry(), service_token="x")
+    await server.start("127.0.0.1:0")
+    answer = await _get(server.port, "/debug/state", token="x")
+    assert answer == (404, "try /debug/stacks or /debug/profile?seconds=5\n")
+    await server.stop()
+
+
+@pytest.mark.parametrize(
+    "path", ["/debug/stacks", "/debug/profile", "/debug/state", "/debug/other"]
+)
 async def test_debugging_needs_the_service_token(debugged: MetricsServer, path: str) -> None:
     assert (await _get(debugged.port, path))[0] == 401
     assert (await _get(debugged.port, path, token="old-one\nnew-one"))[0] == 401

@@ -1,5 +1,5 @@
 """The small HTTP server for /metrics, /healthz and /readyz on LORAPLEX_METRICS_LISTEN, and for
-/debug/stacks and /debug/profile?seconds=N, which need the service token.
+/debug/stacks, /debug/profile?seconds=N and /debug/state, which need the service token.
 
 Each service declares its metrics in a `metrics.py` of its own.
 """
@@ -7,8 +7,9 @@ Each service declares its metrics in a `metrics.py` of its own.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
@@ -26,6 +27,7 @@ REQUEST_TIMEOUT_S = 5.0
 MAX_PROFILE_S = 60.0
 _PROFILE_S = 5.0
 _TEXT = "text/plain; charset=utf-8"
+_JSON = "application/json"
 _OPEN_METRICS = "application/openmetrics-text"
 _REASONS = {
     200: "OK",
@@ -50,9 +52,15 @@ class MetricsServer:
         ready: Callable[[], bool],
         registry: CollectorRegistry = REGISTRY,
         service_token: str = "",
+        state: Callable[[], Mapping[str, object]] | None = None,
     ) -> None:
-        """`service_token` is what `read_service_token` gave; empty = no debugging over HTTP."""
+        """
+        Args:
+            service_token: what `read_service_token` gave; empty = no debugging over HTTP.
+            state: what the service is doing now, for JSON; it is bounded and has no user text.
+        """
         self._ready = ready
+        self._state = state
         self._registry = registry
         self._service_token = service_token
         self._is_profiling = False
@@ -128,15 +136,17 @@ class MetricsServer:
         return CONTENT_TYPE_LATEST, generate_latest(self._registry)
 
     async def _debug(self, head: bytes) -> Answer:
-        """The stacks of this process, or a profile; only for callers with the service token."""
+        """The stacks, the state or a profile of this process; only with the service token."""
         target, _, rest = head.decode("latin-1").split(" ", 1)[1].partition(" ")
         if not is_service_token(_bearer_token(rest), self._service_token):
             return 401, _TEXT, b"show the service token: authorization: Bearer TOKEN\n"
         url = urlsplit(target)
         if url.path == "/debug/stacks":
             return 200, _TEXT, all_stacks().encode()
+        if url.path == "/debug/state" and self._state is not None:
+            return 200, _JSON, json.dumps(self._state(), indent=1).encode() + b"\n"
         if url.path != "/debug/profile":
-            return 404, _TEXT, b"try /debug/stacks or /debug/profile?seconds=5\n"
+            return 404, _TEXT, self._debug_paths().encode()
         seconds = _seconds(parse_qs(url.query).get("seconds", [str(_PROFILE_S)])[0])
         if seconds is None:
             return 400, _TEXT, f"seconds: a number above 0, at most {MAX_PROFILE_S:g}\n".encode()
@@ -147,6 +157,10 @@ class MetricsServer:
             return 200, _TEXT, (await asyncio.to_thread(profile, seconds)).encode()
         finally:
             self._is_profiling = False
+
+    def _debug_paths(self) -> str:
+        state = "" if self._state is None else "/debug/state, "
+        return f"try {state}/debug/stacks or /debug/profile?seconds=5\n"
 
 
 def _is_debug(head: bytes) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from loraplex_services.gateway.admission.batch_share import BatchShare
@@ -142,6 +142,10 @@ class AdmissionController:
         """Sequences of one tenant past admission."""
         return self._queue.num_running_of(tenant)
 
+    def counts_by_tenant(self) -> dict[str, tuple[int, int]]:
+        """Running sequences and waiting requests of each tenant that has any."""
+        return self._queue.counts_by_tenant()
+
     def set_limit(self, tenant: str, max_running: int | None) -> None:
         """Limit the sequences of a tenant that run here at once; None = no limit."""
         if max_running is None:
@@ -149,6 +153,12 @@ class AdmissionController:
         else:
             self._queue.tenant_limits[tenant] = max_running
         self._start_ready()
+
+    async def follow(self, next_change: Callable[[], Awaitable[None]]) -> None:
+        """Start waiting requests whenever workers change, until cancelled."""
+        while True:
+            await next_change()
+            self.workers_changed()
 
     def workers_changed(self) -> None:
         """Workers came or went: the window has changed."""

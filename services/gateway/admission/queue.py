@@ -140,6 +140,14 @@ class AdmissionQueue:
         capacity = self.window.batch_capacity or _UNKNOWN_CAPACITY
         return max(1, (capacity - self._running + self._background.total()) // 2)
 
+    def counts_by_tenant(self) -> dict[str, tuple[int, int]]:
+        """Running sequences and waiting requests of each tenant that has any."""
+        tenants = self._by_tenant.keys() | self._waiting_by_tenant.keys()
+        return {
+            tenant: (self.num_running_of(tenant), self._waiting_by_tenant.get(tenant, 0))
+            for tenant in tenants
+        }
+
     def num_running_of(self, tenant: str) -> int:
         """Sequences of one tenant running now."""
         return self._by_tenant.get(tenant, 0)

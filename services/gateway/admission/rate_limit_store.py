@@ -103,6 +103,10 @@ class RateLimitStore(Protocol):
     def num_gateways(self) -> int:
         """Gateways that share the limits, this one included."""
 
+    @property
+    def is_shared(self) -> bool:
+        """True while all gateways use the same buckets."""
+
     async def run(self) -> None:
         """Keep `num_gateways` up to date until cancelled."""
 
@@ -124,6 +128,7 @@ class LocalRateLimitStore:
         self._now = now
         self._buckets: dict[str, Bucket] = {}
         self.num_gateways = 1
+        self.is_shared = False
 
     async def ask(
         self, name: str, rate: float, need: float, extra: float, returned: float
@@ -167,11 +172,16 @@ class RedisRateLimitStore:
         """The number of gateways when last counted."""
         return self._local.num_gateways
 
+    @property
+    def is_shared(self) -> bool:
+        """False for a second after Redis failed to answer."""
+        return now_s() >= self._away_until_s
+
     async def ask(
         self, name: str, rate: float, need: float, extra: float, returned: float
     ) -> Grant:
         """Ask Redis; after a failure the local buckets answer for a second."""
-        if now_s() >= self._away_until_s:
+        if self.is_shared:
             arguments = [rate, need, extra, returned, capacity_of(rate)]
             answer = await self._tried(self._ask([f"{_PREFIX}bucket:{name}"], arguments))
             if answer is not None:
@@ -180,7 +190,7 @@ class RedisRateLimitStore:
 
     async def hold(self, tenant: str, limit: int, want: int, running: int) -> int:
         """Ask Redis; while it is unavailable, use this gateway's part."""
-        if now_s() >= self._away_until_s:
+        if self.is_shared:
             arguments = [self._gateway_id, limit, want, running, HELD_S]
             leased = await self._tried(self._hold([f"{_PREFIX}held:{tenant}"], arguments))
             if leased is not None:
@@ -205,7 +215,7 @@ class RedisRateLimitStore:
             async with asyncio.timeout(_ANSWER_S):
                 return await call
         except (RedisError, OSError) as error:
-            if now_s() >= self._away_until_s:
+            if self.is_shared:
                 logger.warning(
                     "redis unavailable: limits are applied by this gateway alone",
                     extra={"problem": type(error).__name__},

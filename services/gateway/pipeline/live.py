@@ -84,6 +84,10 @@ class LiveRequests:
         self._held = HeldPrompts() if limits_prompts else None
         resolver.on_moves = self._moved
 
+    def all(self) -> list[LiveRequest]:
+        """The requests that wait for admission or run."""
+        return list(self._live)
+
     def paused(self) -> dict[Adapter, PauseMode]:
         """What is paused, and how."""
         return dict(self._paused)

@@ -27,6 +27,7 @@ from loraplex_services.worker.server import metrics
 from loraplex_services.worker.server.adapter_fetcher import AdapterFetcher
 from loraplex_services.worker.server.base_files import TokenizerBundle
 from loraplex_services.worker.server.crash_guard import CrashGuard, crash_key
+from loraplex_services.worker.server.debug_state import worker_state
 from loraplex_services.worker.server.engine_client import EngineClient
 from loraplex_services.worker.server.sessions import (
     GatewaySession,
@@ -67,6 +68,7 @@ class ApiServer:
         self._on_ready = on_ready
         self._tracer = tracer
         self._client: EngineClient
+        self._engine_state: Callable[[], dict[str, Any]] = lambda: {"is_up": False}
         self._fetcher: AdapterFetcher
         self._bundle: TokenizerBundle
         self._grammars: GrammarChecker
@@ -93,12 +95,18 @@ class ApiServer:
     ) -> None:
         """Add the components that need this object themselves. Requests can run only afterwards."""
         self._client, self._bundle, self._grammars = client, bundle, grammars
+        self._engine_state = client.state
         self._fetcher = AdapterFetcher(self.status, client, source, disk, self._spawn)
 
     @property
     def num_live(self) -> int:
         """Number of requests that have not ended."""
         return len(self._live)
+
+    def debug_state(self) -> dict[str, Any]:
+        """What the worker is doing now, for /debug/state."""
+        engine = self._engine_state()
+        return worker_state(self.status, engine, self._sessions, self._live, time.monotonic())
 
     def model(self) -> tuple[ModelInfo, TokenizerBundle]:
         """The base. Raises Unavailable while the engine starts."""

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable, Unsupported
 from loraplex_services.common import variables
@@ -92,6 +92,16 @@ class EngineClient:
     def is_up(self) -> bool:
         """True while commands can be sent."""
         return self._is_up
+
+    def state(self) -> dict[str, Any]:
+        """What is known about the engine process, for /debug/state."""
+        heard = self._heard_s and round(time.monotonic() - self._heard_s, 3)
+        return {
+            "is_up": self._is_up,
+            "process_id": self._process and self._process.pid,
+            "silence_s": heard,
+            "step_timeout_s": self._step_timeout_s,
+        }
 
     def send(self, *commands: Command) -> None:
         """Queue commands; those of one iteration of the event loop are sent together.

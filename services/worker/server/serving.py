@@ -58,7 +58,12 @@ async def serve() -> None:
         tls=config.tls.server(for_services=True),
         setting=env.WORKER_LISTEN.name,
     )
-    metrics = MetricsServer(lambda: status.is_ready, OfModel(config.base_id), config.service_token)
+    metrics = MetricsServer(
+        lambda: status.is_ready,
+        OfModel(config.base_id),
+        config.service_token,
+        api_server.debug_state,
+    )
     AdapterCollector(status, MAX_RESIDENT).register()
     if config.metrics_listen:
         await metrics.start(config.metrics_listen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from loraplex.errors import LoraplexError, ResourceExhausted
@@ -61,9 +62,14 @@ class GatewaySession:
         self._is_ended = False
         self._is_closing = False
 
+    @property
+    def num_unread(self) -> int:
+        """Messages that the gateway has not read yet."""
+        return self._news.qsize()
+
     def push(self, news: StepNews) -> None:
         """Queue events. A reader that falls too far behind ends the session."""
-        if self._news.qsize() >= MAX_UNREAD:
+        if self.num_unread >= MAX_UNREAD:
             self.end(ResourceExhausted("too many unread messages", reason="SLOW_READER"))
         elif not self._is_ended:
             self._news.put_nowait(news)
@@ -99,6 +105,10 @@ class ServerRequests:
 
     def __len__(self) -> int:
         return len(self._by_key)
+
+    def __iter__(self) -> Iterator[ServerRequest]:
+        """The requests, oldest first."""
+        return iter(self._by_key.values())
 
     def add(self, request: ServerRequest) -> str:
         """Register a request. Returns the id under which the engine knows it."""

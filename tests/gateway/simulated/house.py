@@ -88,7 +88,7 @@ class SimulatedGateway:
                 self.fleet.run(),
                 self.rate_limit_store.run(),
                 self.concurrency.run(),
-                self._follow_workers(),
+                self.controller.follow(self.fleet.next_change),
             )
         ]
 
@@ -102,11 +102,6 @@ class SimulatedGateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _follow_workers(self) -> None:
-        while True:
-            await self.fleet.next_change()
-            self.controller.workers_changed()
 
 
 @dataclass(slots=True)
