@@ -246,6 +246,14 @@ MAX_FILE_UPLOADS = 16
 """Most uploads of files that one gateway receives at the same time; each takes up to 16 MiB of
 memory."""
 MAX_FILE_UPLOADS_PER_TENANT = 4
+MAX_FILE_DOWNLOADS = 64
+"""Most downloads of files that one gateway sends at the same time; each takes up to 2 MiB of
+memory."""
+MAX_FILE_DOWNLOADS_PER_TENANT = 16
+"""As many more may wait."""
+OBJECTS_PER_CALL = 20
+"""Files or batches of a tenant that a call looks at. It counts as one more call for each of these,
+at most as `CALL_BURST`."""
 MAX_FILE_S = 900
 """Longest time in seconds for a file to arrive."""
 MAX_FILE_IDLE_S = 30
@@ -254,6 +262,8 @@ MAX_BATCH_LINES = 50_000
 """Most requests of a batch."""
 MAX_CUSTOM_ID_CHARS = 512
 MAX_UNFINISHED_BATCHES_PER_TENANT = 100
+MAX_BATCHES_PER_TENANT = 10_000
+"""Most batches of a tenant that are kept. A new one replaces the oldest that has ended."""
 MAX_RUNNING_BATCHES = 64
 """Most batches that one gateway runs at the same time; others wait or run at another gateway."""
 MAX_RUNNING_BATCHES_PER_TENANT = 4

@@ -77,16 +77,24 @@ def _registered(group: str) -> Sequence[str]:
 
 
 MAX_INTEGER = 2**31 - 1
+_MAX_DIGITS = 19
+
+
+def parse_digits(text: str) -> int | None:
+    """The number that up to 19 digits spell; None for any other text. Python's `int` takes digits
+    of all scripts, and raises for thousands of them."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    return int(text) if is_number else None
 
 
 def integer(at_least: int = 0, at_most: int = MAX_INTEGER) -> Callable[[str], int]:
     """A parser of integers within bounds."""
 
     def parse(text: str) -> int:
-        digits = text.strip()
-        if not digits.isdigit() or not at_least <= int(digits) <= at_most:
+        number = parse_digits(text.strip())
+        if number is None or not at_least <= number <= at_most:
             raise ValueError(f"expected an integer of at least {at_least} and at most {at_most}")
-        return int(digits)
+        return number
 
     parse.__name__ = "number"
     return parse

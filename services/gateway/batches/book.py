@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from loraplex.errors import Conflict, NotFound, ResourceExhausted, Violation
-from loraplex_services.common.limits import MAX_UNFINISHED_BATCHES_PER_TENANT
+from loraplex_services.common.limits import (
+    MAX_BATCHES_PER_TENANT,
+    MAX_UNFINISHED_BATCHES_PER_TENANT,
+)
 from loraplex_services.gateway.batches import documents, layout
 from loraplex_services.gateway.batches.records import CANCELLING, BatchRecord, cancelled
 from loraplex_services.gateway.batches.storage import Storage
@@ -20,8 +23,9 @@ class BatchBook:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
-    async def create(self, record: BatchRecord) -> None:
-        """Store a new batch, for any gateway to run.
+    async def create(self, record: BatchRecord, keys: Sequence[str]) -> None:
+        """Store a new batch, for any gateway to run. It takes the place of the oldest one if its
+        tenant has as many documents, `keys`, as are kept.
 
         Raises: ResourceExhausted if its tenant has too many that have not ended.
         """
@@ -33,6 +37,7 @@ class BatchBook:
                 "which is the limit; wait for some or cancel them",
                 reason="TOO_MANY_BATCHES",
             )
+        await self._forget_oldest(keys, {batch_id for _, batch_id in unfinished})
         # In this order a killed gateway leaves no batch that nobody would run.
         await store.put(layout.unfinished(record.tenant, record.batch_id), b"{}")
         key = layout.batch_document(record.tenant, record.batch_id)
@@ -52,16 +57,14 @@ class BatchBook:
             raise _not_found(batch_id)
         return found.record
 
-    async def listed(self, tenant: str, after: str) -> AsyncGenerator[BatchRecord]:
-        """The tenant's batches, newest first, from the one after `after` on; "" = the first."""
+    async def documents(self, tenant: str) -> list[str]:
+        """The keys of the documents of the tenant's batches, in order of time."""
         store = await self._storage.store()
-        edge = layout.batch_document(tenant, after) if after else "~"
-        keys = [
-            info.key
-            async for info in store.list_objects(layout.batch_documents(tenant))
-            if info.key < edge
-        ]
-        keys.reverse()
+        return [info.key async for info in store.list_objects(layout.batch_documents(tenant))]
+
+    async def listed(self, keys: Sequence[str]) -> AsyncGenerator[BatchRecord]:
+        """The batches with these documents."""
+        store = await self._storage.store()
         for start in range(0, len(keys), _BATCH_DOCUMENTS):
             part = keys[start : start + _BATCH_DOCUMENTS]
             for record in await documents.read_all(store, part, BatchRecord):
@@ -99,13 +102,21 @@ class BatchBook:
 
     async def input_of(self, tenant: str, file_id: str) -> str:
         """The id of a batch that has not ended and reads a file; "" if there is none."""
-        for _, batch_id in await self.unfinished(tenant):
-            found = await self.find(tenant, batch_id)
-            if found is None or found.record.has_ended:
-                continue
-            if found.record.input_file_id == file_id:
-                return batch_id
+        names = await self.unfinished(tenant)
+        async for record in self.listed([layout.batch_document(*name) for name in names]):
+            if not record.has_ended and record.input_file_id == file_id:
+                return record.batch_id
         return ""
+
+    async def _forget_oldest(self, keys: Sequence[str], unfinished: Collection[str]) -> None:
+        """Delete the oldest documents of batches that have ended, so that there is room for one."""
+        surplus = len(keys) + 1 - MAX_BATCHES_PER_TENANT
+        if surplus <= 0:
+            return
+        store = await self._storage.store()
+        ended = [key for key in keys if layout.id_of_document(key) not in unfinished]
+        for key in ended[:surplus]:
+            await store.delete(key)
 
 
 def _not_found(batch_id: str) -> NotFound:

@@ -7,7 +7,7 @@ killed gateway leaves behind is collected by `sweep.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from loraplex.errors import InvalidRequest, NotFound, ResourceExhausted, Violation
@@ -22,7 +22,9 @@ from loraplex_services.gateway.batches import documents, layout
 from loraplex_services.gateway.batches.storage import Storage
 
 SEGMENT_BYTES = 8 << 20
-"""What an upload and a download hold in memory. All but the last segment of a file have it."""
+"""What an upload holds in memory. All but the last segment of a file have it."""
+_READ_BYTES = 1 << 20
+"""What a download holds in memory, for as long as its reader takes."""
 _BATCH_DOCUMENTS = 100
 
 
@@ -45,10 +47,26 @@ class FileRecord:
         """Whether tenants no longer see it."""
         return 0 < self.expires_s <= now_s
 
-    @property
-    def num_segments(self) -> int:
-        """How many objects hold its bytes."""
-        return -(-self.num_bytes // SEGMENT_BYTES)
+
+@dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """What a tenant stores, results of batches included."""
+
+    tenant: str
+    num_files: int
+    num_bytes: int
+
+    def check_quota(self) -> int:
+        """How many bytes the tenant may add. Raises: ResourceExhausted if it may add no file."""
+        left = MAX_STORED_FILE_BYTES_PER_TENANT - self.num_bytes
+        if self.num_files >= MAX_FILES_PER_TENANT or left <= 0:
+            raise ResourceExhausted(
+                f"tenant {self.tenant!r} stores {self.num_files} files with {self.num_bytes} "
+                f"bytes, and may store {MAX_FILES_PER_TENANT} with "
+                f"{MAX_STORED_FILE_BYTES_PER_TENANT}; delete some",
+                reason="FILE_QUOTA_EXCEEDED",
+            )
+        return left
 
 
 def new_file_id() -> str:
@@ -62,21 +80,14 @@ class Files:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
-    async def check_quota(self, tenant: str) -> int:
-        """How many bytes the tenant may add. Raises: ResourceExhausted if it may add no file."""
+    async def stored(self, tenant: str) -> StoredFiles:
+        """What the tenant stores."""
         store = await self._storage.store()
         num_files, num_bytes = 0, 0
         async for info in store.list_objects(layout.contents(tenant)):
             num_files += info.key.endswith("/000000")
             num_bytes += info.size
-        left = MAX_STORED_FILE_BYTES_PER_TENANT - num_bytes
-        if num_files >= MAX_FILES_PER_TENANT or left <= 0:
-            raise ResourceExhausted(
-                f"tenant {tenant!r} stores {num_files} files with {num_bytes} bytes, and may store "
-                f"{MAX_FILES_PER_TENANT} with {MAX_STORED_FILE_BYTES_PER_TENANT}; delete some",
-                reason="FILE_QUOTA_EXCEEDED",
-            )
-        return left
+        return StoredFiles(tenant, num_files, num_bytes)
 
     async def write(self, tenant: str, file_id: str, chunks: AsyncIterator[bytes]) -> int:
         """Store the bytes of a file that does not exist yet. Returns their number.
@@ -118,17 +129,14 @@ class Files:
             raise NotFound(f"{field}: {why}", reason="FILE_NOT_FOUND", violations=[violation])
         return found.record
 
-    async def listed(
-        self, tenant: str, *, after: str, newest_first: bool, purpose: str
-    ) -> AsyncGenerator[FileRecord]:
-        """The tenant's files in order of time, from the one after `after` on; "" = the first."""
+    async def documents(self, tenant: str) -> list[str]:
+        """The keys of the documents of the tenant's files, in order of time."""
         store = await self._storage.store()
-        keys = [info.key async for info in store.list_objects(layout.file_documents(tenant))]
-        if newest_first:
-            keys.reverse()
-        if after:
-            edge = layout.file_document(tenant, after)
-            keys = [key for key in keys if (key < edge if newest_first else key > edge)]
+        return [info.key async for info in store.list_objects(layout.file_documents(tenant))]
+
+    async def listed(self, keys: Sequence[str], purpose: str) -> AsyncGenerator[FileRecord]:
+        """The files with these documents that have not expired; of one purpose if it is given."""
+        store = await self._storage.store()
         now_s = time.time()
         for start in range(0, len(keys), _BATCH_DOCUMENTS):
             part = keys[start : start + _BATCH_DOCUMENTS]
@@ -139,17 +147,19 @@ class Files:
     async def read(self, record: FileRecord) -> AsyncGenerator[bytes]:
         """The bytes of a file. Raises: NotFound if they were deleted meanwhile."""
         store = await self._storage.store()
-        left = record.num_bytes
-        for index in range(record.num_segments):
+        at = 0
+        while at < record.num_bytes:
+            index, offset = divmod(at, SEGMENT_BYTES)
+            wanted = min(_READ_BYTES, SEGMENT_BYTES - offset, record.num_bytes - at)
             try:
                 key = layout.segment(record.tenant, record.file_id, index)
-                data = await store.get_range(key, 0, SEGMENT_BYTES)
+                data = await store.get_range(key, offset, wanted)
             except ObjectMissing:
                 why = "the file was deleted while it was read"
                 raise NotFound(why, reason="FILE_NOT_FOUND") from None
-            if len(data) != min(left, SEGMENT_BYTES):
-                raise ObjectStoreError(f"{key} has {len(data)} bytes")
-            left -= len(data)
+            if len(data) != wanted:
+                raise ObjectStoreError(f"{key} has {len(data)} of {wanted} bytes from {offset} on")
+            at += wanted
             yield data
 
     async def delete(self, tenant: str, file_id: str) -> None:

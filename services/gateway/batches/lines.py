@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from loraplex_services.common.limits import MAX_CUSTOM_ID_CHARS
 from loraplex_services.gateway.batches.records import BatchError
 
-_LINE = re.compile(rb"[^\r\n]+")
+_LINE = re.compile(rb"([^\r\n]+)[\r\n]*")
+"""With the empty lines that follow: a search would look at each of them by itself."""
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
@@ -36,14 +38,34 @@ async def split_lines(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncGene
             is_too_long = False
             yield None
         complete, newline, rest = (rest + chunk).rpartition(b"\n")
-        for match in _LINE.finditer(complete):
-            yield match[0] if match.end() - match.start() <= max_bytes else None
+        for line in _lines_of(complete):
+            yield line if len(line) <= max_bytes else None
         if len(rest) > max_bytes + 1:  # perhaps with the CR of its end
             rest, is_too_long = b"", True
     if is_too_long:
         yield None
-    for match in _LINE.finditer(rest):
-        yield match[0] if match.end() - match.start() <= max_bytes else None
+    for line in _lines_of(rest):
+        yield line if len(line) <= max_bytes else None
+
+
+def _lines_of(data: bytes) -> Iterator[bytes]:
+    """The lines that are not empty."""
+    return (match[1] for match in _LINE.finditer(data.strip(b"\r\n")))
+
+
+class CustomIds:
+    """The custom_ids of the lines of one batch. Those that a tenant may send take 100 MB, and their
+    digests 5."""
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+
+    def add(self, custom_id: str) -> bool:
+        """Returns False if it was added before."""
+        digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+        num_before = len(self._digests)
+        self._digests.add(digest)
+        return len(self._digests) > num_before
 
 
 def read_line(index: int, fields: dict[str, Any], endpoint: str) -> Line:

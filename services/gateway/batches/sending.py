@@ -17,7 +17,7 @@ from loraplex_services.common.objects import ObjectStoreError
 from loraplex_services.gateway.batches import results
 from loraplex_services.gateway.batches.book import BatchBook
 from loraplex_services.gateway.batches.files import Files
-from loraplex_services.gateway.batches.lines import Line, read_line, wrong_line
+from loraplex_services.gateway.batches.lines import CustomIds, Line, read_line, wrong_line
 from loraplex_services.gateway.batches.pace import Pace
 from loraplex_services.gateway.batches.records import (
     CANCELLED,
@@ -78,7 +78,7 @@ class LineSender:
         self._caller = Caller(record.tenant, record.key_id, frozenset(record.scopes))
         self.counts = record.counts
         """Of the lines with a result."""
-        self._custom_ids: set[str] = set()
+        self._custom_ids = CustomIds()
         self._tasks: set[asyncio.Task[None]] = set()
         self._answering: set[asyncio.Task[None]] = set()
         """Those of the tasks that wait for an answer."""
@@ -160,11 +160,9 @@ class LineSender:
         except InvalidRequest as error:
             return wrong_line(index, "invalid_json_line", error.message, None)
         line = read_line(index, fields, self._record.endpoint)
-        if line.custom_id in self._custom_ids:
+        if line.custom_id is not None and not self._custom_ids.add(line.custom_id):
             why = "an earlier request has the same custom_id"
             return wrong_line(index, "duplicate_custom_id", why, line.custom_id)
-        if line.custom_id is not None:
-            self._custom_ids.add(line.custom_id)
         return line
 
     async def _finish(self, line: Line, held_bytes: int | None) -> None:

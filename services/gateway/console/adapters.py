@@ -22,6 +22,7 @@ from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import AdapterNotFound, InvalidRequest, LoraplexError, Unsupported
 from loraplex.refs import parse_name
 from loraplex_services.common.callers import Caller
+from loraplex_services.common.units import parse_digits
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.json_body import read_json
@@ -237,7 +238,8 @@ def query_of(parameters: Mapping[str, str]) -> AdapterQuery:
     sort, page = parameters.get("sort", "name"), parameters.get("page", "1")
     if sort not in _SORTS:
         raise InvalidRequest.field("sort", sort[:32], f"must be one of {', '.join(_SORTS)}")
-    if not page.isdecimal() or not 1 <= int(page) <= 1_000_000:
+    number = parse_digits(page)
+    if number is None or not 1 <= number <= 1_000_000:
         raise InvalidRequest.field("page", page[:32], "must be an integer from 1")
     return AdapterQuery(
         parameters.get("search", ""),
@@ -245,7 +247,7 @@ def query_of(parameters: Mapping[str, str]) -> AdapterQuery:
         parameters.get("tag", ""),
         parameters.get("resident", "") == "true",
         sort,
-        int(page),
+        number,
     )
 
 
@@ -257,7 +259,7 @@ def _targets(value: Any) -> dict[int, int]:
         raise bad_type("targets", value, "an object from version to weight")
     for version, weight in value.items():
         is_weight = isinstance(weight, int) and not isinstance(weight, bool)
-        if not version.isdecimal() or not is_weight:
+        if parse_digits(version) is None or not is_weight:
             raise InvalidRequest.field("targets", version[:32], "must be an object such as {3: 90}")
     return {int(version): weight for version, weight in value.items()}
 

@@ -19,7 +19,12 @@ import loraplex
 from loraplex.errors import LoraplexError, codes_of
 from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.common.grpc.call_rates import CallRates, DelayedRefusals
-from loraplex_services.common.limits import CALL_BURST, LIST_CALLS, TEXT_BYTES_PER_CALL
+from loraplex_services.common.limits import (
+    CALL_BURST,
+    LIST_CALLS,
+    OBJECTS_PER_CALL,
+    TEXT_BYTES_PER_CALL,
+)
 from loraplex_services.gateway.http.answering import Answering, json_response
 from loraplex_services.gateway.http.calls import (
     OpenAICall,
@@ -107,6 +112,11 @@ class AppContext:
         caller = await self.caller(request)
         await self.rates.wait(caller, num_calls)
         return caller
+
+    async def looked_at(self, caller: Caller, num_objects: int) -> None:
+        """Count what a call looked at in the object store in its tenant's rate. Raises as
+        `reader`."""
+        await self.rates.wait(caller, min(num_objects // OBJECTS_PER_CALL, CALL_BURST))
 
     async def text_reader(self, request: Request) -> Caller:
         """The caller of a request for the tokens of its body, or for their text. The longer the

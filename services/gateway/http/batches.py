@@ -14,6 +14,7 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.common.limits import LIST_CALLS
 from loraplex_services.gateway.batches.book import BatchBook
 from loraplex_services.gateway.batches.files import Files
+from loraplex_services.gateway.batches.layout import id_of_document
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.batch_objects import batch_object, parse_batch
@@ -51,25 +52,34 @@ class BatchEndpoints:
 
     async def create(self, request: Request) -> Response:
         """POST /v1/batches: run the requests of a file."""
-        caller = await self._context.caller(request)
+        caller = await self._context.reader(request, LIST_CALLS)
         record = parse_batch(await read_json(request, caller), caller)
         file = await self._files.get(caller.tenant, record.input_file_id, "input_file_id")
         if file.purpose != "batch":
             why = f"has the purpose {file.purpose}; upload a file for batches"
             raise InvalidRequest.field("input_file_id", file.file_id, why)
-        await self._book.create(record)
+        # Results are stored even beyond the quota, so that a batch which has begun can end.
+        stored = await self._files.stored(caller.tenant)
+        stored.check_quota()
+        keys = await self._book.documents(caller.tenant)
+        await self._context.looked_at(caller, stored.num_files + len(keys))
+        await self._book.create(record, keys)
         self._wake(record.tenant, record.batch_id)
         return json_response(batch_object(record))
 
     async def list(self, request: Request) -> Response:
         """GET /v1/batches: newest first."""
-        tenant = (await self._context.reader(request, LIST_CALLS)).tenant
+        caller = await self._context.reader(request, LIST_CALLS)
         query = request.query_params
         check_parameters(query, ("after", "limit"))
         limit = limit_of(query, 20, _MAX_LIMIT)
+        keys = await self._book.documents(caller.tenant)
+        await self._context.looked_at(caller, len(keys))
+        if after := query.get("after"):
+            keys = [key for key in keys if id_of_document(key) < after]
         entries: list[dict[str, Any]] = []
         has_more = False
-        async with aclosing(self._book.listed(tenant, query.get("after", ""))) as listed:
+        async with aclosing(self._book.listed(keys[::-1])) as listed:
             async for record in listed:
                 if has_more := len(entries) == limit:
                     break

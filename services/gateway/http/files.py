@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 import time
 from collections.abc import AsyncGenerator
@@ -12,17 +13,22 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from loraplex.errors import Conflict, InvalidRequest, Unsupported
 from loraplex_services.common.limits import (
     LIST_CALLS,
+    MAX_FILE_DOWNLOADS,
+    MAX_FILE_DOWNLOADS_PER_TENANT,
     MAX_FILE_UPLOADS,
     MAX_FILE_UPLOADS_PER_TENANT,
 )
 from loraplex_services.common.objects import ObjectStoreError
 from loraplex_services.common.tenant_slots import TenantSlots
+from loraplex_services.common.units import parse_digits
 from loraplex_services.gateway.batches.book import BatchBook
 from loraplex_services.gateway.batches.files import FileRecord, Files, capped, new_file_id
+from loraplex_services.gateway.batches.layout import id_of_document
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.body import Body
@@ -48,6 +54,11 @@ class FileEndpoints:
         self._files = files
         self._book = book
         self._uploads = TenantSlots(MAX_FILE_UPLOADS, max_held=MAX_FILE_UPLOADS_PER_TENANT)
+        self._downloads = TenantSlots(
+            MAX_FILE_DOWNLOADS,
+            max_held=MAX_FILE_DOWNLOADS_PER_TENANT,
+            max_waiting_per_tenant=MAX_FILE_DOWNLOADS_PER_TENANT,
+        )
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -62,10 +73,12 @@ class FileEndpoints:
 
     async def create(self, request: Request) -> Response:
         """POST /v1/files: a form with the file and its purpose."""
-        tenant = (await self._context.caller(request)).tenant
-        file_id = new_file_id()
+        caller = await self._context.reader(request, LIST_CALLS)
+        tenant, file_id = caller.tenant, new_file_id()
         async with self._uploads.held(tenant, "uploads of files"):
-            quota_bytes = await self._files.check_quota(tenant)
+            stored = await self._files.stored(tenant)
+            quota_bytes = stored.check_quota()
+            await self._context.looked_at(caller, stored.num_files)
 
             async def write(chunks: AsyncGenerator[bytes]) -> int:
                 return await self._files.write(tenant, file_id, capped(chunks, quota_bytes))
@@ -82,19 +95,21 @@ class FileEndpoints:
 
     async def list(self, request: Request) -> Response:
         """GET /v1/files: newest first by default."""
-        tenant = (await self._context.reader(request, LIST_CALLS)).tenant
+        caller = await self._context.reader(request, LIST_CALLS)
         query = request.query_params
         check_parameters(query, ("after", "limit", "order", "purpose"))
         limit = limit_of(query, _MAX_LIMIT, _MAX_LIMIT)
-        listed = self._files.listed(
-            tenant,
-            after=query.get("after", ""),
-            newest_first=choice_of(query, "order", ("desc", "asc")) == "desc",
-            purpose=query.get("purpose", ""),
-        )
+        newest_first = choice_of(query, "order", ("desc", "asc")) == "desc"
+        keys = await self._files.documents(caller.tenant)
+        await self._context.looked_at(caller, len(keys))
+        if newest_first:
+            keys.reverse()
+        if after := query.get("after"):
+            is_later = operator.lt if newest_first else operator.gt
+            keys = [key for key in keys if is_later(id_of_document(key), after)]
         entries: list[dict[str, Any]] = []
         has_more = False
-        async with aclosing(listed):
+        async with aclosing(self._files.listed(keys, query.get("purpose", ""))) as listed:
             async for record in listed:
                 if has_more := len(entries) == limit:
                     break
@@ -109,18 +124,7 @@ class FileEndpoints:
         """GET /v1/files/{id}/content: the bytes."""
         record = await self._found(request)
 
-        async def counted() -> AsyncGenerator[bytes]:
-            async with aclosing(self._files.read(record)) as chunks:
-                async for chunk in chunks:
-                    FILE_BYTES.labels("out").inc(len(chunk))
-                    yield chunk
-
-        headers = {
-            "content-length": str(record.num_bytes),
-            "content-disposition": "attachment",
-            "x-content-type-options": "nosniff",
-        }
-        return StreamingResponse(counted(), media_type="application/octet-stream", headers=headers)
+        return _Download(record, self._files, self._downloads)
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/files/{id}: refused while a batch reads it."""
@@ -136,14 +140,39 @@ class FileEndpoints:
         return await self._files.get(caller.tenant, request.path_params["file_id"])
 
 
+class _Download(StreamingResponse):
+    """The bytes of a file, sent while its tenant may have one more download."""
+
+    def __init__(self, record: FileRecord, files: Files, slots: TenantSlots) -> None:
+        self._tenant = record.tenant
+        self._slots = slots
+
+        async def counted() -> AsyncGenerator[bytes]:
+            async with aclosing(files.read(record)) as chunks:
+                async for chunk in chunks:
+                    FILE_BYTES.labels("out").inc(len(chunk))
+                    yield chunk
+
+        headers = {
+            "content-length": str(record.num_bytes),
+            "content-disposition": "attachment",
+            "x-content-type-options": "nosniff",
+        }
+        super().__init__(counted(), media_type="application/octet-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it. Raises: ResourceExhausted if too many downloads of the tenant wait."""
+        async with self._slots.held(self._tenant, "downloads of files"):
+            await super().__call__(scope, receive, send)
+
+
 def _record(form: Form, tenant: str, file_id: str) -> FileRecord:
     """Raises: InvalidRequest, Unsupported."""
     fields: dict[str, Any] = {}
     for name, text in form.fields.items():
         if match := _INDEXED.fullmatch(name):
-            fields.setdefault("expires_after", {})[match[1]] = (
-                int(text) if text.isascii() and text.isdecimal() else text
-            )
+            number = parse_digits(text)
+            fields.setdefault("expires_after", {})[match[1]] = text if number is None else number
         else:
             fields[name] = text
     body = Body(fields)

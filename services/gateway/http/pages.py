@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.units import parse_digits
 
 
 def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
@@ -27,9 +28,10 @@ def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
     text = query.get("limit")
     if text is None:
         return default
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise InvalidRequest.field("limit", text, f"must be an integer from 1 to {most}")
-    return int(text)
+    number = parse_digits(text)
+    if number is None or not 1 <= number <= most:
+        raise InvalidRequest.field("limit", text[:32], f"must be an integer from 1 to {most}")
+    return number
 
 
 def page_body(entries: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex.errors import Unavailable
+from loraplex_services.common.units import parse_digits
 from loraplex_services.registry.index.catalog import Catalog, Found
 from loraplex_services.registry.index.feed import MAX_READ, FeedLost
 from loraplex_services.registry.index.items import base_item, tag_item, version_item
@@ -150,6 +151,7 @@ def _run(after: int, count: int) -> list[int]:
 
 def _parse(token: str) -> tuple[str, int]:
     epoch, colon, sequence = token.partition(":")
-    if not colon or not sequence.isdigit():
+    number = parse_digits(sequence)
+    if not colon or number is None:
         return "", 0
-    return epoch, int(sequence)
+    return epoch, number

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+import re
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from loraplex_services.gateway.batches.lines import read_line, split_lines
+from loraplex_services.gateway.batches.lines import CustomIds, read_line, split_lines
 from loraplex_services.gateway.batches.results import Answer
 from loraplex_services.gateway.batches.sending import retry_wait_s
 
@@ -31,6 +34,44 @@ async def test_lines_do_not_depend_on_chunks() -> None:
         want = [line if len(line) <= 10 else None for line in lines if line]
         got = [line async for line in split_lines(chunks(data, draw), 10)]
         assert got == want, data
+
+
+@pytest.mark.hostile
+async def test_empty_lines_are_passed_over_at_once() -> None:
+    data = b"\n" * (4 << 20)
+
+    async def lines() -> None:
+        assert [line async for line in split_lines(chunks_of(data), 10)] == []
+
+    async def one_by_one() -> None:
+        assert not any(re.finditer(rb"[^\r\n]+", data))
+
+    async def cpu_s(work: Callable[[], Awaitable[None]]) -> float:
+        begin_s = time.thread_time()
+        await work()
+        return time.thread_time() - begin_s
+
+    ratios = [await cpu_s(lines) / await cpu_s(one_by_one) for _ in range(3)]
+    assert min(ratios) < 0.3, ratios
+
+
+async def chunks_of(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), 1 << 20):
+        yield data[start : start + (1 << 20)]
+
+
+@pytest.mark.hostile
+def test_the_longest_custom_ids_take_little_memory() -> None:
+    seen = CustomIds()
+    tracemalloc.start()
+    try:
+        for number in range(5000):
+            assert seen.add(f"{number:012}" + "\N{GRINNING FACE}" * 500)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 1 << 20
+    assert not seen.add(f"{7:012}" + "\N{GRINNING FACE}" * 500)
 
 
 async def test_a_line_that_never_ends_takes_no_memory() -> None:
