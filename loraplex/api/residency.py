@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 
 class Tier(enum.IntEnum):
-    """How near to a worker's device an adapter is. The numbers are those of the wire."""
+    """How near to a worker's device an adapter is: the larger, the nearer."""
 
     NONE = 0
     """Not on the worker."""
     DISK = 1
     """Verified, in the disk cache."""
-    LOADING = 2
+    HOST = 2
+    """On disk, and its image is in the pinned host memory of a worker on a GPU."""
+    LOADING = 3
     """On its way to the device."""
-    DEVICE = 3
+    DEVICE = 4
     """Usable in the next step."""
 
 
@@ -33,6 +35,9 @@ class AdapterResidency:
     """A pinned adapter is never evicted."""
     running_requests: int = 0
     """Number of running requests that use it."""
+    host_bytes: int = 0
+    """Bytes of its image in pinned host memory, also while it is on the device; 0 = it is not
+    there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,15 +232,29 @@ def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
     )
 
 
+_TIERS = {
+    Tier.NONE: worker_pb2.ADAPTER_TIER_UNSPECIFIED,
+    Tier.DISK: worker_pb2.ADAPTER_TIER_DISK,
+    Tier.HOST: worker_pb2.ADAPTER_TIER_DISK,
+    Tier.LOADING: worker_pb2.ADAPTER_TIER_LOADING,
+    Tier.DEVICE: worker_pb2.ADAPTER_TIER_DEVICE,
+}
+"""Peers without the tier HOST read it as DISK; `host_bytes` says which of the two it is."""
+_TIER_OF = {number: tier for tier, number in _TIERS.items() if tier is not Tier.HOST}
+
+
 def residency_to_proto(residency: AdapterResidency) -> worker_pb2.AdapterResidency:
     """Where an adapter is, as a message."""
-    return worker_pb2.AdapterResidency(**same_fields(residency, AdapterResidency))
+    values = same_fields(residency, AdapterResidency)
+    return worker_pb2.AdapterResidency(**{**values, "tier": _TIERS[residency.tier]})
 
 
 def residency_from_proto(message: worker_pb2.AdapterResidency) -> AdapterResidency:
     """The inverse."""
     values = same_fields(message, AdapterResidency)
-    return AdapterResidency(**{**values, "tier": Tier(message.tier)})
+    is_on_host = message.tier == worker_pb2.ADAPTER_TIER_DISK and message.host_bytes > 0
+    values["tier"] = Tier.HOST if is_on_host else _TIER_OF[message.tier]
+    return AdapterResidency(**values)
 
 
 def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:

@@ -257,20 +257,22 @@ class WatchStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class AdapterResidency(_message.Message):
-    __slots__ = ("digest", "tier", "max_rank", "device_bytes", "pinned", "running_requests")
+    __slots__ = ("digest", "tier", "max_rank", "device_bytes", "pinned", "running_requests", "host_bytes")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     MAX_RANK_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     digest: str
     tier: AdapterTier
     max_rank: int
     device_bytes: int
     pinned: bool
     running_requests: int
-    def __init__(self, digest: _Optional[str] = ..., tier: _Optional[_Union[AdapterTier, str]] = ..., max_rank: _Optional[int] = ..., device_bytes: _Optional[int] = ..., pinned: bool = ..., running_requests: _Optional[int] = ...) -> None: ...
+    host_bytes: int
+    def __init__(self, digest: _Optional[str] = ..., tier: _Optional[_Union[AdapterTier, str]] = ..., max_rank: _Optional[int] = ..., device_bytes: _Optional[int] = ..., pinned: bool = ..., running_requests: _Optional[int] = ..., host_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("running_requests", "waiting_requests", "queued_tokens", "free_blocks", "total_blocks", "step_s", "prefill_tokens_per_s", "max_distinct_adapters", "steps", "max_running_requests", "full", "idle_blocks")

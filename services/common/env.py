@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loraplex.units import parse_bytes, parse_seconds
+from loraplex.units import parse_seconds
 from loraplex_services.common.setting import (
     DEBUG_LIST,
     Setting,
     Switch,
+    bytes_setting,
     choice_setting,
     choice_switch,
+    count_setting,
     flag_setting,
     listen_setting,
     path_setting,
@@ -42,14 +44,8 @@ REGISTRY_ADDRESS = text_setting(
 GATEWAY_ADDRESS = text_setting(
     "LORAPLEX_GATEWAY_ADDRESS", "tools", "gRPC address of the gateway.", "127.0.0.1:50051"
 )
-API_KEY: Setting[str] = Setting(
-    "LORAPLEX_API_KEY",
-    parse_text,
-    "",
-    "tools",
-    "API key that is sent with every call.",
-    secret=True,
-)
+_KEY = "API key that is sent with every call."
+API_KEY: Setting[str] = Setting("LORAPLEX_API_KEY", parse_text, "", "tools", _KEY, secret=True)
 CA = path_setting("LORAPLEX_CA", "tools all", "PEM file of the CA against which peers are checked.")
 CERT = path_setting(
     "LORAPLEX_CERT", "tools all", "PEM file of the certificate that is sent to peers."
@@ -266,18 +262,23 @@ GPU_MEMORY_UTILIZATION: Setting[float | None] = Setting(
 MAX_LORA_RANK: Setting[int] = Setting(
     "LORAPLEX_MAX_LORA_RANK", integer(1, 4096), 256, "up worker", "Largest rank that is accepted."
 )
-CACHE_BYTES: Setting[int] = Setting(
-    "LORAPLEX_CACHE_BYTES", parse_bytes, 16 << 30, "worker", "Largest size of the disk cache."
+CACHE_BYTES = bytes_setting(
+    "LORAPLEX_CACHE_BYTES",
+    "worker",
+    "Largest size of the disk cache; unset = a quarter of the space that is free or its own.",
+)
+HOST_CACHE_BYTES = bytes_setting(
+    "LORAPLEX_HOST_CACHE_BYTES",
+    "worker",
+    "Pinned host memory for adapters of each GPU; unset = a quarter of the memory for all GPUs.",
 )
 
 # Worker: what a step holds
 MAX_NUM_SEQS: Setting[int] = Setting(
     "LORAPLEX_MAX_NUM_SEQS", integer(1), 256, "up worker", "Largest number of requests in one step."
 )
-MAX_MODEL_LEN: Setting[int | None] = Setting(
+MAX_MODEL_LEN = count_setting(
     "LORAPLEX_MAX_MODEL_LEN",
-    integer(1),
-    None,
     "up worker",
     "Longest context in tokens, prompt and output together; unset = that of the base.",
 )
@@ -288,12 +289,8 @@ MAX_NUM_BATCHED_TOKENS: Setting[int] = Setting(
     "up worker",
     "Largest number of tokens in one step, for prompts and decoding requests together.",
 )
-MAX_LORAS: Setting[int | None] = Setting(
-    "LORAPLEX_MAX_LORAS",
-    integer(1),
-    None,
-    "up worker",
-    "Largest number of adapters in one step; unset = no limit.",
+MAX_LORAS = count_setting(
+    "LORAPLEX_MAX_LORAS", "up worker", "Largest number of adapters in one step; unset = no limit."
 )
 
 # Switches of LORAPLEX_DEBUG

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from loraplex.errors import InvalidRequest
+from loraplex.units import parse_bytes
 from loraplex_services.common.units import (
     choice,
+    integer,
     parse_bool,
     parse_list,
     parse_listen,
@@ -101,6 +103,16 @@ def flag_setting(name: str, readers: str, doc: str) -> Setting[bool]:
 
 def path_setting(name: str, readers: str, doc: str) -> Setting[Path | None]:
     return Setting(name, parse_path, None, readers, doc)
+
+
+def bytes_setting(name: str, readers: str, doc: str) -> Setting[int | None]:
+    """A size; None unless set."""
+    return Setting(name, parse_bytes, None, readers, doc)
+
+
+def count_setting(name: str, readers: str, doc: str) -> Setting[int | None]:
+    """A number of at least one; None unless set."""
+    return Setting(name, integer(1), None, readers, doc)
 
 
 def listen_setting(name: str, readers: str, doc: str, default: str = "") -> Setting[str]:

@@ -30,8 +30,6 @@ GONE = {
     "LORAPLEX_FAILPOINTS": _NOW_A_SWITCH.format("failpoint"),
     "LORAPLEX_FIRST_TOKEN_S": "it is no longer read; set first_token_s in requests",
     "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
-    "LORAPLEX_HOST_CACHE_BYTES": "it is no longer read; on CUDA, an eighth of the host's memory, "
-    "at most 4 GiB, is pinned for packed adapters",
     "LORAPLEX_HTTP_KEY": "the private key is in the file of LORAPLEX_HTTP_CERT now, or next to it "
     "with the suffix .key",
     "LORAPLEX_INSECURE": "it is a value now: LORAPLEX_AUTH=insecure",

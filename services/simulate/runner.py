@@ -52,6 +52,8 @@ class SimulatedCopy:
     elapsed_s: float
     end_s: float
     clock: VirtualClock
+    is_on_host: bool = False
+    left_host: tuple[Path, ...] = ()
 
     @property
     def facts(self) -> AdapterFacts:

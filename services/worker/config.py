@@ -37,7 +37,8 @@ class WorkerConfig:
     objects_url: str
     cache_dir: Path | None
     """None = a temporary folder, which is deleted when the worker ends."""
-    cache_bytes: int
+    cache_bytes: int | None
+    """Largest size of the disk cache; None = by the free space, see `disk_cache.default_bytes`."""
     drain_s: float
     step_timeout_s: float
     service_token: str
@@ -114,6 +115,7 @@ def _engine(environ: Mapping[str, str]) -> EngineConfig:
         prefix_cache=env.PREFIX_CACHE.read(environ),
         overlap=env.OVERLAP.read(environ),
         drafts=env.SPECULATION.read(environ),
+        host_cache_bytes=env.HOST_CACHE_BYTES.read(environ) or 0,
         lora_dtype=env.LORA_DTYPE.read(environ),
         quantization=env.QUANTIZATION.read(environ),
         kv_cache_dtype=env.KV_CACHE_DTYPE.read(environ),

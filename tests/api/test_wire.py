@@ -181,10 +181,16 @@ def test_counts_times_and_what_ran_arrive_as_they_were_sent() -> None:
 
 @pytest.mark.parametrize("tier", Tier)
 def test_residency_arrives_as_it_was_sent(tier: Tier) -> None:
-    residency = AdapterResidency("sha256:0", tier, 8, 1 << 33, True, 2)
+    residency = AdapterResidency("sha256:0", tier, 8, 1 << 33, True, 2, 4096 * (tier is Tier.HOST))
+    message = wire.residency_to_proto(residency)
+    assert wire.residency_from_proto(message) == residency
+    suffix = {Tier.NONE: "UNSPECIFIED", Tier.HOST: "DISK"}.get(tier, tier.name)
+    assert worker_pb2.AdapterTier.Name(message.tier) == f"ADAPTER_TIER_{suffix}"
+
+
+def test_a_copy_in_host_memory_does_not_change_where_a_loaded_adapter_is() -> None:
+    residency = AdapterResidency("sha256:0", Tier.DEVICE, 8, 1 << 33, host_bytes=4096)
     assert wire.residency_from_proto(wire.residency_to_proto(residency)) == residency
-    suffix = tier.name if tier else "UNSPECIFIED"
-    assert worker_pb2.AdapterTier.Name(tier) == f"ADAPTER_TIER_{suffix}"  # type: ignore[arg-type]
 
 
 def test_load_arrives_as_it_was_sent() -> None:

@@ -29,7 +29,13 @@ REQUESTS_PER_REPLICA = 4
 _SHRINK_MARGIN = 0.25
 """A replica set shrinks only when the load is this far below what it was grown for."""
 _DEFAULT_TOKENS_PER_S = 2000.0
-_RESIDENCY_COST_S = {Tier.DEVICE: 0.0, Tier.LOADING: 0.02, Tier.DISK: 0.05, Tier.NONE: 0.5}
+_RESIDENCY_COST_S = {
+    Tier.DEVICE: 0.0,
+    Tier.LOADING: 0.02,
+    Tier.HOST: 0.02,
+    Tier.DISK: 0.05,
+    Tier.NONE: 0.5,
+}
 _LOAD_AHEAD_S = 0.05
 """Added per adapter that the worker is loading: copies run one after another."""
 

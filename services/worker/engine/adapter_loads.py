@@ -47,6 +47,11 @@ class AdapterLoads:
         """Adapters that requests needed before they were on disk, and since when."""
         self._copies_s: list[float] = []
         self._loaded: list[str] = []
+        self._on_host: dict[Path, str] = {}
+        """Digests of the adapters in pinned host memory, by folder."""
+        self.host_bytes: dict[str, int] = {}
+        """Sizes of these adapters by digest."""
+        self._moved_on_host: set[str] = set()
         self.refused: dict[str, LoraplexError] = {}
         """Why adapters that were to be loaded ahead of requests could not be."""
         self.wake: Callable[[], None] = lambda: None
@@ -131,6 +136,11 @@ class AdapterLoads:
         loaded, self._loaded = self._loaded, []
         return loaded
 
+    def take_moved_on_host(self) -> set[str]:
+        """Digests that have entered or left pinned host memory since the last call."""
+        moved, self._moved_on_host = self._moved_on_host, set()
+        return moved
+
     def refusals(
         self, requests: Sequence[Request], base: BaseFacts
     ) -> list[tuple[Request, LoraplexError]]:
@@ -192,9 +202,20 @@ class AdapterLoads:
             else:
                 self._cache.loaded(load.digest, copied.elapsed_s, copied.facts)
                 self._loaded.append(load.digest)
+                self._note_host(load, copied)
                 self._copies_s.append(copied.elapsed_s)
                 self._times.copies.add(copied.elapsed_s)
         return failures
+
+    def _note_host(self, load: Load, copied: Copied) -> None:
+        left = [self._on_host.pop(folder) for folder in copied.left_host if folder in self._on_host]
+        for digest in left:
+            del self.host_bytes[digest]
+        self._moved_on_host.update(left)
+        if copied.is_on_host and load.path not in self._on_host:
+            self._on_host[load.path] = load.digest
+            self.host_bytes[load.digest] = copied.num_bytes
+            self._moved_on_host.add(load.digest)
 
 
 def _result(pending: Pending[T]) -> T | Exception:

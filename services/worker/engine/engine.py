@@ -361,9 +361,18 @@ class Engine:
         changes = dict(self.cache.take_changes())
         for digest in errors:
             changes.setdefault(digest, self.cache.get(digest))
+        for digest in self._loads.take_moved_on_host():
+            if (adapter := self.cache.get(digest)) is not None:
+                changes.setdefault(digest, adapter)
         page_bytes = self._runner.block_bytes // self._arena.pages_per_block
         return [
-            residency_change(digest, adapter, page_bytes, errors.get(digest))
+            residency_change(
+                digest,
+                adapter,
+                page_bytes,
+                self._loads.host_bytes.get(digest, 0),
+                errors.get(digest),
+            )
             for digest, adapter in changes.items()
         ]
 

@@ -62,18 +62,26 @@ def timings(request: Request) -> Timings:
 
 
 def residency_change(
-    digest: str, adapter: CachedAdapter | None, page_bytes: int, error: LoraplexError | None
+    digest: str,
+    adapter: CachedAdapter | None,
+    page_bytes: int,
+    host_bytes: int,
+    error: LoraplexError | None,
 ) -> ResidencyChange:
-    """How the engine reports where an adapter is; None = it is not known."""
+    """How the engine reports where an adapter is; None = it is not known.
+
+    `host_bytes`: of its image in pinned host memory, 0 if it is not there.
+    """
     wire_error = WireError.of(error) if error else None
     if adapter is None:
         return ResidencyChange(AdapterResidency(digest, Tier.NONE), wire_error)
     residency = AdapterResidency(
         digest=digest,
-        tier=adapter.tier,
+        tier=Tier.HOST if adapter.tier is Tier.DISK and host_bytes else adapter.tier,
         max_rank=adapter.max_rank,
         device_bytes=adapter.num_pages * page_bytes if adapter.first_pages else 0,
         pinned=adapter.pinned,
         running_requests=adapter.num_running,
+        host_bytes=host_bytes,
     )
     return ResidencyChange(residency, wire_error)

@@ -19,7 +19,7 @@ from loraplex.client.progress import Progress
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.worker.adapters.device.base_values import SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
-from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache, default_bytes
+from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache
 from loraplex_services.worker.adapters.device.table import AdapterTable
 from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
 from loraplex_services.worker.adapters.pack.packing import Packer
@@ -44,7 +44,11 @@ from loraplex_services.worker.ops.attention.backend import AUTO
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
-from loraplex_services.worker.runner.memory import ArenaSize
+from loraplex_services.worker.runner.memory import (
+    ArenaSize,
+    default_host_cache_bytes,
+    memory_of,
+)
 from loraplex_services.worker.runner.numerics import (
     dtype_name,
     fingerprint,
@@ -150,7 +154,7 @@ def _build(
     layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
     packer = _packer(layout, geometry, sites, torch_device)
     model.ropes.reserve(settings.max_resident)
-    host = _pinned_cache(arena)
+    host = _pinned_cache(arena, settings.host_cache_bytes)
     loader = AdapterLoader(arena, packer, model.ropes, layout.ropes, host, executors)
     facts = config, layout, geometry, torch_device, torch_dtype, operators
     info = _model_info(*facts, settings)
@@ -193,9 +197,16 @@ def _adapter_layout(
     )
 
 
-def _pinned_cache(arena: ArenaBuffer) -> PinnedCache | None:
-    """Packed images in pinned memory, on CUDA. On a CPU, the page cache is as near."""
-    return PinnedCache(arena, default_bytes()) if arena.data.is_cuda else None
+def _pinned_cache(arena: ArenaBuffer, num_bytes: int) -> PinnedCache | None:
+    """Packed images in `num_bytes` of pinned memory, 0 = a share of the machine's, on CUDA. On a
+    CPU, the page cache is as near."""
+    if not arena.data.is_cuda:
+        return None
+    if not num_bytes:
+        host = memory_of(torch.device("cpu"))
+        num_bytes = default_host_cache_bytes(host, torch.cuda.device_count())
+    logger.info("pinning %d bytes of host memory for adapters", num_bytes)
+    return PinnedCache(arena, num_bytes)
 
 
 def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GPU_UTILIZATION = 0.9
 MAX_DEFAULT_CPU_BYTES = 1 << 30
+HOST_CACHE_SHARE = 0.25
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -80,6 +81,12 @@ def memory_of(device: torch.device) -> MemoryState:
         used_bytes = _read_number(_CGROUP / "memory.current") or 0
         return MemoryState(min(free_bytes, max(0, limit - used_bytes)), limit)
     return MemoryState(free_bytes, total_bytes)
+
+
+def default_host_cache_bytes(host: MemoryState, num_gpus: int) -> int:
+    """Pinned host memory for the adapters of one GPU: its part of a quarter of the memory, because
+    every GPU of a machine may have a worker."""
+    return int(HOST_CACHE_SHARE * host.total_bytes) // max(1, num_gpus)
 
 
 def _available_bytes(total_bytes: int) -> int:

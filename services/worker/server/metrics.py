@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -17,6 +17,9 @@ from loraplex_services.worker.types.messages import StepOutput, TokenOutput
 
 MAX_ADAPTER_LABELS = 100
 """Number of adapters that are shown individually; the others are counted together."""
+
+_LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
+"""vLLM's names of tiers; the others are `disk`."""
 
 _LATENCY_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
@@ -224,7 +227,7 @@ class AdapterCollector(Collector):
             labels=["adapter_name", "level", "pinned", "rank"],
         )
         for adapter in shown[:MAX_ADAPTER_LABELS]:
-            level = "gpu" if adapter.tier == Tier.DEVICE else "disk"
+            level = _LEVELS.get(adapter.tier, "disk")
             labels = [adapter.digest, level, str(adapter.pinned).lower(), str(adapter.max_rank)]
             loaded.add_metric(labels, 1)
         if len(shown) > MAX_ADAPTER_LABELS:
@@ -233,6 +236,23 @@ class AdapterCollector(Collector):
         yield _gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device", len(on_device))
         yield _gauge("vllm:max_gpu_lora_adapters", "Slots of the device tables", self._max_loras)
         yield self._requests_info(adapters)
+        yield _by_tier(
+            "loraplex_worker_adapters",
+            "Adapters by the tier that is nearest to the device",
+            {
+                tier: sum(a.tier == tier for a in adapters)
+                for tier in (Tier.DISK, Tier.HOST, Tier.LOADING, Tier.DEVICE)
+            },
+        )
+        yield _by_tier(
+            "loraplex_worker_adapter_bytes",
+            "Bytes of adapters on each tier, which may hold the same adapters",
+            {
+                Tier.DISK: self._status.disk_bytes(),
+                Tier.HOST: sum(a.host_bytes for a in adapters),
+                Tier.DEVICE: sum(a.device_bytes for a in adapters),
+            },
+        )
 
     def _requests_info(self, adapters: list[AdapterResidency]) -> GaugeMetricFamily:
         running = sorted(a.digest for a in adapters if a.running_requests)[:MAX_ADAPTER_LABELS]
@@ -245,6 +265,13 @@ class AdapterCollector(Collector):
         labels = [str(self._max_loras), ",".join(running), ",".join(waiting[:MAX_ADAPTER_LABELS])]
         info.add_metric(labels, time.time())
         return info
+
+
+def _by_tier(name: str, text: str, values: Mapping[Tier, int]) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(name, text, labels=["tier"])
+    for tier, value in values.items():
+        gauge.add_metric([tier.name.lower()], value)
+    return gauge
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

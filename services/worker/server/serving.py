@@ -126,6 +126,7 @@ async def _run_engine_with(config: WorkerConfig, folder: Path, api_server: ApiSe
     model_dir = await _model_dir(config, folder)
     bundle = await asyncio.to_thread(read_tokenizer, model_dir)
     disk = await asyncio.to_thread(DiskCache, folder, config.cache_bytes, api_server.adapter_gone)
+    api_server.status.disk_bytes = lambda: disk.num_bytes
     source = AdapterSource(open_store(config.objects_url), disk)
     engine = msgspec.structs.replace(config.engine, model_dir=str(model_dir))
     client = EngineClient(engine, api_server, step_timeout_s=config.step_timeout_s)

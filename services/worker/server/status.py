@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
@@ -47,6 +47,8 @@ class StatusBoard:
         self.is_ready = False
         self.is_draining = False
         self.load = WorkerLoad()
+        self.disk_bytes: Callable[[], int] = lambda: 0
+        """Bytes in the disk cache."""
         self._adapters: dict[str, AdapterResidency] = {}
         self._watchers: set[_Watcher] = set()
         self._is_closed = False
@@ -90,7 +92,7 @@ class StatusBoard:
 
     def off_disk(self, digest: str) -> None:
         """Note that an adapter's files are gone. A copy on the device stays until it is evicted."""
-        if self.adapter(digest).tier == Tier.DISK:
+        if self.adapter(digest).tier in (Tier.DISK, Tier.HOST):
             self._note(AdapterResidency(digest, Tier.NONE))
             self.touch()
 

@@ -84,6 +84,16 @@ class Copied(Protocol):
         """What requests must know about the adapter."""
         ...
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its image is in pinned host memory now, from where it is copied sooner."""
+        ...
+
+    @property
+    def left_host(self) -> tuple[Path, ...]:
+        """Folders whose images have left pinned host memory since the copy before."""
+        ...
+
 
 class LaunchedStep(Protocol):
     """A step that may still run."""

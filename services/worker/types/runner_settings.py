@@ -26,6 +26,9 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     `runner.memory.ArenaSize`)."""
     arena_share: float = 0.0
     gpu_memory_utilization: float = 0.0
+    host_cache_bytes: int = 0
+    """Pinned host memory for adapters of a rank on a GPU; 0 = see
+    `runner.memory.default_host_cache_bytes`."""
     max_lora_rank: int = 256
     """Adapters of a higher rank are refused at load."""
     max_resident: int = 4096

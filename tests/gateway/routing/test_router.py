@@ -107,6 +107,16 @@ def test_cold_adapters_stay_on_one_worker() -> None:
     assert len(num_replicas) == 1
 
 
+@given(key=KEYS, holder=st.sampled_from("abcd"))
+def test_of_replicas_without_the_adapter_on_the_device_the_one_with_it_on_the_host_is_chosen(
+    key: str, holder: str
+) -> None:
+    tiers = dict.fromkeys("abcd", Tier.DISK) | {holder: Tier.HOST}
+    views = [_view(name, adapters={key: AdapterResidency(key, t)}) for name, t in tiers.items()]
+    chosen = choose(views, _routing_request(key, num_replicas=4))
+    assert chosen is not None and chosen.worker_id == holder
+
+
 def test_home_prefers_the_worker_that_already_holds_the_adapter() -> None:
     order = rendezvous_order("x", "abcd")
     held = {"x": AdapterResidency("x", Tier.DEVICE)}

@@ -14,7 +14,12 @@ from safetensors.torch import load_file, save_file
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.runner import allocation, memory
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.runner.memory import ArenaSize, MemoryState, memory_of
+from loraplex_services.worker.runner.memory import (
+    ArenaSize,
+    MemoryState,
+    default_host_cache_bytes,
+    memory_of,
+)
 from tests.worker.tiny import write_base
 
 MiB = 1 << 20
@@ -24,6 +29,11 @@ STATE = MemoryState(free_bytes=60 * MiB, total_bytes=100 * MiB)
 
 def no_step() -> int:
     raise AssertionError("nothing is to be measured")
+
+
+def test_gpus_share_a_quarter_of_the_memory_for_images_of_adapters() -> None:
+    assert default_host_cache_bytes(STATE, num_gpus=5) == 5 * MiB
+    assert default_host_cache_bytes(STATE, num_gpus=1) == 25 * MiB
 
 
 def test_bytes_are_taken_as_they_are() -> None:

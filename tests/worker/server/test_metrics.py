@@ -96,6 +96,30 @@ def test_vllm_names_say_their_model_and_no_others_do() -> None:
     assert named == [line for line in samples if line.startswith("vllm:")]
 
 
+def test_tiers_are_counted_and_measured() -> None:
+    board = StatusBoard()
+    board.disk_bytes = lambda: 700
+    on_device = AdapterResidency("sha256:a", Tier.DEVICE, 8, device_bytes=256, host_bytes=200)
+    on_host = AdapterResidency("sha256:b", Tier.HOST, 8, host_bytes=300)
+    on_disk = AdapterResidency("sha256:c", Tier.DISK, 8)
+    board.update(map(ResidencyChange, (on_device, on_host, on_disk)), WorkerLoad())
+    registry = CollectorRegistry()
+    registry.register(metrics.AdapterCollector(board, max_loras=4096))
+    lines = set(generate_latest(registry).decode().splitlines())
+    assert {
+        'loraplex_worker_adapters{tier="disk"} 1.0',
+        'loraplex_worker_adapters{tier="host"} 1.0',
+        'loraplex_worker_adapters{tier="loading"} 0.0',
+        'loraplex_worker_adapters{tier="device"} 1.0',
+        'loraplex_worker_adapter_bytes{tier="disk"} 700.0',
+        'loraplex_worker_adapter_bytes{tier="host"} 500.0',
+        'loraplex_worker_adapter_bytes{tier="device"} 256.0',
+    } <= lines
+    levels = {'level="gpu"', 'level="cpu"', 'level="disk"'}
+    loaded = [line for line in lines if line.startswith("vllm:lora_adapter_loaded{")]
+    assert {level for level in levels for line in loaded if level in line} == levels
+
+
 def test_adapter_labels_are_bounded() -> None:
     board = StatusBoard()
     many = [

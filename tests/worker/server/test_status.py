@@ -32,7 +32,7 @@ async def test_a_watch_is_a_snapshot_then_what_changed() -> None:
     board.update([at("a", Tier.DEVICE), at("b", Tier.NONE)], LOAD)
     second = await anext(watch)
     assert not second.is_full and (second.sequence, second.epoch) == (2, 5)
-    assert {(a.digest, a.tier) for a in second.adapters} == {("a", 3), ("b", 0)}
+    assert {(a.digest, a.tier) for a in second.adapters} == {("a", Tier.DEVICE), ("b", Tier.NONE)}
     assert second.load == LOAD
 
 

@@ -60,7 +60,7 @@ function meter(label, used, cached) {
 }
 
 function chip(adapter) {
-  const where = { device: "on device", loading: "loading", disk: "on disk" }[adapter.tier];
+  const where = { device: "on device", loading: "loading", host: "in host memory", disk: "on disk" }[adapter.tier];
   const [name, ...others] = adapter.names.map((each) => each.replace(/^default\//, ""));
   const title = `${[name, ...others].join(", ")}: ${where}, rank ${adapter.rank}${adapter.bytes ? `, ${bytes(adapter.bytes)}` : ""}${adapter.running ? `, ${adapter.running} running` : ""}`;
   const text = `${name}${others.length ? ` +${others.length}` : ""}`;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraplex.adapter_format.rope_scaling import parse
@@ -38,6 +38,10 @@ class CopiedImage:
     """What steps have to wait for; None = every byte is on the device."""
     copy_id: int = 0
     """Identifies the copy to the other tensor-parallel ranks, if there are any."""
+    is_on_host: bool = False
+    """Whether the image is in pinned host memory now."""
+    left_host: tuple[Path, ...] = ()
+    """Folders whose images have left it since the copy before."""
 
     @property
     def facts(self) -> AdapterFacts:
@@ -134,16 +138,19 @@ class AdapterLoader:
         with ImageFile(image_path(folder, self._packer.fingerprint)) as image:
             # Another rank's image may be larger.
             own = extents.holding(image.index.num_pages, self._arena.pages_per_block)
-            copy_events, expected_s = self._fill(image, own, step_s)
+            copy_events, expected_s = self._fill(folder, image, own, step_s)
             elapsed_s = time.perf_counter() - begin_s + expected_s
-            return CopiedImage(folder, image.index, tuple(own), elapsed_s, copy_events)
+            copied = CopiedImage(folder, image.index, tuple(own), elapsed_s, copy_events)
+        if self._host is None:
+            return copied
+        return replace(copied, is_on_host=folder in self._host, left_host=self._host.take_left())
 
     def _fill(
-        self, image: Image, first_pages: Sequence[int], step_s: float
+        self, folder: Path, image: Image, first_pages: Sequence[int], step_s: float
     ) -> tuple[CopyEvents | None, float]:
         """Raises and returns as `PinnedCache.copy` does."""
         if self._host is not None:
-            return self._host.copy(image, first_pages, step_s)
+            return self._host.copy(folder, image, first_pages, step_s)
         index = image.index
         lengths = extent_lengths(index.num_pages, index.num_bytes, self._arena.block_bytes)
         arena = self._arena.data.view(-1).numpy().data

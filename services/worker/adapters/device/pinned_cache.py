@@ -7,9 +7,10 @@ One thread copies while steps run. Without a GPU, the same code copies at once, 
 
 from __future__ import annotations
 
-import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,18 +21,11 @@ from loraplex_services.worker.adapters.pack.image import Image
 from loraplex_services.worker.arena_buffer import ArenaBuffer
 from loraplex_services.worker.types.extents import extent_lengths
 
-MAX_DEFAULT_BYTES = 4 << 30
 EVENT_EXTENTS = 8
 """Extents between two events. With one after each block, 84 MB took 2.3 ms on an H200, where a
 plain pinned copy takes 1.5 ms; a group of 16 MiB takes 0.3 ms, which is how long a layer may wait
 more.
 """
-
-
-def default_bytes() -> int:
-    """The size of the pinned memory if none is set: 1/8 of the host's memory, at most 4 GiB."""
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(MAX_DEFAULT_BYTES, host_bytes // 8)
 
 
 class CopyForecast:
@@ -57,11 +51,13 @@ class PinnedCache:
     """Copies images through pinned memory into one arena."""
 
     def __init__(self, arena: ArenaBuffer, num_bytes: int) -> None:
-        """Allocates `num_bytes` of pinned memory, rounded down to a power of two, because torch
-        pins powers of two, and at least one block."""
+        """Pins as many blocks of the arena's size as fit into `num_bytes`, and at least one."""
         self._arena = arena
-        num_blocks = max(1, (1 << num_bytes.bit_length() - 1) // arena.block_bytes)
-        self._memory = self._allocate(num_blocks * arena.block_bytes)
+        num_blocks = max(1, num_bytes // arena.block_bytes)
+        self._memory = torch.empty(num_blocks * arena.block_bytes, dtype=torch.uint8)
+        if arena.data.is_cuda:
+            _pin(self._memory)
+            weakref.finalize(self, _unpin, self._memory).atexit = False
         self._pool = PinnedPool(num_blocks, arena.pages_per_block)
         self._stream = torch.cuda.Stream(arena.data.device) if arena.data.is_cuda else None
         self._forecast = CopyForecast()
@@ -69,11 +65,18 @@ class PinnedCache:
         """Begin and end of the last copy, and its bytes, until its time is known."""
         self.stalls = StallTimer(_now)
 
+    def __contains__(self, folder: Path) -> bool:
+        return folder in self._pool
+
+    def take_left(self) -> tuple[Path, ...]:
+        """Folders whose images have left pinned memory since the last call."""
+        return self._pool.take_left()
+
     def copy(
-        self, image: Image, first_pages: Sequence[int], step_s: float
+        self, folder: Path, image: Image, first_pages: Sequence[int], step_s: float
     ) -> tuple[CopyEvents | None, float]:
-        """Fill the extents at `first_pages`, which no step reads, after reading the image into
-        pinned memory.
+        """Fill the extents at `first_pages`, which no step reads, after reading the image of
+        `folder` into pinned memory.
 
         A copy that is expected to end within a step of `step_s` stays under way: the bytes of
         each layer arrive before the step needs them. Other copies are waited for.
@@ -85,7 +88,7 @@ class PinnedCache:
         Raises:
             DataLoss: the image ends early; the extents' bytes are undefined then.
         """
-        rows = self._staged(image)
+        rows = self._staged(folder, image)
         starts = [first_page * self._arena.page_bytes for first_page in first_pages]
         if self._stream is None:
             self._copy_rows(starts, rows)
@@ -100,25 +103,28 @@ class PinnedCache:
             return None, 0.0
         return CopyEvents(image.index, events, self.stalls), expected_s
 
-    def _staged(self, image: Image) -> list[Tensor]:
+    def _staged(self, folder: Path, image: Image) -> list[Tensor]:
         """The image's bytes in pinned memory, extent by extent."""
-        name, index = image.sha256, image.index
+        sha256, index = image.sha256, image.index
         lengths = extent_lengths(index.num_pages, index.num_bytes, self._arena.block_bytes)
-        extents = self._pool.find(name)
+        extents = self._pool.find(folder, sha256)
         if extents is not None:
             return self._rows(self._memory, extents.first_pages, lengths)
-        extents = self._pool.enter(name, index.num_pages)
+        extents = self._pool.enter(folder, sha256, index.num_pages)
         if self._stream is not None:
             self._stream.synchronize()  # evicted images may still be copied
         if extents is not None:
             rows = self._rows(self._memory, extents.first_pages, lengths)
         else:  # larger than the pool; torch keeps the memory until the copy is done
-            rows = list(self._allocate(sum(lengths)).split(lengths))
+            is_cuda = self._arena.data.is_cuda
+            rows = list(
+                torch.empty(sum(lengths), dtype=torch.uint8, pin_memory=is_cuda).split(lengths)
+            )
         try:
             image.read_into([row.numpy().data for row in rows])
         except BaseException:
             if extents is not None:
-                self._pool.drop(name)
+                self._pool.drop(folder)
             raise
         return rows
 
@@ -127,10 +133,6 @@ class PinnedCache:
     ) -> list[Tensor]:
         starts = [first_page * self._arena.page_bytes for first_page in first_pages]
         return [memory[s : s + n] for s, n in zip(starts, lengths, strict=True)]
-
-    def _allocate(self, num_bytes: int) -> Tensor:
-        is_cuda = self._arena.data.is_cuda
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
 
     def _enqueue(self, starts: Sequence[int], rows: Sequence[Tensor]) -> list[torch.cuda.Event]:
         """Enqueue copies in the current stream. Returns, for each row, the event after its group of
@@ -160,6 +162,17 @@ class PinnedCache:
             begin, end, num_bytes = self._last
             self._forecast.measured(num_bytes, begin.elapsed_time(end) / 1e3)
             self._last = None
+
+
+def _pin(memory: Tensor) -> None:
+    """Pin host memory, until `_unpin`. `pin_memory=True` would round its size up to a power of
+    two."""
+    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    torch.cuda.check_error(result)
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
 def _stretches(starts: Sequence[int], rows: Sequence[Tensor]) -> Iterator[tuple[int, int]]:

@@ -28,6 +28,10 @@ from loraplex_services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE
 
 MANIFEST_FILE = "manifest.json"
 MAX_QUARANTINED = 8
+DEFAULT_SHARE = 0.25
+"""Share of the space that is free or its own, which the cache may use by default."""
+MIN_DEFAULT_BYTES = 4 << 30
+"""Smallest default size, however full the disk is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +56,20 @@ class DiskCache:
     `on_gone(digest)` is called before an adapter's files are deleted.
     """
 
-    def __init__(self, root: Path, max_bytes: int, on_gone: Callable[[str], None]) -> None:
+    def __init__(self, root: Path, max_bytes: int | None, on_gone: Callable[[str], None]) -> None:
+        """`max_bytes`: None = by DEFAULT_SHARE."""
         self._adapters_dir = root / "adapters"
         self._incoming_dir = root / "incoming"
         self._quarantine_dir = root / "quarantine"
-        self._max_bytes = max_bytes
         self._on_gone = on_gone
         self._adapters: OrderedDict[str, DiskAdapter] = OrderedDict()
         self._leases: Counter[str] = Counter()
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Size of all adapters."""
         self._lock_fd = self._lock(root)
         self._open()
+        self._max_bytes = self._default_bytes(root) if max_bytes is None else max_bytes
+        self._shrink()
 
     def close(self) -> None:
         """Release the folder to other processes."""
@@ -135,7 +142,7 @@ class DiskCache:
         if (damaged := adapter.path / DAMAGED_IMAGE).exists():
             self._set_aside(damaged, f"{_hex(digest)}-image")
         num_bytes = _size(adapter.path)
-        self._num_bytes += num_bytes - adapter.num_bytes
+        self.num_bytes += num_bytes - adapter.num_bytes
         adapter = replace(adapter, num_bytes=num_bytes, num_pages=num_pages)
         self._adapters[digest] = adapter
         self._shrink()
@@ -145,7 +152,7 @@ class DiskCache:
         """Move an adapter's folder to the quarantine, so that the adapter is fetched again."""
         adapter = self._adapters.pop(digest, None)
         if adapter is not None:
-            self._num_bytes -= adapter.num_bytes
+            self.num_bytes -= adapter.num_bytes
             self.quarantine(adapter.path, digest)
 
     def forget_pages(self) -> None:
@@ -193,20 +200,23 @@ class DiskCache:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 self._enter(adapter)
-        self._shrink()
+
+    def _default_bytes(self, root: Path) -> int:
+        usable_bytes = shutil.disk_usage(root).free + self.num_bytes
+        return max(MIN_DEFAULT_BYTES, int(DEFAULT_SHARE * usable_bytes))
 
     def _enter(self, adapter: DiskAdapter) -> None:
         self._adapters[adapter.digest] = adapter
-        self._num_bytes += adapter.num_bytes
+        self.num_bytes += adapter.num_bytes
 
     def _shrink(self) -> None:
         unleased = [a for a in self._adapters.values() if not self._leases[a.digest]]
         for adapter in unleased:
-            if self._num_bytes <= self._max_bytes:
+            if self.num_bytes <= self._max_bytes:
                 return
             self._on_gone(adapter.digest)
             del self._adapters[adapter.digest]
-            self._num_bytes -= adapter.num_bytes
+            self.num_bytes -= adapter.num_bytes
             shutil.rmtree(adapter.path, ignore_errors=True)
 
 

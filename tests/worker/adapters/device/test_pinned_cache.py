@@ -1,6 +1,7 @@
 """The pinned pool's copies, on the CPU: the code of a GPU's but for the stream."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from loraplex_services.worker.arena_buffer import ArenaBuffer
 
 BLOCK_BYTES = 64
 SLAB_BLOCKS = 8
+A, B = Path("a"), Path("b")
 
 
 class CountedImage:
@@ -54,9 +56,10 @@ def test_blocks_hold_the_image_whatever_was_copied_before(arena, tier):
     generator = random.Random(7)
     images = [image_of(seed, generator.randint(1, SLAB_BLOCKS + 3)) for seed in range(12)]
     for _ in range(200):
-        image, data = generator.choice(images)
+        number = generator.randrange(len(images))
+        image, data = images[number]
         blocks = generator.sample(range(arena.num_blocks), image.index.num_pages)
-        copy_events, expected_s = tier.copy(image, blocks, step_s=1.0)
+        copy_events, expected_s = tier.copy(Path(str(number)), image, blocks, step_s=1.0)
         assert copy_events is None and expected_s == 0.0
         assert held(arena, blocks, len(data)) == data
 
@@ -73,14 +76,14 @@ def test_neighbouring_blocks_are_one_copy_where_the_slab_s_are_neighbours(arena,
         ),
     )
     blocks = [10, 11, 12, 4, 5, 20]
-    tier.copy(image, blocks, step_s=0.0)
+    tier.copy(A, image, blocks, step_s=0.0)
     assert held(arena, blocks, len(data)) == data
     assert sizes == [3 * BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES - 8]
 
 
 def test_only_the_image_s_bytes_are_written(arena, tier):
     image, _ = image_of(1, 2)
-    tier.copy(image, [5, 3], step_s=0.0)
+    tier.copy(A, image, [5, 3], step_s=0.0)
     others = [block for block in range(arena.num_blocks) if block not in (5, 3)]
     assert (arena.data[others] == 0xEE).all()
     assert (arena.data[3, -8:] == 0xEE).all()
@@ -89,11 +92,44 @@ def test_only_the_image_s_bytes_are_written(arena, tier):
 def test_an_image_in_the_slab_is_not_read_again(arena, tier):
     image = CountedImage(image_of(1, 3)[0])
     for _ in range(3):
-        tier.copy(image, [0, 1, 2], step_s=0.0)
+        tier.copy(A, image, [0, 1, 2], step_s=0.0)
     assert image.num_reads == 1
-    tier.copy(image_of(2, SLAB_BLOCKS)[0], range(8, 16), step_s=0.0)
-    tier.copy(image, [0, 1, 2], step_s=0.0)
+    tier.copy(B, image_of(2, SLAB_BLOCKS)[0], range(8, 16), step_s=0.0)
+    tier.copy(A, image, [0, 1, 2], step_s=0.0)
     assert image.num_reads == 2
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 5, 6, 7, 8])
+def test_all_memory_that_was_asked_for_holds_images(arena, num_blocks):
+    tier = PinnedCache(arena, num_blocks * BLOCK_BYTES + BLOCK_BYTES // 2)
+    folders = [Path(str(number)) for number in range(num_blocks)]
+    for number, folder in enumerate(folders):
+        tier.copy(folder, image_of(number, 1)[0], [0], step_s=0.0)
+    assert all(folder in tier for folder in folders)
+    tier.copy(A, image_of(99, 1)[0], [0], step_s=0.0)
+    assert [folder in tier for folder in folders] == [False, *[True] * (num_blocks - 1)]
+
+
+def test_another_image_of_a_folder_takes_the_place_of_the_first(arena, tier):
+    tier.copy(A, image_of(1, 2)[0], [0, 1], step_s=0.0)
+    image, data = image_of(2, 3)
+    tier.copy(A, image, [4, 5, 6], step_s=0.0)
+    assert held(arena, [4, 5, 6], len(data)) == data
+    assert A in tier and tier.take_left() == ()
+
+
+def test_images_that_leave_are_told_once_and_not_if_they_come_back(tier):
+    def copy(folder, seed, num_blocks):
+        tier.copy(folder, image_of(seed, num_blocks)[0], range(num_blocks), step_s=0.0)
+
+    copy(A, 1, 3)
+    copy(B, 2, SLAB_BLOCKS)
+    assert A not in tier and tier.take_left() == (A,)
+    assert tier.take_left() == ()
+    copy(A, 1, 3)
+    copy(B, 2, SLAB_BLOCKS)
+    copy(A, 1, 3)
+    assert tier.take_left() == (B,)
 
 
 def test_an_image_that_ends_early_is_not_kept(arena, tier, tmp_path):
@@ -103,11 +139,11 @@ def test_an_image_that_ends_early_is_not_kept(arena, tier, tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[:-50])
     with ImageFile(path) as file, pytest.raises(DataLoss, match="cut short"):
-        tier.copy(file, [0, 1, 2], step_s=0.0)
+        tier.copy(A, file, [0, 1, 2], step_s=0.0)
     path.write_bytes(whole)
     with ImageFile(path) as file:
         assert file.sha256 == image.sha256
-        tier.copy(file, [0, 1, 2], step_s=0.0)
+        tier.copy(A, file, [0, 1, 2], step_s=0.0)
     assert held(arena, [0, 1, 2], len(data)) == data
 
 

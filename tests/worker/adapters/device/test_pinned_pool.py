@@ -1,11 +1,15 @@
 """PinnedPool: bounded, no block of two images, the image asked for longest ago goes first."""
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex_services.worker.adapters.device.pinned_pool import PinnedPool
 
 NUM_BLOCKS = 6
+IMAGE = b"sha256"
+A, B, C, D, E = (Path(name) for name in "abcde")
 ACTS = st.tuples(st.sampled_from(("load", "drop")), st.integers(0, 7))
 
 
@@ -15,15 +19,15 @@ def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
     recent: list[int] = []
     held: dict[int, set[int]] = {}
     for act, number in acts:
-        name, size = bytes([number]), sizes[number]
-        found = pool.find(name)
+        folder, size = Path(str(number)), sizes[number]
+        found = pool.find(folder, IMAGE)
         assert (found is not None) == (number in recent)
         recent = [other for other in recent if other != number]
         if act == "drop":
             if found is not None:
-                pool.drop(name)
+                pool.drop(folder)
             continue
-        extents = pool.enter(name, size) if found is None else found
+        extents = pool.enter(folder, IMAGE, size) if found is None else found
         if size > NUM_BLOCKS:
             assert extents is None
             continue
@@ -38,18 +42,18 @@ def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
 
 def test_an_image_that_is_asked_for_again_stays_longer():
     pool = PinnedPool(2, 1)
-    for name in (b"a", b"b"):
-        pool.enter(name, 1)
-    pool.find(b"a")
-    pool.enter(b"c", 1)
-    assert pool.find(b"b") is None
-    assert pool.find(b"a") is not None
+    for folder in (A, B):
+        pool.enter(folder, IMAGE, 1)
+    pool.find(A, IMAGE)
+    pool.enter(C, IMAGE, 1)
+    assert pool.find(B, IMAGE) is None
+    assert pool.find(A, IMAGE) is not None
 
 
 def test_small_images_share_a_block():
     pool = PinnedPool(1, pages_per_block=4)
-    first_pages = [pool.enter(name, 1).first_pages for name in (b"a", b"b", b"c", b"d")]
+    first_pages = [pool.enter(folder, IMAGE, 1).first_pages for folder in (A, B, C, D)]
     assert sorted(first_pages) == [(0,), (1,), (2,), (3,)]
-    assert pool.enter(b"e", 2) is not None
-    assert pool.find(b"a") is None and pool.find(b"b") is None
-    assert pool.find(b"c") is not None and pool.find(b"d") is not None
+    assert pool.enter(E, IMAGE, 2) is not None
+    assert pool.find(A, IMAGE) is None and pool.find(B, IMAGE) is None
+    assert pool.find(C, IMAGE) is not None and pool.find(D, IMAGE) is not None
