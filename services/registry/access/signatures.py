@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from loraplex.adapter_format import File
+from loraplex.api.registry import TenantLimits
 from loraplex.errors import (
     DataLoss,
     InvalidRequest,
@@ -52,9 +53,9 @@ class Signatures:
         self._tenants = tenants
 
     async def accepted(
-        self, tenant: str, files: Sequence[File], offered: Sequence[Offered], actor: str
+        self, limits: TenantLimits, files: Sequence[File], offered: Sequence[Offered], actor: str
     ) -> tuple[SignatureRecord, ...]:
-        """Check the signatures of an upload, by themselves and against the tenant's policy.
+        """Check the signatures of an upload, by themselves and against its tenant's policy.
 
         Raises:
             InvalidRequest: a signature is malformed, or over other files.
@@ -65,9 +66,9 @@ class Signatures:
             raise InvalidRequest.field(
                 "options.signatures", f"{len(offered)} signatures", description
             )
-        policy = await self.policy(tenant)
+        policy = policy_of(limits)
         records = tuple([_checked(one, files, policy, actor) for one in offered])
-        self._demand(tenant, policy, {r.key_sha256 for r in records if r.public_key}, "the upload")
+        self.check_upload(limits, records)
         return records
 
     async def attach(self, version: VersionRecord, offered: Offered, actor: str) -> SignatureRecord:
@@ -115,15 +116,14 @@ class Signatures:
         return tuple(sorted(kept | {*version.signers}))
 
     async def policy(self, tenant: str) -> dict[str, str]:
-        """The keys of which a tenant requires one, as PEM by sha256; empty = no requirement."""
-        pems = (await self._tenants.get(tenant)).signature_keys
-        return {key_sha256(parse_public_key(pem.encode(), "", "")): pem for pem in pems}
+        """The keys of which a tenant requires one, as `policy_of` has them."""
+        return policy_of(await self._tenants.get(tenant))
 
-    async def check_upload(self, tenant: str, signatures: Sequence[SignatureRecord]) -> None:
-        """Check a version that may be older than the policy. Raises PermissionDenied."""
-        policy = await self.policy(tenant)
+    def check_upload(self, limits: TenantLimits, signatures: Sequence[SignatureRecord]) -> None:
+        """Check the signatures of an upload, which may be older than the policy of its tenant.
+        Raises PermissionDenied."""
         verified = {record.key_sha256 for record in signatures if record.public_key}
-        self._demand(tenant, policy, verified, "the upload")
+        self._demand(limits.tenant, policy_of(limits), verified, "the upload")
 
     async def check(self, version: VersionRecord) -> None:
         """Whether a tag may point at a version. Raises PermissionDenied."""
@@ -160,6 +160,12 @@ class Signatures:
             "with --signing-key, or 'registry sign' the version first",
             reason="NOT_SIGNED",
         )
+
+
+def policy_of(limits: TenantLimits) -> dict[str, str]:
+    """The keys of which a tenant requires one, as PEM by sha256; empty = no requirement."""
+    pems = limits.signature_keys
+    return {key_sha256(parse_public_key(pem.encode(), "", "")): pem for pem in pems}
 
 
 def checked_keys(pems: Sequence[str]) -> tuple[str, ...]:

@@ -70,25 +70,25 @@ class Tenants:
         names = [item.key async for item in self._store.list_objects(layout.TENANTS)]
         return await documents.read_intact(self._store, names, TenantRecord)
 
-    async def begin_upload(self, tenant: str, upload: str, num_bytes: int) -> None:
+    async def begin_upload(self, limits: TenantRecord, upload: str, num_bytes: int) -> None:
         """Count an upload that begins, or continues, until it is published or refused.
 
         Raises: ResourceExhausted if it exceeds the quota together with other unfinished uploads.
         """
         uploads = self._catalog.open_uploads
-        others = await uploads.num_bytes(tenant, but=upload)
-        await self.check_quota(tenant, num_bytes, others)
-        await uploads.note(tenant, upload, num_bytes)
+        others = await uploads.num_bytes(limits.tenant, but=upload)
+        await self.check_quota(limits, num_bytes, others)
+        await uploads.note(limits.tenant, upload, num_bytes)
 
-    async def check_quota(self, tenant: str, more_bytes: int, open_bytes: int = 0) -> None:
+    async def check_quota(self, limits: TenantRecord, more_bytes: int, open_bytes: int = 0) -> None:
         """Raises ResourceExhausted if another version of this size exceeds the quota.
 
         Args:
             open_bytes: declared bytes of unfinished uploads.
         """
-        limits = await self.get(tenant)
         if not limits.max_bytes and not limits.max_versions:
             return
+        tenant = limits.tenant
         used_bytes, used_versions = await self._catalog.usage(tenant)
         way_out = "delete versions, or ask an admin to raise the quota"
         if limits.max_versions and used_versions + 1 > limits.max_versions:

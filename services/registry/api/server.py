@@ -55,17 +55,17 @@ class RegistryService(AdminService):
         check_files(files, findings)
         findings.raise_if_refused()
         registry = self._registry
-        await registry.bases.check_adapter_name(options.tenant, options.name)
-        await registry.bases.check_known(options.base_id)
+        await registry.bases.check_upload(options.tenant, options.name, options.base_id)
         if options.parent:
             await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
         offered = convert.offered_from_proto(request.options.signatures)
-        await registry.rules.check_upload(options.tenant, moves_tags=bool(options.tags))
-        signed = await registry.signatures.accepted(options.tenant, files, offered, access.actor)
+        limits = await registry.tenants.get(options.tenant)
+        registry.rules.check_upload(limits, moves_tags=bool(options.tags))
+        signed = await registry.signatures.accepted(limits, files, offered, access.actor)
         options = dataclasses.replace(options, signatures=signed)
         num_bytes = sum(file.size for file in files)
         upload = fingerprint(options, files, access.actor)
-        await registry.tenants.begin_upload(options.tenant, upload, num_bytes)
+        await registry.tenants.begin_upload(limits, upload, num_bytes)
         known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
         return await registry.uploads.open(options, files, access.actor, known)
 
@@ -101,10 +101,10 @@ class RegistryService(AdminService):
     ) -> pb.FinishUploadResponse:
         session = await self._session(request.upload_id)
         options, signatures = session.options, self._registry.signatures
-        rules = self._registry.rules
         with refusals_counted():
-            await rules.check_upload(options.tenant, moves_tags=bool(options.tags))
-            await signatures.check_upload(options.tenant, options.signatures)
+            limits = await self._registry.tenants.get(options.tenant)
+            self._registry.rules.check_upload(limits, moves_tags=bool(options.tags))
+            signatures.check_upload(limits, options.signatures)
             done = await self._registry.publisher.finish(session)
         await signatures.keep(done.version, options.signatures)
         self._registry.retention.published(done.version)
@@ -128,9 +128,10 @@ class RegistryService(AdminService):
             access = caller_access()
             tenant, _ = parse_name(request.options.name, access.tenant, field="options.name")
             offered = convert.offered_from_proto(request.options.signatures)
-            await self._registry.signatures.accepted(tenant, files, offered, access.actor)
+            limits = await self._registry.tenants.get(tenant)
+            await self._registry.signatures.accepted(limits, files, offered, access.actor)
             moves_tags = bool(request.options.tags) or not request.options.no_latest
-            await self._registry.rules.check_upload(tenant, moves_tags=moves_tags)
+            self._registry.rules.check_upload(limits, moves_tags=moves_tags)
         labels = request.options.labels
         convert.check_labels(labels, "options.labels")
         wanted = Wanted(

@@ -105,7 +105,7 @@ class Catalog:
                 .joinpath(f"{name}.lua")
                 .read_text()
             )
-            for name in ("apply", "read", "resolve", "page", "switch", "release")
+            for name in ("apply", "read", "resolve", "page", "switch", "release", "note")
         }
 
     async def epoch(self) -> str | None:
@@ -118,9 +118,7 @@ class Catalog:
         """Note that objects of `scope` are about to change; returns the operation's id."""
         operation = secrets.token_hex(8)
         async with translated():
-            now = await self._redis.time()
-            value = f"{int(now[0]) * 1000 + int(now[1]) // 1000} {scope}"
-            await wait(self._redis.hset(f"{PREFIX}pending", operation, value))
+            await self._scripts["note"](keys=[PREFIX], args=[operation, scope])
         return operation
 
     async def pending(self) -> list[tuple[str, str, float]]:

@@ -61,12 +61,18 @@ class Versions:
             self._store, layout.version(tenant, name, number), VersionRecord
         )
 
-    async def items_of_tag(self, tag: TagRecord) -> list[Item]:
+    async def items_of_tag(self, tag: TagRecord, indexed: int = 0) -> list[Item]:
         """Index entries of a tag, preceded by the versions that it points at and the index lacks:
-        another process may have moved it to a version that is not indexed yet."""
+        another process may have moved it to a version that is not indexed yet.
+
+        Args:
+            indexed: number of a version that the caller brings into the index itself.
+        """
         items = []
         adapter_key = layout.adapter(tag.tenant, tag.name)
         for target in tag.targets:
+            if target.version == indexed:
+                continue
             scope = scope_of(tag.tenant, tag.name)
             found = await self._catalog.find(scope, "version", str(target.version))
             record = None

@@ -7,6 +7,7 @@ import dataclasses
 from loraplex.adapter_format import AdapterConfig
 from loraplex.errors import (
     AlreadyExists,
+    DataLoss,
     InvalidAdapter,
     Unavailable,
     Violation,
@@ -29,6 +30,8 @@ class Bases:
     def __init__(self, store: ObjectStore, catalog: Catalog) -> None:
         self._store = store
         self._catalog = catalog
+        self._known: dict[str, BaseRecord] = {}
+        """Bases that adapters were checked against, with their modules."""
 
     async def register(self, base: BaseRecord, *, replace: bool) -> BaseRecord:
         """Record a base; the same id with another geometry is refused unless `replace`.
@@ -84,21 +87,19 @@ class Bases:
         except CatalogDown:
             return await self.all()
 
-    async def check_adapter_name(self, tenant: str, name: str) -> None:
-        """Check that an adapter does not take a base's id. Raises AlreadyExists."""
-        ids = {base.base_id.lower() for base in await self.summaries()}
-        for taken in (name, f"{tenant}/{name}"):
-            if taken in ids:
-                raise AlreadyExists(f"{taken!r} is the id of a base; choose another adapter name")
-
-    async def check_known(self, wanted: str) -> None:
-        """Refuse an upload with an unknown base before its bytes are sent.
+    async def check_upload(self, tenant: str, name: str, wanted: str) -> None:
+        """Refuse an upload whose name or base cannot be, before its bytes are sent.
 
         Raises:
+            AlreadyExists: the adapter would have the id of a base.
             Unavailable: no base is known yet.
             InvalidAdapter: there are bases, but none is called `wanted`.
         """
         bases = await self.summaries()
+        ids = {base.base_id.lower() for base in bases}
+        for taken in (name, f"{tenant}/{name}"):
+            if taken in ids:
+                raise AlreadyExists(f"{taken!r} is the id of a base; choose another adapter name")
         if not bases:
             raise _no_base()
         if wanted and _by_name(bases, wanted) is None:
@@ -107,7 +108,8 @@ class Bases:
     async def choose(
         self, wanted: str, config: AdapterConfig
     ) -> tuple[BaseRecord, list[Violation]]:
-        """Choose the base of an adapter; returns it with warnings about the choice.
+        """Choose the base of an adapter; returns it, with its geometry, and warnings about the
+        choice.
 
         `wanted`, else the base that the config names, else the one whose copy it names, else the
         only one known.
@@ -116,22 +118,26 @@ class Bases:
             Unavailable: no base is known yet.
             InvalidAdapter: none of several fits; lists them.
         """
-        bases = await self.all()
-        if not bases:
-            raise _no_base()
         named = config.base_model_name_or_path or ""
-        if wanted:
-            chosen = _by_name(bases, wanted)
-            if chosen is None:
-                raise _unknown("base", wanted, bases)
-        else:
-            chosen = _by_name(bases, named) or _by_name(bases, _id_of(named))
-            chosen = chosen or _original_of(bases, named)
-            if chosen is None and len(bases) == 1:
-                chosen = bases[0]
-            if chosen is None:
-                raise _unknown(_BASE_FIELD, named, bases)
-        return chosen, _name_warnings(chosen, named)
+        bases = await self.summaries()
+        chosen = _chosen(bases, wanted, named)
+        if chosen is None:  # The index may lack a base.
+            bases = await self.all()
+            chosen = _chosen(bases, wanted, named)
+        if chosen is None:
+            field, value = ("base", wanted) if wanted else (_BASE_FIELD, named)
+            raise _unknown(field, value, bases) if bases else _no_base()
+        return await self._with_geometry(chosen), _name_warnings(chosen, named)
+
+    async def _with_geometry(self, summary: BaseRecord) -> BaseRecord:
+        """A base with its modules, which are read once for each of its generations."""
+        known = self._known.get(summary.base_id)
+        if known is None or _without_modules(known) != _without_modules(summary):
+            known = await self.get(summary.base_id)
+            if known is None:
+                raise DataLoss(f"base {summary.base_id!r} is in the index but not in the store")
+            self._known[summary.base_id] = known
+        return known
 
     async def _check_no_adapter(self, base_id: str) -> None:
         tenant, slash, name = base_id.partition("/")
@@ -146,12 +152,24 @@ class Bases:
                 )
 
 
+def _without_modules(base: BaseRecord) -> BaseRecord:
+    return dataclasses.replace(base, geometry=dataclasses.replace(base.geometry, modules=()))
+
+
 def _united(aliases: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted({*aliases, *more}))
 
 
 def _plain(prefix: str) -> bool:
     return prefix == prefix.lower() and "//" not in prefix
+
+
+def _chosen(bases: list[BaseRecord], wanted: str, named: str) -> BaseRecord | None:
+    """As `choose` describes it; None if none of the bases fits."""
+    if wanted:
+        return _by_name(bases, wanted)
+    chosen = _by_name(bases, named) or _by_name(bases, _id_of(named)) or _original_of(bases, named)
+    return bases[0] if chosen is None and len(bases) == 1 else chosen
 
 
 def _by_name(bases: list[BaseRecord], name: str) -> BaseRecord | None:

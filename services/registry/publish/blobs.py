@@ -69,35 +69,39 @@ class Blobs:
     async def keep(
         self, sources: Sequence[FileSource], inspected: Inspected, damaged: Sequence[str]
     ) -> None:
-        """Store all bytes as content-addressed blobs, then check that they are there.
+        """Store all bytes as content-addressed blobs, then check those that were there before.
 
         All are stored concurrently, because the cost is waiting for the disk: nothing refers to the
         manifest before there is a version. Blobs with a sha256 in `damaged` are overwritten.
         """
-        now = await self._store.clock_s()
-        await asyncio.gather(
-            *(self._keep_one(source, now, source.file.sha256 in damaged) for source in sources),
-            self._keep_manifest(inspected, now),
+        found = await asyncio.gather(
+            *(self._keep_one(source, source.file.sha256 in damaged) for source in sources),
+            self._keep_manifest(inspected),
         )
         failpoint("publish.manifest")
-        keys = [layout.blob(inspected.digest), *(layout.blob(s.file.sha256) for s in sources)]
-        for key, found in zip(
-            keys, await asyncio.gather(*map(self._store.head, keys)), strict=True
-        ):
-            if found is None:
+        for key in filter(None, found):
+            if await self._store.head(key) is None:
                 raise LoraplexError(f"blob {key} vanished while it was being published")
 
-    async def _keep_manifest(self, inspected: Inspected, now: float) -> None:
+    async def _keep_manifest(self, inspected: Inspected) -> str:
+        """Returns as `_keep_one` does."""
         key = layout.blob(inspected.digest)
-        if not await self._is_fresh(key, len(inspected.manifest), now):
-            await self._store.put(key, inspected.manifest)
+        if await self._is_fresh(key, len(inspected.manifest)):
+            return key
+        await self._store.put(key, inspected.manifest)
+        return ""
 
-    async def _keep_one(self, source: FileSource, now: float, is_damaged: bool) -> None:
+    async def _keep_one(self, source: FileSource, is_damaged: bool) -> str:
+        """Returns the key of a blob that was there and is not written again; else ""."""
         key = layout.blob(source.file.sha256)
-        if is_damaged or not await self._is_fresh(key, source.file.size, now):
+        is_fresh = not is_damaged and await self._is_fresh(key, source.file.size)
+        if not is_fresh:
             await self._store.compose(key, source.segments)
         failpoint("publish.blob")
+        return key if is_fresh else ""
 
-    async def _is_fresh(self, key: str, size: int, now: float) -> bool:
+    async def _is_fresh(self, key: str, size: int) -> bool:
         info = await self._store.head(key)
-        return info is not None and info.size == size and now - info.modified_s < BLOB_FRESH_S
+        if info is None or info.size != size:
+            return False
+        return await self._store.clock_s() - info.modified_s < BLOB_FRESH_S

@@ -204,7 +204,8 @@ class Publisher:
                 intent = Intent(same.digest, same.version, generations)
                 await self._uploads.intend(session.upload_id, intent)
                 return same, same.upload_id == session.upload_id
-            await self._tenants.check_quota(options.tenant, wanted.size_bytes)
+            limits = await self._tenants.get(options.tenant)
+            await self._tenants.check_quota(limits, wanted.size_bytes)
             intent = Intent(wanted.digest, 0, generations)
             await self._uploads.intend(session.upload_id, intent)
             failpoint("publish.intent")
@@ -278,7 +279,8 @@ class Publisher:
                 await self._stage_tag(session, tag, version, recovering)
             else:
                 record = await self._move_tag(session, tag, version, created, recovering)
-                items += await self._versions.items_of_tag(record) if record is not None else []
+                if record is not None:
+                    items += await self._versions.items_of_tag(record, version.version)
             failpoint("publish.tag")
         now = await self._versions.read(version.tenant, version.name, version.version)
         if now is None or now.deleted:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from loraplex.api.registry import Certificate
+from loraplex.api.registry import Certificate, TenantLimits
 from loraplex.errors import NotCertified
 from loraplex_services.registry.access.signatures import Signatures
 from loraplex_services.registry.access.tenants import Tenants
@@ -48,9 +48,10 @@ class TagRules:
                     found.add(version.version)
         return found
 
-    async def check_upload(self, tenant: str, *, moves_tags: bool) -> None:
+    def check_upload(self, limits: TenantLimits, *, moves_tags: bool) -> None:
         """Raises NotCertified for an upload that moves tags: nobody has measured it yet."""
-        if moves_tags and (max_kl := (await self._tenants.get(tenant)).max_kl):
+        tenant, max_kl = limits.tenant, limits.max_kl
+        if moves_tags and max_kl:
             raise NotCertified.of(
                 "not measured",
                 f"tenant {tenant!r} has a bound of {max_kl:g} nats per token, and no tag may point "

@@ -199,8 +199,9 @@ async def test_a_published_or_refused_upload_counts_as_unfinished_no_longer(
     files = adapter_files(1)
     good = await opened(registry, "sql", files)
     bad = await opened(registry, "bad", {**files, "adapter_config.json": b"{}"})
+    limits = await registry.tenants.get("default")
     for session in (good, bad):
-        await registry.tenants.begin_upload("default", session.fingerprint, 400)
+        await registry.tenants.begin_upload(limits, session.fingerprint, 400)
     assert await uploads.num_bytes("default") == 800
     await registry.publisher.finish(good)
     with pytest.raises(LoraplexError):

@@ -198,7 +198,7 @@ async def test_what_was_refused_is_looked_at_again_once_its_bytes_are_sent_again
 async def test_an_adapter_may_not_take_the_id_of_a_base(registry: Registry) -> None:
     await registry.bases.register(tiny_base("tiny"), replace=False)
     with pytest.raises(AlreadyExists, match="base"):
-        await registry.bases.check_adapter_name("default", "tiny")
+        await registry.bases.check_upload("default", "tiny", "")
 
 
 async def test_a_base_may_not_take_the_name_of_an_adapter(registry: Registry) -> None:
@@ -221,7 +221,7 @@ async def test_without_any_base_an_upload_waits_for_one(tmp_path: Path, metadata
     empty = assemble(open_store(f"file://{tmp_path}/empty"), catalog)
     await empty.indexer.start()
     with pytest.raises(Unavailable, match="no base is registered"):
-        await empty.bases.check_known("")
+        await empty.bases.check_upload("default", "sql", "")
     await catalog.close()
 
 
@@ -367,4 +367,4 @@ async def test_a_name_stays_as_it_was_first_spelled_and_is_found_in_any_case(
 async def test_a_base_s_id_is_taken_in_any_case(registry: Registry) -> None:
     [base] = await registry.bases.summaries()
     with pytest.raises(AlreadyExists, match="id of a base"):
-        await registry.bases.check_adapter_name("default", base.base_id.lower())
+        await registry.bases.check_upload("default", base.base_id.lower(), "")
