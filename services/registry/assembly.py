@@ -20,6 +20,7 @@ from loraplex_services.registry.maintenance.snapshots import Snapshots
 from loraplex_services.registry.publish.bases import Bases
 from loraplex_services.registry.publish.blobs import Blobs
 from loraplex_services.registry.publish.certificates import Certificates
+from loraplex_services.registry.publish.claims import Claims
 from loraplex_services.registry.publish.deletion import Deletion
 from loraplex_services.registry.publish.publisher import Publisher
 from loraplex_services.registry.publish.retention import Retention
@@ -84,7 +85,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         tags,
         staging,
         versions,
-        tenants,
+        Claims(store, uploads, tags, versions, tenants),
         audit,
         scans,
         validations,
