@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 from loraplex.errors import Violation
 
+MAX_ONE_CALL_BYTES = 1 << 20
+"""Most bytes of all files of an adapter that is published in one call. Larger ones are uploaded in
+parts, which a registry stores as they come."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:

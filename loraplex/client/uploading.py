@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import io
+import secrets
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from typing import BinaryIO
 
 import grpc
 
+from loraplex.api.registry import MAX_ONE_CALL_BYTES
 from loraplex.client.channel import CHUNK_BYTES, Channel
 from loraplex.client.progress import Progress, ignore_progress
-from loraplex.errors import Blocked, DataLoss, Unavailable
+from loraplex.errors import Blocked, DataLoss, Unavailable, Unsupported
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -27,6 +29,8 @@ FINISH_TIMEOUT_S = 600.0
 """Timeout of the publication, in which the registry reads every tensor of a large adapter."""
 
 _READ_AHEAD_CHUNKS = 8
+_REFUSED_AT_ONCE = ("UNREACHABLE", "NO_BASE")
+"""Reasons why a first attempt fails that do not pass within the attempts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +126,15 @@ async def upload(
     files: Sequence[SentFile],
     summed: Sequence[Summed],
     progress: Progress = ignore_progress,
-) -> pb.FinishUploadResponse:
+) -> pb.FinishUploadResponse | pb.PublishAdapterResponse:
     """Send the files, as `hash_files` read them, and publish them as one version.
 
     It is safe to repeat: an interrupted upload continues with the bytes that are missing.
     """
+    if sum(file.size_bytes for file in files) <= MAX_ONE_CALL_BYTES:
+        # An older registry does not know the call. What is unsupported otherwise is refused again.
+        with contextlib.suppress(Unsupported):
+            return await _publish_in_one_call(channel, options, files, summed, progress)
     request = pb.CreateUploadRequest(options=options, files=[each.spec for each in summed])
     crc32s = {each.spec.path: each.crc32s for each in summed}
     session = await _open(channel, request)
@@ -143,6 +151,53 @@ async def upload(
         with contextlib.suppress(Unavailable):
             session = await _open(channel, request)
     return await _send(channel, session, files, crc32s, progress)
+
+
+async def _publish_in_one_call(
+    channel: Channel,
+    options: pb.PublishOptions,
+    files: Sequence[SentFile],
+    summed: Sequence[Summed],
+    progress: Progress,
+) -> pb.PublishAdapterResponse:
+    """Send a small adapter with its options."""
+    data = await asyncio.to_thread(_joined, files)
+    first = pb.PublishAdapterRequest(
+        options=options,
+        files=[each.spec for each in summed],
+        request_id=secrets.token_hex(8),
+        data=data[:CHUNK_BYTES],
+    )
+    rest = range(CHUNK_BYTES, len(data), CHUNK_BYTES)
+    parts = [pb.PublishAdapterRequest(data=data[i : i + CHUNK_BYTES]) for i in rest]
+    stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
+
+    async def send() -> pb.PublishAdapterResponse:
+        progress("upload", 0, len(data))
+        messages = iter([first, *parts])
+        answer: pb.PublishAdapterResponse = await channel.call(
+            stub.PublishAdapter, messages, FINISH_TIMEOUT_S
+        )
+        progress("upload", len(data), len(data))
+        return answer
+
+    for pause_s in PAUSES_S:
+        try:
+            return await send()
+        except Unavailable as error:
+            if pause_s == PAUSES_S[0] and error.reason in _REFUSED_AT_ONCE:
+                raise
+            await asyncio.sleep(error.retry_after_s or pause_s)
+    return await send()
+
+
+def _joined(files: Sequence[SentFile]) -> bytes:
+    """The bytes of all files, one after another."""
+    joined = bytearray()
+    for file in files:
+        with file.open() as content:
+            joined += content.read()
+    return bytes(joined)
 
 
 async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateUploadResponse:

@@ -144,6 +144,28 @@ class FinishUploadResponse(_message.Message):
     warnings: _containers.RepeatedCompositeFieldContainer[_common_pb2.FieldViolation]
     def __init__(self, version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., created: bool = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ...) -> None: ...
 
+class PublishAdapterRequest(_message.Message):
+    __slots__ = ("options", "files", "request_id", "data")
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    options: PublishOptions
+    files: _containers.RepeatedCompositeFieldContainer[FileSpec]
+    request_id: str
+    data: bytes
+    def __init__(self, options: _Optional[_Union[PublishOptions, _Mapping]] = ..., files: _Optional[_Iterable[_Union[FileSpec, _Mapping]]] = ..., request_id: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PublishAdapterResponse(_message.Message):
+    __slots__ = ("version", "created", "warnings")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    version: AdapterVersion
+    created: bool
+    warnings: _containers.RepeatedCompositeFieldContainer[_common_pb2.FieldViolation]
+    def __init__(self, version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., created: bool = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.FieldViolation, _Mapping]]] = ...) -> None: ...
+
 class ValidateAdapterRequest(_message.Message):
     __slots__ = ("options", "files", "adapter_config_json", "safetensors_header")
     OPTIONS_FIELD_NUMBER: _ClassVar[int]

@@ -55,6 +55,11 @@ class RegistryServiceStub(object):
                 request_serializer=loraplex_dot_v1_dot_registry__pb2.FinishUploadRequest.SerializeToString,
                 response_deserializer=loraplex_dot_v1_dot_registry__pb2.FinishUploadResponse.FromString,
                 _registered_method=True)
+        self.PublishAdapter = channel.stream_unary(
+                '/loraplex.v1.RegistryService/PublishAdapter',
+                request_serializer=loraplex_dot_v1_dot_registry__pb2.PublishAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_v1_dot_registry__pb2.PublishAdapterResponse.FromString,
+                _registered_method=True)
         self.ValidateAdapter = channel.unary_unary(
                 '/loraplex.v1.RegistryService/ValidateAdapter',
                 request_serializer=loraplex_dot_v1_dot_registry__pb2.ValidateAdapterRequest.SerializeToString,
@@ -229,6 +234,13 @@ class RegistryServiceServicer(object):
 
     def FinishUpload(self, request, context):
         """FinishUpload validates the files and publishes a version. It is safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishAdapter(self, request_iterator, context):
+        """PublishAdapter receives a small adapter and publishes a version, in one call. It is safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -460,6 +472,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.FinishUpload,
                     request_deserializer=loraplex_dot_v1_dot_registry__pb2.FinishUploadRequest.FromString,
                     response_serializer=loraplex_dot_v1_dot_registry__pb2.FinishUploadResponse.SerializeToString,
+            ),
+            'PublishAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.PublishAdapter,
+                    request_deserializer=loraplex_dot_v1_dot_registry__pb2.PublishAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_v1_dot_registry__pb2.PublishAdapterResponse.SerializeToString,
             ),
             'ValidateAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.ValidateAdapter,
@@ -716,6 +733,33 @@ class RegistryService(object):
             '/loraplex.v1.RegistryService/FinishUpload',
             loraplex_dot_v1_dot_registry__pb2.FinishUploadRequest.SerializeToString,
             loraplex_dot_v1_dot_registry__pb2.FinishUploadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/loraplex.v1.RegistryService/PublishAdapter',
+            loraplex_dot_v1_dot_registry__pb2.PublishAdapterRequest.SerializeToString,
+            loraplex_dot_v1_dot_registry__pb2.PublishAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,9 @@ METHODS: Mapping[str, MethodLimits] = {
     _REGISTRY + "UploadPart": MethodLimits(
         max_message_bytes=2 * MIB, max_calls_per_tenant=32, num_calls=1
     ),
+    _REGISTRY + "PublishAdapter": MethodLimits(
+        max_message_bytes=2 * MIB, max_calls_per_tenant=32, num_calls=2
+    ),
     _REGISTRY + "DownloadAdapter": MethodLimits(max_calls_per_tenant=32, num_calls=1),
     _REGISTRY + "WatchAdapters": MethodLimits(max_calls_per_tenant=16, num_calls=10),
     # Pages have up to 1,000 entries; usage is read for up to 400 days.
@@ -73,7 +76,7 @@ HTTP_BODY = MethodLimits(max_message_bytes=8 * MIB)
 """Limits of the bodies of all HTTP endpoints of the gateway."""
 CALLS_PER_S = 200
 """Calls per second of one tenant that one registry answers, and reads that one gateway answers:
-`num_calls`. A publication takes five."""
+`num_calls`. A publication of a large adapter takes five, of a small one two."""
 CALL_BURST = 200
 """Calls that may arrive at the same time."""
 MAX_CALL_WAIT_S = 2

@@ -11,9 +11,10 @@ bases/<quoted id>.json                          a base and its geometry
 tenants/<tenant>.json                           quotas
 keys/<key id>.json                              an API key, hashed
 audit/<yyyy-mm-dd>/<ulid>.json                  one change by one actor
-uploads/<upload id>/session.json                what will be sent
+uploads/<upload id>/session.json                what will be sent; none of an upload in one call
 uploads/<upload id>/parts/<file>/<offset>-<size>-<sha256>
-uploads/<upload id>/intent.json                 written before anything becomes visible
+uploads/<upload id>/intent.json                 written before anything becomes visible; removed
+                                                after an upload in one call
 uploads/<upload id>/finished.json               the acknowledgement
 usage/<yyyy-mm-dd>.json                         a copy of what was used on a day
 index/snapshot-<ulid>-<sha256>.gz               copies of all of adapters/, see snapshots.py

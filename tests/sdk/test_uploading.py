@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,21 @@ OPTIONS = pb.PublishOptions(name="a")
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[LocalFile]:
-    """A small file and one of three chunks and a bit."""
-    sizes = {"adapter_config.json": 100, "adapter_model.safetensors": 3 * CHUNK_BYTES + 17}
-    for name, num_bytes in sizes.items():
-        (tmp_path / name).write_bytes(random.Random(name).randbytes(num_bytes))
-    return [LocalFile(name, tmp_path / name, size) for name, size in sizes.items()]
+    """A small file and one of five chunks and a bit, too large for one call."""
+    return _files(tmp_path, 5 * CHUNK_BYTES + 17)
+
+
+@pytest.fixture
+def small_files(tmp_path: Path) -> list[LocalFile]:
+    """A small file and one of two chunks."""
+    return _files(tmp_path, 2 * CHUNK_BYTES)
+
+
+def _files(folder: Path, num_bytes: int) -> list[LocalFile]:
+    sizes = {"adapter_config.json": 100, "adapter_model.safetensors": num_bytes}
+    for name, size in sizes.items():
+        (folder / name).write_bytes(random.Random(name).randbytes(size))
+    return [LocalFile(name, folder / name, size) for name, size in sizes.items()]
 
 
 async def _upload(servicer: FlakyRegistry, files: list[LocalFile]) -> list[tuple[str, int, int]]:
@@ -106,6 +117,47 @@ async def test_nobody_there_fails_at_once_naming_the_address(files: list[LocalFi
     assert caught.value.reason == "UNREACHABLE"
     assert "127.0.0.1:1" in caught.value.message
     await channel.close()
+
+
+async def test_a_small_adapter_is_sent_in_one_call_which_is_repeated_with_the_same_id(
+    small_files: list[LocalFile],
+) -> None:
+    class InOneCall(FlakyRegistry):
+        def __init__(self) -> None:
+            super().__init__(num_breaks=1)
+            self.request_ids: list[str] = []
+
+        async def PublishAdapter(
+            self, request_iterator: AsyncIterator[pb.PublishAdapterRequest], context: object
+        ) -> pb.PublishAdapterResponse:
+            parts = [part async for part in request_iterator]
+            self.request_ids.append(parts[0].request_id)
+            data = b"".join(part.data for part in parts)
+            for spec in parts[0].files:
+                self.stored[spec.path], data = bytearray(data[: spec.size]), data[spec.size :]
+            if self.num_breaks:
+                self.num_breaks -= 1
+                raise Unavailable("going away", retry_after_s=0.01)
+            return pb.PublishAdapterResponse(created=True)
+
+    servicer = InOneCall()
+    seen = await _upload(servicer, small_files)
+    for file in small_files:
+        assert servicer.stored[file.path] == file.location.read_bytes()
+    first, second = servicer.request_ids
+    assert first == second
+    assert servicer.offsets == []
+    assert seen[-1][1] == seen[-1][2] == sum(file.size_bytes for file in small_files)
+
+
+async def test_an_older_registry_takes_a_small_adapter_in_parts(
+    small_files: list[LocalFile],
+) -> None:
+    servicer = FlakyRegistry()
+    await _upload(servicer, small_files)
+    for file in small_files:
+        assert servicer.stored[file.path] == file.location.read_bytes()
+    assert servicer.offsets == [0, 0]
 
 
 async def test_declares_size_and_sha256_of_each_file(files: list[LocalFile]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from typing import Any, TypeVar
 
+from loraplex.adapter_format import File
 from loraplex.adapter_format.files import check_files
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
@@ -19,9 +20,18 @@ from loraplex_services.common.limits import MAX_UPLOAD_IDLE_S
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import convert
 from loraplex_services.registry.api.admin import AdminService, caller_access
+from loraplex_services.registry.api.one_call import check_request_id, contents_of
 from loraplex_services.registry.publish.inspection import Wanted, check
 from loraplex_services.registry.publish.metrics import refusals_counted
-from loraplex_services.registry.publish.uploads import UploadSession, fingerprint
+from loraplex_services.registry.publish.uploads import (
+    Finished,
+    Options,
+    UploadSession,
+    fingerprint,
+)
+from loraplex_services.registry.records import TenantRecord
+
+Part = TypeVar("Part", pb.UploadPartRequest, pb.PublishAdapterRequest)
 
 
 class PublishService(AdminService):
@@ -39,9 +49,22 @@ class PublishService(AdminService):
         )
 
     async def _open_upload(self, request: pb.CreateUploadRequest, access: Access) -> UploadSession:
-        options = convert.options_from_proto(request.options, access.tenant)
+        options, files, limits = await self._checked(request.options, request.files, access)
+        registry = self._registry
+        num_bytes = sum(file.size for file in files)
+        upload = fingerprint(options, files, access.actor)
+        await registry.tenants.begin_upload(limits, upload, num_bytes)
+        known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
+        return await registry.uploads.open(options, files, access.actor, known)
+
+    async def _checked(
+        self, message: pb.PublishOptions, specs: Iterable[pb.FileSpec], access: Access
+    ) -> tuple[Options, tuple[File, ...], TenantRecord]:
+        """What is to be published, and the limits of its tenant. Raises what can be refused before
+        the bytes are there."""
+        options = convert.options_from_proto(message, access.tenant)
         access.require_publishing(options.tenant)
-        files = files_from_proto(request.files)
+        files = files_from_proto(specs)
         findings = Findings()
         check_files(files, findings)
         findings.raise_if_refused()
@@ -49,16 +72,11 @@ class PublishService(AdminService):
         await registry.bases.check_upload(options.tenant, options.name, options.base_id)
         if options.parent:
             await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
-        offered = convert.offered_from_proto(request.options.signatures)
+        offered = convert.offered_from_proto(message.signatures)
         limits = await registry.tenants.get(options.tenant)
         registry.rules.check_upload(limits, moves_tags=bool(options.tags))
         signed = await registry.signatures.accepted(limits, files, offered, access.actor)
-        options = dataclasses.replace(options, signatures=signed)
-        num_bytes = sum(file.size for file in files)
-        upload = fingerprint(options, files, access.actor)
-        await registry.tenants.begin_upload(limits, upload, num_bytes)
-        known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
-        return await registry.uploads.open(options, files, access.actor, known)
+        return dataclasses.replace(options, signatures=signed), files, limits
 
     async def UploadPart(
         self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
@@ -97,15 +115,48 @@ class PublishService(AdminService):
             self._registry.rules.check_upload(limits, moves_tags=bool(options.tags))
             signatures.check_upload(limits, options.signatures)
             done = await self._registry.publisher.finish(session)
-        await signatures.keep(done.version, options.signatures)
-        self._registry.retention.published(done.version)
-        address = (done.version.tenant, done.version.name)
-        tags = await self._registry.lookup.tags(*address)
         return pb.FinishUploadResponse(
-            version=convert.version_to_proto(done.version, done.adapter, tags),
+            version=await self._published(done, options),
             created=done.created,
             warnings=[violation_to_proto(warning) for warning in done.version.warnings],
         )
+
+    async def PublishAdapter(
+        self, request_iterator: AsyncIterator[pb.PublishAdapterRequest], context: Any
+    ) -> pb.PublishAdapterResponse:
+        access = caller_access()
+        async with self._upload_streams.held(access.tenant, "uploads"):
+            parts = self._paced(_not_idle(request_iterator))
+            first = await anext(parts, None)
+            if first is None:
+                description = "the first message must have the options"
+                raise InvalidRequest.field("options", "", description)
+            with refusals_counted():
+                options, files, limits = await self._checked(first.options, first.files, access)
+                await self._check_space(limits, files)
+                session = self._registry.uploads.in_one_call(
+                    options, files, access.actor, check_request_id(first.request_id)
+                )
+                contents = await contents_of(first, parts, files)
+                done = await self._registry.publisher.publish(session, contents)
+        return pb.PublishAdapterResponse(
+            version=await self._published(done, options),
+            created=done.created,
+            warnings=[violation_to_proto(warning) for warning in done.version.warnings],
+        )
+
+    async def _check_space(self, limits: TenantRecord, files: Sequence[File]) -> None:
+        """Raises ResourceExhausted if files exceed the quota together with unfinished uploads."""
+        uploads, num_bytes = self._registry.catalog.open_uploads, sum(file.size for file in files)
+        open_bytes = await uploads.num_bytes(limits.tenant) if limits.max_bytes else 0
+        await self._registry.tenants.check_quota(limits, num_bytes, open_bytes)
+
+    async def _published(self, done: Finished, options: Options) -> pb.AdapterVersion:
+        """What follows a publication; returns the version."""
+        await self._registry.signatures.keep(done.version, options.signatures)
+        self._registry.retention.published(done.version)
+        tags = await self._registry.lookup.tags(done.version.tenant, done.version.name)
+        return convert.version_to_proto(done.version, done.adapter, tags)
 
     async def ValidateAdapter(
         self, request: pb.ValidateAdapterRequest, context: Any
@@ -146,9 +197,7 @@ class PublishService(AdminService):
             max_rank=report.max_rank,
         )
 
-    async def _paced(
-        self, parts: AsyncIterator[pb.UploadPartRequest]
-    ) -> AsyncIterator[pb.UploadPartRequest]:
+    async def _paced(self, parts: AsyncIterator[Part]) -> AsyncIterator[Part]:
         """Pass on messages at the pace of all uploads."""
         async for part in parts:
             await self._upload_pace.wait(current_caller.get(), part.ByteSize())
@@ -172,9 +221,7 @@ class PublishService(AdminService):
         return progress
 
 
-async def _not_idle(
-    parts: AsyncIterator[pb.UploadPartRequest],
-) -> AsyncGenerator[pb.UploadPartRequest]:
+async def _not_idle(parts: AsyncIterator[Part]) -> AsyncGenerator[Part]:
     """Pass messages on. Raises: DeadlineExceeded when the next one takes too long."""
     while True:
         try:

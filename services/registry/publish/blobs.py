@@ -95,7 +95,11 @@ class Blobs:
         """Returns the key of a blob that was there and is not written again; else ""."""
         key = layout.blob(source.file.sha256)
         is_fresh = not is_damaged and await self._is_fresh(key, source.file.size)
-        if not is_fresh:
+        if is_fresh and source.content is not None:
+            is_fresh = await self._store.get_range(key, 0, source.file.size) == source.content
+        if not is_fresh and source.content is not None:
+            await self._store.put(key, source.content)
+        elif not is_fresh:
             await self._store.compose(key, source.segments)
         failpoint("publish.blob")
         return key if is_fresh else ""

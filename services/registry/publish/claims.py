@@ -54,12 +54,12 @@ class Claims:
             generations = await self._tag_generations(options.tenant, options.name, options.tags)
             if same is not None:
                 intent = Intent(same.digest, same.version, generations)
-                await self._uploads.intend(session.upload_id, intent)
+                await self._uploads.intend(session, intent)
                 return same, same.upload_id == session.upload_id
             limits = await self._tenants.get(options.tenant)
             await self._tenants.check_quota(limits, wanted.size_bytes)
             intent = Intent(wanted.digest, 0, generations)
-            await self._uploads.intend(session.upload_id, intent)
+            await self._uploads.intend(session, intent)
             failpoint("publish.intent")
             created_s = now_s()
             expires_s = created_s + options.ttl_s if options.ttl_s else 0.0

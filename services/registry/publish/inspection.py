@@ -40,6 +40,8 @@ class FileSource:
     segments: tuple[Segment, ...]
     known_sha256: str
     """The sha256 that the content is known to have; "" = it must be read."""
+    content: bytes | None = None
+    """The bytes themselves, if they are in memory and not in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,8 @@ def _digest_chunk(
 
 
 async def _chunks(store: ObjectStore, source: FileSource) -> AsyncIterator[bytes]:
+    if source.content is not None:
+        yield source.content
     for segment in source.segments:
         async for chunk in read_chunks(store, segment.key, segment.offset, segment.length):
             yield chunk
@@ -211,6 +215,8 @@ async def _whole(store: ObjectStore, source: FileSource) -> bytes:
 
 async def _read(store: ObjectStore, source: FileSource, offset: int, length: int) -> bytes:
     """A range of bytes of a file, across its segments."""
+    if source.content is not None:
+        return source.content[offset : offset + length]
     data = bytearray()
     for segment in source.segments:
         if offset < segment.length and len(data) < length:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.api.registry import TagTarget
@@ -100,29 +100,52 @@ class Publisher:
         if done is not None:
             return done
         sources = await self._blobs.sources(session)
-        options = session.options
         try:
-            inspected = await inspect(
-                self._store,
-                self._bases,
-                self._scans,
-                self._validations,
-                sources,
-                Wanted(
-                    options.tenant,
-                    options.base_id,
-                    options.strict,
-                    (options.labels or {}).get(ROPE_FIELD, ""),
-                    options.allow_missing,
-                ),
-            )
+            done = await self._publish(session, sources)
         except DamagedFile as error:
             await self._send_again(session, sources, error)
             raise
         except InvalidAdapter as error:
             await self._uploads.refuse(session, error.violations)
-            await self._catalog.open_uploads.forget(options.tenant, session.fingerprint)
+            await self._forget(session)
             raise
+        await self._forget(session)
+        return done
+
+    async def publish(self, session: UploadSession, contents: Mapping[str, bytes]) -> Finished:
+        """Publish an adapter that came in one call. Safe to repeat, also after a crash.
+
+        Args:
+            contents: the bytes of each file by its path, as they were declared.
+
+        Raises:
+            InvalidAdapter, ResourceExhausted, Unavailable: as `finish`.
+        """
+        sources = [FileSource(file, (), file.sha256, contents[file.path]) for file in session.files]
+        return await self._publish(session, sources)
+
+    async def _forget(self, session: UploadSession) -> None:
+        """The upload counts as unfinished no longer."""
+        open_uploads = self._catalog.open_uploads
+        await open_uploads.forget(session.options.tenant, session.fingerprint)
+
+    async def _publish(self, session: UploadSession, sources: Sequence[FileSource]) -> Finished:
+        """Raises DamagedFile, InvalidAdapter, ResourceExhausted, Unavailable."""
+        options = session.options
+        inspected = await inspect(
+            self._store,
+            self._bases,
+            self._scans,
+            self._validations,
+            sources,
+            Wanted(
+                options.tenant,
+                options.base_id,
+                options.strict,
+                (options.labels or {}).get(ROPE_FIELD, ""),
+                options.allow_missing,
+            ),
+        )
         failpoint("publish.inspected")
         operation = await self._catalog.note_pending(scope_of(options.tenant, options.name))
         failpoint("publish.pending")
@@ -133,7 +156,6 @@ class Publisher:
             failpoint("publish.version")
             finished = await self._make_visible(session, version, created, operation)
             if finished is not None:
-                await self._catalog.open_uploads.forget(options.tenant, session.fingerprint)
                 return finished
         raise Conflict("the version is deleted repeatedly while it is published; try again later")
 
@@ -158,7 +180,7 @@ class Publisher:
         intent = await self._uploads.intent(upload_id)
         if intent is None:
             return False
-        session = await self._uploads.get(upload_id)
+        session = intent.session or await self._uploads.get(upload_id)
         version = await self._intended_version(session, intent)
         if version is None:
             return False
@@ -221,7 +243,7 @@ class Publisher:
         failpoint("publish.audit")
         failpoint("publish.index")
         finished = Finished(version, adapter, created)
-        await self._uploads.finish(session.upload_id, finished)
+        await self._uploads.finish(session, finished)
         UPLOADS.labels("created" if created else "unchanged").inc()
         return finished
 

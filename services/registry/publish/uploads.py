@@ -20,7 +20,13 @@ from loraplex_services.registry import documents, layout
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.part_writer import MAX_PART_BYTES, PartWriter, damaged
 from loraplex_services.registry.publish.scanning import ArrivingScan, Scans
-from loraplex_services.registry.records import AdapterRecord, SignatureRecord, VersionRecord, encode
+from loraplex_services.registry.records import (
+    AdapterRecord,
+    SignatureRecord,
+    VersionRecord,
+    encode,
+    now_s,
+)
 
 MAX_CHUNK_BYTES = 1 << 20
 SESSION_MAX_AGE_S = 24 * 3600.0
@@ -68,6 +74,9 @@ class UploadSession:
     damaged: tuple[str, ...] = ()
     """sha256 of files whose stored bytes were found to be damaged; they are sent again and
     replaced."""
+    in_one_call: bool = False
+    """Whether the bytes came with the options. Nothing of such an upload is stored but its intent,
+    while it is published."""
 
     @property
     def fingerprint(self) -> str:
@@ -84,6 +93,8 @@ class Intent:
     """The existing version that has this content; 0 if a new one is made."""
     tag_generations: dict[str, int]
     """Generation of each tag before its move."""
+    session: UploadSession | None = None
+    """The session, if it has no document of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +178,15 @@ class Uploads:
         await documents.create(self._store, layout.upload_session(session.upload_id), session)
         failpoint("upload.session")
         return session
+
+    @staticmethod
+    def in_one_call(
+        options: Options, files: Sequence[File], creator: str, request_id: str
+    ) -> UploadSession:
+        """A session that is not stored. It has the same id if the call is repeated."""
+        upload_id = f"{fingerprint(options, files, creator)}-{request_id}"
+        ordered = tuple(sorted(files, key=lambda file: file.path))
+        return UploadSession(upload_id, options, ordered, creator, now_s(), in_one_call=True)
 
     async def get(self, upload_id: str) -> UploadSession:
         """The session of an id. Raises NotFound."""
@@ -258,12 +278,20 @@ class Uploads:
         """The last intent of the session, if there is one."""
         return await documents.read(self._store, layout.upload_intent(upload_id), Intent)
 
-    async def intend(self, upload_id: str, intent: Intent) -> None:
+    async def intend(self, session: UploadSession, intent: Intent) -> None:
         """Record what is about to become visible, replacing an earlier intent."""
-        await self._store.put(layout.upload_intent(upload_id), encode(intent))
+        if session.in_one_call:
+            intent = replace(intent, session=session)
+        await self._store.put(layout.upload_intent(session.upload_id), encode(intent))
 
-    async def finish(self, upload_id: str, finished: Finished) -> None:
-        """Record the acknowledgement and delete the parts."""
+    async def finish(self, session: UploadSession, finished: Finished) -> None:
+        """Record the acknowledgement and delete the parts. Of an upload in one call nothing is
+        left: if the client asks again, the version has its content."""
+        upload_id = session.upload_id
+        if session.in_one_call:
+            await self._store.delete(layout.upload_intent(upload_id))
+            failpoint("publish.finished")
+            return
         await documents.create(self._store, layout.upload_finished(upload_id), finished)
         failpoint("publish.finished")
         parts = [

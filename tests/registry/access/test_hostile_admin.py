@@ -23,7 +23,7 @@ from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS, MAX_UPLOAD_ST
 from loraplex_services.registry import layout
 from loraplex_services.registry.access import keys
 from loraplex_services.registry.access.auth import KeyAuth
-from loraplex_services.registry.api import server
+from loraplex_services.registry.api import publishing, server
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import open_uploads
 from loraplex_services.registry.records import TenantRecord, encode
@@ -139,7 +139,7 @@ async def test_more_keys_than_fit_a_message_are_listed_in_pages(
 async def test_upload_streams_of_one_tenant_leave_others_their_own_and_idle_ones_end(
     registry: Registry, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MAX_UPLOAD_IDLE_S", 1.0)
+    monkeypatch.setattr(publishing, "MAX_UPLOAD_IDLE_S", 1.0)
     tokens = [(await registry.keys.create(t, ["admin"], 0.0, ""))[1] for t in ("globex", "acme")]
     idle = asyncio.Event()
 

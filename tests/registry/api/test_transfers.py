@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from loraplex.client import uploading
 from loraplex.client.publishing import Publication
 from loraplex.errors import DataLoss, InvalidAdapter
 from loraplex.v1 import registry_pb2 as pb
@@ -27,8 +28,9 @@ async def test_what_is_pulled_is_what_was_uploaded(served: ServedRegistry, tmp_p
 
 
 async def test_an_interrupted_upload_continues_where_it_stopped(
-    served: ServedRegistry, tmp_path: Path
+    served: ServedRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(uploading, "MAX_ONE_CALL_BYTES", -1)
     files = adapter_files(1)
     folder = write_folder(tmp_path / "adapter", files)
     stub = served.client._stub
@@ -168,10 +170,18 @@ def _part(upload_id: str, path: str, offset: int, data: bytes) -> pb.UploadPartR
     )
 
 
+@pytest.mark.parametrize("in_one_call", [True, False])
 @pytest.mark.parametrize("name", [TENSORS, CONFIG])
 async def test_the_same_upload_again_mends_what_was_damaged_in_the_store(
-    served: ServedRegistry, objects_folder: Path, tmp_path: Path, name: str
+    served: ServedRegistry,
+    objects_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    in_one_call: bool,
 ) -> None:
+    if not in_one_call:
+        monkeypatch.setattr(uploading, "MAX_ONE_CALL_BYTES", -1)
     published = await upload(served.client, tmp_path, "sql", 1)
     file = next(file for file in published.version.files if file.path == name)
     path = objects_folder / layout.blob(file.sha256)

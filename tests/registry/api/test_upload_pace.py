@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.client import uploading
 from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
@@ -79,7 +80,7 @@ async def test_without_keys_uploads_do_not_rest() -> None:
 
 
 async def test_every_message_of_an_upload_waits_for_its_time(
-    registry: Registry, tmp_path: Path
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rests = list[float]()
 
@@ -96,8 +97,10 @@ async def test_every_message_of_an_upload_waits_for_its_time(
     folder = write_folder(tmp_path / "a", files)
     async with RegistryClient(f"127.0.0.1:{running.port}", Credentials(api_key=token)) as client:
         await client.upload(folder, Publication("a"))
+        monkeypatch.setattr(uploading, "MAX_ONE_CALL_BYTES", -1)
+        await client.upload(write_folder(tmp_path / "b", adapter_files(2, lora_alpha=2)), Publication("b"))
     await running.stop(0)
-    assert len(rests) == len(files)
+    assert len(rests) == 1 + len(files), "one call, then a part of each file"
 
 
 async def test_tenants_pass_in_rotation_however_many_messages_one_has() -> None:

@@ -5,11 +5,13 @@ Real processes, really ended; the next one starts on what is left.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from loraplex.client import uploading
 from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
@@ -39,6 +41,8 @@ STEPS = [
     "publish.index",
     "publish.finished",
 ]
+SENDING = ("upload.session", "upload.part", "upload.part:2")
+"""Steps that an upload in one call does not have."""
 INVISIBLE = set(STEPS[: STEPS.index("publish.intent") + 1])
 """Steps at which nothing may have become visible."""
 
@@ -63,27 +67,32 @@ async def _state(client: RegistryClient) -> dict[str, int]:
 
 
 DAILY = {
-    ("publish.blob:2", "embedded"),
-    ("publish.version", "surviving"),
-    ("publish.index", "surviving"),
+    ("publish.blob:2", "embedded", "in parts"),
+    ("publish.version", "surviving", "in one call"),
+    ("publish.index", "surviving", "in parts"),
 }
 CASES = [
-    pytest.param(step, metadata, marks=[] if (step, metadata) in DAILY else [pytest.mark.long])
-    for step in STEPS
-    for metadata in ("embedded", "surviving")
+    pytest.param(*case, marks=[] if case in DAILY else [pytest.mark.long])
+    for case in itertools.product(STEPS, ("embedded", "surviving"), ("in parts", "in one call"))
+    if case[0] not in SENDING or case[2] == "in parts"
 ]
-"""Every step with a metadata server that dies too and one that survives; a few of them daily."""
+"""Every step with a metadata server that dies too and one that survives, of an upload in parts and
+of one in one call; a few of them daily."""
 
 
-@pytest.mark.parametrize(("step", "metadata"), CASES)
+@pytest.mark.parametrize(("step", "metadata", "way"), CASES)
 async def test_a_crash_leaves_the_old_state_or_the_new_one(
     process: RegistryProcess,
     objects_url: str,
     tmp_path: Path,
     step: str,
     metadata: str,
+    way: str,
     metadata_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if way == "in parts":
+        monkeypatch.setattr(uploading, "MAX_ONE_CALL_BYTES", -1)
     shared = {} if metadata == "embedded" else {"LORAPLEX_METADATA": metadata_url}
     folders = [
         write_folder(tmp_path / str(seed), adapter_files(seed, lora_alpha=seed)) for seed in (1, 2)

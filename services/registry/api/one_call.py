@@ -1,0 +1,65 @@
+"""Reads the files of a small adapter from the stream of one `PublishAdapter`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import AsyncIterator, Sequence
+
+from loraplex.adapter_format import File
+from loraplex.api.registry import MAX_ONE_CALL_BYTES
+from loraplex.errors import DataLoss, InvalidRequest
+from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.registry.publish.metrics import RECEIVED_BYTES
+
+_REQUEST_ID = re.compile("[0-9a-f]{16}")
+
+
+def check_request_id(text: str) -> str:
+    """Returns the id. Raises InvalidRequest."""
+    if not _REQUEST_ID.fullmatch(text):
+        raise InvalidRequest.field("request_id", text, "must be 16 lower-case hex characters")
+    return text
+
+
+async def contents_of(
+    first: pb.PublishAdapterRequest,
+    rest: AsyncIterator[pb.PublishAdapterRequest],
+    files: Sequence[File],
+) -> dict[str, bytes]:
+    """The bytes of each file by its path.
+
+    Raises:
+        InvalidRequest: the files are too large for one call, or have another size than declared.
+        DataLoss: a file is not what was declared.
+    """
+    num_bytes = sum(file.size for file in files)
+    if num_bytes > MAX_ONE_CALL_BYTES:
+        description = f"at most {MAX_ONE_CALL_BYTES} in one call; use CreateUpload"
+        raise InvalidRequest.field("files", f"{num_bytes} bytes", description)
+    data = bytearray(first.data)
+    while len(data) <= num_bytes:
+        part = await anext(rest, None)
+        if part is None:
+            break
+        data += part.data
+    if len(data) != num_bytes:
+        description = f"the files that were declared have {num_bytes}"
+        raise InvalidRequest.field("data", f"{len(data)} bytes", description)
+    contents = await asyncio.to_thread(_split, bytes(data), files)
+    RECEIVED_BYTES.inc(num_bytes)
+    return contents
+
+
+def _split(data: bytes, files: Sequence[File]) -> dict[str, bytes]:
+    contents, offset = {}, 0
+    for file in files:
+        content = contents[file.path] = data[offset : offset + file.size]
+        offset += file.size
+        if hashlib.sha256(content).hexdigest() != file.sha256:
+            raise DataLoss(
+                f"{file.path} does not match its declared sha256 {file.sha256}: it changed while "
+                "it was read, or was damaged on the way; send it again"
+            )
+    return contents

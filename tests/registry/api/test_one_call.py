@@ -1,0 +1,111 @@
+"""Small adapters are published in one call."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+
+import pytest
+
+from loraplex.api.registry import MAX_ONE_CALL_BYTES
+from loraplex.errors import DataLoss, InvalidAdapter, InvalidRequest, ResourceExhausted
+from loraplex.refs import parse_ref
+from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.registry import layout
+from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.records import TenantRecord
+from tests.registry.conftest import ServedRegistry
+from tests.registry.house import CONFIG, TENSORS, adapter_files, publish
+
+ROOT = Access("default", "", frozenset({"root", "admin"}))
+
+
+def _first(files: Mapping[str, bytes], name: str = "sql") -> pb.PublishAdapterRequest:
+    """The first message of a publication, with all bytes."""
+    request = pb.PublishAdapterRequest(
+        options=pb.PublishOptions(name=name),
+        request_id=secrets.token_hex(8),
+        data=b"".join(files.values()),
+    )
+    for path, data in files.items():
+        request.files.add(path=path, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return request
+
+
+async def _send(served: ServedRegistry, *parts: pb.PublishAdapterRequest) -> pb.AdapterVersion:
+    method = served.client._stub.PublishAdapter
+    answer: pb.PublishAdapterResponse = await served.client._channel.call(method, iter(parts))
+    return answer.version
+
+
+async def _keys(served: ServedRegistry, prefix: str) -> list[str]:
+    return [info.key async for info in served.registry.store.list_objects(prefix)]
+
+
+async def test_it_becomes_the_same_version_as_in_parts_and_leaves_no_upload(
+    served: ServedRegistry,
+) -> None:
+    in_parts = await publish(served.registry, "in-parts", 1)
+    uploads = await _keys(served, layout.UPLOADS)
+    version = await _send(served, _first(adapter_files(1)))
+    assert version.digest == in_parts.version.digest
+    assert list(version.tags) == ["latest"]
+    assert await _keys(served, layout.UPLOADS) == uploads
+    found = await served.registry.lookup.resolve(parse_ref("sql"), ROOT)
+    assert found.version.digest == version.digest
+    assert {file.path for file in found.version.files} == {CONFIG, TENSORS}
+
+
+async def test_the_bytes_may_come_in_any_number_of_messages(served: ServedRegistry) -> None:
+    first = _first(adapter_files(1))
+    data = first.data
+    first.data = data[:10]
+    rest = [pb.PublishAdapterRequest(data=data[i : i + 999]) for i in range(10, len(data), 999)]
+    assert (await _send(served, first, *rest)).version == 1
+
+
+async def test_a_repeated_call_is_told_of_its_own_version(served: ServedRegistry) -> None:
+    first = _first(adapter_files(1))
+    method = served.client._stub.PublishAdapter
+    for _ in range(2):
+        answer = await served.client._channel.call(method, iter([first]))
+        assert (answer.version.version, answer.created) == (1, True)
+    first.request_id = secrets.token_hex(8)
+    answer = await served.client._channel.call(method, iter([first]))
+    assert (answer.version.version, answer.created) == (1, False)
+
+
+async def test_what_is_not_as_declared_is_refused_and_stored_nowhere(
+    served: ServedRegistry,
+) -> None:
+    files = adapter_files(1)
+    good = _first(files)
+    wrong_id, short, long, other, large = (_first(files) for _ in range(5))
+    wrong_id.request_id = "../../keys"
+    short.data = good.data[:-1]
+    long.data = good.data + b"x"
+    other.data = good.data[:-1] + bytes([good.data[-1] ^ 1])
+    large.files[1].size = MAX_ONE_CALL_BYTES
+    unfit = _first({**files, CONFIG: b"{}"})
+    for request, error, field in (
+        (wrong_id, InvalidRequest, "request_id"),
+        (short, InvalidRequest, "data"),
+        (long, InvalidRequest, "data"),
+        (other, DataLoss, TENSORS),
+        (large, InvalidRequest, "files"),
+        (unfit, InvalidAdapter, CONFIG),
+    ):
+        with pytest.raises(error, match=field):
+            await _send(served, request)
+    with pytest.raises(InvalidRequest, match="options"):
+        await _send(served)
+    for prefix in (layout.BLOBS, layout.UPLOADS, layout.ADAPTERS):
+        assert await _keys(served, prefix) == []
+
+
+async def test_a_full_quota_refuses_it_before_anything_is_stored(served: ServedRegistry) -> None:
+    await served.registry.tenants.set(TenantRecord("default", max_bytes=100))
+    with pytest.raises(ResourceExhausted):
+        await _send(served, _first(adapter_files(1)))
+    assert await _keys(served, layout.BLOBS) == []
