@@ -98,7 +98,8 @@ async def test_every_message_of_an_upload_waits_for_its_time(
     async with RegistryClient(f"127.0.0.1:{running.port}", Credentials(api_key=token)) as client:
         await client.upload(folder, Publication("a"))
         monkeypatch.setattr(uploading, "MAX_ONE_CALL_BYTES", -1)
-        await client.upload(write_folder(tmp_path / "b", adapter_files(2, lora_alpha=2)), Publication("b"))
+        other = write_folder(tmp_path / "b", adapter_files(2, lora_alpha=2))
+        await client.upload(other, Publication("b"))
     await running.stop(0)
     assert len(rests) == 1 + len(files), "one call, then a part of each file"
 
