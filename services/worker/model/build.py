@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.layers.attention import SelfAttention
-from loraplex_services.worker.layers.embedding import LoraEmbedding
+from loraplex_services.worker.layers.embedding import LoraEmbedding, TokenTable
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.mlp import GatedMlp
 from loraplex_services.worker.layers.operators import AddLora, Operators
@@ -106,9 +106,9 @@ class Builder:
             make_layer: of a family whose layers are not made of a mixer, an MLP and norms.
         """
         config, weights = self.config, self.weights
-        table = self._vocabulary_rows("model.embed_tokens.weight")
-        site_id = self._embedding_site(table)
-        embedding = LoraEmbedding(site_id, table, config.vocab_size, self.operators.ranks)
+        table = self._token_rows("model.embed_tokens.weight")
+        tokens = TokenTable(table, config.vocab_size, self.operators.ranks)
+        embedding = LoraEmbedding(self._embedding_site(table), tokens)
         self.device = table.device
         self._query_scales = query_scales(config, self.device)
         makers = make_mixer or Builder.attention, make_mlp or dense_mlp
@@ -138,15 +138,18 @@ class Builder:
         """Which part of the base is built."""
         return self.operators.ranks.shard
 
-    def _vocabulary_rows(self, name: str) -> Tensor:
+    def _token_rows(self, name: str) -> Tensor:
+        return self.vocabulary_rows(name, self.config.vocab_size, self.config.hidden_size)
+
+    def vocabulary_rows(self, name: str, vocab_size: int, width: int) -> Tensor:
         """A table with a row for each token, or this rank's rows of it, padded with zeros to as
         many as every other rank has."""
-        config, shard = self.config, self.shard
-        shape = (config.vocab_size, config.hidden_size)
+        shard = self.shard
         if shard.size == 1:
-            return self.weights.take(name, shape)
-        rows = self.weights.take(name, shape, TensorWindow([shard.vocabulary(config.vocab_size)]))
-        missing = padded_share(config.vocab_size, shard.size) - len(rows)
+            return self.weights.take(name, (vocab_size, width))
+        window = TensorWindow([shard.vocabulary(vocab_size)])
+        rows = self.weights.take(name, (vocab_size, width), window)
+        missing = padded_share(vocab_size, shard.size) - len(rows)
         return F.pad(rows, (0, 0, 0, missing))
 
     def _embedding_site(self, table: Tensor) -> int:
@@ -241,12 +244,18 @@ class Builder:
     def weight(self, modules: Modules, num_inputs: int, cut: Cut) -> Tensor:
         """Stacked weights, or what this rank has of them."""
         parts = [(f"{name}.weight", rows) for name, rows in modules]
-        if self.shard.size == 1 or cut is WHOLE:
+        window = self.window(sum(rows for _, rows in modules), cut)
+        if window is None:
             return take_rows(self.weights, parts, num_inputs)
-        rows = self.shard.spans(cut.outputs) or [(0, sum(rows for _, rows in modules))]
-        columns = self.shard.spans(cut.inputs)
-        window = TensorWindow(rows, columns[0] if columns else None)
         return take_window(self.weights, parts, [num_inputs], window)
+
+    def window(self, num_outputs: int, cut: Cut, dim: int = 0) -> TensorWindow | None:
+        """What this rank has of a weight whose outputs are a dimension; None = all of it."""
+        if self.shard.size == 1 or cut is WHOLE:
+            return None
+        rows = self.shard.spans(cut.outputs) or [(0, num_outputs)]
+        columns = self.shard.spans(cut.inputs)
+        return TensorWindow(rows, columns[0] if columns else None, dim)
 
     def expert_linear(
         self,
@@ -330,7 +339,7 @@ class Builder:
         is_tied = self.config.tied_embeddings
         name, table = ("model.embed_tokens", embedding) if is_tied else ("lm_head", None)
         if is_tied and self.weights.has("lm_head.weight"):
-            saved = self._vocabulary_rows("lm_head.weight")
+            saved = self._token_rows("lm_head.weight")
             if not saved.equal(embedding):
                 description = "differs from the embedding, but tie_word_embeddings is true"
                 raise InvalidRequest.field("lm_head.weight", "present", description)
@@ -350,7 +359,7 @@ class Builder:
                 self.published[site_id] = codes.published
             return self._coded_linear(codes)
         if table is None:
-            table = self._vocabulary_rows(f"{name}.weight")
+            table = self._token_rows(f"{name}.weight")
         return self.operators.linear(table)
 
 

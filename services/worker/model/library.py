@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from loraplex.adapter_format.geometry import geometry_from_folder
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
-from loraplex_services.worker.layers.embedding import LoraEmbedding
+from loraplex_services.worker.layers.embedding import LoraEmbedding, TokenTable
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.library_modules import (
     ATTENTION,
@@ -330,7 +330,7 @@ class _Sites:
         weight = module.weight.data.clone()
         site_id = self.table.add(-1, EMBEDDING, len(weight), [(name, weight.shape[1])])
         self.linears[site_id] = DenseLinear(weight)
-        embedding = LoraEmbedding(site_id, weight, len(weight), self.operators.ranks)
+        embedding = LoraEmbedding(site_id, TokenTable(weight, len(weight), self.operators.ranks))
         self.model.set_submodule(name, SiteEmbedding(embedding, scale or 1.0, self.current))
         return embedding
 

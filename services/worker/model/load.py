@@ -46,14 +46,19 @@ class TensorWindow:
     """The part of a tensor that one tensor-parallel rank has."""
 
     rows: Sequence[Span]
-    """Spans of the first dimension, ascending; joined if there are several."""
+    """Spans of one dimension, ascending; joined if there are several."""
     columns: Span | None = None
-    """Span of the second dimension; None = all."""
+    """Span of the dimension after it; None = all."""
+    dim: int = 0
+    """The dimension that rows count."""
 
-    @property
-    def columns_slice(self) -> slice:
-        """The columns as an index."""
-        return slice(None) if self.columns is None else slice(*self.columns)
+    def cut(self, source: Any) -> Tensor:
+        """The window of a tensor, or of a tensor in a file."""
+        others = (slice(None),) * self.dim
+        columns = () if self.columns is None else (slice(*self.columns),)
+        return torch.cat(
+            [source[(*others, slice(*span), *columns)] for span in self.rows], dim=self.dim
+        )
 
 
 class Weights(Protocol):
@@ -175,7 +180,7 @@ class Checkpoint:
         got, wanted = file.get_slice(inner).get_shape(), list(shape)
         if got != wanted:
             raise InvalidRequest.field(name, got, f"config.json asks for shape {wanted}")
-        tensor = file.get_tensor(inner) if window is None else _read_window(file, inner, window)
+        tensor = file.get_tensor(inner) if window is None else window.cut(file.get_slice(inner))
         self._count(name, tensor)
         # A copy: a view would keep the whole file mapped, and its pages resident in addition to the
         # packed weights.
@@ -229,14 +234,6 @@ class Checkpoint:
             raise InvalidRequest.field(name, "left over", description)
 
 
-def _read_window(file: safe_open, name: str, window: TensorWindow) -> Tensor:
-    source = file.get_slice(name)
-    if len(source.get_shape()) == 1:
-        return torch.cat([source[begin:end] for begin, end in window.rows])
-    columns = window.columns_slice
-    return torch.cat([source[begin:end, columns] for begin, end in window.rows])
-
-
 class FileRows:
     """Implements `WeightRows` over files: each call reads what it returns."""
 
@@ -260,9 +257,8 @@ class FileRows:
             for span in within([(begin, end)], first, first + rows):
                 path, inner = self._file_of[name]
                 with safe_open(str(path), framework="pt") as file:
-                    read.append(
-                        _read_window(file, inner, TensorWindow([span])).to(self._dtype).float()
-                    )
+                    own = TensorWindow([span]).cut(file.get_slice(inner))
+                read.append(own.to(self._dtype).float())
             first += rows
         return torch.cat(read)
 
@@ -351,10 +347,7 @@ class DummyWeights:
         """Ones for norms, zeros for biases, normal numbers for the rest. A window is cut from the
         whole tensor, so that every rank has a part of the same numbers."""
         tensor = self._make(name, shape, dtype)
-        if window is None:
-            return tensor
-        rows = torch.cat([tensor[begin:end] for begin, end in window.rows])
-        return rows if len(shape) == 1 else rows[:, window.columns_slice].contiguous()
+        return tensor if window is None else window.cut(tensor)
 
     def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
         if len(shape) == 1:

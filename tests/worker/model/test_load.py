@@ -234,6 +234,15 @@ def test_windows_of_stacked_tensors_are_the_parts_of_the_whole(base):
     assert rows.weight_rows(5, 5).shape == (0, 64)
 
 
+def test_a_window_of_one_tensor_of_all_experts_is_a_part_of_it(tmp_path):
+    experts = torch.arange(3 * 8 * 6.0).view(3, 8, 6)
+    save_file({"experts": experts}, tmp_path / "model.safetensors")
+    weights = Checkpoint(tmp_path, torch.float32, CPU)
+    window = TensorWindow([(0, 2), (4, 6)], (1, 4), dim=1)
+    own = weights.take("experts", (3, 8, 6), window)
+    assert own.equal(torch.cat((experts[:, 0:2, 1:4], experts[:, 4:6, 1:4]), dim=1))
+
+
 def test_a_window_of_a_tensor_of_another_shape_is_refused_by_name(base):
     weights = Checkpoint(base.folder, torch.float32, CPU)
     name = "model.layers.0.self_attn.o_proj.weight"
