@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraplex_services.worker.layers.embedding import TokenTable
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.mlp import GatedMlp
@@ -111,12 +112,15 @@ class SideExperts:
     """Applied to the output of the MLP before that of the experts is added."""
     norms: tuple[Norm, Norm]
     """Before and after the experts."""
+    sum_ranks: Callable[[Tensor], Tensor]
+    """The inner width of the experts may be divided among ranks, whose outputs are summed."""
 
     def add(self, y: Tensor, x: Tensor, lora: LoraBatch) -> Tensor:
         """The sum of both outputs. `y` is that of the MLP, `x` the residual stream: `[T, H]`."""
         chosen, weights = self.router.forward(x, lora)
         own = self.experts.forward(self.norms[0].forward(x, lora), chosen, weights, lora)
-        return self.mlp_norm.forward(y, lora) + self.norms[1].forward(own, lora)
+        summed = self.sum_ranks(own)
+        return self.mlp_norm.forward(y, lora) + self.norms[1].forward(summed, lora)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +140,8 @@ class Gemma4Feed:
 class PerLayerEmbedding:
     """The input of each layer: rows of a table, added to a projection of the embedding."""
 
-    table: Tensor
-    """`[vocabulary, layers * width]`."""
+    table: TokenTable
+    """Of width `layers * width`."""
     projection: LoraLinear
     norm: Norm
     """Of one layer's part."""
@@ -148,7 +152,7 @@ class PerLayerEmbedding:
         """int64 `[T]` and `[T, H]` -> `[T, layers, width]`."""
         projected = self.projection.forward(embedded, lora) * embedded.shape[-1] ** -0.5
         parts = self.norm.forward(projected.view(len(embedded), -1, self.width), lora)
-        rows = self.table[token_ids]
+        rows = self.table.look_up(token_ids)
         own = rows * torch.tensor(self.width**0.5, dtype=rows.dtype)
         both: Tensor = (parts + own.view(parts.shape)) * 2.0**-0.5
         return both

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from loraplex_services.worker.layers.embedding import TokenTable
 from loraplex_services.worker.layers.gemma4 import (
     Gemma4Attention,
     Gemma4Feed,
@@ -41,6 +42,7 @@ from loraplex_services.worker.types.model_config import (
     MoeConfig,
     RopeConfig,
 )
+from loraplex_services.worker.types.sharding import Cut, local_config
 
 ROPES: dict[str, Any] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -208,8 +210,9 @@ def _inputs(builder: Builder) -> PerLayerEmbedding | None:
     width = config.num_layers * config.layer_input_size
     rows = config.num_layer_input_rows
     name = "model.per_layer_model_projection"
+    table = builder.vocabulary_rows("model.embed_tokens_per_layer.weight", rows, width)
     return PerLayerEmbedding(
-        builder.weights.take("model.embed_tokens_per_layer.weight", (rows, width)),
+        TokenTable(table, rows, builder.operators.ranks),
         builder.linear(-1, config.hidden_size, [(name, width)], has_bias=False),
         builder.norm(-1, "model.per_layer_projection_norm", config.layer_input_size),
         config.layer_input_size,
@@ -256,14 +259,23 @@ def _attention(builder: Builder, layer: int) -> Gemma4Attention:
     if source != layer:
         unused, names = names[1:], names[:1]
     modules = [(f"{prefix}.{name}", width) for name, width in names]
-    maker = builder.operators.attention_maker
+    segments = (q_size, config.num_heads), (kv_size, heads.count), (kv_size, heads.count)
+    own = local_config(config, builder.shard)
+    own_kv_size = own.kv_heads[layer].count * heads.dim
+    out = [(f"{prefix}.o_proj", config.hidden_size)]
     attention = Gemma4Attention(
         layer,
         source,
-        builder.linear(layer, config.hidden_size, modules, config.qkv_bias),
-        builder.linear(layer, q_size, [(f"{prefix}.o_proj", config.hidden_size)], config.o_bias),
-        maker.layer(config, source, rotated=True),
-        (q_size, kv_size, heads.dim),
+        builder.linear(
+            layer,
+            config.hidden_size,
+            modules,
+            config.qkv_bias,
+            Cut(outputs=segments[: len(modules)]),
+        ),
+        builder.linear(layer, q_size, out, config.o_bias, Cut(inputs=segments[:1])),
+        builder.operators.attention_maker.layer(own, source, rotated=True),
+        (own.num_heads * heads.dim, own_kv_size, heads.dim),
         (
             builder.norm(layer, f"{prefix}.q_norm", heads.dim),
             builder.norm(layer, f"{prefix}.k_norm", heads.dim) if source == layer else None,
@@ -306,7 +318,8 @@ def _feed(builder: Builder, layer: int) -> Gemma4Feed:
     post = builder.norm(layer, f"{prefix}.post_feedforward_layernorm_1", hidden)
     own = _norms(builder, layer, "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
     experts = stacked_experts(builder, layer, f"{prefix}.experts", ExpertNames())
-    return Gemma4Feed(mlp, SideExperts(router, experts, post, own))
+    sum_ranks = builder.operators.ranks.all_reduce
+    return Gemma4Feed(mlp, SideExperts(router, experts, post, own, sum_ranks))
 
 
 def _input(builder: Builder, layer: int) -> LayerInput:

@@ -14,13 +14,13 @@ from loraplex_services.worker.layers.gated_delta_net import GatedDeltaNet, Split
 from loraplex_services.worker.model.build import Builder, Modules, dense_mlp
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder, Mixer, Mlp
-from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.model.plain import FULL, Defaults, read_plain
 from loraplex_services.worker.model.qwen_moe import read_moe
 from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
 from loraplex_services.worker.ops.recurrence.backend import DeltaWeights
 from loraplex_services.worker.types.model_config import ModelConfig, RecurrenceConfig
+from loraplex_services.worker.types.sharding import Cut, Segments, local_recurrence
 
 RECURRENT = "linear_attention"
 DEFAULTS = Defaults(head_dim=256, max_position_embeddings=32768)
@@ -137,49 +137,82 @@ def _mixer(builder: Builder, layer: int) -> Mixer:
     if layer not in config.layers:
         return builder.attention(layer)
     prefix, hidden = f"model.layers.{layer}.linear_attn", builder.config.hidden_size
+    own = local_recurrence(config, builder.shard)
     is_next = builder.config.model_type == "qwen3_next"
-    modules, split = _next_projections(config) if is_next else _projections(config)
+    modules, cut = _next_projections(config) if is_next else _projections(config)
     named = [(f"{prefix}.{name}", width) for name, width in modules]
+    values = (config.values_size, config.num_value_heads)
+    out = [(f"{prefix}.out_proj", hidden)]
     return GatedDeltaNet(
-        builder.linear(layer, hidden, named, has_bias=False),
-        builder.linear(layer, config.values_size, [(f"{prefix}.out_proj", hidden)], has_bias=False),
+        builder.linear(layer, hidden, named, has_bias=False, cut=cut),
+        builder.linear(layer, config.values_size, out, has_bias=False, cut=Cut(inputs=(values,))),
         builder.operators.delta_net(
-            config, config.layers.index(layer), _delta_weights(builder.weights, config, prefix)
+            own, config.layers.index(layer), _delta_weights(builder, config, prefix)
         ),
         builder.norm(layer, f"{prefix}.norm", config.value_dim, is_plain=True),
-        split,
+        _split_next(own) if is_next else _split(own),
         config.value_dim,
     )
 
 
-def _delta_weights(weights: Weights, config: RecurrenceConfig, prefix: str) -> DeltaWeights:
-    taps = (config.conv_size, 1, config.kernel_size)
-    heads, float32 = (config.num_value_heads,), torch.float32
+def _delta_weights(builder: Builder, config: RecurrenceConfig, prefix: str) -> DeltaWeights:
+    heads = (config.num_value_heads, config.num_value_heads)
+
+    def take(name: str, segments: Segments, *others: int) -> Tensor:
+        """What the rank has of it, float32."""
+        size = sum(features for features, _ in segments)
+        window = builder.window(size, Cut(outputs=segments))
+        shape = (size, *others)
+        return builder.weights.take(f"{prefix}.{name}", shape, window, dtype=torch.float32)
+
     return DeltaWeights(
-        weights.take(f"{prefix}.conv1d.weight", taps, dtype=float32).float()[:, 0].contiguous(),
-        -weights.take(f"{prefix}.A_log", heads, dtype=float32).exp(),
-        weights.take(f"{prefix}.dt_bias", heads, dtype=float32),
+        take("conv1d.weight", _channels(config), 1, config.kernel_size)[:, 0].contiguous(),
+        -take("A_log", (heads,)).exp(),
+        take("dt_bias", (heads,)),
     )
 
 
-def _projections(config: RecurrenceConfig) -> tuple[Modules, Split]:
+def _channels(config: RecurrenceConfig) -> Segments:
+    """Those of the convolution, by head."""
+    keys = (config.keys_size, config.num_key_heads)
+    return keys, keys, (config.values_size, config.num_value_heads)
+
+
+def _projections(config: RecurrenceConfig) -> tuple[Modules, Cut]:
     num_heads = config.num_value_heads
     sizes = (config.conv_size, config.values_size, num_heads, num_heads)
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    others = tuple((size, num_heads) for size in sizes[1:])
+    return tuple(zip(names, sizes, strict=True)), Cut(outputs=(*_channels(config), *others))
+
+
+def _split(config: RecurrenceConfig) -> Split:
+    num_heads = config.num_value_heads
+    sizes = (config.conv_size, config.values_size, num_heads, num_heads)
 
     def split(y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv, gates, b, a = y.split(sizes, dim=-1)
         return qkv, gates, b, a
 
-    return tuple(zip(names, sizes, strict=True)), split
+    return split
 
 
-def _next_projections(config: RecurrenceConfig) -> tuple[Modules, Split]:
+def _next_projections(config: RecurrenceConfig) -> tuple[Modules, Cut]:
     """With the outputs of each key head side by side."""
+    widths = _next_widths(config)
+    names = ("in_proj_qkvz", "in_proj_ba")
+    segments = tuple((width, config.num_key_heads) for width in widths)
+    return tuple(zip(names, widths, strict=True)), Cut(outputs=segments)
+
+
+def _next_widths(config: RecurrenceConfig) -> tuple[int, int]:
+    return 2 * (config.keys_size + config.values_size), 2 * config.num_value_heads
+
+
+def _split_next(config: RecurrenceConfig) -> Split:
     num_heads, shared = config.num_key_heads, config.num_value_heads // config.num_key_heads
     keys, values = config.key_dim, shared * config.value_dim
-    widths = (num_heads * 2 * (keys + values), num_heads * 2 * shared)
-    names = ("in_proj_qkvz", "in_proj_ba")
+    widths = _next_widths(config)
 
     def split(y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         first, second = y.split(widths, dim=-1)
@@ -192,4 +225,4 @@ def _next_projections(config: RecurrenceConfig) -> tuple[Modules, Split]:
         b, a = (x.flatten(1).contiguous() for x in (b, a))
         return qkv, gates.flatten(1), b, a
 
-    return tuple(zip(names, widths, strict=True)), split
+    return split

@@ -110,9 +110,9 @@ class ExpertStack:
 
     def read(self, name: str, num_outputs: int, num_inputs: int) -> None:
         """Take all of them at once, where the files hold one tensor."""
-        assert self._builder.shard.size == 1, "families with such files are served by one rank"
         shape = self._num_experts, num_outputs, num_inputs
-        self._weights, self._is_read = self._builder.weights.take(name, shape), True
+        window = self._builder.window(num_outputs, self._cut, dim=1)
+        self._weights, self._is_read = self._builder.weights.take(name, shape, window), True
 
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
         """The next expert's site, whose weight is a view of the stack, or quantised."""

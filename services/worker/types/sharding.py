@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loraplex.errors import Unsupported
-from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.model_config import KvHeads, ModelConfig, RecurrenceConfig
 
 Span = tuple[int, int]
 """Features [begin, end)."""
@@ -88,11 +88,31 @@ def local_range(spans: Sequence[Span], begin: int, end: int) -> tuple[int, int]:
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The base as one rank's attention sees it: with its own heads only."""
+    """The base as one rank's attention and recurrence see it: with its own heads only."""
     if shard.size == 1:
         return config
-    num_kv_heads = max(1, config.num_kv_heads // shard.size)
-    return replace(config, num_heads=config.num_heads // shard.size, num_kv_heads=num_kv_heads)
+    return replace(
+        config,
+        num_heads=config.num_heads // shard.size,
+        num_kv_heads=_own_count(config.num_kv_heads, shard),
+        own_kv_heads=tuple(
+            KvHeads(_own_count(heads.count, shard), heads.dim) for heads in config.own_kv_heads
+        ),
+        recurrence=config.recurrence and local_recurrence(config.recurrence, shard),
+    )
+
+
+def local_recurrence(recurrence: RecurrenceConfig, shard: Shard) -> RecurrenceConfig:
+    """Gated delta nets with the heads of one rank only."""
+    return replace(
+        recurrence,
+        num_key_heads=recurrence.num_key_heads // shard.size,
+        num_value_heads=recurrence.num_value_heads // shard.size,
+    )
+
+
+def _own_count(num_kv_heads: int, shard: Shard) -> int:
+    return max(1, num_kv_heads // shard.size)
 
 
 def check_divisible(config: ModelConfig, num_ranks: int) -> None:
@@ -111,13 +131,15 @@ def check_divisible(config: ModelConfig, num_ranks: int) -> None:
         widths["moe_intermediate_size"] = config.moe.intermediate_size
         if config.moe.shared_intermediate_size:
             widths["shared_expert_intermediate_size"] = config.moe.shared_intermediate_size
+    if config.recurrence is not None:  # value heads are a multiple of them
+        widths["linear_num_key_heads"] = config.recurrence.num_key_heads
     for name, value in widths.items():
         if value % num_ranks:
             raise _indivisible(name, value, num_ranks, "it must be a multiple of the ranks")
-    num_kv_heads = config.num_kv_heads
-    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        why = "it must be a multiple or a divisor of the ranks"
-        raise _indivisible("num_key_value_heads", num_kv_heads, num_ranks, why)
+    for num_kv_heads in sorted({heads.count for heads in config.kv_heads}):
+        if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+            why = "it must be a multiple or a divisor of the ranks"
+            raise _indivisible("num_key_value_heads", num_kv_heads, num_ranks, why)
 
 
 def _indivisible(name: str, value: int, num_ranks: int, why: str) -> Unsupported:

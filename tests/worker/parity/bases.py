@@ -30,8 +30,8 @@ DELTA_NETS = {
     # errors, and the norm multiplies it with up to 1 / sqrt(eps), in transformers as here.
     "rms_norm_eps": 1e-2,
     "head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
     **_rope(rope_type="default", partial_rotary_factor=0.5),

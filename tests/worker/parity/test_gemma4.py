@@ -208,9 +208,14 @@ def test_a_config_that_is_not_served_is_refused_by_its_field(
         parity_runner(changed_config(base, tmp_path / "base", change), arena_bytes=ARENA_BYTES)
 
 
-def test_tensor_parallel_ranks_are_refused(base: TinyBase) -> None:
-    with pytest.raises(Unsupported, match=r"model_type.*one rank only"):
-        check_group(base.folder, "auto", torch.device("cpu"), 2)
+def test_ranks_that_would_divide_the_heads_of_one_kind_of_layer_are_refused(
+    base: TinyBase, tmp_path: Path
+) -> None:
+    own = {"2": {"num_key_value_heads": 3}}
+    change = {"num_attention_heads": 6, "num_key_value_heads": 2, "per_layer_config": own}
+    folder = changed_config(base, tmp_path / "base", change)
+    with pytest.raises(Unsupported, match=r"config\.json:num_key_value_heads"):
+        check_group(folder, "auto", torch.device("cpu"), 2)
 
 
 def adapter_on(base: TinyBase, folder: Path, **fields: object) -> Path:

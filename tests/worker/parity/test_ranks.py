@@ -21,11 +21,12 @@ from tests.worker.parity.suite import (
 NUM_NEW_TOKENS = 24
 ALWAYS = {
     ("llama3-rope-tied", 2, False),
-    ("qwen2-moe", 2, False),
     ("llama", 2, True),
+    ("qwen3.5-moe", 2, False),
+    ("gemma4-all", 2, False),
 }
-"""Tied tables, experts with a shared one; (base, ranks, whether both
-matrices of an adapter are divided)."""
+"""Tied tables; recurrent layers, and experts with a shared one; layers of different heads. (base,
+ranks, whether both matrices of an adapter are divided)"""
 
 
 def _params() -> list[object]:

@@ -156,7 +156,7 @@ def test_an_adapter_with_keys_of_the_multimodal_class_fits_the_text_model(
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"linear_num_value_heads": 3}, "linear_num_value_heads"),
+        ({"linear_num_value_heads": 6}, "linear_num_value_heads"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types"),
         ({"layer_types": ["linear_attention"] * 4}, "layer_types"),
         ({"layer_types": ["linear_attention", "sliding_attention"] * 2}, "layer_types"),
@@ -180,9 +180,12 @@ def test_a_config_that_is_not_served_is_refused_by_its_field(
         parity_runner(folder, arena_bytes=16 << 20)
 
 
-def test_tensor_parallel_ranks_are_refused(base: TinyBase) -> None:
-    with pytest.raises(Unsupported, match=r"model_type.*one rank only"):
-        check_group(base.folder, "auto", torch.device("cpu"), 2)
+def test_ranks_that_would_divide_a_key_head_are_refused(base: TinyBase, tmp_path: Path) -> None:
+    config = json.loads((base.folder / "config.json").read_text())
+    few = {"linear_num_key_heads": 1, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | few))
+    with pytest.raises(Unsupported, match="linear_num_key_heads"):
+        check_group(tmp_path, "auto", torch.device("cpu"), 2)
 
 
 def test_an_adapter_of_the_sibling_size_is_refused(base: TinyBase, tmp_path: Path) -> None:
@@ -197,7 +200,7 @@ def test_the_fingerprint_tells_other_states_apart(base: TinyBase, tmp_path: Path
     folder = tmp_path / "base"
     folder.mkdir()
     config = json.loads((base.folder / "config.json").read_text())
-    changed = {"linear_num_key_heads": 1, "linear_key_head_dim": 32}
+    changed = {"linear_num_key_heads": 2, "linear_key_head_dim": 32}
     (folder / "config.json").write_text(json.dumps(config | changed))
     (folder / "model.safetensors").symlink_to(base.folder / "model.safetensors")
     fingerprints = {geometry_from_folder(path).fingerprint for path in (folder, base.folder)}

@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from loraplex.errors import Unsupported
-from loraplex_services.worker.types.model_config import ModelConfig, MoeConfig, RopeConfig
+from loraplex_services.worker.types.model_config import (
+    KvHeads,
+    ModelConfig,
+    MoeConfig,
+    RecurrenceConfig,
+    RopeConfig,
+)
 from loraplex_services.worker.types.sharding import (
     Cut,
     Shard,
@@ -84,6 +90,21 @@ def test_a_rank_attends_with_its_own_heads():
     assert local_config(CONFIG, Shard()) is CONFIG
 
 
+def test_layers_of_different_heads_are_cut_each_by_its_own():
+    config = replace(CONFIG, own_kv_heads=(KvHeads(4, 8), KvHeads(1, 32)))
+    assert local_config(config, Shard(1, 2)).kv_heads == (KvHeads(2, 8), KvHeads(1, 32))
+
+
+RECURRENCE = RecurrenceConfig((0,), 4, 8, key_dim=16, value_dim=12, kernel_size=4)
+
+
+def test_a_rank_has_its_own_heads_of_a_recurrent_layer():
+    own = local_config(replace(CONFIG, recurrence=RECURRENCE), Shard(1, 4)).recurrence
+    assert own is not None
+    assert (own.num_key_heads, own.num_value_heads) == (1, 2)
+    assert own.conv_size * 4 == RECURRENCE.conv_size
+
+
 MOE = MoeConfig(4, 2, 40, renormalise=True, shared_intermediate_size=56)
 
 
@@ -99,6 +120,14 @@ MOE = MoeConfig(4, 2, 40, renormalise=True, shared_intermediate_size=56)
             replace(CONFIG, moe=replace(MOE, shared_intermediate_size=57)),
             2,
             "shared_expert_intermediate_size",
+        ),
+        (replace(CONFIG, recurrence=RECURRENCE), 8, "linear_num_key_heads"),
+        (
+            replace(
+                CONFIG, num_heads=12, num_kv_heads=12, own_kv_heads=(KvHeads(2, 8), KvHeads(3, 8))
+            ),
+            2,
+            "num_key_value_heads",
         ),
     ],
 )

@@ -26,6 +26,8 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 PARALLEL_FAMILIES = (
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "llama",
     "ministral3",
     "mistral",
@@ -34,7 +36,10 @@ PARALLEL_FAMILIES = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
 )
 """Families whose weights can be divided."""
 

@@ -75,6 +75,9 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
     tables: list[tuple[int, list[int]]]
     """By KV group: the first entry of the block table that has changed, and the entries from there
     on."""
+    states: list[tuple[int, list[int] | None, list[int]]] = []
+    """Of a base with recurrent layers, each span: its number of tokens, and the blocks with the
+    state before and after it. None = the state is advanced where it is."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

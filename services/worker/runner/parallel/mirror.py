@@ -15,7 +15,7 @@ from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.runner.parallel.messages import RowMessage, Step
 from loraplex_services.worker.runner.step_inputs import Int64s, StepInputs
 from loraplex_services.worker.types.request import Request
-from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
+from loraplex_services.worker.types.step_plan import PlannedRow, StateSpan, StepPlan
 
 MAX_ABSENT = 1024
 """Number of requests that are remembered although the step does not compute them."""
@@ -42,18 +42,20 @@ class StepWriter:
 
     def write(self, step: StepInputs) -> Step:
         """The message of a step."""
-        rows = [self._row(row) for row in step.plan.rows]
+        plan = step.plan
+        states = plan.states or ((),) * len(plan.rows)
+        rows = [self._row(*row) for row in zip(plan.rows, states, strict=True)]
         rope_rows = None if step.rope_rows is None else step.rope_rows.tobytes()
         return Step(
             rows=rows,
-            gone=self._forget(step.plan.rows),
+            gone=self._forget(plan.rows),
             runs=[(run.slot, run.coef, run.begin, run.end) for run in step.runs],
             token_ids=step.token_ids.tobytes(),
             rope_rows=rope_rows,
             follows=step.follows.tobytes(),
         )
 
-    def _row(self, row: PlannedRow) -> RowMessage:
+    def _row(self, row: PlannedRow, states: Sequence[StateSpan]) -> RowMessage:
         request = row.request
         tables, num_prompt = request.block_tables, 0
         known = self._known.get(request)
@@ -68,7 +70,8 @@ class StepWriter:
             begin = _num_equal(table, sent)
             sent[begin:] = table[begin:]
             changes.append((begin, table[begin:]))
-        return RowMessage(known.key, num_prompt, row.start, row.num_tokens, changes)
+        spans = [_span_message(span) for span in states]
+        return RowMessage(known.key, num_prompt, row.start, row.num_tokens, changes, spans)
 
     def _forget(self, rows: Sequence[PlannedRow]) -> list[int]:
         """Keys of requests that have left, once there are many."""
@@ -90,8 +93,9 @@ class StepReader:
         rows = tuple(self._row(row) for row in message.rows)
         for key in message.gone:
             del self._requests[key]
+        states = tuple(tuple(map(_span, row.states)) for row in message.rows)
         return StepInputs(
-            StepPlan(0, rows),
+            StepPlan(0, rows, states if any(states) else ()),
             tuple(RowRun(*run) for run in message.runs),
             _int64s(message.token_ids),
             np.array([row.start for row in rows], dtype=np.int64),
@@ -110,6 +114,16 @@ class StepReader:
         for table, (begin, blocks) in zip(request.block_tables, row.tables, strict=True):
             table[begin:] = blocks
         return PlannedRow(request, row.start, row.num_tokens, False, ())
+
+
+def _span_message(span: StateSpan) -> tuple[int, list[int] | None, list[int]]:
+    source = None if span.source is span.target else list(span.source)
+    return span.num_tokens, source, list(span.target)
+
+
+def _span(message: tuple[int, list[int] | None, list[int]]) -> StateSpan:
+    num_tokens, source, target = message
+    return StateSpan(num_tokens, target if source is None else source, target)
 
 
 def _num_equal(table: list[int], sent: list[int]) -> int:

@@ -12,7 +12,7 @@ from loraplex_services.worker.runner.parallel.messages import Step
 from loraplex_services.worker.runner.parallel.mirror import StepReader, StepWriter
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
-from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
+from loraplex_services.worker.types.step_plan import PlannedRow, StateSpan, StepPlan
 
 
 def make_request(name: str, num_prompt: int, num_groups: int = 2) -> Request:
@@ -50,6 +50,7 @@ class Pair:
         assert read.runs == step.runs
         for name in ("token_ids", "starts", "num_tokens", "follows"):
             assert np.array_equal(getattr(read, name), getattr(step, name)), name
+        assert read.plan.states == step.plan.states
         assert read.plan.num_contexts == step.plan.num_contexts
         assert read.plan.num_context_tokens == step.plan.num_context_tokens
         for theirs, ours in zip(read.plan.rows, step.plan.rows, strict=True):
@@ -105,6 +106,23 @@ def test_ropes_and_tokens_that_follow_a_step_arrive():
     rope_rows = np.array([3], dtype=np.int64)
     read = pair.send(make_step([(request, 4, 2)], follows=follows, rope_rows=rope_rows))
     assert read.rope_rows is not None and read.rope_rows.tolist() == [3]
+
+
+def test_states_arrive_and_one_that_stays_where_it_is_is_known_to_stay():
+    pair, decoding, starting = Pair(), make_request("a", 4), make_request("b", 48)
+    blocks = [7, 9]
+    states = (
+        (StateSpan(1, blocks, blocks),),
+        (StateSpan(32, [], [3, 4]), StateSpan(16, [3, 4], [5, 6])),
+    )
+    planned = tuple(
+        PlannedRow(request, start, num_tokens, False, ())
+        for request, start, num_tokens in ((decoding, 4, 1), (starting, 0, 48))
+    )
+    step = make_step([(decoding, 4, 1), (starting, 0, 48)], plan=StepPlan(7, planned, states))
+    [[stays], [fresh, moves]] = pair.send(step).plan.states
+    assert stays.source is stays.target
+    assert (list(fresh.source), list(moves.source)) == ([], [3, 4])
 
 
 def test_requests_that_left_are_forgotten_on_both_ends(monkeypatch):
