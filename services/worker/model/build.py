@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
@@ -30,7 +29,8 @@ from loraplex_services.worker.model.decoder import (
     Mlp,
     SiteWeights,
 )
-from loraplex_services.worker.model.load import TensorWindow, Weights, take_rows, take_window
+from loraplex_services.worker.model.load import Weights, take_rows
+from loraplex_services.worker.model.own_weights import OwnWeights
 from loraplex_services.worker.ops.linear.coded import CodedWeight, joined
 from loraplex_services.worker.ops.linear.stacked import StackedLinear
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear, WeightRows
@@ -42,7 +42,6 @@ from loraplex_services.worker.types.sharding import (
     Cut,
     Shard,
     local_config,
-    padded_share,
 )
 from loraplex_services.worker.types.sites import (
     EMBEDDING,
@@ -138,19 +137,13 @@ class Builder:
         """Which part of the base is built."""
         return self.operators.ranks.shard
 
-    def _token_rows(self, name: str) -> Tensor:
-        return self.vocabulary_rows(name, self.config.vocab_size, self.config.hidden_size)
+    @property
+    def own(self) -> OwnWeights:
+        """What this rank takes of the weights."""
+        return OwnWeights(self.weights, self.shard)
 
-    def vocabulary_rows(self, name: str, vocab_size: int, width: int) -> Tensor:
-        """A table with a row for each token, or this rank's rows of it, padded with zeros to as
-        many as every other rank has."""
-        shard = self.shard
-        if shard.size == 1:
-            return self.weights.take(name, (vocab_size, width))
-        window = TensorWindow([shard.vocabulary(vocab_size)])
-        rows = self.weights.take(name, (vocab_size, width), window)
-        missing = padded_share(vocab_size, shard.size) - len(rows)
-        return F.pad(rows, (0, 0, 0, missing))
+    def _token_rows(self, name: str) -> Tensor:
+        return self.own.token_rows(name, self.config.vocab_size, self.config.hidden_size)
 
     def _embedding_site(self, table: Tensor) -> int:
         vocab_size, width = self.config.vocab_size, self.config.hidden_size
@@ -243,19 +236,9 @@ class Builder:
 
     def weight(self, modules: Modules, num_inputs: int, cut: Cut) -> Tensor:
         """Stacked weights, or what this rank has of them."""
-        parts = [(f"{name}.weight", rows) for name, rows in modules]
-        window = self.window(sum(rows for _, rows in modules), cut)
-        if window is None:
-            return take_rows(self.weights, parts, num_inputs)
-        return take_window(self.weights, parts, [num_inputs], window)
-
-    def window(self, num_outputs: int, cut: Cut, dim: int = 0) -> TensorWindow | None:
-        """What this rank has of a weight whose outputs are a dimension; None = all of it."""
-        if self.shard.size == 1 or cut is WHOLE:
-            return None
-        rows = self.shard.spans(cut.outputs) or [(0, num_outputs)]
-        columns = self.shard.spans(cut.inputs)
-        return TensorWindow(rows, columns[0] if columns else None, dim)
+        return self.own.stacked(
+            [(f"{name}.weight", rows) for name, rows in modules], num_inputs, cut
+        )
 
     def expert_linear(
         self,

@@ -210,7 +210,7 @@ def _inputs(builder: Builder) -> PerLayerEmbedding | None:
     width = config.num_layers * config.layer_input_size
     rows = config.num_layer_input_rows
     name = "model.per_layer_model_projection"
-    table = builder.vocabulary_rows("model.embed_tokens_per_layer.weight", rows, width)
+    table = builder.own.token_rows("model.embed_tokens_per_layer.weight", rows, width)
     return PerLayerEmbedding(
         TokenTable(table, rows, builder.operators.ranks),
         builder.linear(-1, config.hidden_size, [(name, width)], has_bias=False),

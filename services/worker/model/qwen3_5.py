@@ -161,7 +161,7 @@ def _delta_weights(builder: Builder, config: RecurrenceConfig, prefix: str) -> D
     def take(name: str, segments: Segments, *others: int) -> Tensor:
         """What the rank has of it, float32."""
         size = sum(features for features, _ in segments)
-        window = builder.window(size, Cut(outputs=segments))
+        window = builder.own.window(size, Cut(outputs=segments))
         shape = (size, *others)
         return builder.weights.take(f"{prefix}.{name}", shape, window, dtype=torch.float32)
 

@@ -111,7 +111,7 @@ class ExpertStack:
     def read(self, name: str, num_outputs: int, num_inputs: int) -> None:
         """Take all of them at once, where the files hold one tensor."""
         shape = self._num_experts, num_outputs, num_inputs
-        window = self._builder.window(num_outputs, self._cut, dim=1)
+        window = self._builder.own.window(num_outputs, self._cut, dim=1)
         self._weights, self._is_read = self._builder.weights.take(name, shape, window), True
 
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
