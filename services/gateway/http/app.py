@@ -40,7 +40,7 @@ from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import Guard, HostRule, authorization_of
 from loraplex_services.gateway.http.json_body import body_bytes, read_json
 from loraplex_services.gateway.http.models import list_models, show_model
-from loraplex_services.gateway.http.openapi import OpenApiEndpoint
+from loraplex_services.gateway.http.openapi import OpenApiEndpoint, VersionResponse
 from loraplex_services.gateway.http.sse import CHUNKS
 from loraplex_services.gateway.http.token_generate import GenerateFormatter, parse_generate
 from loraplex_services.gateway.metrics import REQUESTS
@@ -199,7 +199,8 @@ class OpenAIEndpoints:
 
     async def version(self, _: Request) -> Response:
         """GET /version, as in vLLM."""
-        return json_response({"version": loraplex.__version__})
+        response: VersionResponse = {"version": loraplex.__version__}
+        return json_response(response)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics; if keys are required, for admins only."""

@@ -2,23 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Literal, NotRequired, TypedDict
 
+from loraplex.api.output import WeightSpan
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.http.chat_answers import ChatAnswers
-from loraplex_services.gateway.http.errors import error_object
+from loraplex_services.gateway.http.errors import Error, error_object
 from loraplex_services.gateway.http.formatting import (
+    ChunkUsage,
+    CommonFields,
     ResponseInfo,
+    TokenIds,
     UnsentSpans,
+    UsageInfo,
+    WeightsField,
     prompt_id_fields,
     token_id_fields,
 )
-from loraplex_services.gateway.http.logprobs import chat_logprobs, prompt_logprob_maps
+from loraplex_services.gateway.http.logprobs import (
+    ChatLogprobs,
+    PromptLogprobs,
+    chat_logprobs,
+    prompt_logprob_maps,
+)
 from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.tools.reader import Delta, ToolCall
 
-_CHUNK = "chat.completion.chunk"
+
+class Function(TypedDict):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: Function
+    index: NotRequired[int]
+
+
+class Thought(TypedDict, total=False):
+    """A thought under the name that vLLM gives it today and the one that it had before."""
+
+    reasoning: str
+    reasoning_content: str
+
+
+class AssistantMessage(Thought):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ChatToolCall]]
+
+
+class ChoiceDelta(Thought, total=False):
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[ChatToolCall]
+
+
+class ChoiceFields(TokenIds, WeightsField):
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatChoice(ChoiceFields):
+    message: AssistantMessage
+
+
+class Chat(CommonFields):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageInfo
+    prompt_logprobs: PromptLogprobs | None
+
+
+class ChatChunkChoice(ChoiceFields):
+    delta: ChoiceDelta
+
+
+class ChatChunk(CommonFields, ChunkUsage):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
 
 
 class ChatFormatter:
@@ -31,7 +99,7 @@ class ChatFormatter:
         self._unsent = UnsentSpans()
         self._answers = ChatAnswers(info)
 
-    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+    def chunks(self, text_delta: TextDelta) -> list[ChatChunk]:
         chunks = []
         self._unsent.add(text_delta)
         if text_delta.index not in self._begun:
@@ -42,78 +110,71 @@ class ChatFormatter:
         if delta or text_delta.finish_reason or (shows_ids and text_delta.token_ids):
             if not delta and not text_delta.finish_reason:
                 delta = {"content": ""}
-            choice = self._choice(text_delta, "delta", delta)
-            choice |= self._info.weights(text_delta.index, self._unsent.take(text_delta.index))
-            chunks.append(self._chunk([choice]))
+            spans = self._unsent.take(text_delta.index)
+            fields = self._choice(text_delta, spans, with_prompt=False)
+            chunks.append(self._chunk([{**fields, "delta": delta}]))
         return chunks
 
-    def ending(self) -> list[dict[str, Any]]:
+    def ending(self) -> list[ChatChunk]:
         if not self._info.call.include_usage:
             return []
-        return [self._info.object(_CHUNK, []) | {"usage": self._answers.usage()}]
+        return [{**self._chunk([]), "usage": self._answers.usage()}]
 
-    def failure(self, error: LoraplexError) -> dict[str, Any]:
+    def failure(self, error: LoraplexError) -> Error:
         return error_object(error)
 
-    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
-        formatted = [
-            self._choice(
-                text_delta,
-                "message",
-                self._message(self._answers.read(text_delta)),
-                with_prompt=True,
-            )
-            | self._info.weights(text_delta.index, text_delta.spans)
-            for text_delta in choices
-        ]
-        body = self._info.object("chat.completion", formatted) | {
+    def full_body(self, choices: Sequence[TextDelta]) -> Chat:
+        messages = [self._message(self._answers.read(text_delta)) for text_delta in choices]
+        return {
+            **self._info.common_fields(),
+            "object": "chat.completion",
+            "choices": [
+                {**self._choice(choice, choice.spans, with_prompt=True), "message": message}
+                for choice, message in zip(choices, messages, strict=True)
+            ],
             "usage": self._answers.usage(),
             "prompt_logprobs": prompt_logprob_maps(
                 self._info.of_choice(0), choices[0].prompt_logprobs
             ),
+            **prompt_id_fields(self._info),
         }
-        return body | prompt_id_fields(self._info)
 
-    def _message(self, delta: Delta) -> dict[str, Any]:
-        message: dict[str, Any] = {
+    def _message(self, delta: Delta) -> AssistantMessage:
+        message: AssistantMessage = {
             "role": "assistant",
             "content": None if delta.calls and not delta.content else delta.content,
             "refusal": None,
         }
         if delta.reasoning and self._info.call.include_reasoning:
-            message |= _thought(delta.reasoning)
+            message = {**message, **_thought(delta.reasoning)}
         if delta.calls:
             message["tool_calls"] = [_call(call) for call in delta.calls]
         return message
 
-    def _opening(self, text_delta: TextDelta) -> dict[str, Any]:
+    def _opening(self, text_delta: TextDelta) -> ChatChunk:
         index = text_delta.index
-        choice: dict[str, Any] = {
+        choice: ChatChunkChoice = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
             "finish_reason": None,
+            "stop_reason": None,
         }
         if self._info.call.return_token_ids:
             choice["prompt_token_ids"] = list(self._info.of_choice(index).prompt_ids)
         chunk = self._chunk([choice], num_unsent=len(text_delta.token_ids))
-        return chunk if self._begun else chunk | prompt_id_fields(self._info)
+        return chunk if self._begun else {**chunk, **prompt_id_fields(self._info)}
 
     def _choice(
-        self,
-        text_delta: TextDelta,
-        part: str,
-        content: dict[str, Any],
-        *,
-        with_prompt: bool = False,
-    ) -> dict[str, Any]:
+        self, text_delta: TextDelta, spans: Iterable[WeightSpan], *, with_prompt: bool
+    ) -> ChoiceFields:
         return {
             "index": text_delta.index,
-            part: content,
             "logprobs": self._logprobs(text_delta),
             "finish_reason": self._finish_reason(text_delta),
             "stop_reason": text_delta.stop_reason,
             **token_id_fields(self._info, text_delta, with_prompt=with_prompt),
+            **self._info.weights(text_delta.index, spans),
         }
 
     def _finish_reason(self, text_delta: TextDelta) -> str | None:
@@ -122,36 +183,40 @@ class ChatFormatter:
             return "tool_calls"
         return text_delta.finish_reason
 
-    def _chunk(self, choices: list[dict[str, Any]], num_unsent: int = 0) -> dict[str, Any]:
-        return self._info.object(_CHUNK, choices) | self._info.chunk_usage(num_unsent)
+    def _chunk(self, choices: list[ChatChunkChoice], num_unsent: int = 0) -> ChatChunk:
+        return {
+            **self._info.common_fields(),
+            "object": "chat.completion.chunk",
+            "choices": choices,
+            **self._info.chunk_usage(num_unsent),
+        }
 
     def _wants_logprobs(self, index: int) -> bool:
         return self._info.of_choice(index).call.sampling.logprobs is not None
 
-    def _logprobs(self, text_delta: TextDelta) -> dict[str, Any] | None:
+    def _logprobs(self, text_delta: TextDelta) -> ChatLogprobs | None:
         prepared = self._info.of_choice(text_delta.index)
         if prepared.call.sampling.logprobs is None:
             return None
         return chat_logprobs(self._info.names(text_delta.index), text_delta)
 
 
-def _formatted(delta: Delta, include_reasoning: bool) -> dict[str, Any]:
+def _formatted(delta: Delta, include_reasoning: bool) -> ChoiceDelta:
     """The delta object of a stream; empty if there is nothing new."""
-    formatted: dict[str, Any] = {}
+    formatted: ChoiceDelta = {}
     if delta.reasoning and include_reasoning:
-        formatted |= _thought(delta.reasoning)
+        formatted = {**formatted, **_thought(delta.reasoning)}
     if delta.content:
         formatted["content"] = delta.content
     if delta.calls:
-        formatted["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
+        formatted["tool_calls"] = [{**_call(call), "index": call.index} for call in delta.calls]
     return formatted
 
 
-def _thought(text: str) -> dict[str, Any]:
-    """A thought under the name that vLLM gives it today and the one that it had before."""
+def _thought(text: str) -> Thought:
     return {"reasoning": text, "reasoning_content": text}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
+def _call(call: ToolCall) -> ChatToolCall:
+    function: Function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.call_id, "type": "function", "function": function}

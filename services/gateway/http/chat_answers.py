@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
 
 from loraplex.api.output import FinishReason
 from loraplex_services.gateway.http.calls import OpenAICall
-from loraplex_services.gateway.http.formatting import ResponseInfo
+from loraplex_services.gateway.http.formatting import (
+    CompletionTokenDetails,
+    ResponseInfo,
+    UsageInfo,
+)
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.text.chat_style import ToolFormat
@@ -69,10 +72,10 @@ class ChatAnswers:
                 count += bisect_left(offsets, end) - bisect_left(offsets, begin)
         return count
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> UsageInfo:
         """Token counts in chat's form, which count the tokens of thoughts."""
-        details = {"reasoning_tokens": self.num_thought_tokens()}
-        return self._info.usage() | {"completion_tokens_details": details}
+        details: CompletionTokenDetails = {"reasoning_tokens": self.num_thought_tokens()}
+        return {**self._info.usage(), "completion_tokens_details": details}
 
 
 def ends_in_thought(prepared: PreparedRequest) -> bool:

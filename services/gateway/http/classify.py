@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from loraplex.api.pooling import Pooling
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.calls import Origin
 from loraplex_services.gateway.http.embeddings import model_of, usage_of, vector_calls
+from loraplex_services.gateway.http.formatting import UsageInfo
 from loraplex_services.gateway.http.prompts import parse_inputs
 from loraplex_services.gateway.pipeline.embedding import Pooled
 from loraplex_services.gateway.pipeline.scoring import PromptScore
@@ -28,6 +29,23 @@ class ClassifyCall:
     """False = logits instead of probabilities."""
 
 
+class Class(TypedDict):
+    index: int
+    label: str | None
+    probs: list[float]
+    logits: list[float]
+    num_classes: int
+
+
+class Classes(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Class]
+    usage: UsageInfo
+
+
 def parse_classify(fields: dict[str, Any], origin: Origin) -> ClassifyCall:
     """Body of /classify. Raises: InvalidRequest, Unsupported."""
     body = Body(fields)
@@ -42,9 +60,9 @@ def parse_classify(fields: dict[str, Any], origin: Origin) -> ClassifyCall:
 
 def classes_body(
     call: ClassifyCall, request_id: str, pooled: Pooled, scores: Sequence[PromptScore]
-) -> dict[str, Any]:
+) -> Classes:
     """The response body. For a regression it contains the outputs instead of probabilities."""
-    data = [
+    data: list[Class] = [
         {
             "index": index,
             "label": score.label or None,

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, NotRequired
 
 from loraplex.errors import LoraplexError
-from loraplex_services.gateway.http.errors import error_object
+from loraplex_services.gateway.http.errors import Error, error_object
 from loraplex_services.gateway.http.formatting import (
+    ChunkUsage,
+    CommonFields,
+    PromptIds,
     ResponseInfo,
+    TokenIds,
     UnsentSpans,
+    WeightsField,
     prompt_id_fields,
     token_id_fields,
 )
 from loraplex_services.gateway.http.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
     completion_logprobs,
     joined,
     prompt_logprob_maps,
@@ -21,7 +28,21 @@ from loraplex_services.gateway.http.logprobs import (
 )
 from loraplex_services.gateway.request import TextDelta
 
-_KIND = "text_completion"
+
+class CompletionChoice(TokenIds, WeightsField):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+
+
+class CompletionResponse(CommonFields, ChunkUsage):
+    """A whole answer, or a chunk of a stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
 class CompletionFormatter:
@@ -33,7 +54,7 @@ class CompletionFormatter:
         """Indices of the choices that have been started."""
         self._unsent = UnsentSpans()
 
-    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+    def chunks(self, text_delta: TextDelta) -> list[CompletionResponse]:
         self._unsent.add(text_delta)
         choice = self._choice(text_delta, is_first=text_delta.index not in self._begun)
         says_nothing = not (
@@ -42,48 +63,55 @@ class CompletionFormatter:
         hides_ids = not self._info.call.return_token_ids and choice["logprobs"] is None
         if says_nothing or (hides_ids and not choice["text"] and not choice["finish_reason"]):
             return []
-        choice |= self._info.weights(text_delta.index, self._unsent.take(text_delta.index))
-        extra = {} if self._begun else prompt_id_fields(self._info)
+        weights = self._info.weights(text_delta.index, self._unsent.take(text_delta.index))
+        prompt_ids: PromptIds = {} if self._begun else prompt_id_fields(self._info)
         self._begun.add(text_delta.index)
-        chunk = self._info.object(_KIND, [choice]) | self._info.chunk_usage()
-        return [chunk | extra]
+        chunk = self._answer([{**choice, **weights}], self._info.chunk_usage())
+        return [{**chunk, **prompt_ids}]
 
-    def ending(self) -> list[dict[str, Any]]:
+    def ending(self) -> list[CompletionResponse]:
         if not self._info.call.include_usage:
             return []
-        return [self._info.object(_KIND, []) | {"usage": self._info.usage()}]
+        return [self._answer([], {"usage": self._info.usage()})]
 
-    def failure(self, error: LoraplexError) -> dict[str, Any]:
+    def failure(self, error: LoraplexError) -> Error:
         return error_object(error)
 
-    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
-        formatted = [self._whole(text_delta) for text_delta in choices]
-        body = self._info.object(_KIND, formatted) | {"usage": self._info.usage()}
-        return body | prompt_id_fields(self._info)
+    def full_body(self, choices: Sequence[TextDelta]) -> CompletionResponse:
+        formatted = [self._full_choice(text_delta) for text_delta in choices]
+        answer = self._answer(formatted, {"usage": self._info.usage()})
+        return {**answer, **prompt_id_fields(self._info)}
 
-    def _whole(self, choice: TextDelta) -> dict[str, Any]:
-        prepared = self._info.of_choice(choice.index)
-        return self._choice(choice, is_first=True) | {
-            "prompt_logprobs": prompt_logprob_maps(prepared, choice.prompt_logprobs),
-            **self._info.weights(choice.index, choice.spans),
+    def _answer(self, choices: list[CompletionChoice], usage: ChunkUsage) -> CompletionResponse:
+        return {
+            **self._info.common_fields(),
+            "object": "text_completion",
+            "choices": choices,
+            **usage,
         }
 
-    def _choice(self, text_delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
+    def _full_choice(self, text_delta: TextDelta) -> CompletionChoice:
+        choice = self._choice(text_delta, is_first=True)
+        prepared = self._info.of_choice(text_delta.index)
+        choice["prompt_logprobs"] = prompt_logprob_maps(prepared, text_delta.prompt_logprobs)
+        return {**choice, **self._info.weights(text_delta.index, text_delta.spans)}
+
+    def _choice(self, text_delta: TextDelta, *, is_first: bool) -> CompletionChoice:
         echo = self._echo(text_delta.index) if is_first else ""
-        return {
+        choice: CompletionChoice = {
             "index": text_delta.index,
             "text": echo + text_delta.text,
             "logprobs": self._logprobs(text_delta, is_first=is_first),
             "finish_reason": text_delta.finish_reason,
             "stop_reason": text_delta.stop_reason,
-            **token_id_fields(self._info, text_delta, with_prompt=is_first),
         }
+        return {**choice, **token_id_fields(self._info, text_delta, with_prompt=is_first)}
 
     def _echo(self, index: int) -> str:
         prepared = self._info.of_choice(index)
         return prepared.prompt_text() if prepared.resolved.echo else ""
 
-    def _logprobs(self, text_delta: TextDelta, *, is_first: bool) -> dict[str, Any] | None:
+    def _logprobs(self, text_delta: TextDelta, *, is_first: bool) -> CompletionLogprobs | None:
         prepared = self._info.of_choice(text_delta.index)
         if prepared.call.sampling.logprobs is None:
             return None

@@ -6,13 +6,14 @@ import base64
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import Prompt
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.calls import Origin, split_key_of
+from loraplex_services.gateway.http.formatting import UsageInfo
 from loraplex_services.gateway.http.prompts import parse_inputs
 from loraplex_services.gateway.pipeline.embedding import NO_OUTPUT, Finish, Pooled
 from loraplex_services.gateway.request import GenerateCall
@@ -30,6 +31,19 @@ class EmbeddingsCall:
     is_base64: bool
     field_names: dict[str, str]
     """Names that the caller uses for our fields."""
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: UsageInfo
 
 
 def parse_embeddings(fields: dict[str, Any], origin: Origin) -> EmbeddingsCall:
@@ -89,9 +103,9 @@ def vector_calls(
     )
 
 
-def embeddings_body(call: EmbeddingsCall, pooled: Pooled) -> dict[str, Any]:
+def embeddings_body(call: EmbeddingsCall, pooled: Pooled) -> EmbeddingResponse:
     """The response body."""
-    data = [
+    data: list[Embedding] = [
         {
             "object": "embedding",
             "index": index,
@@ -102,7 +116,7 @@ def embeddings_body(call: EmbeddingsCall, pooled: Pooled) -> dict[str, Any]:
     return {"object": "list", "data": data, "model": call.model, "usage": usage_of(pooled)}
 
 
-def usage_of(pooled: Pooled) -> dict[str, int]:
+def usage_of(pooled: Pooled) -> UsageInfo:
     """The `usage` of calls for vectors."""
     count = pooled.usage.prompt_tokens
     return {"prompt_tokens": count, "total_tokens": count}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from typing import Any
+from typing import Any, TypedDict
 
 from loraplex.errors import AdapterNotFound, LoraplexError, NotFound, codes_of
 
@@ -28,7 +28,20 @@ _MODEL_REASONS = (NotFound.reason, AdapterNotFound.reason)
 """Reasons of errors that concern the model unless they name a field."""
 
 
-def error_object(error: LoraplexError) -> dict[str, Any]:
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """Why a request is refused; `param` names the field."""
+
+    error: ErrorFields
+
+
+def error_object(error: LoraplexError) -> Error:
     """`{"error": {message, type, param, code}}`."""
     param = error.violations[0].field if error.violations else None
     code = error.reason.lower()

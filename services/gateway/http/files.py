@@ -39,6 +39,7 @@ from loraplex_services.gateway.http.pages import (
     limit_of,
     page_body,
 )
+from loraplex_services.gateway.http.stored_objects import DeletedFile, FileObject, file_object
 from loraplex_services.gateway.metrics import FILE_BYTES
 
 _PURPOSE = "batch"
@@ -107,7 +108,7 @@ class FileEndpoints:
         if after := query.get("after"):
             is_later = operator.lt if newest_first else operator.gt
             keys = [key for key in keys if is_later(id_of_document(key), after)]
-        entries: list[dict[str, Any]] = []
+        entries: list[FileObject] = []
         has_more = False
         async with aclosing(self._files.listed(keys, query.get("purpose", ""))) as listed:
             async for record in listed:
@@ -133,7 +134,8 @@ class FileEndpoints:
             why = f"{batch_id} reads this file; cancel it first, or wait until it has ended"
             raise Conflict(why)
         await self._files.delete(record.tenant, record.file_id)
-        return json_response({"id": record.file_id, "object": "file", "deleted": True})
+        deleted: DeletedFile = {"id": record.file_id, "object": "file", "deleted": True}
+        return json_response(deleted)
 
     async def _found(self, request: Request) -> FileRecord:
         caller = await self._context.reader(request, 1)
@@ -193,18 +195,3 @@ def _record(form: Form, tenant: str, file_id: str) -> FileRecord:
         created_s=created_s,
         expires_s=created_s + lifetime_s,
     )
-
-
-def file_object(record: FileRecord) -> dict[str, Any]:
-    """A file as OpenAI shows it."""
-    return {
-        "id": record.file_id,
-        "object": "file",
-        "bytes": record.num_bytes,
-        "created_at": record.created_s,
-        "expires_at": record.expires_s or None,
-        "filename": record.filename,
-        "purpose": record.purpose,
-        "status": "processed",
-        "status_details": None,
-    }

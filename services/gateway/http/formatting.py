@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NotRequired, Protocol, TypedDict
 
 from loraplex.api.output import WeightSpan, joined_spans
 from loraplex.errors import LoraplexError
@@ -12,6 +12,55 @@ from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.logprobs import TokenNames
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import Target, TextDelta
+
+
+class PromptTokenDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionTokenDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class UsageInfo(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: NotRequired[int]
+    prompt_tokens_details: NotRequired[PromptTokenDetails]
+    completion_tokens_details: NotRequired[CompletionTokenDetails]
+
+
+class ChunkUsage(TypedDict, total=False):
+    usage: UsageInfo | None
+
+
+class PromptIds(TypedDict, total=False):
+    prompt_token_ids: list[int]
+
+
+class TokenIds(PromptIds, total=False):
+    token_ids: list[int]
+
+
+class WeightsSpan(TypedDict):
+    """Which adapters computed the tokens from `start` on."""
+
+    start: int
+    length: int
+    adapters: list[str]
+    digests: list[str]
+
+
+class WeightsField(TypedDict, total=False):
+    weights: list[WeightsSpan]
+
+
+class CommonFields(PromptIds):
+    """The fields that every response and every chunk of one answer have."""
+
+    id: str
+    created: int
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +86,15 @@ class ResponseInfo:
         """How logprobs of a choice show its tokens."""
         return TokenNames(self.of_choice(index).tokens, self.call.tokens_as_ids)
 
-    def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A response or chunk without usage."""
+    def common_fields(self) -> CommonFields:
+        """The fields of a response or a chunk that do not depend on its choices."""
         return {
             "id": self.completion_id,
-            "object": kind,
             "created": self.created_unix_s,
             "model": self.call.model,
-            "choices": choices,
         }
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> UsageInfo:
         """Token counts over all prompts and choices."""
         prompt = sum(p.usage.prompt_tokens for p in self.prepared)
         completion = sum(p.usage.completion_tokens for p in self.prepared)
@@ -60,7 +107,7 @@ class ResponseInfo:
             },
         }
 
-    def chunk_usage(self, num_unsent: int = 0) -> dict[str, Any]:
+    def chunk_usage(self, num_unsent: int = 0) -> ChunkUsage:
         """The `usage` of one chunk of a stream, if it has one: the counts so far with
         continuous_usage_stats, otherwise null.
 
@@ -73,10 +120,15 @@ class ResponseInfo:
             return {"usage": None}
         prompt = sum(p.usage.prompt_tokens for p in self.prepared)
         completion = sum(p.usage.completion_tokens for p in self.prepared) - num_unsent
-        usage = {"prompt_tokens": prompt, "completion_tokens": completion}
-        return {"usage": {**usage, "total_tokens": prompt + completion}}
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            }
+        }
 
-    def weights(self, index: int, spans: Iterable[WeightSpan]) -> dict[str, Any]:
+    def weights(self, index: int, spans: Iterable[WeightSpan]) -> WeightsField:
         """The field of a choice that names the weights of its tokens; none for the base."""
         labels = self.of_choice(index).labels
         if not labels:
@@ -149,32 +201,30 @@ class CollectedChoice:
 class Formatter(Protocol):
     """Turns the output of one request into the objects of one API."""
 
-    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+    def chunks(self, text_delta: TextDelta) -> Sequence[Mapping[str, object]]:
         """Stream objects for a text delta; empty if it contains nothing new for this caller."""
 
-    def ending(self) -> list[dict[str, Any]]:
+    def ending(self) -> Sequence[Mapping[str, object]]:
         """Stream objects that follow the last text delta."""
 
-    def failure(self, error: LoraplexError) -> dict[str, Any]:
+    def failure(self, error: LoraplexError) -> Mapping[str, object]:
         """The last stream object of an answer that fails after its beginning was sent."""
 
-    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+    def full_body(self, choices: Sequence[TextDelta]) -> Mapping[str, object]:
         """The one object of a response that is not streamed; `choices` in order of index."""
 
 
-def token_id_fields(
-    info: ResponseInfo, text_delta: TextDelta, *, with_prompt: bool
-) -> dict[str, Any]:
+def token_id_fields(info: ResponseInfo, text_delta: TextDelta, *, with_prompt: bool) -> TokenIds:
     """Extra fields of a choice with return_token_ids."""
     if not info.call.return_token_ids:
         return {}
-    fields: dict[str, Any] = {"token_ids": list(text_delta.token_ids)}
+    fields: TokenIds = {"token_ids": list(text_delta.token_ids)}
     if with_prompt:
         fields["prompt_token_ids"] = list(info.of_choice(text_delta.index).prompt_ids)
     return fields
 
 
-def prompt_id_fields(info: ResponseInfo) -> dict[str, Any]:
+def prompt_id_fields(info: ResponseInfo) -> PromptIds:
     """Extra field of a response to one prompt with return_token_ids."""
     if not info.call.return_token_ids or len(info.prepared) > 1:
         return {}

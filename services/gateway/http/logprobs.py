@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from loraplex.api.output import PackedLogprobs, TokenLogprob
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
@@ -13,6 +13,37 @@ from loraplex_services.gateway.text.detokenize import TokenBytes, token_text
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's replacement for -Infinity, which JSON lacks."""
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Token(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class LogprobEntry(Token):
+    top_logprobs: list[Token]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[LogprobEntry]
+    refusal: NotRequired[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +63,7 @@ class TokenNames:
 
 def completion_logprobs(
     names: TokenNames, entries: Sequence[TokenLogprob], offsets: Sequence[int]
-) -> dict[str, Any]:
+) -> CompletionLogprobs:
     """The four parallel lists of completions, an entry per generated token.
 
     `offsets` are the characters of the choice's text before each token.
@@ -51,9 +82,9 @@ def prompt_logprobs(
     packed: PackedLogprobs | None,
     *,
     skip_special: bool,
-) -> dict[str, Any]:
+) -> CompletionLogprobs:
     """Lists for an echoed prompt, whose first token has no logprob."""
-    lists: dict[str, Any] = {
+    lists: CompletionLogprobs = {
         "tokens": [names.of(token_id)[0] for token_id in prompt_ids],
         "token_logprobs": [],
         "top_logprobs": [],
@@ -73,7 +104,7 @@ def prompt_logprobs(
 
 def prompt_logprob_maps(
     prepared: PreparedRequest, packed: PackedLogprobs | None
-) -> list[dict[str, Any] | None] | None:
+) -> PromptLogprobs | None:
     """vLLM's `prompt_logprobs`: per prompt token an object by token id, the token itself first.
 
     The first position has none. The rank of a token outside the most likely ones is null. Returns
@@ -85,22 +116,29 @@ def prompt_logprob_maps(
     return [None if entry is None else _by_id(prepared.tokens, entry) for entry in entries]
 
 
-def chat_logprobs(names: TokenNames, text_delta: TextDelta) -> dict[str, Any]:
+def chat_logprobs(names: TokenNames, text_delta: TextDelta) -> ChatLogprobs:
     """`content` with token, logprob, bytes and the requested alternatives."""
-    content = []
-    for entry in text_delta.logprobs:
-        shown = _chat_token(names, entry.token_id, entry.logprob)
-        shown["top_logprobs"] = [_chat_token(names, i, lp) for i, lp in entry.top]
-        content.append(shown)
+    content: list[LogprobEntry] = [
+        {
+            **_chat_token(names, entry.token_id, entry.logprob),
+            "top_logprobs": [_chat_token(names, i, logprob) for i, logprob in entry.top],
+        }
+        for entry in text_delta.logprobs
+    ]
     return {"content": content, "refusal": None}
 
 
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
     """Two sets of parallel lists, one after the other."""
-    return {name: [*first[name], *second[name]] for name in first}
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
 
 
-def _by_id(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, Any]:
+def _by_id(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, PromptLogprob]:
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
     return {
         str(token_id): {
@@ -112,7 +150,7 @@ def _by_id(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def _chat_token(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(names: TokenNames, token_id: int, logprob: float) -> Token:
     text, data = names.of(token_id)
     return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Literal, NotRequired, TypedDict
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.gateway.http.pages import limit_of, page_body
+from loraplex_services.gateway.http.pages import Page, limit_of, page_body
 from loraplex_services.gateway.registry.resolve import model_id
 from loraplex_services.gateway.registry.snapshot import Version
 from loraplex_services.gateway.request import ServedModel
@@ -14,9 +14,19 @@ from loraplex_services.gateway.request import ServedModel
 MAX_LIMIT = 10_000
 
 
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: NotRequired[int]
+
+
 def list_models(
     models: Iterable[ServedModel | Version], query: Mapping[str, str], tenant: str
-) -> dict[str, Any]:
+) -> Page[ModelCard]:
     """All models, or a page of at most `limit` that follows `after` or ends right before `before`.
 
     `has_more` refers to the requested direction. Raises: InvalidRequest.
@@ -36,7 +46,7 @@ def list_models(
     return page_body(page, has_more=len(page) < len(entries))
 
 
-def show_model(model: ServedModel | Version, shown_id: str) -> dict[str, Any]:
+def show_model(model: ServedModel | Version, shown_id: str) -> ModelCard:
     """One entry."""
     if isinstance(model, ServedModel):
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,22 +14,40 @@ from starlette.routing import Route
 import loraplex
 from loraplex_services.common.callers import LOCAL
 from loraplex_services.common.limits import FILE_LIFETIME_S, NumberLimits
-from loraplex_services.gateway.http import shapes
 from loraplex_services.gateway.http.aliases import parse_load, parse_unload
 from loraplex_services.gateway.http.answering import json_response
-from loraplex_services.gateway.http.batch_objects import parse_batch
 from loraplex_services.gateway.http.calls import Origin, parse_chat, parse_completion
-from loraplex_services.gateway.http.classify import parse_classify
-from loraplex_services.gateway.http.embeddings import parse_embeddings
+from loraplex_services.gateway.http.chat import Chat, ChatChunk
+from loraplex_services.gateway.http.classify import Classes, parse_classify
+from loraplex_services.gateway.http.completions import CompletionResponse
+from loraplex_services.gateway.http.embeddings import EmbeddingResponse, parse_embeddings
+from loraplex_services.gateway.http.errors import Error
 from loraplex_services.gateway.http.messages.parse import parse_messages
-from loraplex_services.gateway.http.ranking import parse_rerank, parse_score
+from loraplex_services.gateway.http.models import ModelCard
+from loraplex_services.gateway.http.pages import Page
+from loraplex_services.gateway.http.ranking import Ranking, ScoreList, parse_rerank, parse_score
 from loraplex_services.gateway.http.responses.parse import parse_responses
 from loraplex_services.gateway.http.schemas import Parse, request_schema, response_schema
-from loraplex_services.gateway.http.token_generate import parse_generate
-from loraplex_services.gateway.http.tokenize import parse_detokenize, parse_tokenize
+from loraplex_services.gateway.http.stored_objects import (
+    BatchObject,
+    DeletedFile,
+    FileObject,
+    parse_batch,
+)
+from loraplex_services.gateway.http.token_generate import Generated, parse_generate
+from loraplex_services.gateway.http.tokenize import (
+    DetokenizeResponse,
+    TokenizeResponse,
+    parse_detokenize,
+    parse_tokenize,
+)
 
 _ORIGIN = Origin("openapi", "default", "", "")
 _CONSOLE = ("/", "/console")
+
+
+class VersionResponse(TypedDict):
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +191,26 @@ _FORMS: Mapping[str, dict[str, Any]] = {
 """Forms that a POST takes."""
 
 _ANSWERS: Mapping[str, _Answer] = {
-    "/v1/completions": _Answer(shapes.CompletionResponse, shapes.CompletionResponse),
-    "/v1/chat/completions": _Answer(shapes.Chat, shapes.ChatChunk),
-    "/inference/v1/generate": _Answer(shapes.Generated, shapes.Generated),
-    "/v1/embeddings": _Answer(shapes.EmbeddingResponse),
-    "/classify": _Answer(shapes.Classes),
-    "/v1/score": _Answer(shapes.ScoreList),
-    "/v1/rerank": _Answer(shapes.Ranking),
-    "/tokenize": _Answer(shapes.TokenizeResponse),
-    "/detokenize": _Answer(shapes.DetokenizeResponse),
-    "/v1/models": _Answer(shapes.Models),
-    "/v1/models/{ref}": _Answer(shapes.ModelCard),
-    "/version": _Answer(shapes.VersionResponse),
-    "GET /v1/batches": _Answer(shapes.BatchList),
-    "POST /v1/batches": _Answer(shapes.BatchObject),
-    "GET /v1/batches/{batch_id}": _Answer(shapes.BatchObject),
-    "POST /v1/batches/{batch_id}/cancel": _Answer(shapes.BatchObject),
-    "GET /v1/files": _Answer(shapes.FileList),
-    "POST /v1/files": _Answer(shapes.FileObject),
-    "GET /v1/files/{file_id}": _Answer(shapes.FileObject),
-    "DELETE /v1/files/{file_id}": _Answer(shapes.DeletedFile),
+    "/v1/completions": _Answer(CompletionResponse, CompletionResponse),
+    "/v1/chat/completions": _Answer(Chat, ChatChunk),
+    "/inference/v1/generate": _Answer(Generated, Generated),
+    "/v1/embeddings": _Answer(EmbeddingResponse),
+    "/classify": _Answer(Classes),
+    "/v1/score": _Answer(ScoreList),
+    "/v1/rerank": _Answer(Ranking),
+    "/tokenize": _Answer(TokenizeResponse),
+    "/detokenize": _Answer(DetokenizeResponse),
+    "/v1/models": _Answer(Page[ModelCard]),
+    "/v1/models/{ref}": _Answer(ModelCard),
+    "/version": _Answer(VersionResponse),
+    "GET /v1/batches": _Answer(Page[BatchObject]),
+    "POST /v1/batches": _Answer(BatchObject),
+    "GET /v1/batches/{batch_id}": _Answer(BatchObject),
+    "POST /v1/batches/{batch_id}/cancel": _Answer(BatchObject),
+    "GET /v1/files": _Answer(Page[FileObject]),
+    "POST /v1/files": _Answer(FileObject),
+    "GET /v1/files/{file_id}": _Answer(FileObject),
+    "DELETE /v1/files/{file_id}": _Answer(DeletedFile),
 }
 
 
@@ -248,7 +266,7 @@ def _operation(route: Route, method: str, path: str, components: dict[str, Any])
         ]
     if method == "POST" and (content := _request_content(same)):
         operation["requestBody"] = {"required": True, "content": content}
-    error = {"application/json": {"schema": response_schema(shapes.Error, components)}}
+    error = {"application/json": {"schema": response_schema(Error, components)}}
     good: dict[str, Any] = {"description": "The answer."}
     if (answer := _ANSWERS.get(f"{method} {same}") or _ANSWERS.get(same)) is not None:
         good["content"] = _content(answer, components)

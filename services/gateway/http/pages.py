@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Generic, Literal, TypedDict, TypeVar
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.units import parse_digits
+
+T = TypeVar("T", bound=Mapping[str, object])
+
+
+class Page(TypedDict, Generic[T]):
+    object: Literal["list"]
+    data: list[T]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
@@ -34,12 +44,12 @@ def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
     return number
 
 
-def page_body(entries: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """The object of one page of a list."""
+def page_body(entries: list[T], *, has_more: bool) -> Page[T]:
+    """The object of one page of a list whose entries have an `id`."""
     return {
         "object": "list",
         "data": entries,
-        "first_id": entries[0]["id"] if entries else None,
-        "last_id": entries[-1]["id"] if entries else None,
+        "first_id": str(entries[0]["id"]) if entries else None,
+        "last_id": str(entries[-1]["id"]) if entries else None,
         "has_more": has_more,
     }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.embeddings import model_of, usage_of
+from loraplex_services.gateway.http.formatting import UsageInfo
 from loraplex_services.gateway.http.prompts import MAX_PROMPTS
 from loraplex_services.gateway.pipeline.embedding import Pooled
 
@@ -26,6 +27,34 @@ class RankingCall:
     """Results of a ranking that are shown."""
     documents: tuple[Any, ...] = ()
     """Documents of a ranking, as sent; empty if the answer does not repeat them."""
+
+
+class ScoreItem(TypedDict):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: UsageInfo
+
+
+class Ranked(TypedDict):
+    index: int
+    relevance_score: float
+    document: NotRequired[dict[str, Any]]
+
+
+class Ranking(TypedDict):
+    id: str
+    model: str
+    usage: UsageInfo
+    results: list[Ranked]
 
 
 def parse_score(fields: dict[str, Any]) -> RankingCall:
@@ -77,9 +106,9 @@ def parse_rerank(fields: dict[str, Any]) -> RankingCall:
 
 def scores_body(
     call: RankingCall, request_id: str, pooled: Pooled, scores: Sequence[float]
-) -> dict[str, Any]:
+) -> ScoreList:
     """The response of /v1/score."""
-    data = [
+    data: list[ScoreItem] = [
         {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
     ]
     return {
@@ -94,17 +123,15 @@ def scores_body(
 
 def ranking_body(
     call: RankingCall, request_id: str, pooled: Pooled, scores: Sequence[float]
-) -> dict[str, Any]:
+) -> Ranking:
     """The response of /v1/rerank, best first."""
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-    results = [
-        {
-            "index": index,
-            **({"document": call.documents[index]} if call.documents else {}),
-            "relevance_score": scores[index],
-        }
-        for index in order[: call.num_best]
+    results: list[Ranked] = [
+        {"index": index, "relevance_score": scores[index]} for index in order[: call.num_best]
     ]
+    if call.documents:
+        for ranked in results:
+            ranked["document"] = call.documents[ranked["index"]]
     return {
         "id": f"rerank-{request_id}",
         "model": call.model,

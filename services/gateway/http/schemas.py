@@ -64,24 +64,29 @@ def response_schema(kind: Any, components: dict[str, Any]) -> dict[str, Any]:
         return {"enum": list(args)}
     if origin in (Union, types.UnionType):
         return {"anyOf": [response_schema(arg, components) for arg in args]}
-    if origin is list:
+    if origin in (list, Sequence):
         return {"type": "array", "items": response_schema(args[0], components)}
     if origin is dict:
         return {"type": "object", "additionalProperties": response_schema(args[1], components)}
-    name = kind.__name__
+    kind = origin or kind
+    name = "".join(arg.__name__ for arg in args) + kind.__name__
     if name not in components:
         components[name] = {}  # It may contain itself.
-        components[name] = _of_typed_dict(kind, components)
+        components[name] = _of_typed_dict(kind, args, components)
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _of_typed_dict(kind: Any, components: dict[str, Any]) -> dict[str, Any]:
+def _of_typed_dict(kind: Any, args: Sequence[Any], components: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a TypedDict, which is generic if there are `args`."""
+    values = dict(zip(kind.__parameters__ if args else (), args, strict=True))
     properties, required = {}, []
     for name, field in get_type_hints(kind, include_extras=True).items():
         if get_origin(field) is NotRequired:
             (field,) = get_args(field)
-        else:
+        elif name in kind.__required_keys__:
             required.append(name)
+        if values and getattr(field, "__parameters__", None):
+            field = field[tuple(values[each] for each in field.__parameters__)]
         properties[name] = response_schema(field, components)
     about = (kind.__doc__ or "").strip()
     shape = {"type": "object", "properties": properties, "required": required}

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from loraplex.api.output import TokenLogprob
 from loraplex.api.request import TokenPrompt
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin, call_of, read_sampling
-from loraplex_services.gateway.http.errors import error_object
-from loraplex_services.gateway.http.formatting import ResponseInfo
-from loraplex_services.gateway.http.logprobs import finite, prompt_logprob_maps
+from loraplex_services.gateway.http.errors import Error, error_object
+from loraplex_services.gateway.http.formatting import ResponseInfo, UsageInfo, WeightsField
+from loraplex_services.gateway.http.logprobs import (
+    ChatLogprobs,
+    LogprobEntry,
+    PromptLogprobs,
+    Token,
+    finite,
+    prompt_logprob_maps,
+)
 from loraplex_services.gateway.request import TextDelta
 
 _PREFIX = "sampling_params."
@@ -42,40 +49,57 @@ def parse_generate(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     return replace(call, field_names={**call.field_names, **names, "prompt": "token_ids"})
 
 
+class TokenChoice(WeightsField):
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int]
+
+
+class Generated(TypedDict):
+    request_id: str
+    model: str
+    choices: list[TokenChoice]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    usage: NotRequired[UsageInfo]
+
+
 class GenerateFormatter:
     """Formats the output of one request, streamed or complete."""
 
     def __init__(self, info: ResponseInfo) -> None:
         self._info = info
 
-    def chunks(self, text_delta: TextDelta) -> list[dict[str, Any]]:
+    def chunks(self, text_delta: TextDelta) -> list[Generated]:
         if not text_delta.token_ids and text_delta.finish_reason is None:
             return []
         return [self._body([self._choice(text_delta)])]
 
-    def ending(self) -> list[dict[str, Any]]:
+    def ending(self) -> list[Generated]:
         if not self._info.call.include_usage:
             return []
-        return [self._body([]) | {"usage": self._info.usage()}]
+        return [{**self._body([]), "usage": self._info.usage()}]
 
-    def failure(self, error: LoraplexError) -> dict[str, Any]:
+    def failure(self, error: LoraplexError) -> Error:
         return error_object(error)
 
-    def full_body(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+    def full_body(self, choices: Sequence[TextDelta]) -> Generated:
         prompt = prompt_logprob_maps(self._info.of_choice(0), choices[0].prompt_logprobs)
-        return self._body([self._choice(choice) for choice in choices]) | {
+        return {
+            **self._body([self._choice(choice) for choice in choices]),
             "prompt_logprobs": prompt,
             "usage": self._info.usage(),
         }
 
-    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _body(self, choices: list[TokenChoice]) -> Generated:
         return {
             "request_id": self._info.prepared[0].call.request_id,
             "model": self._info.call.model,
             "choices": choices,
         }
 
-    def _choice(self, text_delta: TextDelta) -> dict[str, Any]:
+    def _choice(self, text_delta: TextDelta) -> TokenChoice:
         asked = self._info.of_choice(text_delta.index).call.sampling.logprobs
         entries = [_entry(entry) for entry in text_delta.logprobs]
         return {
@@ -88,10 +112,10 @@ class GenerateFormatter:
         }
 
 
-def _entry(entry: TokenLogprob) -> dict[str, Any]:
+def _entry(entry: TokenLogprob) -> LogprobEntry:
     top = [_token(token_id, logprob) for token_id, logprob in entry.top]
     return {**_token(entry.token_id, entry.logprob), "top_logprobs": top}
 
 
-def _token(token_id: int, logprob: float) -> dict[str, Any]:
+def _token(token_id: int, logprob: float) -> Token:
     return {"token": f"token_id:{token_id}", "logprob": finite(logprob), "bytes": None}

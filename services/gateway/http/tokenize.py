@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -79,6 +79,17 @@ class PromptEncoder:
         return ServedBase(served.model.under(target.adapters), tokenizer)
 
 
+class TokenizeResponse(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: Sequence[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(TypedDict):
+    prompt: str
+
+
 class TokenizeEndpoints:
     """Endpoints over the tokenizers of bases and adapters."""
 
@@ -104,14 +115,13 @@ class TokenizeEndpoints:
         name_of = served.tokenizer.tokens.name_of
 
         def formatted() -> str:
-            return json_in_parts(
-                {
-                    "count": len(ids),
-                    "max_model_len": served.model.max_model_len,
-                    "tokens": ids,
-                    "token_strs": list(map(name_of, ids)) if call.shows_names else None,
-                }
-            )
+            response: TokenizeResponse = {
+                "count": len(ids),
+                "max_model_len": served.model.max_model_len,
+                "tokens": ids,
+                "token_strs": list(map(name_of, ids)) if call.shows_names else None,
+            }
+            return json_in_parts(response)
 
         return await self._response(caller, len(ids), formatted)
 
@@ -129,11 +139,12 @@ class TokenizeEndpoints:
         except LoraplexError as error:
             raise with_names(error, {"prompt": "tokens"}) from None
         tokens = served.tokenizer.tokens
-        return await self._response(
-            caller,
-            len(ids),
-            lambda: compact_json({"prompt": decode_all(tokens, ids, skip_special=False)}),
-        )
+
+        def formatted() -> str:
+            response: DetokenizeResponse = {"prompt": decode_all(tokens, ids, skip_special=False)}
+            return compact_json(response)
+
+        return await self._response(caller, len(ids), formatted)
 
     async def _response(
         self, caller: Caller, num_tokens: int, formatted: Callable[[], str]

@@ -17,7 +17,7 @@ from loraplex_services.gateway.http.blocks import (
 )
 from loraplex_services.gateway.http.chat_answers import ChatAnswers
 from loraplex_services.gateway.http.formatting import ResponseInfo
-from loraplex_services.gateway.http.logprobs import chat_logprobs
+from loraplex_services.gateway.http.logprobs import LogprobEntry, chat_logprobs
 from loraplex_services.gateway.http.responses.items import encoded_thought
 from loraplex_services.gateway.http.responses.parse import ResponsesCall
 from loraplex_services.gateway.request import TextDelta
@@ -232,7 +232,7 @@ class _TextLogprobs:
         self._info = info
         self._undecided: list[tuple[int, TokenLogprob]] = []
         """Tokens with their offsets, as long as they may belong to a thought."""
-        self.shown: list[dict[str, Any]] = []
+        self.shown: list[LogprobEntry] = []
         """Logprobs of the whole text so far."""
         self._num_taken = 0
 
@@ -246,7 +246,7 @@ class _TextLogprobs:
         delta = TextDelta(0, logprobs=entries)
         self.shown += chat_logprobs(self._info.names(0), delta)["content"]
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[LogprobEntry]:
         """Logprobs that were not taken before."""
         taken, self._num_taken = self.shown[self._num_taken :], len(self.shown)
         return taken

@@ -1,11 +1,12 @@
-"""Batches in OpenAI's shape: the body that creates one, and the object that shows one."""
+"""Files and batches in OpenAI's shape: the body of a new batch, and the objects in answers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.callers import Caller
+from loraplex_services.gateway.batches.files import FileRecord
 from loraplex_services.gateway.batches.records import (
     CANCELLED,
     CANCELLING,
@@ -20,6 +21,56 @@ from loraplex_services.gateway.http.body import Body
 
 _ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _WINDOW = "24h"
+
+
+class BatchFault(TypedDict):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchFaults(TypedDict):
+    object: Literal["list"]
+    data: list[BatchFault]
+
+
+class BatchCounts(TypedDict):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class BatchObject(TypedDict):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchFaults | None
+    input_file_id: str
+    completion_window: Literal["24h"]
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
 
 
 def parse_batch(fields: dict[str, Any], caller: Caller) -> BatchRecord:
@@ -49,21 +100,21 @@ def parse_batch(fields: dict[str, Any], caller: Caller) -> BatchRecord:
     )
 
 
-def batch_object(record: BatchRecord) -> dict[str, Any]:
+def batch_object(record: BatchRecord) -> BatchObject:
     """A batch as OpenAI shows it."""
     counts, has_ended = record.counts, record.has_ended
     is_cancelling = record.ending == CANCELLED and not has_ended
-    ended_s = {
-        f"{ending}_at": record.ended_s if record.status == ending else None
-        for ending in (COMPLETED, CANCELLED, EXPIRED, FAILED)
-    }
+
+    def ended_at(ending: str) -> int | None:
+        return record.ended_s if record.status == ending else None
+
     return {
         "id": record.batch_id,
         "object": "batch",
         "endpoint": record.endpoint,
         "errors": _errors(record),
         "input_file_id": record.input_file_id,
-        "completion_window": _WINDOW,
+        "completion_window": "24h",
         "status": CANCELLING if is_cancelling else record.status,
         "output_file_id": record.output_file_id or None if has_ended else None,
         "error_file_id": record.error_file_id or None if has_ended else None,
@@ -72,7 +123,10 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         "expires_at": record.expires_s,
         "finalizing_at": record.finalizing_s or None,
         "cancelling_at": record.cancelling_s or None,
-        **ended_s,
+        "completed_at": ended_at(COMPLETED),
+        "cancelled_at": ended_at(CANCELLED),
+        "expired_at": ended_at(EXPIRED),
+        "failed_at": ended_at(FAILED),
         "request_counts": {
             "total": record.num_lines,
             "completed": counts.completed,
@@ -89,11 +143,44 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
     }
 
 
-def _errors(record: BatchRecord) -> dict[str, Any] | None:
+def _errors(record: BatchRecord) -> BatchFaults | None:
     if not record.errors:
         return None
-    data = [
+    data: list[BatchFault] = [
         {"code": error.code, "message": error.message, "param": None, "line": None}
         for error in record.errors
     ]
     return {"object": "list", "data": data}
+
+
+class FileObject(TypedDict):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    status_details: str | None
+
+
+class DeletedFile(TypedDict):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+def file_object(record: FileRecord) -> FileObject:
+    """A file as OpenAI shows it."""
+    return {
+        "id": record.file_id,
+        "object": "file",
+        "bytes": record.num_bytes,
+        "created_at": record.created_s,
+        "expires_at": record.expires_s or None,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
