@@ -98,11 +98,24 @@ class AdapterLoads:
         except ResourceExhausted as error:
             self.refused[digest] = error
 
-    def copy(self, load: Load, step_s: float) -> None:
-        """Begin to fill the extents of `load`; a step takes `step_s`."""
-        pending = self._runner.copy_adapter(load.path, load.extents, step_s)
-        pending.add_done_callback(lambda _: self.wake())
-        self._copying.append((load, pending))
+    def carry_out(self, step_s: float) -> bool:
+        """Begin the copies that the cache has decided on, and carry out its evictions.
+
+        Args:
+            step_s: duration of a step, in seconds.
+
+        Returns:
+            Whether there were any.
+        """
+        actions = self._cache.take_actions()
+        for action in actions:
+            if isinstance(action, Load):
+                pending = self._runner.copy_adapter(action.path, action.extents, step_s)
+                pending.add_done_callback(lambda _: self.wake())
+                self._copying.append((action, pending))
+            else:
+                self._runner.unload_adapter(action.slot)
+        return bool(actions)
 
     def await_copies(self, num_rows: int, num_wanted: int, step_s: float) -> bool:
         """Wait for the copies under way if that gains more than it costs: all rows of the step

@@ -53,7 +53,6 @@ from loraplex_services.worker.types.messages import (
     Unpin,
 )
 from loraplex_services.worker.types.request import Request
-from loraplex_services.worker.types.residency import Load
 from loraplex_services.worker.types.runner_protocol import LaunchedStep, ModelInfo, Runner
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 
@@ -330,13 +329,7 @@ class Engine:
 
     def _carry_out(self, now: float) -> None:
         """Begin loads and carry out evictions."""
-        actions = self.cache.take_actions()
-        for action in actions:
-            if isinstance(action, Load):
-                self._loads.copy(action, self._stats.step_s)
-            else:
-                self._runner.unload_adapter(action.slot)
-        self._has_acted = self._has_acted or bool(actions)
+        self._has_acted |= self._loads.carry_out(self._stats.step_s)
         self._collect(now)
 
     def _collect(self, now: float) -> None:
