@@ -105,6 +105,12 @@ class Service:
         """What it wrote."""
         return self._spec.log.read_text(errors="replace")
 
+    def last_lines(self, num: int = 8) -> str:
+        """The end of what it wrote, and whether it still runs."""
+        code = None if self._process is None else self._process.poll()
+        state = "runs" if code is None else f"ended with {code}"
+        return "\n".join([*self.log().splitlines()[-num:], state])
+
     def _tree(self) -> list[psutil.Process]:
         assert self._process is not None
         root = psutil.Process(self._process.pid)
@@ -200,6 +206,10 @@ class Deployment:
         except LoraplexError as error:
             return f"the registry does not answer: {error.message}"
         return ""
+
+    def evidence(self) -> str:
+        """The last lines of each log, for a violation that nobody watched."""
+        return "\n".join(f"--- {name}\n{each.last_lines()}" for name, each in self.services.items())
 
     def _gauge(self, name: str) -> float:
         try:

@@ -74,8 +74,10 @@ def _not_recovered(deployment: Deployment) -> list[str]:
     try:
         eventually(deployment.is_ready, RECOVERY_S)
     except AssertionError:
+        missing = deployment.missing()
         return [
-            f"not recovered {RECOVERY_S:.0f} s after the end of the fault: {deployment.missing()}"
+            f"not recovered {RECOVERY_S:.0f} s after the end of the fault: {missing}\n"
+            + deployment.evidence()
         ]
     return []
 
