@@ -21,6 +21,7 @@ from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.maintenance import backup
 from loraplex_services.registry.maintenance.backup import copy_registry
 from tests.registry.house import house_of, publish
+from tests.s3_servers import objects_url_of, proven_store
 
 PROD = parse_ref("default/name-1:prod")
 ROOT = Access("default", "", frozenset({"root"}))
@@ -34,10 +35,15 @@ async def registry(registry: Registry) -> Registry:
 
 
 @pytest.fixture
-async def copy(tmp_path: Path) -> AsyncIterator[ObjectStore]:
-    opened = open_store(f"file://{tmp_path}/copy")
+async def copy(objects_url: str, tmp_path: Path) -> AsyncIterator[ObjectStore]:
+    opened = open_store(empty_store(objects_url, tmp_path / "copy"))
     yield opened
     await opened.close()
+
+
+def empty_store(objects_url: str, folder: Path) -> str:
+    """A store of the same kind as the registry's."""
+    return objects_url_of(objects_url.partition(":")[0], folder)
 
 
 async def _keys(store: ObjectStore, prefix: str) -> list[str]:
@@ -66,19 +72,23 @@ async def _dangling(store: ObjectStore) -> list[str]:
 
 
 async def test_a_restored_backup_answers_like_the_registry(
-    registry: Registry, metadata_url: str, copy: ObjectStore, tmp_path: Path
+    registry: Registry, objects_url: str, metadata_url: str, copy: ObjectStore, tmp_path: Path
 ) -> None:
     for seed in range(4):
         await publish(registry, f"default/name-{seed % 2}", seed, "prod")
     expected = await registry.lookup.resolve(PROD, ROOT)
     await copy_registry(registry.store, copy)
-    target = open_store(f"file://{tmp_path}/restored")
+    target_url = empty_store(objects_url, tmp_path / "restored")
+    target = open_store(target_url)
     result = await copy_registry(copy, target)
     assert result.num_blobs == len(await _keys(registry.store, layout.BLOBS))
     for prefix in (layout.ADAPTERS, layout.BASES, layout.AUDIT, layout.LAYOUT_KEY):
         assert await _documents(target, prefix) == await _documents(registry.store, prefix)
     assert await target.head(backup.MARKER) is None
+    assert await _keys(target, layout.BLOBS) == await _keys(registry.store, layout.BLOBS)
+    await target.close()
     redis.Redis.from_url(metadata_url).flushall()
+    target = await proven_store(target_url)
     async with house_of(target, metadata_url) as restored:
         assert await restored.lookup.resolve(PROD, ROOT) == expected
         assert (await publish(restored, "default/name-1", 9)).version.version == 3
