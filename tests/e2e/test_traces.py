@@ -47,7 +47,7 @@ def test_a_request_is_one_trace_with_the_digest_from_the_gateway_to_the_engines_
     first_step, last_step = (
         values(spans[name].attributes)["loraplex.step"] for name in ("prefill", "decode")
     )
-    assert last_step - first_step == 15, "one step for each token after the first"
+    assert 0 < last_step - first_step <= 15, "a step for each token after the first, or for several"
     assert gateway.start_time_unix_nano <= worker.start_time_unix_nano
     assert worker.end_time_unix_nano <= gateway.end_time_unix_nano
     everything = b"".join(collector.exports)

@@ -87,6 +87,23 @@ class Cluster:
             self.pods.append(pod)
         return pod
 
+    def run_job(self, name: str, template: Document, policies: Sequence[Document] = ()) -> str:
+        """Run a pod to its end and return its log. Raises RuntimeError if it fails."""
+        [container] = template["spec"]["containers"]
+        image = self.images.get(container["image"])
+        self.network.policies.extend(policies)
+        with self._lock:
+            pod = Pod(name, template, image, self._settings, self.network, self._folder / "pods")
+            self._ending.append(pod)
+            self._apply()
+        status = pod.wait(READY_S)
+        with self._lock:
+            pod.stop()
+            self._ending.remove(pod)
+        if status != 0:
+            raise RuntimeError(f"the job {name} ended with {status}:\n{pod.log()}")
+        return pod.log()
+
     def remove_pod(self, pod: Pod) -> None:
         """Withdraw a pod from every Service, then end it with its grace period."""
         with self._lock:

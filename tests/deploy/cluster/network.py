@@ -65,7 +65,7 @@ class Network:
         """Routing, the name server, and an address for every Service."""
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
         run("ip", "link", "set", "lo", "up")
-        run("ip", "address", "add", f"{GATEWAY}/32", "dev", "lo")
+        run("ip", "address", "replace", f"{GATEWAY}/32", "dev", "lo")
         for document in documents:
             if document["kind"] == "Service":
                 is_headless = document["spec"].get("clusterIP") == "None"
@@ -75,7 +75,7 @@ class Network:
             if document["kind"] == "NetworkPolicy":
                 self.policies.append(document)
         # Locally made traffic to cluster IPs needs a route before it is translated.
-        run("ip", "route", "add", "10.96.0.0/16", "dev", "lo", "src", GATEWAY)
+        run("ip", "route", "replace", "10.96.0.0/16", "dev", "lo", "src", GATEWAY)
         hosts, settings = self.folder / "hosts", self.folder / "dnsmasq.conf"
         hosts.write_text("")
         settings.write_text("")

@@ -104,7 +104,8 @@ class Pod:
         volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
         for mount in mounts:
             source = self._volume(volumes[mount["name"]])
-            self._mount(str(source), layers["root"] / mount["mountPath"][1:], "--bind")
+            how = "bind,ro" if mount.get("readOnly") else "bind"
+            self._mount(str(source), layers["root"] / mount["mountPath"][1:], "-o", how)
         self._mount("tmpfs", layers["root"] / "dev", "-t", "tmpfs", "-o", "mode=755")
         for device, minor in DEVICES.items():
             path = layers["root"] / "dev" / device
@@ -119,8 +120,11 @@ class Pod:
         self._mounts.append(target)
 
     def _volume(self, volume: Document) -> Path:
-        folder = self.folder / "volumes" / volume["name"]
-        folder.mkdir(parents=True)
+        if "persistentVolumeClaim" in volume:
+            folder = claim_folder(self.folder.parent, volume["persistentVolumeClaim"]["claimName"])
+        else:
+            folder = self.folder / "volumes" / volume["name"]
+        folder.mkdir(parents=True, exist_ok=True)
         group = self.spec["securityContext"]["fsGroup"]
         if "secret" in volume:
             source = volume["secret"]
@@ -158,6 +162,7 @@ class Pod:
         return environ
 
     def _start(self) -> subprocess.Popen[bytes]:
+        environ = self._environ()
         inside = [*("unshare", "--mount", "--pid", "--fork", "--kill-child")]
         if self.image.is_stand_in:
             command = [*inside, *self.image.entrypoint]
@@ -169,12 +174,12 @@ class Pod:
                 *("setpriv", "--no-new-privs"),
                 *("/usr/sbin/chroot", f"--userspec={user}", f"--groups={security['fsGroup']}"),
                 *(str(self.root), *self.container.get("command", self.image.entrypoint)),
-                *self.container.get("args", []),
+                *(_expanded(word, environ) for word in self.container.get("args", [])),
             ]
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
                 ["/sbin/ip", "netns", "exec", self.name, *command],
-                env=self._environ(),
+                env=environ,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd="/",
@@ -244,6 +249,10 @@ class Pod:
 
     # --- the end
 
+    def wait(self, timeout_s: float) -> int:
+        """The exit status of a container that ends by itself. Raises TimeoutExpired."""
+        return self._process.wait(timeout_s)
+
     def stop(self) -> None:
         """The preStop pause, SIGTERM, the grace period, SIGKILL. The caller has withdrawn it."""
         deadline_s = time.monotonic() + self.spec.get("terminationGracePeriodSeconds", 30)
@@ -264,6 +273,11 @@ class Pod:
             run("umount", "--lazy", str(target))
         shutil.rmtree(self.folder / "volumes", ignore_errors=True)
         self._network.remove_pod(self.name)
+
+
+def claim_folder(pods: Path, claim: str) -> Path:
+    """What a PersistentVolumeClaim holds, given the folder of all pods."""
+    return pods / "claims" / claim
 
 
 def decoded(secret: Document) -> dict[str, str]:
