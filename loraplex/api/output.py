@@ -111,6 +111,8 @@ class ServedBy:
     """The digests of these adapters, in the same order."""
     worker_id: str
     base_id: str
+    tokenizer_digest: str = ""
+    """Of the tokenizer files and chat templates, which the digests of adapters do not cover."""
 
 
 @dataclass(slots=True)

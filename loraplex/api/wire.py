@@ -227,8 +227,9 @@ def served_by_to_proto(served_by: ServedBy) -> inference_pb2.ServedBy:
 
 def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
     """The inverse."""
+    values = same_fields(message, ServedBy)
     return ServedBy(
-        tuple(message.adapters), tuple(message.digests), message.worker_id, message.base_id
+        **{**values, "adapters": tuple(message.adapters), "digests": tuple(message.digests)}
     )
 
 

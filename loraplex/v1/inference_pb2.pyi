@@ -139,16 +139,18 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[WeightedAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., split_key: _Optional[str] = ..., first_token_s: _Optional[float] = ..., on_update: _Optional[_Union[UpdatePolicy, str]] = ...) -> None: ...
 
 class ServedBy(_message.Message):
-    __slots__ = ("adapters", "digests", "worker_id", "base_id")
+    __slots__ = ("adapters", "digests", "worker_id", "base_id", "tokenizer_digest")
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedScalarFieldContainer[str]
     digests: _containers.RepeatedScalarFieldContainer[str]
     worker_id: str
     base_id: str
-    def __init__(self, adapters: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[str]] = ..., worker_id: _Optional[str] = ..., base_id: _Optional[str] = ...) -> None: ...
+    tokenizer_digest: str
+    def __init__(self, adapters: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[str]] = ..., worker_id: _Optional[str] = ..., base_id: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "prompt_token_ids", "prompt_logprobs", "finish_reason", "stop_reason", "served_by", "usage", "timings", "digests")

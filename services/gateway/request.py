@@ -99,6 +99,16 @@ class Target:
     base_id: str
     adapters: tuple[RunningAdapter, ...] = ()
 
+    def tokenizer_digest(self, base: ServedModel) -> str:
+        """Digest of the files that make tokens of a prompt and render a chat: the base's, and those
+        of an adapter with files of its own. The digest of an adapter does not cover them."""
+        files = self.adapters[0].text_files if len(self.adapters) == 1 else ()
+        if not files:
+            return base.tokenizer_digest
+        own = sorted(f"{file.path} {file.sha256}" for file in files)
+        joined = "\n".join((base.tokenizer_digest, *own))
+        return f"sha256:{hashlib.sha256(joined.encode()).hexdigest()}"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:

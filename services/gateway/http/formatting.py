@@ -11,7 +11,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.logprobs import TokenNames
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
-from loraplex_services.gateway.request import Target, TextDelta
+from loraplex_services.gateway.request import TextDelta
 
 
 class PromptTokenDetails(TypedDict):
@@ -147,18 +147,18 @@ class ResponseInfo:
 
     def headers(self) -> dict[str, str]:
         """Headers of the whole call."""
-        return headers_of(self.prepared[0].target)
+        return headers_of(self.prepared[0])
 
 
-def headers_of(target: Target) -> dict[str, str]:
-    """Headers that name the adapters that ran; none for the base alone."""
-    adapters = target.adapters
-    if not adapters:
-        return {}
-    return {
+def headers_of(prepared: PreparedRequest) -> dict[str, str]:
+    """Headers that name what ran: the tokenizer and the adapters, if there are any."""
+    adapters = prepared.target.adapters
+    named = {
         "x-loraplex-adapter": ", ".join(adapter.label for adapter in adapters),
         "x-loraplex-digest": ", ".join(adapter.digest for adapter in adapters),
+        "x-loraplex-tokenizer-digest": prepared.target.tokenizer_digest(prepared.base),
     }
+    return {name: value for name, value in named.items() if value}
 
 
 class UnsentSpans:

@@ -162,4 +162,4 @@ async def _answered(
 
 def _response(body: Mapping[str, Any], pooled: Pooled) -> Response:
     REQUESTS.labels("http", "ok").inc()
-    return json_response(body, headers_of(pooled.prepared[0].target))
+    return json_response(body, headers_of(pooled.prepared[0]))

@@ -106,6 +106,7 @@ class PreparedRequest:
             digests=tuple(digests),
             worker_id=worker_id,
             base_id=self.base.base_id,
+            tokenizer_digest=self.target.tokenizer_digest(self.base),
         )
 
     def admission_request(self, run_s: float, *, awaits_adapter: bool) -> AdmissionRequest:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from loraplex.adapter_format import File
 from loraplex.api.output import Candidate, PackedLogprobs, TokenLogprob
 from loraplex.api.residency import WorkerLoad
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound, PermissionDenied
@@ -21,7 +23,7 @@ from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.collected import bytes_of
 from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.sse import compact_json, json_in_parts
-from loraplex_services.gateway.request import TextDelta
+from loraplex_services.gateway.request import RunningAdapter, Target, TextDelta
 from loraplex_services.gateway.workers.convert import tokens_from_wire
 from loraplex_services.worker.server.convert import token_to_wire
 from loraplex_services.worker.types.messages import (
@@ -61,6 +63,32 @@ async def test_a_gateway_that_waits_for_its_registry_does_not_tell_where_that_is
     await stack.start(ready=False)
     reason = stack.running._first_missing()
     assert stack.registry_address not in reason
+
+
+async def test_an_answer_names_the_tokenizer_and_template_that_digests_leave_out(
+    stack: Stack,
+) -> None:
+    await stack.start()
+    answer = await stack.openai().completions.with_raw_response.create(model="base", prompt="hi")
+    [base] = stack.running._fleet.bases().values()
+    assert answer.headers["x-loraplex-tokenizer-digest"] == base.tokenizer_digest
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(inference_pb2.GenerateRequest(model="base", text="hi"))
+        first = await anext(aiter(call))
+    assert first.served_by.tokenizer_digest == base.tokenizer_digest
+
+    def with_template(sha256: str) -> Target:
+        template = File("chat_template.jinja", 9, sha256)
+        return Target("base", (RunningAdapter("a/b:v1", "sha256:same", text_files=(template,)),))
+
+    plain = Target("base", (RunningAdapter("a/b:v1", "sha256:same"),))
+    other_base = replace(base, tokenizer_digest="sha256:other")
+    ours, theirs = with_template("a"), with_template("b")
+    assert plain.tokenizer_digest(base) == base.tokenizer_digest
+    digests = [each.tokenizer_digest(base) for each in (plain, ours, theirs)]
+    assert len({*digests, ours.tokenizer_digest(other_base)}) == 4
+    assert with_template("a").tokenizer_digest(base) == digests[1]
 
 
 class RefusingRegistry:
