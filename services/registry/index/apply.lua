@@ -58,6 +58,7 @@ local function refresh_newest(scope)
   end
 end
 
+local has_ended = false
 for _, item in ipairs(change.items) do
   local key = ns .. item.key
   local have = generation_of(redis.call('HGET', key, item.field))
@@ -65,8 +66,11 @@ for _, item in ipairs(change.items) do
     redis.call('HSET', key, item.field, string.format('%d ', item.generation) .. document(item.doc))
     if item.use then
       if item.generation == 1 then
+        if not item.expires_s or item.expires_s == 0 then redis.call('HSET', key, 'lasting', 1) end
         count_use(item, 1)
         redis.call('HSET', key, 'd:' .. item.digest, item.number)
+        redis.call('PERSIST', key)
+        redis.call('PERSIST', ns .. 't:' .. change.scope)
         local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
         if item.number > newest then
           redis.call('HSET', key, 'newest', item.number)
@@ -100,6 +104,7 @@ for _, item in ipairs(change.items) do
         redis.call('ZADD', ns .. 'expiring', item.expires_s, expiring)
       else
         redis.call('ZREM', ns .. 'expiring', expiring)
+        has_ended = true
       end
     end
     for _, event in ipairs(item.events) do
@@ -110,6 +115,15 @@ for _, item in ipairs(change.items) do
       end
     end
   end
+end
+
+-- An adapter that had ephemeral versions only, and has none any more, leaves the index after ten minutes.
+-- Until then its tombstones stop older documents that arrive late. A new version keeps the keys.
+local adapter_key = ns .. 'a:' .. change.scope
+if has_ended and redis.call('HEXISTS', adapter_key, 'newest') == 0
+    and redis.call('HEXISTS', adapter_key, 'lasting') == 0 then
+  redis.call('EXPIRE', adapter_key, 600)
+  redis.call('EXPIRE', ns .. 't:' .. change.scope, 600)
 end
 
 if change.op ~= '' then redis.call('HDEL', prefix .. 'pending', change.op) end

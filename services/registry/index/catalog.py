@@ -13,8 +13,10 @@ empty or behind. All keys, without their prefix `loraplex:`:
     <epoch>:events           STREAM of events, ids `<seq>-0`, field e = JSON {kind, doc}
     <epoch>:names            ZSET of scopes with a live version, ordered by name
     <epoch>:shared           ZSET of scopes that other tenants may see
-    <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, newest, adapter
+    <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, newest, adapter, and
+                             lasting if a version is or was not ephemeral
     <epoch>:t:<scope>        HASH tag -> tag
+                             (both end some time after the last of ephemeral versions only)
     <epoch>:staged           ZSET of "<tag> <scope>" by the time that its staged move ends
     <epoch>:expiring         ZSET of "<number> <scope>" of ephemeral versions by their end
     <epoch>:bases            HASH base id -> base without its modules

@@ -52,14 +52,23 @@ class Deletion:
         record = await self._versions.read(tenant, name, number)
         if record is None or (record.deleted and (record.purged or not purge)):
             raise AdapterNotFound(f"{tenant}/{name}:v{number}")
-        holders = [tag for tag in await self._tags_at(tenant, name, number) if tag.tag != LATEST]
-        if holders and not force:
-            names = ", ".join(sorted(tag.tag for tag in holders))
+        if not force:
+            await self._check_untagged(tenant, name, number)
+        return await self._delete(tenant, name, [number], mover, purge=purge)
+
+    async def _check_untagged(self, tenant: str, name: str, number: int) -> None:
+        """Raises Blocked if a tag other than latest points at a version."""
+        holders = [
+            tag.tag
+            for tag in await self._all_tags(tenant, name)
+            if tag.tag != LATEST and any(target.version == number for target in tag.targets)
+        ]
+        if holders:
             raise Blocked(
-                f"{tenant}/{name}:v{number} has the tag {names}; move it first, or use --force",
+                f"{tenant}/{name}:v{number} has the tag {', '.join(sorted(holders))}; move it "
+                "first, or use --force",
                 reason="VERSION_IS_TAGGED",
             )
-        return await self._delete(tenant, name, [number], mover, purge=purge)
 
     async def adapter(
         self, tenant: str, name: str, mover: str, *, purge: bool
@@ -121,7 +130,7 @@ class Deletion:
             return None
         live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
         fallback: list[TagTarget] = []
-        barred = await self._rules.barred(tag.tenant, list(live.values()))
+        barred = await self._rules.barred(tag.tenant, list(live.values())) if live else set()
         if tag.tag == LATEST and live.keys() - barred:
             newest = live[max(live.keys() - barred)]
             fallback = [TagTarget(newest.version, newest.digest)]
@@ -143,10 +152,3 @@ class Deletion:
         folder = layout.tags_folder(tenant, name)
         records = await documents.read_folder(self._store, folder, TagRecord)
         return [record for record in records if record.targets]
-
-    async def _tags_at(self, tenant: str, name: str, number: int) -> list[TagRecord]:
-        return [
-            tag
-            for tag in await self._all_tags(tenant, name)
-            if any(target.version == number for target in tag.targets)
-        ]

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
+import redis.asyncio
 
 from loraplex.errors import AdapterNotFound, InvalidRequest
 from loraplex.refs import parse_ref
@@ -15,7 +16,7 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.convert import options_from_proto
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog
-from loraplex_services.registry.publish import publisher, retention
+from loraplex_services.registry.publish import claims, retention
 from loraplex_services.registry.records import VersionRecord, decode
 from tests.registry.house import publish
 
@@ -139,6 +140,32 @@ async def test_an_ephemeral_version_ends_with_its_time(
     assert registry.retention.num_retired == 1
 
 
+async def test_an_adapter_whose_ephemeral_versions_ended_leaves_the_index_and_keeps_its_numbers(
+    registry: Registry, metadata_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = redis.asyncio.Redis.from_url(metadata_url)
+    epoch = await registry.catalog.epoch()
+
+    async def seconds_left(name: str) -> list[int]:
+        kinds = ("a", "t")
+        return [await raw.ttl(f"{catalog.PREFIX}{epoch}:{kind}:default/{name}") for kind in kinds]
+
+    ephemeral = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    await publish(registry, "sql", 2)
+    await publish(registry, "sql", 3, ttl_s=60.0)
+    await registry.deletion.version("default", "sql", 1, "tester", force=True, purge=False)
+    assert await seconds_left("doc-1") == await seconds_left("sql") == [-1, -1]
+    monkeypatch.setattr(retention, "now_s", lambda: ephemeral.version.expires_s + 60.0)
+    await registry.retention.expire()
+    assert all(0 < left <= 600 for left in await seconds_left("doc-1"))
+    assert await seconds_left("sql") == [-1, -1], "a version of it was no ephemeral one"
+    assert (await publish(registry, "doc-1", 1, ttl_s=60.0)).version.version == 2
+    assert await seconds_left("doc-1") == [-1, -1]
+    await raw.delete(*(f"{catalog.PREFIX}{epoch}:{kind}:default/doc-1" for kind in "at"))
+    assert (await publish(registry, "doc-1", 4, ttl_s=60.0)).version.version == 3
+    await raw.aclose()
+
+
 async def test_a_rebuilt_index_knows_when_ephemeral_versions_end(registry: Registry) -> None:
     done = await publish(registry, "doc-1", 1, ttl_s=60.0)
     await registry.indexer.rebuild()
@@ -152,7 +179,7 @@ async def test_the_same_content_is_published_anew_before_its_time_is_over(
     first = await publish(registry, "doc-1", 1, ttl_s=60.0)
     again = await publish(registry, "doc-1", 1, ttl_s=60.0)
     assert again.version.version == 1
-    monkeypatch.setattr(publisher, "now_s", lambda: first.version.created_s + 40.0)
+    monkeypatch.setattr(claims, "now_s", lambda: first.version.created_s + 40.0)
     late = await publish(registry, "doc-1", 1, ttl_s=60.0)
     assert (late.version.version, late.created) == (2, True)
     assert late.version.digest == first.version.digest
