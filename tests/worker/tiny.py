@@ -86,11 +86,15 @@ def write_base(folder: Path, seed: int = 0, **changes: object) -> Path:
 
 
 def write_adapter(
-    folder: Path, seed: int, rank: int = 4, targets: tuple[str, ...] = ("q_proj", "v_proj")
+    folder: Path,
+    seed: int,
+    rank: int = 4,
+    targets: tuple[str, ...] = ("q_proj", "v_proj"),
+    use_dora: bool = False,
 ) -> Path:
     """An adapter as PEFT writes it, with random weights in A and B."""
     folder.mkdir(parents=True)
-    config = {**good_config(), "r": rank, "target_modules": list(targets)}
+    config = {**good_config(), "r": rank, "target_modules": list(targets), "use_dora": use_dora}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(NUM_LAYERS):
@@ -99,6 +103,8 @@ def write_adapter(
                 module = f"base_model.model.model.layers.{layer}.{name}"
                 shapes[f"{module}.lora_A.weight"] = (rank, in_features)
                 shapes[f"{module}.lora_B.weight"] = (out_features, rank)
+                if use_dora:
+                    shapes[f"{module}.lora_magnitude_vector"] = (out_features,)
     write_tensors(folder / "adapter_model.safetensors", shapes, seed)
     return folder
 

@@ -1,7 +1,8 @@
 """The disk cache of verified adapters: one folder per digest, bounded in bytes.
 
-    <root>/adapters/<hex>/      manifest.json, adapter_config.json, adapter_model.safetensors and
-                                image-<layout>, the bytes that the engine copies
+    <root>/adapters/<hex>/      manifest.json, adapter_config.json, and image-<layout>, the bytes
+                                that the engine copies; adapter_model.safetensors only until there
+                                is an image, or if the engine makes it from the base's weights
     <root>/incoming/<random>/   a fetch under way; swept at start
     <root>/lock                 held while a worker uses the folder
     <root>/quarantine/<hex>/    bytes that did not match their digest, the last few, for diagnosis
@@ -24,6 +25,7 @@ from pathlib import Path
 from loraplex.adapter_format.config import CONFIG_FILE
 from loraplex.adapter_format.manifest import Manifest, digest_of, parse_manifest
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, ResourceExhausted
+from loraplex_services.worker.adapters.pack.image import images_in
 from loraplex_services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE
 
 MANIFEST_FILE = "manifest.json"
@@ -148,12 +150,14 @@ class DiskCache:
         self._shrink()
         return adapter
 
+    def drop(self, digest: str) -> None:
+        """Delete an adapter that no engine knows, so that it is fetched again."""
+        shutil.rmtree(self._leave(digest).path, ignore_errors=True)
+
     def drop_damaged(self, digest: str) -> None:
         """Move an adapter's folder to the quarantine, so that the adapter is fetched again."""
-        adapter = self._adapters.pop(digest, None)
-        if adapter is not None:
-            self.num_bytes -= adapter.num_bytes
-            self.quarantine(adapter.path, digest)
+        if digest in self._adapters:
+            self.quarantine(self._leave(digest).path, digest)
 
     def forget_pages(self) -> None:
         """Forget the pages of all images: another layout is used from now on."""
@@ -209,15 +213,18 @@ class DiskCache:
         self._adapters[adapter.digest] = adapter
         self.num_bytes += adapter.num_bytes
 
+    def _leave(self, digest: str) -> DiskAdapter:
+        adapter = self._adapters.pop(digest)
+        self.num_bytes -= adapter.num_bytes
+        return adapter
+
     def _shrink(self) -> None:
         unleased = [a for a in self._adapters.values() if not self._leases[a.digest]]
         for adapter in unleased:
             if self.num_bytes <= self._max_bytes:
                 return
             self._on_gone(adapter.digest)
-            del self._adapters[adapter.digest]
-            self.num_bytes -= adapter.num_bytes
-            shutil.rmtree(adapter.path, ignore_errors=True)
+            self.drop(adapter.digest)
 
 
 def _hex(digest: str) -> str:
@@ -249,7 +256,10 @@ def _read_folder(path: Path) -> DiskAdapter | None:
         if (path / CONFIG_FILE).read_bytes() != manifest.config_bytes:
             raise DataLoss(f"{path.name} holds another config")
         for file in manifest.files:
-            if (path / file.path).stat().st_size != file.size:
+            tensors = path / file.path
+            if not tensors.exists() and not images_in(path):
+                raise DataLoss(f"{path.name} holds neither {file.path} nor an image of it")
+            if tensors.exists() and tensors.stat().st_size != file.size:
                 raise DataLoss(f"{path.name}: {file.path} is cut short")
         sha256 = manifest.files[0].sha256
         return DiskAdapter(digest_of(raw), path, manifest.max_rank, sha256, _size(path))

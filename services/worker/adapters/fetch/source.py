@@ -1,9 +1,10 @@
 """Turns a digest into a verified folder on this machine. Runs in the API server process.
 
 The manifest is verified against the digest, and each file against the manifest. Then the adapter is
-validated against this worker's base and packed into the image that the engine copies. Hashing and
-writing run in threads, the rest in separate processes (`pack_pool.py`). Folders of an earlier run
-are verified, and packed if necessary, when they are first requested.
+validated against this worker's base and packed into the image that the engine copies, after which
+its tensors are deleted. Hashing and writing run in threads, the rest in separate processes
+(`pack_pool.py`). Folders of an earlier run are verified when they are first requested. What they
+hold for another layout is fetched again, or packed again if its tensors are still there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from loraplex.refs import check_digest
 from loraplex_services.common.objects.store import ObjectMissing, ObjectStore, blob_key, read_chunks
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
 from loraplex_services.worker.adapters.fetch.fetch_limiter import FetchLimiter
+from loraplex_services.worker.adapters.pack.image import image_path
 from loraplex_services.worker.cache.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -129,6 +131,11 @@ class AdapterSource:
         adapter = self._disk.get(digest)
         if adapter is None:
             return None
+        assert self._pool is not None, "asked for an adapter before there was an engine"
+        image = image_path(adapter.path, self._pool.fingerprint)
+        if not image.exists() and not (adapter.path / TENSOR_FILE).exists():
+            self._disk.drop(digest)
+            return None
         try:
             num_pages = await self._prepare(adapter.path, adapter.sha256)
         except DataLoss as error:
@@ -156,7 +163,8 @@ class AdapterSource:
             self._disk.discard(folder)
 
     async def _prepare(self, folder: Path, sha256: str) -> int:
-        """Pack for the current engine, which may have been replaced in the meantime."""
+        """Pack for the current engine, which may have been replaced in the meantime. Tensors whose
+        image is complete are deleted."""
         while True:
             pool = self._pool
             assert pool is not None, "asked for an adapter before there was an engine"
@@ -167,6 +175,8 @@ class AdapterSource:
                     raise
             else:
                 if pool is self._pool:
+                    if num_pages:
+                        (folder / TENSOR_FILE).unlink(missing_ok=True)
                     return num_pages
 
     async def _manifest(self, digest: str) -> bytes:

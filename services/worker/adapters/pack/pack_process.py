@@ -52,7 +52,7 @@ def prepare(folder: Path, sha256: str, packer: Packer) -> int:
     A damaged image is renamed and made again.
 
     Raises:
-        DataLoss: the tensor file is damaged.
+        DataLoss: the tensor file is damaged, or deleted and the image is damaged.
         InvalidAdapter: not for this base, over the rank limit, or not finite.
     """
     counts = [_num_pages(folder, fingerprint) for fingerprint in packer.fingerprints]
@@ -61,7 +61,11 @@ def prepare(folder: Path, sha256: str, packer: Packer) -> int:
     paths = [image_path(folder, fingerprint) for fingerprint in packer.fingerprints]
     for other in set(images_in(folder)).difference(paths):
         other.unlink()
-    with (folder / TENSOR_FILE).open("rb") as file:
+    try:
+        tensors = (folder / TENSOR_FILE).open("rb")
+    except FileNotFoundError:
+        raise DataLoss("the disk cache has neither a good image nor the tensors") from None
+    with tensors as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != sha256.removeprefix("sha256:"):
             raise DataLoss(f"{TENSOR_FILE} in the disk cache does not match its digest")
     try:

@@ -28,6 +28,7 @@ from loraplex_services.worker.adapters.fetch.pack_pool import PackPool
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
 from loraplex_services.worker.adapters.pack.contents import ModuleReader
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path, images_in
+from loraplex_services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE
 from loraplex_services.worker.adapters.pack.pack_process import prepare
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
@@ -65,8 +66,8 @@ class Stage:
         self.layout = tiny.layout(max_rank)
         self.source.pack_with(Here(self.geometry, self.layout))
 
-    async def publish(self, name: str, rank: int = 4) -> str:
-        folder = tiny.write_adapter(self.root / name, seed=len(name), rank=rank)
+    async def publish(self, name: str, rank: int = 4, use_dora: bool = False) -> str:
+        folder = tiny.write_adapter(self.root / name, len(name), rank, use_dora=use_dora)
         return await tiny.publish(self.store, self.geometry, folder)
 
     def restarted(self) -> Stage:
@@ -84,13 +85,21 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
 
 
-async def test_a_fetched_adapter_has_the_published_bytes(stage: Stage) -> None:
+async def test_a_fetched_adapter_is_on_disk_once_as_its_image(stage: Stage) -> None:
     digest = await stage.publish("one")
     adapter = await stage.source.ensure(digest)
-    original = stage.root / "one" / "adapter_model.safetensors"
-    assert (adapter.path / original.name).read_bytes() == original.read_bytes()
     assert (adapter.digest, adapter.max_rank) == (digest, 4)
+    image = image_path(adapter.path, stage.layout.fingerprint).name
+    names = {file.name for file in adapter.path.iterdir()}
+    assert names == {"manifest.json", "adapter_config.json", image}
     assert not list((stage.root / "cache/incoming").iterdir())
+
+
+async def test_tensors_whose_image_takes_the_base_stay_as_they_were_published(stage: Stage) -> None:
+    adapter = await stage.source.ensure(await stage.publish("dora", use_dora=True))
+    assert adapter.num_pages == 0
+    original = stage.root / "dora" / TENSOR_FILE
+    assert (adapter.path / TENSOR_FILE).read_bytes() == original.read_bytes()
 
 
 async def test_concurrent_callers_share_one_fetch(stage: Stage) -> None:
@@ -125,8 +134,8 @@ def test_a_cache_folder_belongs_to_one_worker(stage: Stage) -> None:
 async def test_a_folder_cut_short_is_dropped_at_the_restart_and_fetched_again(
     stage: Stage,
 ) -> None:
-    digest = await stage.publish("one")
-    tensors = (await stage.source.ensure(digest)).path / "adapter_model.safetensors"
+    digest = await stage.publish("one", use_dora=True)
+    tensors = (await stage.source.ensure(digest)).path / TENSOR_FILE
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[:-1])
     again = stage.restarted()
@@ -154,7 +163,9 @@ async def test_an_image_is_packed_once_and_verified_after_a_restart(stage: Stage
 
 
 @pytest.mark.parametrize("place", [3, 30, 200, -1])
-async def test_a_damaged_image_is_set_aside_and_packed_again(stage: Stage, place: int) -> None:
+async def test_a_damaged_image_is_set_aside_and_its_adapter_fetched_again(
+    stage: Stage, place: int
+) -> None:
     first = await stage.source.ensure(digest := await stage.publish("one"))
     image = image_path(first.path, stage.layout.fingerprint)
     good = bytearray(image.read_bytes())
@@ -165,16 +176,19 @@ async def test_a_damaged_image_is_set_aside_and_packed_again(stage: Stage, place
     assert (await again.source.ensure(digest)) == first
     assert image.read_bytes() == good
     [kept] = (stage.root / "cache/quarantine").iterdir()
-    assert kept.read_bytes() == damaged
+    assert (kept / DAMAGED_IMAGE).read_bytes() == damaged
+    assert again.disk.num_bytes == first.num_bytes
 
 
-async def test_another_layout_packs_anew_and_leaves_no_old_image(stage: Stage) -> None:
+async def test_another_layout_fetches_anew_and_leaves_no_old_image(stage: Stage) -> None:
     first = await stage.source.ensure(digest := await stage.publish("one"))
     other = replace(stage.layout, block_bytes=2 * stage.layout.block_bytes)
     stage.source.pack_with(Here(stage.geometry, other))
     second = await stage.source.ensure(digest)
     assert second.num_pages < first.num_pages
     assert images_in(first.path) == [image_path(first.path, other.fingerprint)]
+    assert not list((stage.root / "cache/quarantine").iterdir()), "nothing was damaged"
+    assert stage.disk.num_bytes == second.num_bytes
     await stage.source.close()
 
 
@@ -195,11 +209,11 @@ async def test_what_is_packed_while_another_engine_comes_is_packed_for_that_one(
 
 
 async def test_a_file_damaged_on_disk_is_set_aside_and_fetched_again(stage: Stage) -> None:
-    first = await stage.source.ensure(digest := await stage.publish("one"))
-    tensors = first.path / "adapter_model.safetensors"
+    digest = await stage.publish("one", use_dora=True)
+    first = await stage.source.ensure(digest)
+    tensors = first.path / TENSOR_FILE
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    image_path(first.path, stage.layout.fingerprint).unlink()
     again = stage.restarted()
     assert (await again.source.ensure(digest)) == first
     assert tensors.read_bytes() == whole
