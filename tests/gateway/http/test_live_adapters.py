@@ -59,6 +59,15 @@ async def _until_running(stack: Stack, num_tokens: int = 5) -> None:
     await eventually(lambda: stack.workers[0].num_tokens_sent >= sent + num_tokens)
 
 
+async def _update(live: Stack, version: int) -> None:
+    """Publish a version of `policy` while its request stands, and wait until it is followed."""
+    worker = live.workers[0]
+    num_requests = len(worker.requests)
+    live.registry.put("policy", version)
+    await eventually(lambda: len(worker.requests) > num_requests)
+    worker.stands_at = None
+
+
 def _check_labels(choice: dict[str, Any]) -> list[int]:
     """Each token is what the weights that it is labelled with generate; returns the versions."""
     ids, versions = choice["token_ids"], []
@@ -89,11 +98,14 @@ async def test_a_running_request_finishes_with_its_version_by_default(live: Stac
 async def test_a_request_that_follows_its_tag_switches_once_the_version_is_loaded(
     live: Stack, policy: str
 ) -> None:
+    worker = live.workers[0]
+    worker.stands_at = NUM_TOKENS // 3
     running = _start(live, on_update=policy)
     await _until_running(live)
-    live.registry.put("policy", 2)
+    await _update(live, 2)
+    worker.stands_at = 2 * NUM_TOKENS // 3
     await _until_running(live)
-    live.registry.put("policy", 3)
+    await _update(live, 3)
     choice = (await running).json()["choices"][0]
     assert _check_labels(choice) == [1, 2, 3]
     assert len(choice["token_ids"]) == NUM_TOKENS
@@ -123,9 +135,10 @@ async def test_answers_of_the_other_apis_follow_and_name_their_weights_too(
         body |= {"input": "hi", "max_output_tokens": NUM_TOKENS}
     else:
         body |= {"messages": [{"role": "user", "content": "hi"}], "max_tokens": NUM_TOKENS}
+    live.workers[0].stands_at = NUM_TOKENS // 2
     running = asyncio.create_task(_post(live, path, body))
     await _until_running(live)
-    live.registry.put("policy", 2)
+    await _update(live, 2)
     answer = (await running).json()
     assert [span["digests"] for span in answer["weights"]] == [
         [digest_of("policy", 1)],
@@ -135,10 +148,11 @@ async def test_answers_of_the_other_apis_follow_and_name_their_weights_too(
 
 
 async def test_other_requests_are_not_touched_by_an_update(live: Stack) -> None:
+    live.workers[0].stands_at = NUM_TOKENS // 2
     others = [_start(live, model="other", on_update="follow"), _start(live, model="base")]
     running = _start(live, on_update="follow")
-    await _until_running(live)
-    live.registry.put("policy", 2)
+    await eventually(lambda: len(live.workers[0].requests) == 3)
+    await _update(live, 2)
     assert _check_labels((await running).json()["choices"][0]) == [1, 2]
     other, base = [(await each).json()["choices"][0] for each in others]
     assert [span["digests"] for span in other["weights"]] == [[digest_of("other", 1)]]
@@ -166,6 +180,7 @@ async def test_a_version_that_cannot_be_loaded_is_not_followed(live: Stack) -> N
 
 
 async def test_every_chunk_of_a_stream_names_the_weights_of_its_tokens(live: Stack) -> None:
+    live.workers[0].stands_at = NUM_TOKENS // 2
     body = _body(on_update="follow", stream=True, return_token_ids=True)
     spans, ids = [], []
     async with (
@@ -179,7 +194,7 @@ async def test_every_chunk_of_a_stream_names_the_weights_of_its_tokens(live: Sta
             ids += choice["token_ids"]
             spans += choice["weights"]
             if len(ids) >= 10 and ("default", "policy", 2) not in live.registry.versions:
-                live.registry.put("policy", 2)
+                await _update(live, 2)
     versions = _check_labels({"token_ids": ids, "weights": spans})
     assert versions == sorted(versions)
     assert set(versions) == {1, 2}
@@ -200,13 +215,14 @@ async def test_chat_and_generate_name_the_weights_too(live: Stack) -> None:
 
 
 async def test_the_sdk_sees_the_digests_of_each_piece_and_of_the_whole(live: Stack) -> None:
+    live.workers[0].stands_at = NUM_TOKENS // 2
     async with InferenceClient(live.grpc_address) as client:
         pieces = []
         sampling = Sampling(max_tokens=NUM_TOKENS)
         async for piece in client.generate("policy", [1, 2], sampling, on_update="follow"):
             pieces.append(piece)
             if len(pieces) == 5:
-                live.registry.put("policy", 2)
+                await _update(live, 2)
         for piece in pieces:
             assert all(letter_of(piece.digests[0]) == token for token in piece.token_ids)
         served = [piece.served_by.adapters for piece in pieces if piece.served_by]
