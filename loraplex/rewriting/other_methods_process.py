@@ -3,8 +3,7 @@
     python -m loraplex.rewriting.other_methods_process ADAPTER BASE OUT.safetensors MAX_RANK
 
 Prints one JSON object: the rank of each module, and the largest relative error of a module. On
-failure
-the exit code is 3, and stderr ends with one JSON object: field, value, description.
+failure the exit code is 3, and stderr ends with one JSON object: field, value, description.
 """
 
 from __future__ import annotations

@@ -164,8 +164,7 @@ class Scheduler:
 
         Args:
             arrive: starts queued loads, given the step's number of rows without them; returns True
-            if
-                one of them has completed.
+                if one of them has completed.
         """
         must_go = outgrown(self._running, self._limits.rope_switch_len)
         if self._num_in_flight and must_go:
