@@ -100,14 +100,11 @@ async def _certify(args: argparse.Namespace) -> None:
             return
         version = (await registry.get(args.ref)).version
         certificate = await certifier.certify(version, args.reference_model)
-    if args.json:
-        print_json(certificate)
-        return
-    print(f"{version.ref} {certified(certificate)}")
+    _report(args.json, version, certificate)
 
 
 def _report(as_json: bool, version: AdapterVersion, outcome: Certificate | LoraplexError) -> None:
-    """One line of what became of a version."""
+    """Print one line about a version: its certificate, or why it has none."""
     from loraplex.api.registry import Certificate
 
     is_certified = isinstance(outcome, Certificate)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import print_fields, print_json, print_table, sized
+from loraplex.cli.output import print_fields, print_json, print_table, sized, version_of
 from loraplex.cli.parsing import add_command, add_connection, count, credentials_of
 
 if TYPE_CHECKING:
@@ -185,7 +185,8 @@ async def _generate(args: argparse.Namespace) -> None:
 
 def _print_completion(completion: Completion, as_json: bool) -> None:
     if as_json:
-        print_json(completion)
+        served = version_of(completion.choices[0].served_by)
+        print_json({**served, **dataclasses.asdict(completion)})
         return
     for index, choice in enumerate(completion.choices):
         print(f"[{index}] {choice.text}")

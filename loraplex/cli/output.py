@@ -7,9 +7,12 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loraplex.errors import NOTE, LoraplexError, Violation, codes_of
+
+if TYPE_CHECKING:
+    from loraplex.api.output import ServedBy
 
 _GRPC_NAMES = {
     1: "CANCELLED",
@@ -36,6 +39,19 @@ def print_json(value: Any) -> None:
         value = dataclasses.asdict(value)
     value = {"name": None, "version": None, "digest": None, **value}
     print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def version_of(served_by: ServedBy | None) -> dict[str, Any]:
+    """`name`, `version` and `digest` of the one adapter that answered, for `print_json`; only the
+    name of the base if none did, and nothing if several did."""
+    if served_by is None or len(served_by.adapters) > 1:
+        return {}
+    if not served_by.adapters:
+        return {"name": served_by.base_id}
+    name, _, version = served_by.adapters[0].rpartition(":v")
+    tenant, _, short = name.rpartition("/")
+    digest = served_by.digests[0]
+    return {"name": short, "version": int(version), "digest": digest, "tenant": tenant}
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.generate import client_of
-from loraplex.cli.output import print_json, print_table
+from loraplex.cli.output import print_json, print_table, version_of
 from loraplex.cli.parsing import add_command, add_connection, count
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ async def _embed(args: argparse.Namespace) -> None:
             dimensions=args.dimensions,
         )
     if args.json:
-        print_json(found)
+        print_json({**version_of(found.served_by), **dataclasses.asdict(found)})
         return
     for vector in found.vectors:
         values = " ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
@@ -81,7 +82,7 @@ async def _score(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         scores = await client.score(args.ref, args.texts)
     if args.json:
-        print_json(scores)
+        print_json({**version_of(scores.served_by), **dataclasses.asdict(scores)})
         return
     _print_scores(scores)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.cli.output import print_error, print_fields, print_table
+from loraplex.api.output import ServedBy
+from loraplex.cli.output import print_error, print_fields, print_table, version_of
 from loraplex.errors import InvalidRequest
 
 pytestmark = pytest.mark.hostile
@@ -23,3 +24,16 @@ def test_control_characters_of_strangers_are_shown_escaped(
     assert len(said.out.splitlines()) == 4
     assert len(said.err.splitlines()) == 1
     assert all(c.isprintable() or c == "\n" for c in said.out + said.err)
+
+
+def test_an_answer_names_the_version_and_the_digest_that_ran_it() -> None:
+    answered = ServedBy(("acme/sql:v12",), ("sha256:ab",), "worker-0", "llama")
+    assert version_of(answered) == {
+        "name": "sql",
+        "version": 12,
+        "digest": "sha256:ab",
+        "tenant": "acme",
+    }
+    assert version_of(ServedBy((), (), "worker-0", "llama")) == {"name": "llama"}
+    combined = ServedBy(("acme/sql:v12", "acme/tone:v1"), ("sha256:ab", "sha256:cd"), "w", "llama")
+    assert version_of(combined) == {}

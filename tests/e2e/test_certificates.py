@@ -15,9 +15,13 @@ from tests.e2e.stack import DEMO, REPO, Stack, clean_environment
 
 def test_a_version_is_certified_tagged_shown_and_refused(stack: Stack, tmp_path: Path) -> None:
     both = ("--gateway", stack.grpc, "--reference", stack.grpc)
-    stack.run_registry("certify", "upper:v1", *both, "--max-kl", "1e-6", "--tag", "certified")
+    options = ("--max-kl", "1e-6", "--tag", "certified", "--json")
+    printed = json.loads(stack.run_registry("certify", "upper:v1", *both, *options).stdout)
+    assert (printed["name"], printed["version"]) == ("upper", 1)
+    assert printed["certificate"]["max_kl"] < 1e-6
     found = json.loads(stack.run_registry("show", "upper:certified", "--json").stdout)
     [certificate] = found["certificates"]
+    assert found["digest"] == printed["digest"]
     assert (found["version"], certificate["top1_agreement"]) == (1, 1.0)
     assert certificate["max_kl"] < 1e-6
     assert certificate["num_tokens"] > 100
