@@ -1,0 +1,127 @@
+// Weights in codes as they lie in memory (see gemm_codes.cpp), and how a code is widened.
+#pragma once
+#include "vec.h"
+
+namespace lpx {
+
+constexpr int64_t kPanel = 32, kQuad = 4;
+constexpr int64_t kAheadBytes = 4096;
+
+enum class Code : int64_t { kInt4, kInt8, kFloat8 };  // `CodeKind` of native/codes.py
+constexpr int bits_of(Code kind) { return kind == Code::kInt4 ? 4 : 8; }
+// Float8 is widened to 2^-8 of its value; scales make up for it.
+constexpr float factor_of(Code kind) { return kind == Code::kFloat8 ? 256.0f : 1.0f; }
+
+struct CodedProduct {
+    const uint8_t* codes;
+    const void* scales;
+    int64_t scale_dtype;
+    const void* zeros;  // or null: every one is `zero`
+    int64_t zero_dtype, zero;
+    void* y;
+    int64_t dtype;  // of y
+    int64_t num_rows, num_inputs, num_outputs;
+    int64_t group_size, block_size;
+
+    int64_t num_quads() const { return ceil_div(num_inputs, kQuad); }
+    int64_t num_blocks() const { return ceil_div(num_inputs, block_size); }
+    int64_t num_groups() const { return ceil_div(num_inputs, group_size); }
+};
+
+// One block of a panel.
+template <Code Kind>
+struct Block {
+    const uint8_t* codes;
+    float scales[kPanel], zeros[kPanel];
+    int64_t first, num_inputs;  // inputs
+
+    static constexpr int64_t kQuadBytes = kPanel * kQuad * bits_of(Kind) / 8;
+
+    Block(const CodedProduct& g, int64_t panel, int64_t block) {
+        first = block * g.block_size;
+        num_inputs = smaller(g.block_size, g.num_inputs - first);
+        codes = g.codes + (panel * g.num_quads() + first / kQuad) * kQuadBytes;
+        const int64_t at = (panel * g.num_groups() + first / g.group_size) * kPanel;
+        with_weight(g.scale_dtype, [&](auto s) {
+            const auto* from = static_cast<const decltype(s)*>(g.scales) + at;
+            for (int64_t i = 0; i < kPanel; i += kLanes) {
+                store(scales + i, mul(load(from + i), set1(factor_of(Kind))));
+            }
+        });
+        if (g.zeros == nullptr) {
+            for (int64_t i = 0; i < kPanel; ++i) zeros[i] = static_cast<float>(g.zero);
+            return;
+        }
+        with_weight(g.zero_dtype, [&](auto z) {
+            const auto* from = static_cast<const decltype(z)*>(g.zeros) + at;
+            for (int64_t i = 0; i < kPanel; i += kLanes) store(zeros + i, load(from + i));
+        });
+    }
+};
+
+// Float8 in the upper halves of 16-bit words, as half precision of 2^-8 times the value: it has the same
+// sign, one bit more of the exponent, and seven more of the mantissa.
+#if defined(__AVX512F__)
+inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pairs));
+    const __m256i codes = is_upper ? raw : _mm256_slli_epi16(raw, 8);
+    const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+    return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(codes, 1), mask))};
+}
+#elif defined(__AVX2__)
+inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pairs));
+    const __m128i codes = is_upper ? raw : _mm_slli_epi16(raw, 8);
+    const __m128i mask = _mm_set1_epi16(static_cast<int16_t>(0xbf80));
+    return {_mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(codes, 1), mask))};
+}
+#elif defined(LPX_NEON)
+inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
+    const int16x8_t raw = vreinterpretq_s16_u8(vld1q_u8(pairs));
+    const int16x8_t codes = is_upper ? raw : vshlq_n_s16(raw, 8);
+    const uint16x8_t shifted = vreinterpretq_u16_s16(vshrq_n_s16(codes, 1));
+    return widened_halves(vandq_u16(shifted, vdupq_n_u16(0xbf80)));
+}
+#else
+inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
+    Vec values;
+    for (int i = 0; i < kLanes; ++i) {
+        const int code = pairs[2 * i + is_upper];
+        values.v[i] = widened(half{static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7)});
+    }
+    return values;
+}
+#endif
+
+// Code `j` of a quad, of kLanes outputs from `first` on, as floats.
+template <Code Kind>
+inline Vec decode(const uint8_t* quad, int first, int j) {
+    if (Kind == Code::kFloat8) {
+        return widen_float8(quad + first / 16 * 64 + j / 2 * 32 + first % 16 * 2, j % 2 == 1);
+    }
+    constexpr int kBits = bits_of(Kind), kMask = (1 << kBits) - 1;
+    const uint8_t* from = quad + (kBits == 8 ? first : first % 16) * kQuad;
+    const int shift = 8 * j + (kBits == 4 && first >= 16 ? 4 : 0);
+#if defined(__AVX512F__)
+    const __m512i words = _mm512_srli_epi32(_mm512_loadu_si512(from), shift);
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(kMask)))};
+#elif defined(__AVX2__)
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    const __m256i words = _mm256_srli_epi32(raw, shift);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(kMask)))};
+#elif defined(LPX_NEON)
+    const auto values = [&](const uint8_t* four) {
+        const uint32x4_t raw = vreinterpretq_u32_u8(vld1q_u8(four));
+        return vcvtq_f32_u32(vandq_u32(vshlq_u32(raw, vdupq_n_s32(-shift)), vdupq_n_u32(kMask)));
+    };
+    return {values(from), values(from + 16)};
+#else
+    Vec values;
+    for (int i = 0; i < kLanes; ++i) {
+        values.v[i] = static_cast<float>(from[i * kQuad + shift / 8] >> (shift % 8) & kMask);
+    }
+    return values;
+#endif
+}
+
+}  // namespace lpx

@@ -1,0 +1,120 @@
+// Products of codes with dot products of 8-bit integers (VNNI).
+#pragma once
+#include "codes.h"
+#include "pool.h"
+
+#if defined(__AVX512VNNI__)
+namespace lpx {
+
+// Rows of 16-bit integers in two digits, with a factor for each block.
+struct DigitRows {
+    static constexpr int kMaxRows = 6;
+    static constexpr float kLargest = 32639.0f;  // both digits of it fit into eight bits
+    static constexpr float kLargestZero = 256.0f;  // times 128 inputs, it fits into 32 bits
+    int8_t* digits;   // [row][high, low][padded inputs]
+    float* factors;   // [row][block]
+    int32_t* sums;    // [row][block]: of the integers
+    int64_t padded, num_blocks;
+
+    DigitRows(const CodedProduct& g, const bf16* x, int64_t ldx) {
+        padded = ceil_div(g.num_inputs, 128) * 128;
+        num_blocks = g.num_blocks();
+        const int64_t row_words = padded / 2 + 2 * num_blocks;
+        float* buffer = scratch(3, g.num_rows * row_words);
+        factors = buffer;
+        sums = reinterpret_cast<int32_t*>(factors + g.num_rows * num_blocks);
+        digits = reinterpret_cast<int8_t*>(sums + g.num_rows * num_blocks);
+        parallel_for(g.num_rows, [&](int64_t row) {
+            int8_t* high = digits + row * 2 * padded;
+            std::memset(high, 0, 2 * padded);
+            for (int64_t block = 0; block < num_blocks; ++block) {
+                const int64_t first = block * g.block_size;
+                split(x + row * ldx + first, smaller(g.block_size, g.num_inputs - first), high + first,
+                      row * num_blocks + block);
+            }
+        });
+    }
+
+    template <int R, Code Kind>
+    void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
+        __m512i high[R][2], low[R][2];
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            for (int v = 0; v < 2; ++v) high[r][v] = low[r][v] = _mm512_setzero_si512();
+        }
+        const int8_t* in = digits + row * 2 * padded + block.first;
+        const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
+        for (int64_t quad = 0; quad < num_quads; ++quad) {
+            const uint8_t* from = block.codes + quad * block.kQuadBytes;
+            _mm_prefetch(from + kAheadBytes, _MM_HINT_T0);
+            __m512i codes[2];
+            if constexpr (Kind == Code::kInt8) {
+                _mm_prefetch(from + kAheadBytes + 64, _MM_HINT_T0);
+                codes[0] = _mm512_loadu_si512(from);
+                codes[1] = _mm512_loadu_si512(from + 64);
+            } else {
+                const __m512i pairs = _mm512_loadu_si512(from), mask = _mm512_set1_epi8(15);
+                codes[0] = _mm512_and_si512(pairs, mask);
+                codes[1] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), mask);
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r) {
+                const int8_t* own = in + r * 2 * padded + quad * kQuad;
+                const __m512i first = broadcast(own), second = broadcast(own + padded);
+                high[r][0] = _mm512_dpbusd_epi32(high[r][0], codes[0], first);
+                high[r][1] = _mm512_dpbusd_epi32(high[r][1], codes[1], first);
+                low[r][0] = _mm512_dpbusd_epi32(low[r][0], codes[0], second);
+                low[r][1] = _mm512_dpbusd_epi32(low[r][1], codes[1], second);
+            }
+        }
+        const int64_t at = row * num_blocks + block.first / g.block_size;
+        for (int v = 0; v < 2; ++v) {
+            const Vec scale = load(block.scales + v * 16);
+            // Zero points are subtracted as integers, which is exact, and what is left of others as floats.
+            const Vec exact = load(block.zeros + v * 16);
+            const Vec whole_zero = round(min(max(exact, set1(-kLargestZero)), set1(kLargestZero)));
+            const __m512i zero = _mm512_cvtps_epi32(whole_zero.v);
+            const Vec rest = sub(whole_zero, exact);
+            for (int r = 0; r < R; ++r) {
+                const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]);
+                const __m512i inputs = _mm512_set1_epi32(sums[at + r * num_blocks]);
+                const __m512i shifted = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, inputs));
+                const Vec sum = fma(rest, {_mm512_cvtepi32_ps(inputs)}, {_mm512_cvtepi32_ps(shifted)});
+                float* total = totals + r * kPanel + v * 16;
+                store(total, fma(mul(sum, set1(factors[at + r * num_blocks])), scale, load(total)));
+            }
+        }
+    }
+
+private:
+    static __m512i broadcast(const int8_t* p) {
+        int32_t quad;
+        std::memcpy(&quad, p, sizeof quad);
+        return _mm512_set1_epi32(quad);
+    }
+
+    void split(const bf16* x, int64_t n, int8_t* high, int64_t at) const {
+        __m512 largest = _mm512_setzero_ps();
+        for (int64_t i = 0; i < n; i += 16) {
+            largest = _mm512_max_ps(largest, _mm512_abs_ps(load_n(x + i, n - i).v));
+        }
+        const float top = _mm512_reduce_max_ps(largest);
+        const __m512 inverse = _mm512_set1_ps(top > 0.0f ? kLargest / top : 0.0f);
+        __m512i sum = _mm512_setzero_si512();
+        for (int64_t i = 0; i < n; i += 16) {
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load_n(x + i, n - i).v, inverse));
+            const __m512i digit =
+                _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+            const __m512i rest = _mm512_sub_epi32(whole, _mm512_slli_epi32(digit, 8));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(digit));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(high + padded + i),
+                             _mm512_cvtepi32_epi8(rest));
+            sum = _mm512_add_epi32(sum, whole);
+        }
+        factors[at] = top / kLargest;
+        sums[at] = _mm512_reduce_add_epi32(sum);
+    }
+};
+
+}  // namespace lpx
+#endif

@@ -1,0 +1,171 @@
+// Products of codes with dot products of bfloat16 pairs.
+#pragma once
+#include "codes.h"
+#include "pairs.h"
+#include "pool.h"
+
+#if defined(LPX_HAS_PAIRS)
+namespace lpx {
+
+// [vector of outputs][inputs 0 and 1, inputs 2 and 3] of a quad.
+using QuadPairs = Pairs[2][2];
+
+// The value that is subtracted from codes where they become pairs.
+constexpr float pair_zero_of(Code kind) {
+    return kind == Code::kInt8 ? 128.0f : kind == Code::kInt4 ? 8.0f : 0.0f;
+}
+
+// Of two vectors of outputs from `first` on.
+template <Code Kind>
+inline void decode_pairs(const uint8_t* quad, int first, QuadPairs& pairs) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const auto value = [&](int j) {
+            const Vec code = decode<Kind>(quad, first + i / 2 * kLanes, i % 2 * 2 + j);
+            return Kind == Code::kFloat8 ? code : sub(code, set1(pair_zero_of(Kind)));
+        };
+        pairs[i / 2][i % 2] = pair_of(value(0), value(1));
+    }
+}
+
+#if defined(__AVX512BF16__)
+
+template <>
+inline void decode_pairs<Code::kInt8>(const uint8_t* quad, int, QuadPairs& pairs) {
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+        const __m512i codes =
+            _mm512_xor_si512(_mm512_loadu_si512(quad + v * 64), _mm512_set1_epi8(-128));
+        const auto value = [&](int j) {
+            const __m512i shifted = _mm512_slli_epi32(codes, 24 - 8 * j);
+            return Vec{_mm512_cvtepi32_ps(_mm512_srai_epi32(shifted, 24))};
+        };
+        pairs[v][0] = pair_of(value(0), value(1));
+        pairs[v][1] = pair_of(value(2), value(3));
+    }
+}
+
+// A code's two bytes come from tables.
+template <>
+inline void decode_pairs<Code::kInt4>(const uint8_t* quad, int, QuadPairs& pairs) {
+    const auto table = [](const uint8_t (&bytes)[16]) {
+        return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    };
+    alignas(16) static constexpr uint8_t kUpper[16] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
+                                                       0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
+    alignas(16) static constexpr uint8_t kLower[16] = {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,
+                                                       0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0};
+    const __m512i both = _mm512_loadu_si512(quad), mask = _mm512_set1_epi8(15);
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+        const __m512i codes = _mm512_and_si512(v == 0 ? both : _mm512_srli_epi16(both, 4), mask);
+        const __m512i upper = _mm512_shuffle_epi8(table(kUpper), codes);
+        const __m512i lower = _mm512_shuffle_epi8(table(kLower), codes);
+        // All four inputs of two outputs in every 128 bits, and those of the next two.
+        const __m512 even = _mm512_castsi512_ps(_mm512_unpacklo_epi8(lower, upper));
+        const __m512 odd = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
+        pairs[v][0] = {(__m512bh)_mm512_shuffle_ps(even, odd, 0x88)};
+        pairs[v][1] = {(__m512bh)_mm512_shuffle_ps(even, odd, 0xdd)};
+    }
+}
+
+#endif
+
+// Rows of bfloat16, as they are.
+template <Code Kind>
+struct PairRows {
+    // As many as hide the widening of eight-bit codes; four-bit codes need less for it, and registers for
+    // their tables.
+    static constexpr int kMaxRows = kLanes < 16 ? 4 : bits_of(Kind) == 8 ? 12 : 8;
+    static constexpr float kZero = pair_zero_of(Kind);
+    const bf16* x;
+    int64_t ldx, num_blocks;
+    const float* sums = nullptr;  // [row][block]: of the inputs, where zero points need them
+
+    PairRows(const CodedProduct& g, const bf16* rows, int64_t stride)
+        : x(rows), ldx(stride), num_blocks(g.num_blocks()) {
+        const bool has_zeros = Kind != Code::kFloat8;
+        const bool needs_sums =
+            has_zeros && (g.zeros != nullptr || static_cast<float>(g.zero) != kZero);
+        const int64_t padded = g.num_quads() * kQuad;
+        const bool copies = padded != g.num_inputs;
+        if (!needs_sums && !copies) return;
+        const int64_t num_sums = g.num_rows * num_blocks;
+        float* own = scratch(3, num_sums + (copies ? g.num_rows * padded / 2 : 0));
+        if (copies) {
+            bf16* copy = reinterpret_cast<bf16*>(own + num_sums);
+            for (int64_t row = 0; row < g.num_rows; ++row) {
+                std::memcpy(copy + row * padded, x + row * ldx, g.num_inputs * sizeof(bf16));
+                std::memset(copy + row * padded + g.num_inputs, 0,
+                            (padded - g.num_inputs) * sizeof(bf16));
+            }
+            x = copy;
+            ldx = padded;
+        }
+        if (!needs_sums) return;
+        sums = own;
+        parallel_for(g.num_rows, [&](int64_t row) {
+            for (int64_t block = 0; block < num_blocks; ++block) {
+                const int64_t first = block * g.block_size;
+                own[row * num_blocks + block] =
+                    sum_of(x + row * ldx + first, smaller(g.block_size, g.num_inputs - first));
+            }
+        });
+    }
+
+    template <int R>
+    void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
+        const int64_t at = row * num_blocks + block.first / g.block_size;
+        for (int first = 0; first < kPanel; first += 2 * kLanes) {
+            add_part<R>(block, row, at, first, totals + first);
+        }
+    }
+
+private:
+    // Two vectors of outputs; `at` is where the sums of the first row's inputs are.
+    template <int R>
+    void add_part(const Block<Kind>& block, int64_t row, int64_t at, int first, float* totals) const {
+        Vec own[R][2];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) own[r][0] = own[r][1] = lpx::zero();
+        const bf16* in = x + row * ldx + block.first;
+        const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
+        for (int64_t quad = 0; quad < num_quads; ++quad) {
+            const uint8_t* from = block.codes + quad * block.kQuadBytes;
+            __builtin_prefetch(from + kAheadBytes, 0, 3);
+            if (bits_of(Kind) == 8) __builtin_prefetch(from + kAheadBytes + 64, 0, 3);
+            QuadPairs codes;
+            decode_pairs<Kind>(from, first, codes);
+#pragma GCC unroll 2
+            for (int pair = 0; pair < 2; ++pair) {
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r) {
+                    const Pairs input = broadcast_pair(in + r * ldx + quad * kQuad + 2 * pair);
+                    own[r][0] = dot(input, codes[0][pair], own[r][0]);
+                    own[r][1] = dot(input, codes[1][pair], own[r][1]);
+                }
+            }
+        }
+        for (int v = 0; v < 2; ++v) {
+            const Vec scale = load(block.scales + first + v * kLanes);
+            const Vec zero = sub(set1(kZero), load(block.zeros + first + v * kLanes));
+            for (int r = 0; r < R; ++r) {
+                Vec sum = own[r][v];
+                if (sums != nullptr) sum = fma(zero, set1(sums[at + r * num_blocks]), sum);
+                float* total = totals + r * kPanel + v * kLanes;
+                store(total, fma(sum, scale, load(total)));
+            }
+        }
+    }
+
+    static float sum_of(const bf16* from, int64_t n) {
+        Vec partial = lpx::zero();
+        for (int64_t i = 0; i < n; i += kLanes) {
+            partial = lpx::add(partial, load_n(from + i, n - i));
+        }
+        return lpx::sum(partial);
+    }
+};
+
+}  // namespace lpx
+#endif
