@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from loraplex.adapter_format import File
@@ -29,9 +30,19 @@ from loraplex_services.registry.publish.uploads import (
     UploadSession,
     fingerprint,
 )
-from loraplex_services.registry.records import TenantRecord
+from loraplex_services.registry.records import BaseRecord, TenantRecord
 
 Part = TypeVar("Part", pb.UploadPartRequest, pb.PublishAdapterRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class _AskedUpload:
+    """What a client wants to publish, and what was read to check it."""
+
+    options: Options
+    files: tuple[File, ...]
+    limits: TenantRecord
+    bases: Sequence[BaseRecord]
 
 
 class PublishService(AdminService):
@@ -49,19 +60,18 @@ class PublishService(AdminService):
         )
 
     async def _open_upload(self, request: pb.CreateUploadRequest, access: Access) -> UploadSession:
-        options, files, limits = await self._checked(request.options, request.files, access)
-        registry = self._registry
+        asked = await self._checked(request.options, request.files, access)
+        options, files, registry = asked.options, asked.files, self._registry
         num_bytes = sum(file.size for file in files)
         upload = fingerprint(options, files, access.actor)
-        await registry.tenants.begin_upload(limits, upload, num_bytes)
+        await registry.tenants.begin_upload(asked.limits, upload, num_bytes)
         known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
         return await registry.uploads.open(options, files, access.actor, known)
 
     async def _checked(
         self, message: pb.PublishOptions, specs: Iterable[pb.FileSpec], access: Access
-    ) -> tuple[Options, tuple[File, ...], TenantRecord]:
-        """What is to be published, and the limits of its tenant. Raises what can be refused before
-        the bytes are there."""
+    ) -> _AskedUpload:
+        """Raises what can be refused before the bytes are there."""
         options = convert.options_from_proto(message, access.tenant)
         access.require_publishing(options.tenant)
         files = files_from_proto(specs)
@@ -69,14 +79,16 @@ class PublishService(AdminService):
         check_files(files, findings)
         findings.raise_if_refused()
         registry = self._registry
-        await registry.bases.check_upload(options.tenant, options.name, options.base_id)
+        bases, limits = await asyncio.gather(
+            registry.bases.check_upload(options.tenant, options.name, options.base_id),
+            registry.tenants.get(options.tenant),
+        )
         if options.parent:
             await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
         offered = convert.offered_from_proto(message.signatures)
-        limits = await registry.tenants.get(options.tenant)
         registry.rules.check_upload(limits, moves_tags=bool(options.tags))
         signed = await registry.signatures.accepted(limits, files, offered, access.actor)
-        return dataclasses.replace(options, signatures=signed), files, limits
+        return _AskedUpload(dataclasses.replace(options, signatures=signed), files, limits, bases)
 
     async def UploadPart(
         self, request_iterator: AsyncIterator[pb.UploadPartRequest], context: Any
@@ -132,15 +144,15 @@ class PublishService(AdminService):
                 description = "the first message must have the options"
                 raise InvalidRequest.field("options", "", description)
             with refusals_counted():
-                options, files, limits = await self._checked(first.options, first.files, access)
-                await self._check_space(limits, files)
+                asked = await self._checked(first.options, first.files, access)
+                await self._check_space(asked.limits, asked.files)
                 session = self._registry.uploads.in_one_call(
-                    options, files, access.actor, check_request_id(first.request_id)
+                    asked.options, asked.files, access.actor, check_request_id(first.request_id)
                 )
-                contents = await contents_of(first, parts, files)
-                done = await self._registry.publisher.publish(session, contents)
+                contents = await contents_of(first, parts, asked.files)
+                done = await self._registry.publisher.publish(session, contents, asked.bases)
         return pb.PublishAdapterResponse(
-            version=await self._published(done, options),
+            version=await self._published(done, asked.options),
             created=done.created,
             warnings=[violation_to_proto(warning) for warning in done.version.warnings],
         )

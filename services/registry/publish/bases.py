@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from loraplex.adapter_format import AdapterConfig
 from loraplex.errors import (
@@ -87,8 +88,9 @@ class Bases:
         except CatalogDown:
             return await self.all()
 
-    async def check_upload(self, tenant: str, name: str, wanted: str) -> None:
-        """Refuse an upload whose name or base cannot be, before its bytes are sent.
+    async def check_upload(self, tenant: str, name: str, wanted: str) -> list[BaseRecord]:
+        """Refuse an upload whose name or base cannot be, before its bytes are sent. Returns every
+        base without its modules.
 
         Raises:
             AlreadyExists: the adapter would have the id of a base.
@@ -104,9 +106,10 @@ class Bases:
             raise _no_base()
         if wanted and _by_name(bases, wanted) is None:
             raise _unknown("base", wanted, bases)
+        return bases
 
     async def choose(
-        self, wanted: str, config: AdapterConfig
+        self, wanted: str, config: AdapterConfig, known: Sequence[BaseRecord] = ()
     ) -> tuple[BaseRecord, list[Violation]]:
         """Choose the base of an adapter; returns it, with its geometry, and warnings about the
         choice.
@@ -114,12 +117,15 @@ class Bases:
         `wanted`, else the base that the config names, else the one whose copy it names, else the
         only one known.
 
+        Args:
+            known: what `check_upload` has just returned; empty = not asked.
+
         Raises:
             Unavailable: no base is known yet.
             InvalidAdapter: none of several fits; lists them.
         """
         named = config.base_model_name_or_path or ""
-        bases = await self.summaries()
+        bases = list(known) or await self.summaries()
         chosen = _chosen(bases, wanted, named)
         if chosen is None:  # The index may lack a base.
             bases = await self.all()

@@ -80,6 +80,8 @@ class Wanted:
     """The label in the form that `complete_config` takes."""
     allow_missing: bool = False
     """Whether modules that its config selects may have no tensors."""
+    bases: tuple[BaseRecord, ...] = ()
+    """Every base without its modules, if they have just been read."""
 
 
 async def inspect(
@@ -152,7 +154,7 @@ async def check(
     """Validate config and header against the base that the adapter is for."""
     size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
     config = await asyncio.to_thread(parse_config, config_bytes)
-    base, warnings = await bases.choose(wanted.base_id, config)
+    base, warnings = await bases.choose(wanted.base_id, config, wanted.bases)
     job = ValidationJob(
         config_bytes,
         header_bytes,

@@ -48,6 +48,7 @@ from loraplex_services.registry.publish.validation import Validations
 from loraplex_services.registry.records import (
     PRIVATE,
     AdapterRecord,
+    BaseRecord,
     TagRecord,
     VersionRecord,
 )
@@ -112,24 +113,35 @@ class Publisher:
         await self._forget(session)
         return done
 
-    async def publish(self, session: UploadSession, contents: Mapping[str, bytes]) -> Finished:
+    async def publish(
+        self,
+        session: UploadSession,
+        contents: Mapping[str, bytes],
+        bases: Sequence[BaseRecord] = (),
+    ) -> Finished:
         """Publish an adapter that came in one call. Safe to repeat, also after a crash.
 
         Args:
             contents: the bytes of each file by its path, as they were declared.
+            bases: what `Bases.check_upload` has just returned.
 
         Raises:
             InvalidAdapter, ResourceExhausted, Unavailable: as `finish`.
         """
         sources = [FileSource(file, (), file.sha256, contents[file.path]) for file in session.files]
-        return await self._publish(session, sources)
+        return await self._publish(session, sources, bases)
 
     async def _forget(self, session: UploadSession) -> None:
         """The upload counts as unfinished no longer."""
         open_uploads = self._catalog.open_uploads
         await open_uploads.forget(session.options.tenant, session.fingerprint)
 
-    async def _publish(self, session: UploadSession, sources: Sequence[FileSource]) -> Finished:
+    async def _publish(
+        self,
+        session: UploadSession,
+        sources: Sequence[FileSource],
+        bases: Sequence[BaseRecord] = (),
+    ) -> Finished:
         """Raises DamagedFile, InvalidAdapter, ResourceExhausted, Unavailable."""
         options = session.options
         inspected = await inspect(
@@ -144,6 +156,7 @@ class Publisher:
                 options.strict,
                 (options.labels or {}).get(ROPE_FIELD, ""),
                 options.allow_missing,
+                tuple(bases),
             ),
         )
         failpoint("publish.inspected")
