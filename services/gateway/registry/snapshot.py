@@ -89,13 +89,17 @@ class RegistrySnapshot:
 
     def put_version(self, version: Version) -> None:
         """Record a version or its tombstone."""
-        self._entry(version.tenant, version.name).versions[version.number] = version
+        entry = self._entry(version.tenant, version.name)
+        entry.versions[version.number] = version
         if version.is_public or version.shared_with:
             self._for_others.add((version.tenant, version.name.lower()))
+        if version.deleted:
+            self._forget_if_gone(version.tenant, version.name, entry)
 
     def put_tag(self, tag: Tag) -> None:
         """Record a tag's move unless a later one is known."""
-        tags = self._entry(tag.tenant, tag.name).tags
+        entry = self._entry(tag.tenant, tag.name)
+        tags = entry.tags
         known = tags.get(tag.tag)
         if known is None or not tag.is_older_than(known):
             tags[tag.tag] = tag
@@ -104,6 +108,19 @@ class RegistrySnapshot:
                 self.pending[key] = tag
             else:
                 self.pending.pop(key, None)
+        if not tag.targets:
+            self._forget_if_gone(tag.tenant, tag.name, entry)
+
+    def _forget_if_gone(self, tenant: str, name: str, entry: _Entry) -> None:
+        """Drop an adapter without any version or tag: there may be one for each request."""
+        versions, tags = entry.versions.values(), entry.tags.values()
+        if all(version.deleted for version in versions) and not any(
+            tag.targets or tag.pending for tag in tags
+        ):
+            key = (tenant, name.lower())
+            del self._entries[key]
+            self._for_others.discard(key)
+            self._by_owner[tenant].discard(key)
 
     def version(self, tenant: str, name: str, number: int) -> Version | None:
         """One version that is not deleted."""

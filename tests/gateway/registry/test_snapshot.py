@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
+from loraplex.api.registry import Tag, TagTarget
+from loraplex.refs import Ref
 from loraplex_services.gateway.registry.snapshot import RegistrySnapshot, Version
 
 TENANTS = ("acme", "globex", "initech")
@@ -57,3 +60,27 @@ def test_a_list_looks_at_no_private_adapter_of_another_tenant(
     monkeypatch.setattr(Version, "visible_to", visible_to)
     assert [version.name for version in snapshot.latest("acme")] == ["own", "public"]
     assert looked_at == ["own", "public"]
+
+
+def test_an_adapter_whose_last_version_was_deleted_is_forgotten() -> None:
+    snapshot = RegistrySnapshot()
+    lasting = _version("acme", "sql")
+    snapshot.put_version(lasting)
+    for number in range(100):
+        name = f"once-{number}"
+        version = _version("acme", name, public=number % 2 == 0)
+        latest = Tag("acme", name, "latest", (TagTarget(1, version.digest),), 1, 0.0)
+        snapshot.put_version(version)
+        snapshot.put_tag(latest)
+        assert snapshot.find(Ref("acme", name), "") == version
+        tombstone = dataclasses.replace(version, deleted=True)
+        ended = dataclasses.replace(latest, targets=(), generation=2)
+        if number % 3:
+            snapshot.put_version(tombstone)
+        snapshot.put_tag(ended)
+        snapshot.put_version(tombstone)
+    assert snapshot.perhaps_visible("acme") == [("acme", "sql")]
+    assert snapshot.num_adapters == 1
+    again = _version("acme", "once-1", number=2)
+    snapshot.put_version(again)
+    assert snapshot.version("acme", "once-1", 2) == again
