@@ -16,17 +16,25 @@ import itertools
 import json
 import os
 import random
+import shutil
+import struct
 import sys
+import tempfile
 import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from benchmarks.serving.isolation_traffic import Target, post
 from loraplex.api.error_wire import from_rpc_error
+from loraplex.client.publishing import Publication
+from loraplex.client.registry_client import RegistryClient
+from loraplex.client.settings import Credentials
+from loraplex.errors import LoraplexError
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -36,6 +44,8 @@ LIMITED = "engine step, limited"
 """Attacked by a tenant with a limit of its own."""
 FLOOR = "none, one core busy"
 """Not attacked at all."""
+_ADAPTER = Path(__file__).parents[2] / "demo" / "adapters" / "upper"
+_WEIGHTS = "adapter_model.safetensors"
 _numbers = itertools.count(random.SystemRandom().randrange(1 << 40))
 _MIB = 1 << 20
 _PART_BYTES = 8 * _MIB
@@ -170,6 +180,23 @@ async def uploads(target: Target) -> None:
             await stub.UploadPart(_parts(opened.upload_id), metadata=metadata)
 
 
+async def publications(target: Target) -> None:
+    """Ephemeral adapters of other content each time, as a training loop publishes them."""
+    number = next(_numbers)
+    weights = bytearray((_ADAPTER / _WEIGHTS).read_bytes())
+    weights[-8:] = struct.pack("<2f", number % 1000 / 1000, number // 1000 % 1000 / 1000)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / _WEIGHTS).write_bytes(weights)
+        shutil.copy(_ADAPTER / "adapter_config.json", folder)
+        async with RegistryClient(target.registry, Credentials(api_key=target.key)) as client:
+            try:
+                await client.upload(folder, Publication(f"live-{number % 8}", ttl_s=3600))
+                _statuses["200"] += 1
+            except LoraplexError as error:
+                _statuses[error.reason] += 1
+
+
 async def watches(target: Target) -> None:
     """Watches, opened again whenever one is refused."""
     async with _registry(target) as (stub, metadata):
@@ -261,6 +288,7 @@ ATTACKS: dict[str, tuple[str, Attack, int, str]] = {
     LIMITED: ("the same, with max_concurrent = 4 for it", small_batches, 16, "text"),
     "registry reads": ("lists of all versions", registry_reads, 8, "text"),
     "uploads": ("parts of unfinished uploads", uploads, 64, "text"),
+    "publications": ("ephemeral adapters, one after another", publications, 8, "text"),
     "watches": ("watches, opened again", watches, 64, "text"),
     "pool of validations": ("headers of 45,000 tensors", validations, 8, "text"),
     "pool of templates": ("a template that does not end", looping_templates, 8, "chat"),

@@ -76,7 +76,8 @@ def _set_image(documents: list[Document], image: dict[str, str]) -> None:
     for document in documents:
         for container in containers(document):
             if container["image"].split(":")[0] == image["name"]:
-                container["image"] = f"{image['newName']}:{image['newTag']}"
+                version = f"@{image['digest']}" if "digest" in image else f":{image['newTag']}"
+                container["image"] = image.get("newName", image["name"]) + version
 
 
 def pod_template(workload: Document) -> Document:

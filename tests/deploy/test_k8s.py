@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -90,6 +91,28 @@ def test_a_wrong_document_would_be_refused(overlay: Path) -> None:
     deployment["spec"]["replicas"] = "two"
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(deployment, VERSION, strict=True)
+
+
+@pytest.mark.parametrize("name", ["prod-cpu", "prod-gpu", "prod-mtls"])
+def test_an_overlay_pins_every_image_by_its_digest(name: str, tmp_path: Path) -> None:
+    overlay = K8S / "overlays" / name
+    named = sorted({c["image"] for doc in render(overlay) for c in containers(doc)})
+    digests = {image: f"sha256:{index:064x}" for index, image in enumerate(named)}
+    pinned = {
+        "resources": [os.path.relpath(overlay, tmp_path)],
+        "images": [
+            {"name": image.rpartition(":")[0], "digest": digest}
+            for image, digest in digests.items()
+        ],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(pinned))
+    documents = render(tmp_path)
+    if shutil.which("kubectl"):
+        command = ["kubectl", "kustomize", str(tmp_path)]
+        out = subprocess.run(command, capture_output=True, check=True).stdout
+        documents = list(yaml.safe_load_all(out))
+    images = {c["image"] for doc in documents for c in containers(doc)}
+    assert images == {f"{i.rpartition(':')[0]}@{digest}" for i, digest in digests.items()}
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
