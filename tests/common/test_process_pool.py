@@ -44,8 +44,9 @@ async def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 async def test_where_a_job_costs_its_process_another_is_started_beside_the_idle_one(
-    pool: ProcessPool, tmp_path: Path
+    pool: ProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(process_pool, "PAUSE_FACTOR", 0.0)
     idle = await asyncio.gather(pool.ask("a", b"pid"), pool.ask("b", b"pid"))
     with pytest.raises(JobFailed):
         await pool.ask("a", b"die")
@@ -71,3 +72,20 @@ async def test_beside_a_long_job_another_process_is_started_before_a_tenant_need
     with (tmp_path / "pipe").open("rb"):
         busy = await job
     assert sorted(started) == sorted([busy.decode(), other.decode()])
+
+
+@pytest.mark.hostile
+async def test_a_tenant_whose_job_cost_a_process_waits_before_its_next_one(
+    pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_pool, "PAUSE_FACTOR", 1e6)
+    monkeypatch.setattr(process_pool, "MAX_PAUSE_S", 600.0)
+    first = await pool.ask("a", b"pid")
+    with pytest.raises(JobFailed):
+        await pool.ask("a", b"die")
+    waiting = asyncio.create_task(pool.ask("a", b"pid"))
+    others = {await pool.ask("b", b"pid") for _ in range(20)}
+    assert first not in others
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)

@@ -24,6 +24,10 @@ SPARE_AFTER_S = 0.2
 """While a job takes longer than this, in seconds, another process is kept ready."""
 REFUSED_S = 30.0
 """Seconds for which a job is refused after it failed."""
+PAUSE_FACTOR = 4.0
+"""A tenant whose job cost its process keeps the slot for so many times as long as the job took. Its
+hard jobs thereby take a fifth of a core, in addition to the starts of processes."""
+MAX_PAUSE_S = 10.0
 MAX_REFUSED = 1024
 END_S = 5.0
 """Seconds that a process may take to end after it has closed its pipe."""
@@ -87,7 +91,7 @@ class ProcessPool:
                 reason="POOL_BUSY",
                 retry_after_s=1.0,
             ) from None
-        process = None
+        process, begin_s = None, _now_s()
         try:
             if (known := self._known(key)) is not None:  # in the meantime
                 return known
@@ -101,7 +105,7 @@ class ProcessPool:
                 self._kill(process)
             raise
         finally:
-            self._release(tenant, process)
+            self._release(tenant, process, _now_s() - begin_s)
 
     async def close(self) -> None:
         """End all processes and wait until they are gone."""
@@ -185,15 +189,17 @@ class ProcessPool:
             raise
         return process
 
-    def _release(self, tenant: str, process: asyncio.subprocess.Process | None) -> None:
+    def _release(
+        self, tenant: str, process: asyncio.subprocess.Process | None, took_s: float
+    ) -> None:
         """Free the slot. Where the job cost its process, the tenant holds the slot until there is
-        another, so that no other tenant waits for the start."""
+        another, so that no other tenant waits for the start, and for a pause after that."""
         if process is None or self._is_closed:
             if process in self._all:
                 self._kill(process)
             self._slots.give(tenant)
         elif process not in self._all:
-            self._run(self._replace(tenant))
+            self._run(self._replace(tenant, min(PAUSE_FACTOR * took_s, MAX_PAUSE_S)))
         else:
             if self._limits.keeps_processes:
                 self._idle.append(process)
@@ -201,14 +207,14 @@ class ProcessPool:
                 self._kill(process)
             self._slots.give(tenant)
 
-    async def _replace(self, tenant: str) -> None:
+    async def _replace(self, tenant: str, pause_s: float = 0.0) -> None:
         try:
             if self._limits.keeps_processes:
                 self._idle.append(await self._started())
         except (LoraplexError, OSError):
             pass  # the next job tries again and reports the reason
         finally:
-            self._slots.give(tenant)
+            asyncio.get_running_loop().call_later(pause_s, self._slots.give, tenant)
 
     def _kill(self, process: asyncio.subprocess.Process) -> None:
         """End a process at once, and collect its exit status in the background."""
