@@ -17,7 +17,6 @@ import json
 import os
 import random
 import shutil
-import struct
 import sys
 import tempfile
 import time
@@ -184,7 +183,7 @@ async def publications(target: Target) -> None:
     """Ephemeral adapters of other content each time, as a training loop publishes them."""
     number = next(_numbers)
     weights = bytearray((_ADAPTER / _WEIGHTS).read_bytes())
-    weights[-8:] = struct.pack("<2f", number % 1000 / 1000, number // 1000 % 1000 / 1000)
+    weights[-4], weights[-8] = number & 255, number >> 8 & 255  # the lowest bits of two numbers
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / _WEIGHTS).write_bytes(weights)
