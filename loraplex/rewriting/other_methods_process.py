@@ -18,6 +18,7 @@ import peft
 import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,6 +26,9 @@ from loraplex.adapter_format.text_model import is_wrapper
 
 REFUSED = 3
 CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+WRAPPED_PART = "language_model."
+"""A part of the names of a multimodal base's text modules only."""
 NEGLIGIBLE = 3e-6
 """Relative norm below which singular values of a module are dropped as rounding errors."""
 _CHUNK_ROWS = 1024
@@ -60,13 +64,12 @@ def _load(folder: Path, base: Path) -> Any:
             _refuse(field, value, f"is not converted together with {method}; train without")
     if getattr(config, "bias", "none") not in ("none", False):
         _refuse("bias", config.bias, f"is not converted together with {method}; train without")
-    is_multimodal = is_wrapper(json.loads((base / "config.json").read_text()))
-    kind = "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
-    loader = getattr(transformers, kind)
+    loader = getattr(transformers, _class_of(folder, base))
     whole = loader.from_pretrained(str(base), dtype=torch.float32, local_files_only=True)
+    warnings.filterwarnings("error", "Found missing adapter keys")  # which PEFT leaves as they are
     try:
         model = peft.PeftModel.from_pretrained(whole, str(folder), config=config).eval()
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, UserWarning) as error:
         _refuse("peft_type", method, f"cannot be loaded by PEFT on this base: {str(error)[:200]}")
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     if not layers:
@@ -76,6 +79,16 @@ def _load(folder: Path, base: Path) -> Any:
             kind = type(layer.get_base_layer()).__name__
             _refuse("target_modules", kind, f"is not converted from {method}; only linears are")
     return model
+
+
+def _class_of(folder: Path, base: Path) -> str:
+    """The class of transformers on which the adapter was trained. That of a multimodal base names
+    its modules differently from that of its text model alone."""
+    if not is_wrapper(json.loads((base / "config.json").read_text())):
+        return "AutoModelForCausalLM"
+    with safe_open(folder / TENSOR_FILE, "pt") as tensors:
+        is_text_alone = not any(WRAPPED_PART in name for name in tensors.keys())
+    return "AutoModelForCausalLM" if is_text_alone else "AutoModelForImageTextToText"
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from loraplex.cli.local_base import base_folder
@@ -20,6 +21,7 @@ from loraplex.rewriting import other_methods_process
 from loraplex.rewriting.other_methods import Converted, is_other_method, named_base, to_lora
 from loraplex.rewriting.tensors import check_folder
 from tests.adapter_format.peft_parity import models
+from tests.worker.parity.bases import make_base
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 METHODS: dict[str, peft.PeftConfig] = {
@@ -100,6 +102,30 @@ def test_the_process_writes_the_products_and_tells_their_error(
     assert (b @ a - change).norm() < 1e-5 * change.norm()
     assert told["relative_error"] < 1e-5 and told["ranks"][name] == len(a)
     assert len(told["ranks"]) == 3 * base[1].config.num_hidden_layers
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_of_the_text_model_alone_fit_a_multimodal_base_and_others_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT leaves a module whose tensors it does not find as if it was never trained."""
+    base = make_base("qwen3.5-multimodal", tmp_path / "base")
+    text_model = transformers.AutoModelForCausalLM.from_pretrained(base.folder)
+    folder = saved("LOHA", text_model, tmp_path / "before")
+    arguments = ["process", str(folder), str(base.folder), str(tmp_path / "out"), "256"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    other_methods_process.main()
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["relative_error"] < 1e-5
+    assert set(told["ranks"].values()) == {RANKS["LOHA"]}
+    tensors = load_file(folder / "adapter_model.safetensors")
+    other = {name.replace(".layers.", ".blocks."): tensor for name, tensor in tensors.items()}
+    save_file(other, folder / "adapter_model.safetensors")
+    with pytest.raises(SystemExit, match=str(other_methods_process.REFUSED)):
+        other_methods_process.main()
+    violation = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert violation["field"] == "adapter_config.json:peft_type"
+    assert "layers.0.mlp.down_proj" in violation["description"]
 
 
 # Each case starts a process that imports torch, transformers and PEFT.
