@@ -22,7 +22,13 @@ from loraplex.adapter_format.safetensors_header import (
     read_prefix,
 )
 from loraplex.adapter_format.strict_json import read_object
-from loraplex.adapter_format.text_model import FURTHER_TOKENS, is_wrapper, plain_names, text_config
+from loraplex.adapter_format.text_model import (
+    FURTHER_TOKENS,
+    check_wrapper,
+    is_wrapper,
+    plain_names,
+    text_config,
+)
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 
 LINEAR = "linear"
@@ -116,6 +122,7 @@ def geometry_from_folder(path: Path) -> Geometry:
         config = _read_json(path / "config.json", MAX_CONFIG_BYTES)
         quantisation = quantisation_of(config)
         tensors = _logical_tensors(path, quantisation)
+        check_wrapper(config)
         if is_wrapper(config):
             tensors = {plain: tensors[name] for plain, name in plain_names(tensors).items()}
             config = text_config(config, tensors)

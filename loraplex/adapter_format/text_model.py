@@ -126,6 +126,13 @@ def is_wrapper(config: Mapping[str, object]) -> bool:
     return config.get("model_type") in WRAPPERS
 
 
+def check_wrapper(config: Mapping[str, object]) -> None:
+    """Refuse a multimodal base of another type. Raises: Unsupported."""
+    if isinstance(config.get("text_config"), dict) and not is_wrapper(config):
+        description = f"is a multimodal base that is not served; known: {', '.join(WRAPPERS)}"
+        raise Unsupported.field("config.json:model_type", config.get("model_type"), description)
+
+
 def text_config(config: Mapping[str, object], tensors: Collection[str]) -> dict[str, object]:
     """The config of a wrapper's text model, as config.json of the text model alone would be.
 

@@ -94,6 +94,14 @@ def test_a_wrapper_without_a_text_config_is_refused_by_name(tmp_path: Path) -> N
     assert error.value.violations[0].field == "config.json:text_config"
 
 
+def test_a_wrapper_of_another_type_is_refused_by_its_type(tmp_path: Path) -> None:
+    config = {**WRAPPER, "model_type": "gemma9"}
+    with pytest.raises(InvalidRequest, match="multimodal") as error:
+        geometry_from_folder(write(tmp_path, spelled(PLAIN_TENSORS, WRAPPED[0]), config))
+    [violation] = error.value.violations
+    assert (violation.field, violation.value) == ("config.json:model_type", "gemma9")
+
+
 def test_a_missing_shard_of_a_wrapper_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path, {})
     (folder / "model.safetensors").unlink()
