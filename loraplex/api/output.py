@@ -124,6 +124,8 @@ class Usage:
     """Generated tokens of all choices."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had."""
+    reasoning_tokens: int = 0
+    """Those of the generated tokens that are reasoning, of a chat over gRPC."""
 
     @property
     def total_tokens(self) -> int:

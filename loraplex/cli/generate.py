@@ -234,9 +234,13 @@ async def _reply(
     from loraplex.client.generation import Message
 
     chunks = client.generate(args.ref, messages, _sampling(args))
-    text = "".join([chunk.text async for chunk in _shown(chunks, not args.json)])
+    answered = [chunk async for chunk in _shown(chunks, not args.json)]
+    text, reasoning = (
+        "".join(getattr(c, part) for c in answered) for part in ("text", "reasoning")
+    )
     if args.json:
-        print_json({"role": "assistant", "content": text})
+        thought = {"reasoning": reasoning} if reasoning else {}
+        print_json({"role": "assistant", "content": text, **thought})
     return Message("assistant", text)
 
 
@@ -244,12 +248,18 @@ async def _shown(
     chunks: AsyncIterator[CompletionChunk], streamed: bool
 ) -> AsyncIterator[CompletionChunk]:
     """Print the chunks as they arrive and pass them on; ends the line even if the stream
-    fails."""
-    has_begun = False
+    fails. Reasoning goes to stderr, so that stdout has only the answer."""
+    has_begun = is_thinking = False
     try:
         async for chunk in chunks:
             if streamed:
                 has_begun = True
+                if chunk.reasoning:
+                    is_thinking = True
+                    print(chunk.reasoning, end="", file=sys.stderr, flush=True)
+                elif is_thinking and chunk.text:
+                    is_thinking = False
+                    print("\n", file=sys.stderr)
                 print(chunk.text, end="", flush=True)
             yield chunk
     finally:

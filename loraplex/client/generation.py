@@ -31,6 +31,8 @@ class CompletionChunk:
     index: int
     text: str
     token_ids: tuple[int, ...]
+    reasoning: str = ""
+    """Of a chat: what the model thinks before it answers; `text` is then the content alone."""
     digests: tuple[str, ...] = ()
     """Digests of the adapters that computed `token_ids`; empty for the base."""
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -62,6 +64,8 @@ class Choice:
     timings: Timings | None = None
     spans: tuple[WeightSpan, ...] = ()
     """Which adapters computed which tokens."""
+    reasoning: str = ""
+    """Of a chat: what the model thought before it answered."""
 
 
 @dataclass(frozen=True, slots=True)

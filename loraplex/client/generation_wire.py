@@ -73,6 +73,7 @@ def chunk(message: pb.GenerateResponse) -> CompletionChunk:
         index=message.index,
         text=message.text,
         token_ids=tuple(message.token_ids),
+        reasoning=message.reasoning,
         digests=tuple(message.digests),
         logprobs=logprobs_from_proto(message.logprobs),
         prompt_token_ids=tuple(message.prompt_token_ids),

@@ -236,6 +236,7 @@ def _choice(chunks: list[CompletionChunk]) -> Choice:
         served_by=served_by,
         timings=last.timings,
         spans=_spans(chunks),
+        reasoning="".join(chunk.reasoning for chunk in chunks),
     )
 
 

@@ -14,6 +14,7 @@ from loraplex_services.common.security.addresses import is_local
 from loraplex_services.common.security.service_token import read_service_token
 from loraplex_services.common.security.tls import PLAIN, TlsFiles, http_tls_files, tls_files
 from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.text.chat_style import StyleSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,7 @@ class GatewayConfig:
     http_tls: TlsFiles = PLAIN
     """TLS of the HTTP API."""
     gateway_id: str = ""
-    tool_format: str = "auto"
-    """"auto", or the format in which every base writes tool calls."""
-    reasoning: str = "auto"
-    """"auto", "think" or "none"."""
+    chat_style: StyleSettings = field(default_factory=StyleSettings)
     replaces_bases: bool = False
     """True if a base replaces a registered one with the same id and another geometry."""
     lora_root: Path | None = None
@@ -80,8 +78,9 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         tls=tls_files(environ),
         http_tls=http_tls_files(environ),
         service_token=read_service_token(env.SERVICE_TOKEN_FILE.read(environ)),
-        tool_format=env.TOOL_CALL_PARSER.read(environ),
-        reasoning=env.REASONING_PARSER.read(environ),
+        chat_style=StyleSettings(
+            env.TOOL_CALL_PARSER.read(environ), env.REASONING_PARSER.read(environ)
+        ),
         replaces_bases=env.REPLACE_BASES.read(environ),
         lora_root=env.LORA_ROOT.read(environ),
         objects_url=env.OBJECTS.read(environ),

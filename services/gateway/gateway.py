@@ -106,8 +106,7 @@ class Gateway:
         give_up: asyncio.Event | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """Binds the HTTP address; sets `give_up` if the gateway cannot continue, and `error`.
-        Raises: InvalidRequest if the address is in use."""
+        """Sets `give_up` if it cannot continue. Raises: InvalidRequest if its address is in use."""
         self._config = config
         self._give_up = give_up or asyncio.Event()
         self.error: BaseException | None = None
@@ -149,6 +148,7 @@ class Gateway:
             self._concurrency,
             self._tenants,
             max_request_s=config.max_request_s,
+            chat_style=config.chat_style,
             tracer=tracer,
         )
         self._usage_reports = UsageReports(self._registry, self._generation.usage.take)
@@ -280,12 +280,7 @@ class Gateway:
         )
         root = self._config.lora_root
         folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)
-        answering = Answering(
-            self._generation,
-            folders,
-            tool_format=self._config.tool_format,
-            reasoning=self._config.reasoning,
-        )
+        answering = Answering(self._generation, folders)
         encoder = PromptEncoder(
             self._resolver, self._fleet, self._adapter_text, self._generation.charge_request
         )

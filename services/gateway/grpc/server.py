@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from loraplex.api.fields import shared_fields
+from loraplex.api.request import ChatPrompt
 from loraplex.api.request_wire import generate_request_from_proto
 from loraplex.api.wire import (
     finish_reason_to_proto,
@@ -32,6 +33,7 @@ from loraplex_services.gateway.grpc.vectors import (
     score_response,
 )
 from loraplex_services.gateway.metrics import REQUESTS
+from loraplex_services.gateway.pipeline.chat_answers import ChatAnswers, with_marks
 from loraplex_services.gateway.pipeline.embedding import embed_all
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
@@ -45,6 +47,7 @@ from loraplex_services.gateway.request import (
     beginning_hash,
     with_names,
 )
+from loraplex_services.gateway.tools.tool_use import ToolUse
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -67,7 +70,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         outcome = "cancelled"
         try:
             call = call_from_wire(request, context.time_remaining(), _traceparent(context))
-            prepared = await self._generation.prepare(call)
+            is_chat = isinstance(call.prompt, ChatPrompt)
+            prepared = with_marks(await self._generation.prepare(call), is_chat=is_chat)
             writer = ResponseWriter(prepared)
             async with aclosing(self._generation.run(prepared)) as text_deltas:
                 async for text_delta in text_deltas:
@@ -138,6 +142,9 @@ class ResponseWriter:
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
+        grammar = prepared.call.sampling.grammar
+        is_chat = isinstance(prepared.call.prompt, ChatPrompt)
+        self._answers = ChatAnswers(lambda _: prepared, ToolUse(), grammar) if is_chat else None
         self._begun: set[int] = set()
         self._digests: dict[int, tuple[str, ...]] = {}
         """The adapters that computed the last tokens of each choice."""
@@ -148,12 +155,15 @@ class ResponseWriter:
         is_first = text_delta.index not in self._begun
         digests = text_delta.spans[0].digests if text_delta.spans else ()
         is_other = self._digests.get(text_delta.index) != digests
-        if not (is_first or text_delta.text or text_delta.token_ids or text_delta.finish_reason):
+        text, reasoning = self._read(text_delta)
+        has_text = bool(text or reasoning)
+        if not (is_first or has_text or text_delta.token_ids or text_delta.finish_reason):
             return None
         message = inference_pb2.GenerateResponse(
             request_id=self._prepared.call.request_id,
             index=text_delta.index,
-            text=text_delta.text,
+            text=text,
+            reasoning=reasoning,
             token_ids=text_delta.token_ids,
             logprobs=[logprob_to_proto(entry) for entry in text_delta.logprobs],
             digests=digests,
@@ -167,6 +177,13 @@ class ResponseWriter:
         if text_delta.finish_reason is not None:
             self._finish(message, text_delta)
         return message
+
+    def _read(self, text_delta: TextDelta) -> tuple[str, str]:
+        """New content and reasoning."""
+        if self._answers is None:
+            return text_delta.text, ""
+        delta = self._answers.read(text_delta)
+        return delta.content, delta.reasoning
 
     def _begin(self, message: inference_pb2.GenerateResponse, text_delta: TextDelta) -> None:
         """Mutates: message."""
@@ -192,6 +209,8 @@ class ResponseWriter:
             message.timings.CopyFrom(timings_to_proto(text_delta.timings))
         self._num_finished += 1
         if self._num_finished == self._prepared.resolved.num_choices:
+            if self._answers is not None:
+                self._prepared.usage.reasoning_tokens = self._answers.num_thought_tokens()
             message.usage.CopyFrom(usage_to_proto(self._prepared.usage))
 
 

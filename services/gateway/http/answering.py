@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.http.calls import OpenAICall
-from loraplex_services.gateway.http.chat_answers import ends_in_thought
 from loraplex_services.gateway.http.collected import CollectedBytes
 from loraplex_services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import api_key_of
@@ -28,10 +27,10 @@ from loraplex_services.gateway.http.sse import (
     until_gone,
 )
 from loraplex_services.gateway.metrics import REQUESTS
+from loraplex_services.gateway.pipeline.chat_answers import ends_in_thought, with_marks
 from loraplex_services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta, with_names
-from loraplex_services.gateway.text.chat_style import overridden
 from loraplex_services.gateway.tools.call_grammar import call_grammar
 
 _MAX_DELTAS_AT_ONCE = 256
@@ -42,24 +41,10 @@ stop the event loop for tenths of a second."""
 class Answering:
     """The one path of generated text from the pipeline to HTTP."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        folders: LoraFolders | None,
-        *,
-        tool_format: str,
-        reasoning: str,
-    ) -> None:
-        """
-        Args:
-            folders: those that are published when a request names them; None = there are none.
-            tool_format, reasoning: how answers are parsed; "auto" = as each base's chat template
-                shows.
-        """
+    def __init__(self, generation: Generation, folders: LoraFolders | None) -> None:
+        """`folders` are published when a request names them; None = there are none."""
         self._folders = folders
         self._generation = generation
-        self._tool_format = tool_format
-        self._reasoning = reasoning
         self._collected = CollectedBytes()
 
     async def answer(
@@ -78,7 +63,7 @@ class Answering:
 
         try:
             prepared = await self._generation.prepare_all(call.calls)
-            prepared = [self._styled(each, call) for each in prepared]
+            prepared = [_read_as(each, call) for each in prepared]
         except LoraplexError as error:
             raise renamed(error) from None
         info = ResponseInfo(answer_id, int(time.time()), call, prepared)
@@ -98,29 +83,6 @@ class Answering:
         model = await self._folders.adopted(api_key_of(request), caller, call.model)
         return replace(call, calls=tuple(replace(each, model=model) for each in call.calls))
 
-    def _styled(self, prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
-        """Apply the settings for tool calls and reasoning; constrain calls to their schemas.
-
-        If marks of tool calls are special tokens, the text keeps them. Raises: InvalidRequest.
-        """
-        style = overridden(prepared.style, self._tool_format, self._reasoning)
-        resolved = prepared.resolved
-        is_read = call.tool_use.tools or (call.is_chat and style.has_channels)
-        if is_read and style.marks_are_special:
-            text = replace(resolved.text, skip_special=False)
-            resolved = replace(resolved, text=text)
-        prepared = replace(prepared, style=style, resolved=resolved)
-        if not call.tool_use.tools:
-            return prepared
-        grammar = call_grammar(
-            style,
-            call.tool_use,
-            call.grammar,
-            prepared.tokens.added_id,
-            is_thinking=style.thinks and ends_in_thought(prepared),
-        )
-        return prepared.kept_to(grammar)
-
     def _text_deltas(self, prepared: Sequence[PreparedRequest]) -> TextDeltas:
         """Text deltas of all prompts, with choices numbered prompt-major."""
         if len(prepared) == 1:
@@ -131,6 +93,23 @@ class Answering:
             for index, each in enumerate(prepared)
         ]
         return interleaved(runs)
+
+
+def _read_as(prepared: PreparedRequest, call: OpenAICall) -> PreparedRequest:
+    """The request whose answer is read for calls and reasoning, with a grammar that constrains
+    calls to their schemas. Raises: InvalidRequest."""
+    offers_tools = bool(call.tool_use.tools)
+    prepared = with_marks(prepared, is_chat=call.is_chat, offers_tools=offers_tools)
+    if not offers_tools:
+        return prepared
+    grammar = call_grammar(
+        prepared.style,
+        call.tool_use,
+        call.grammar,
+        prepared.tokens.added_id,
+        is_thinking=prepared.style.thinks and ends_in_thought(prepared),
+    )
+    return prepared.kept_to(grammar)
 
 
 def json_response(body: Mapping[str, Any], headers: dict[str, str] | None = None) -> Response:

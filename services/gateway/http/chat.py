@@ -7,7 +7,6 @@ from typing import Literal, NotRequired, TypedDict
 
 from loraplex.api.output import WeightSpan
 from loraplex.errors import LoraplexError
-from loraplex_services.gateway.http.chat_answers import ChatAnswers
 from loraplex_services.gateway.http.errors import Error, error_object
 from loraplex_services.gateway.http.formatting import (
     ChunkUsage,
@@ -97,7 +96,7 @@ class ChatFormatter:
         self._begun: set[int] = set()
         """Indices of choices whose role has been sent."""
         self._unsent = UnsentSpans()
-        self._answers = ChatAnswers(info)
+        self._answers = info.answers()
 
     def chunks(self, text_delta: TextDelta) -> list[ChatChunk]:
         chunks = []
@@ -118,7 +117,7 @@ class ChatFormatter:
     def ending(self) -> list[ChatChunk]:
         if not self._info.call.include_usage:
             return []
-        return [{**self._chunk([]), "usage": self._answers.usage()}]
+        return [{**self._chunk([]), "usage": self._info.chat_usage(self._answers)}]
 
     def failure(self, error: LoraplexError) -> Error:
         return error_object(error)
@@ -132,7 +131,7 @@ class ChatFormatter:
                 {**self._choice(choice, choice.spans, with_prompt=True), "message": message}
                 for choice, message in zip(choices, messages, strict=True)
             ],
-            "usage": self._answers.usage(),
+            "usage": self._info.chat_usage(self._answers),
             "prompt_logprobs": prompt_logprob_maps(
                 self._info.of_choice(0), choices[0].prompt_logprobs
             ),

@@ -10,6 +10,7 @@ from loraplex.api.output import WeightSpan, joined_spans
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.logprobs import TokenNames
+from loraplex_services.gateway.pipeline.chat_answers import ChatAnswers
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta
 
@@ -106,6 +107,15 @@ class ResponseInfo:
                 "cached_tokens": sum(p.usage.cached_tokens for p in self.prepared)
             },
         }
+
+    def answers(self) -> ChatAnswers:
+        """A reader of the answers, if the call is a chat."""
+        return ChatAnswers(self.of_choice, self.call.tool_use, self.call.grammar)
+
+    def chat_usage(self, answers: ChatAnswers) -> UsageInfo:
+        """The same counts, with the tokens of reasoning."""
+        details: CompletionTokenDetails = {"reasoning_tokens": answers.num_thought_tokens()}
+        return {**self.usage(), "completion_tokens_details": details}
 
     def chunk_usage(self, num_unsent: int = 0) -> ChunkUsage:
         """The `usage` of one chunk of a stream, if it has one: the counts so far with

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
 
 from loraplex.api.output import FinishReason
-from loraplex_services.gateway.http.calls import OpenAICall
-from loraplex_services.gateway.http.formatting import (
-    CompletionTokenDetails,
-    ResponseInfo,
-    UsageInfo,
-)
+from loraplex.api.sampling import Grammar
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta
 from loraplex_services.gateway.text.chat_style import ToolFormat
@@ -18,6 +15,7 @@ from loraplex_services.gateway.text.detokenize import decode_all
 from loraplex_services.gateway.tools.answer import AnswerParser
 from loraplex_services.gateway.tools.reader import Delta
 from loraplex_services.gateway.tools.readers import reader_of
+from loraplex_services.gateway.tools.tool_use import ToolUse
 
 _TAIL_TOKENS = 8
 """Enough of the end of a prompt to see whether it ends inside a thought."""
@@ -26,8 +24,20 @@ _TAIL_TOKENS = 8
 class ChatAnswers:
     """The answers of one request as they grow, one per choice."""
 
-    def __init__(self, info: ResponseInfo) -> None:
-        self._info = info
+    def __init__(
+        self,
+        of_choice: Callable[[int], PreparedRequest],
+        tool_use: ToolUse,
+        answer_format: Grammar | None,
+    ) -> None:
+        """
+        Args:
+            of_choice: the request that a choice belongs to.
+            answer_format: constrains answers that are no calls, which then contain no thought.
+        """
+        self._of_choice = of_choice
+        self._tool_use = tool_use
+        self._has_format = answer_format is not None
         self._answers: dict[int, AnswerParser] = {}
         self._offsets: dict[int, list[int]] = {}
         """Where the tokens of each choice begin, up to the end of its thought. Where thoughts are
@@ -37,12 +47,11 @@ class ChatAnswers:
 
     def read(self, text_delta: TextDelta) -> Delta:
         """The new parts of a choice's answer, by kind."""
+        style = self._of_choice(text_delta.index).style
         if text_delta.index not in self._answers:
-            prepared = self._info.of_choice(text_delta.index)
-            self._answers[text_delta.index] = _parser(prepared, self._info.call)
+            self._answers[text_delta.index] = self._parser(text_delta.index)
         reply = self._answers[text_delta.index]
-        tool_format = self._info.of_choice(text_delta.index).style.tool_format
-        if reply.may_think or tool_format is ToolFormat.HARMONY:
+        if reply.may_think or style.tool_format is ToolFormat.HARMONY:
             self._offsets.setdefault(text_delta.index, []).extend(text_delta.offsets)
         delta = reply.feed(text_delta.text)
         if text_delta.finish_reason is not None:
@@ -72,10 +81,15 @@ class ChatAnswers:
                 count += bisect_left(offsets, end) - bisect_left(offsets, begin)
         return count
 
-    def usage(self) -> UsageInfo:
-        """Token counts in chat's form, which count the tokens of thoughts."""
-        details: CompletionTokenDetails = {"reasoning_tokens": self.num_thought_tokens()}
-        return {**self._info.usage(), "completion_tokens_details": details}
+    def _parser(self, index: int) -> AnswerParser:
+        prepared = self._of_choice(index)
+        thinks = prepared.style.thinks and not self._has_format
+        return AnswerParser(
+            thinks=thinks,
+            is_thinking=thinks and ends_in_thought(prepared),
+            tools=reader_of(prepared.style.tool_format, self._tool_use),
+            marks=prepared.style.marks,
+        )
 
 
 def ends_in_thought(prepared: PreparedRequest) -> bool:
@@ -89,14 +103,13 @@ def ends_in_thought(prepared: PreparedRequest) -> bool:
     )
 
 
-def _parser(prepared: PreparedRequest, call: OpenAICall) -> AnswerParser:
-    """The parser of one answer. In a response format all of it is content or calls, and never a
-    thought."""
-    style = prepared.style
-    thinks = style.thinks and call.grammar is None
-    return AnswerParser(
-        thinks=thinks,
-        is_thinking=thinks and ends_in_thought(prepared),
-        tools=reader_of(style.tool_format, call.tool_use),
-        marks=style.marks,
-    )
+def with_marks(
+    prepared: PreparedRequest, *, is_chat: bool, offers_tools: bool = False
+) -> PreparedRequest:
+    """A request whose text keeps the special tokens that mark calls and channels, if it is read."""
+    style, resolved = prepared.style, prepared.resolved
+    is_read = offers_tools or (is_chat and style.has_channels)
+    if not (is_read and style.marks_are_special):
+        return prepared
+    text = replace(resolved.text, skip_special=False)
+    return replace(prepared, resolved=replace(resolved, text=text))

@@ -45,6 +45,7 @@ from loraplex_services.gateway.routing.relay import Relay
 from loraplex_services.gateway.routing.router import are_on_a_device, can_start_within
 from loraplex_services.gateway.routing.steering import Steering
 from loraplex_services.gateway.text.adapter_text import AdapterText
+from loraplex_services.gateway.text.chat_style import AS_DETECTED, StyleSettings
 from loraplex_services.gateway.workers.fleet import Fleet
 
 TextDeltas = AsyncGenerator[TextDelta]
@@ -80,10 +81,15 @@ class Generation:
         tenants: TenantDirectory,
         *,
         max_request_s: float,
+        chat_style: StyleSettings = AS_DETECTED,
         draw_seed: Callable[[], int] = draw_seed,
         tracer: Tracer | None = None,
     ) -> None:
-        """`tracer` begins a span for each request; None = none is exported."""
+        """
+        Args:
+            chat_style: how answers of chats are read.
+            tracer: begins a span for each request; None = none is exported.
+        """
         self._resolver = resolver
         self._fleet = fleet
         self._adapter_text = adapter_text
@@ -94,6 +100,7 @@ class Generation:
         self._concurrency = concurrency
         self._tenants = tenants
         self._max_request_s = max_request_s
+        self._chat_style = chat_style
         self._draw_seed = draw_seed
         self._tracer = tracer or Tracer()
         self._is_draining = False
@@ -151,7 +158,7 @@ class Generation:
             target=target,
             base=served.model,
             tokens=tokenizer.tokens,
-            style=tokenizer.style,
+            style=self._chat_style.over(tokenizer.style),
             prompt_ids=prompt_ids,
             resolved=resolved,
             arrival_s=arrival_s,

@@ -81,18 +81,27 @@ def detected(template: str) -> ChatStyle:
     return ChatStyle(_tool_format(template), marks.closes in template, marks)
 
 
-def overridden(style: ChatStyle, tool_format: str, reasoning: str) -> ChatStyle:
-    """The style with the operator's settings; "auto" keeps what was detected.
+@dataclass(frozen=True, slots=True)
+class StyleSettings:
+    """What an operator says of the answers of every base; "auto" = what was detected."""
 
-    Args:
-        tool_format: "auto" or a `ToolFormat`.
-        reasoning: "auto", "think" or "none".
-    """
-    return replace(
-        style,
-        tool_format=style.tool_format if tool_format == "auto" else ToolFormat(tool_format),
-        thinks=style.thinks if reasoning == "auto" else reasoning == "think",
-    )
+    tool_format: str = "auto"
+    """"auto", or a `ToolFormat`."""
+    reasoning: str = "auto"
+    """"auto", "think" or "none"."""
+
+    def over(self, style: ChatStyle) -> ChatStyle:
+        """The style with these settings."""
+        return replace(
+            style,
+            tool_format=style.tool_format
+            if self.tool_format == "auto"
+            else ToolFormat(self.tool_format),
+            thinks=style.thinks if self.reasoning == "auto" else self.reasoning == "think",
+        )
+
+
+AS_DETECTED = StyleSettings()
 
 
 def _tool_format(template: str) -> ToolFormat:

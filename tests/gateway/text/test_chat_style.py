@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_services.gateway.text.chat_style import ChatStyle, ToolFormat, detected, overridden
+from loraplex_services.gateway.text.chat_style import (
+    ChatStyle,
+    StyleSettings,
+    ToolFormat,
+    detected,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,6 @@ def test_templates_show_their_style(template: str, style: ChatStyle) -> None:
 
 def test_a_setting_beats_what_was_detected() -> None:
     found = ChatStyle(ToolFormat.HERMES, thinks=True)
-    assert overridden(found, "auto", "auto") == found
-    assert overridden(found, "mistral", "none") == ChatStyle(ToolFormat.MISTRAL)
-    assert overridden(ChatStyle(), "none", "think") == ChatStyle(thinks=True)
+    assert StyleSettings().over(found) == found
+    assert StyleSettings("mistral", "none").over(found) == ChatStyle(ToolFormat.MISTRAL)
+    assert StyleSettings("none", "think").over(ChatStyle()) == ChatStyle(thinks=True)

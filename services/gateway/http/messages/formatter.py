@@ -16,7 +16,6 @@ from loraplex_services.gateway.http.blocks import (
     BlockKind,
     BlockStep,
 )
-from loraplex_services.gateway.http.chat_answers import ChatAnswers
 from loraplex_services.gateway.http.errors import messages_error
 from loraplex_services.gateway.http.formatting import ResponseInfo
 from loraplex_services.gateway.request import TextDelta
@@ -29,7 +28,7 @@ class MessagesFormatter:
 
     def __init__(self, info: ResponseInfo) -> None:
         self._info = info
-        self._answers = ChatAnswers(info)
+        self._answers = info.answers()
         self._blocks = AnswerBlocks()
         self._last = TextDelta(0)
         self._has_begun = False
@@ -94,7 +93,7 @@ class MessagesFormatter:
 
     def _usage(self) -> dict[str, Any]:
         """Counts in which input_tokens are those that no cache held."""
-        usage = self._answers.usage()
+        usage = self._info.chat_usage(self._answers)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         num_thought_tokens = usage["completion_tokens_details"]["reasoning_tokens"]
         return {

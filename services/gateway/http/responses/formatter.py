@@ -15,7 +15,6 @@ from loraplex_services.gateway.http.blocks import (
     BlockKind,
     BlockStep,
 )
-from loraplex_services.gateway.http.chat_answers import ChatAnswers
 from loraplex_services.gateway.http.formatting import ResponseInfo
 from loraplex_services.gateway.http.logprobs import LogprobEntry, chat_logprobs
 from loraplex_services.gateway.http.responses.items import encoded_thought
@@ -43,7 +42,7 @@ class ResponsesFormatter:
         self._info = info
         self._call = call
         self._keep = keep
-        self._answers = ChatAnswers(info)
+        self._answers = info.answers()
         self._blocks = AnswerBlocks()
         self._finish_reason: FinishReason | None = None
         self._is_over = False
@@ -219,7 +218,7 @@ class ResponsesFormatter:
             "top_p": sampling.top_p,
             "top_logprobs": info.call.calls[0].sampling.logprobs or 0,
             "truncation": "disabled",
-            "usage": _usage(self._answers),
+            "usage": _usage(self._info.chat_usage(self._answers)),
             **(info.weights(0, self._spans) if self._is_over else {}),
             **self._call.echoed,
         }
@@ -252,9 +251,8 @@ class _TextLogprobs:
         return taken
 
 
-def _usage(answers: ChatAnswers) -> dict[str, Any]:
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Usage in the form of the Responses API. Writes to the prefix cache are not counted."""
-    usage: Mapping[str, Any] = answers.usage()
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],
