@@ -148,10 +148,14 @@ def _base_module(
         return _implied_module(name, tensors, config)
     module = base.get(name)
     if module is None:
-        refuse = findings.refuse if name in SAVED_HEADS else findings.misfit
+        why = _why_unknown(name, config)
+        refuse = findings.misfit if why is _OF_ANOTHER_BASE else findings.refuse
         for info in tensors.values():
-            refuse(_path(info), name, _why_unknown(name, config))
+            refuse(_path(info), name, why)
     return module
+
+
+_OF_ANOTHER_BASE = "is for a module that the base does not have; is this the right base?"
 
 
 def _why_unknown(name: str, config: AdapterConfig) -> str:
@@ -172,7 +176,7 @@ def _why_unknown(name: str, config: AdapterConfig) -> str:
             "is on a convolution, of which transformers reads the weight alone, so that LoRA there "
             "has no effect; take conv1d out of target_modules and modules_to_save"
         )
-    return "is for a module that the base does not have; is this the right base?"
+    return _OF_ANOTHER_BASE
 
 
 def _implied_module(name: str, tensors: Tensors, config: AdapterConfig) -> Module:

@@ -15,8 +15,8 @@ from tests.worker.parity.unusual import unusual_adapter, unusual_base
 
 NUM_ADAPTERS = 5
 NUM_NEW_TOKENS = 16
-DAILY = (3, 8)
-SEEDS = 160
+DAILY = (3, 8, 160, 161)
+SEEDS = 200
 MAX_NOISES = 3.0
 NUM_NOISES = 4
 

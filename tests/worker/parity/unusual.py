@@ -18,6 +18,11 @@ FAMILIES = (
     "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma2Config",
     "Gemma3TextConfig", "Phi3Config", "MixtralConfig", "Qwen2MoeConfig", "Qwen3MoeConfig",
 )  # fmt: skip
+RECENT_FAMILIES = (
+    "Qwen3_5TextConfig", "Gemma4TextConfig", "GptOssConfig", "Qwen3NextConfig", "Ministral3Config",
+)  # fmt: skip
+"""Seeds from `FIRST_RECENT` on draw from these."""
+FIRST_RECENT = 160
 HEADS = ((7, 1), (3, 3), (5, 1), (6, 2), (9, 3), (1, 1), (8, 2))
 """(query heads, key heads)."""
 RANKS = (1, 2, 3, 5, 7, 16, 31, 64, 255, 256)
@@ -31,14 +36,15 @@ ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 )
-OWN_ROPES = ("Gemma2Config", "Gemma3TextConfig", "Phi3Config")
+OWN_ROPES = ("Gemma2Config", "Gemma3TextConfig", "Phi3Config", *RECENT_FAMILIES)
 """Families that have ropes of other shapes, which the listed bases cover."""
 
 
 def unusual_base(seed: int, folder: Path) -> TinyBase:
     """A random geometry of a random family, saved in a random dtype and number of shards."""
     rng = random.Random(seed)
-    family = FAMILIES[seed % len(FAMILIES)]
+    families = FAMILIES if seed < FIRST_RECENT else RECENT_FAMILIES
+    family = families[seed % len(families)]
     heads, kv_heads = rng.choice(HEADS)
     vocab_size = rng.choice((97, 130, 257, 391))
     fields: dict[str, Any] = {
@@ -73,7 +79,8 @@ def unusual_base(seed: int, folder: Path) -> TinyBase:
         if parameter.dim() == 1:
             parameter.data += 0.1 * noise
         else:
-            parameter.data.copy_((0.02 if is_loud else 0.15) * noise)
+            deviation = 0.5 if "conv1d" in name else 0.02 if is_loud else 0.15
+            parameter.data.copy_(deviation * noise)
         parameter.data.copy_(parameter.data.to(dtype))  # what the file can hold
         parameter.requires_grad_(False)
     saved = copy.deepcopy(model).to(dtype)  # rotary tables of the model itself stay float32
@@ -118,7 +125,60 @@ def _of_family(family: str, rng: random.Random, fields: dict[str, Any]) -> dict[
                 "moe_intermediate_size": 18,
                 "norm_topk_prob": rng.random() < 0.5,
             }
+        case "Qwen3_5TextConfig" | "Qwen3NextConfig":
+            return _delta_nets(rng) | (_experts(rng) if "Next" in family else {})
+        case "GptOssConfig":
+            return {**window, "num_local_experts": 3, "num_experts_per_tok": 2, "swiglu_limit": 0.7}
+        case "Gemma4TextConfig":
+            return {**window, **_gemma4(rng, fields)}
     return {}
+
+
+def _delta_nets(rng: random.Random) -> dict[str, Any]:
+    """Layers of Qwen 3.5; why their epsilon is large: `bases.DELTA_NETS`."""
+    num_heads, others = rng.choice((1, 2, 3)), rng.choice((0, 1, 2))
+    return {
+        "rms_norm_eps": 1e-2,
+        "head_dim": rng.choice((16, 24, 32)),
+        "num_hidden_layers": 2 + others,
+        "layer_types": ["linear_attention"] * (1 + others) + ["full_attention"],
+        "linear_num_key_heads": num_heads,
+        "linear_num_value_heads": num_heads * rng.choice((1, 2, 3)),
+        "linear_key_head_dim": rng.choice((8, 20)),
+        "linear_value_head_dim": rng.choice((12, 24)),
+        "linear_conv_kernel_dim": rng.choice((2, 4)),
+    }
+
+
+def _experts(rng: random.Random) -> dict[str, Any]:
+    return {
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 18,
+        "shared_expert_intermediate_size": 22,
+        "norm_topk_prob": rng.random() < 0.5,
+    }
+
+
+def _gemma4(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """Inputs of each layer's own and shared keys, as in small sizes; or keys that are values."""
+    own = {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size": rng.choice((48, 52)),
+        "global_head_dim": rng.choice((16, 32, 48)),
+        "head_dim": rng.choice((8, 16, 24)),
+        "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 0,
+    }
+    if rng.random() < 0.5:
+        return own | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    return own | {
+        "hidden_size_per_layer_input": rng.choice((6, 8)),
+        "vocab_size_per_layer_input": fields["vocab_size"],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": rng.random() < 0.5,
+    }
 
 
 def unusual_adapter(base: TinyBase, seed: int, folder: Path) -> Path:
@@ -142,6 +202,9 @@ def _config(base: TinyBase, rng: random.Random) -> peft.LoraConfig:
     attention = ["qkv_proj", "o_proj"] if is_phi3 else ATTENTION
     mlp = ["gate_up_proj", "down_proj"] if is_phi3 else MLP
     linears = attention if is_sparse else [*attention, *mlp]
+    is_recurrent = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    if is_recurrent:
+        linears = [*linears, "out_proj"]
     targets = rng.sample(linears, rng.randrange(1, len(linears) + 1))
     fields: dict[str, object] = {
         "r": rng.choice(RANKS),
@@ -151,6 +214,8 @@ def _config(base: TinyBase, rng: random.Random) -> peft.LoraConfig:
         "bias": rng.choice(("none", "none", "all", "lora_only")),
         "task_type": "CAUSAL_LM",
     }
+    if config.model_type == "gpt_oss" and fields["bias"] == "all":
+        fields["bias"] = "none"  # PEFT takes the biases of experts for some that it trains
     if not fields["use_dora"] and fields["bias"] == "none":
         fields["lora_bias"] = rng.random() < 0.3
     if rng.random() < 0.4 and len(targets) > 1:
@@ -166,10 +231,10 @@ def _config(base: TinyBase, rng: random.Random) -> peft.LoraConfig:
     saved = []
     if rng.random() < 0.3:
         saved.append("input_layernorm")
-    if rng.random() < 0.2 and "o_proj" not in targets:
+    if rng.random() < 0.2 and "o_proj" not in targets and not is_recurrent:
         saved.append("layers.0.self_attn.o_proj")
     fields["modules_to_save"] = saved or None
     fields["target_modules"] = targets
-    if rng.random() < 0.2 and config.num_hidden_layers > 1:
+    if rng.random() < 0.2 and config.num_hidden_layers > 1 and not is_recurrent:
         fields["layers_to_transform"] = [1]
     return peft.LoraConfig(**fields)
