@@ -40,6 +40,7 @@ CANNOT_ADAPT = (
     "is on a module of the base that workers cannot adapt; leave it out of target_modules and "
     "modules_to_save, and train with bias='none'"
 )
+_OF_ANOTHER_BASE = "is for a module that the base does not have; is this the right base?"
 Tensors = dict[str, TensorInfo]
 """The tensors of one module, by part."""
 _OF_TINKER = (
@@ -153,9 +154,6 @@ def _base_module(
         for info in tensors.values():
             refuse(_path(info), name, why)
     return module
-
-
-_OF_ANOTHER_BASE = "is for a module that the base does not have; is this the right base?"
 
 
 def _why_unknown(name: str, config: AdapterConfig) -> str:
