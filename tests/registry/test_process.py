@@ -16,6 +16,7 @@ from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import AdapterNotFound, Unavailable
 from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.registry.index.catalog import PREFIX
 from tests.registry.house import adapter_files, register_base, write_folder
 from tests.registry.process import RegistryProcess
 
@@ -152,7 +153,10 @@ async def test_flushing_redis_under_load_changes_no_answer(
     async def flush() -> None:
         while not stop.is_set():
             await raw.flushall()
-            await asyncio.sleep(0.7)
+            # A busy machine may not rebuild the index in any fixed time.
+            while not stop.is_set() and not await raw.exists(f"{PREFIX}epoch"):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
 
     async with _client(process) as client:
         await register_base(client)
