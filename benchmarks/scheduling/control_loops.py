@@ -103,7 +103,6 @@ LOOPS: dict[str, list[Removal]] = {
     "gateway: refusal by the expected wait": [
         (queue.AdmissionQueue, "expected_wait_s", lambda *args: 0.0)
     ],
-    "gateway: refusal by the prefill": [(gateway, "can_start_within", lambda *args: True)],
     "gateway: size of the replica set": [(router, "replica_count", lambda *args: 1)],
     "gateway: load bound": [(router, "LOAD_BOUND", 1e9)],
     "gateway: loads ahead": [(router, "_LOAD_AHEAD_S", 0.0)],

@@ -14,13 +14,11 @@ from loraplex_services.gateway.admission.dispatch_window import ReadyWorkers, re
 from loraplex_services.gateway.admission.queue import (
     AdmissionLimits,
     AdmissionRequest,
-    deadline_infeasible,
 )
 from loraplex_services.gateway.routing.router import (
     ReplicaCounts,
     RoutingRequest,
     are_on_a_device,
-    can_start_within,
     choose,
 )
 from loraplex_services.gateway.workers.view import WorkerView
@@ -72,20 +70,15 @@ class SimulatedGateway:
         if self._controller is None:
             yield None
             return
-        now_s = asyncio.get_running_loop().time
-        arrival_s, views = now_s(), self._views()
-        _check(views, request, due)
         admission_request = AdmissionRequest(
             request.tenant,
             deadline_s=math.inf if due.end_s is None else due.end_s,
             num_prompt_tokens=request.num_input,
             run_s=self._controller.run_s(request.num_output, request.num_output),
             first_token_due_s=due.first_token_s,
-            awaits_adapter=not are_on_a_device(views, digests),
+            awaits_adapter=not are_on_a_device(self._views(), digests),
         )
         async with self._controller.admit(admission_request) as permit:
-            if now_s() > arrival_s:
-                _check(self._views(), request, due)
             yield permit
 
     def start(self, key: str, digests: tuple[str, ...], num_prompt_tokens: int) -> SimulatedWorker:
@@ -123,13 +116,3 @@ class SimulatedGateway:
             self._shown = [worker.view() for worker in self._workers.values()]
             self._shown_s = now_s
         return self._shown
-
-
-def _check(views: Sequence[WorkerView], request: TracedRequest, due: Due) -> None:
-    """Raises: DeadlineExceeded."""
-    moments_s = [moment_s for moment_s in (due.end_s, due.first_token_s) if moment_s is not None]
-    if not moments_s:
-        return
-    left_s = min(moments_s) - asyncio.get_running_loop().time()
-    if not can_start_within(views, request.num_input, left_s):
-        raise deadline_infeasible()

@@ -80,7 +80,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.quantization = ""
         self.ready = True
         self.draining = False
-        self.prefill_tokens_per_s = 0.0
         self.held: tuple[worker_pb2.AdapterResidency, ...] = ()
         """Adapters that a new watcher hears of."""
         self.free_blocks = self.idle_blocks = self.total_blocks = 0
@@ -169,7 +168,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             load=worker_pb2.WorkerLoad(
                 running_requests=self.num_live,
                 steps=self._step,
-                prefill_tokens_per_s=self.prefill_tokens_per_s,
                 free_blocks=self.free_blocks,
                 idle_blocks=self.idle_blocks,
                 total_blocks=self.total_blocks,

@@ -18,7 +18,7 @@ from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.telemetry.tracing import Span, Tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
-from loraplex_services.gateway.admission.queue import AdmissionRequest, deadline_infeasible
+from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.metrics import (
@@ -42,7 +42,7 @@ from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory
 from loraplex_services.gateway.request import GenerateCall, Target, TextDelta
 from loraplex_services.gateway.routing.relay import Relay
-from loraplex_services.gateway.routing.router import are_on_a_device, can_start_within
+from loraplex_services.gateway.routing.router import are_on_a_device
 from loraplex_services.gateway.routing.steering import Steering
 from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.text.chat_style import AS_DETECTED, StyleSettings
@@ -254,7 +254,6 @@ class Generation:
         async with AsyncExitStack() as stack:
             enter = stack.enter_async_context
             try:
-                self._check_deadline(prepared)
                 await enter(
                     self._rates.charged(limits, prepared.max_tokens, lambda: usage.total_tokens)
                 )
@@ -263,7 +262,6 @@ class Generation:
                 offered_s = now_s()
                 permit = await enter(self._controller.admit(request))
                 prepared.span.child("queue", offered_s, now_s())
-                self._check_deadline(prepared)
             except LoraplexError as error:
                 REJECTIONS.labels(error.reason).inc()
                 raise
@@ -274,15 +272,6 @@ class Generation:
         digests = [adapter.digest for adapter in prepared.target.adapters]
         run_s = self._controller.run_s(prepared.min_output, prepared.max_output)
         return prepared.admission_request(run_s, awaits_adapter=not are_on_a_device(views, digests))
-
-    def _check_deadline(self, prepared: PreparedRequest) -> None:
-        """Raises: DeadlineExceeded if its first token would come too late."""
-        views = self._fleet.views(prepared.base.base_id)
-        due_s = prepared.first_token_due_s
-        start_by_s = prepared.deadline_s if due_s is None else min(due_s, prepared.deadline_s)
-        left_s = start_by_s - now_s()
-        if not can_start_within(views, len(prepared.prompt_ids), left_s):
-            raise deadline_infeasible()
 
     def _choices(self, prepared: PreparedRequest, steering: Steering) -> TextDeltas:
         count = prepared.resolved.num_choices

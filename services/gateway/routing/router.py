@@ -127,25 +127,12 @@ def first_token_s(view: WorkerView, request: RoutingRequest) -> float:
     return compute_s + load_s
 
 
-def can_start_within(views: Sequence[WorkerView], num_prompt_tokens: int, left_s: float) -> bool:
-    """False if no worker could produce a first token in time, by their measured speeds."""
-    able = [view for view in views if view.takes_requests]
-    if left_s <= 0:
-        return False
-    return not able or any(_prefill_s(view, num_prompt_tokens) <= left_s for view in able)
-
-
 def are_on_a_device(views: Sequence[WorkerView], digests: Collection[str]) -> bool:
     """True if a worker that takes requests has all these adapters loaded, or if none takes any."""
     able = [view for view in views if view.takes_requests]
     return not able or any(
         all(view.tier_of(digest) is Tier.DEVICE for digest in digests) for view in able
     )
-
-
-def _prefill_s(view: WorkerView, num_prompt_tokens: int) -> float:
-    speed = view.load.prefill_tokens_per_s
-    return (view.load.queued_tokens + num_prompt_tokens) / speed if speed else 0.0
 
 
 def choose(views: Sequence[WorkerView], request: RoutingRequest) -> WorkerView | None:
