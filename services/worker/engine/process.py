@@ -81,15 +81,16 @@ class ServerSocket:
         assert len(bodies) == 1, "commands before the engine is ready"
         return decode_config(bodies[0])
 
-    def commands(self, timeout_s: float | None) -> list[Command]:
+    def commands(self, timeout_s: float | None) -> list[Command] | None:
         """Everything that has been received. Waits up to `timeout_s` (None = forever) for the first
-        command.
+        command or wake-up; returns None if neither came.
 
         Raises:
             ServerGone: the API server process closed its end.
         """
-        commands: list[Command] = []
+        commands: list[Command] | None = None
         while ready := select.select([self._socket, self._wake_reader], [], [], timeout_s)[0]:
+            commands = commands or []
             if self._wake_reader in ready:
                 self._wake_reader.recv(RECEIVE_BYTES)
             if self._socket in ready:
@@ -121,11 +122,12 @@ def run(engine: Engine, server: ServerSocket) -> NoReturn:
     engine.adapter_loads.wake = server.wake
     engine.announce = lambda request_ids: server.send(Entered(request_ids))
     while True:
-        commands = server.commands(_patience_s(engine, is_checked))
-        if not commands and not engine.has_requests and not is_checked:
+        patience_s = _patience_s(engine, is_checked)
+        commands = server.commands(patience_s)
+        if commands is None and patience_s == QUIET_S:
             engine.check_integrity()
             is_checked = True
-        output = engine.step(commands)
+        output = engine.step(commands or [])
         has_news = bool(output.tokens or output.failures or output.residency)
         is_checked = is_checked and not has_news
         if commands or has_news:

@@ -10,7 +10,13 @@ from loraplex_services.worker.config import from_env
 from loraplex_services.worker.engine import process
 from loraplex_services.worker.engine.process import ServerSocket, build_engine
 from loraplex_services.worker.native.isa import TORCH
-from loraplex_services.worker.types.messages import FrameBuffer, decode_message, frame
+from loraplex_services.worker.types.messages import (
+    Cancel,
+    FrameBuffer,
+    StepInput,
+    decode_message,
+    frame,
+)
 from tests.worker.commands import make_config
 from tests.worker.native.isas import ISAS, native
 from tests.worker.tiny import write_base
@@ -56,3 +62,17 @@ def test_an_error_that_nothing_foresees_refuses_the_base_and_one_that_may_pass_d
     assert code == 3 and "KeyError: 'rope'" in refused.message
     with pytest.raises(MemoryError):
         refusal(MemoryError())
+
+
+def test_a_wake_up_is_no_quiet_time():
+    """The end of a copy wakes the engine. It checks its integrity only when nothing comes, because
+    that takes longer the more adapters and pages it has."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = ServerSocket(theirs)
+        assert server.commands(0.0) is None
+        server.wake()
+        assert server.commands(None) == []
+        assert server.commands(0.0) is None
+        ours.sendall(frame(StepInput([Cancel("r1")])))
+        assert server.commands(None) == [Cancel("r1")]
