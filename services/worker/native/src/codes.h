@@ -124,9 +124,15 @@ inline Vec decode(const uint8_t* quad, int first, int j) {
     const __m512i words = _mm512_srli_epi32(_mm512_loadu_si512(from), shift);
     return {_mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(kMask)))};
 #elif defined(__AVX2__)
-    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    const __m256i words = _mm256_srli_epi32(raw, shift);
-    return {_mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(kMask)))};
+    __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    if (kBits == 4) {
+        codes = _mm256_and_si256(_mm256_srli_epi16(codes, shift % 8), _mm256_set1_epi8(kMask));
+    }
+    // Byte `j` of each word, and zeros.
+    const int place = static_cast<int>(0x80808000) + j;
+    const __m256i places = _mm256_add_epi32(_mm256_set1_epi32(place),
+                                            _mm256_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12));
+    return {_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, places))};
 #elif defined(LPX_NEON)
     const auto values = [&](const uint8_t* four) {
         const uint32x4_t raw = vreinterpretq_u32_u8(vld1q_u8(four));
