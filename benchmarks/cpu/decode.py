@@ -58,12 +58,13 @@ def main() -> None:
         results: Results = {}
         if args.join:
             results, limits = joined(args, limits)
-        ours = OurEngine(base, args.dtype, args.cpu_isa, args.arena_bytes)
+        arena_bytes = args.arena_bytes or bytes_for(folders)
+        ours = OurEngine(base, args.dtype, args.cpu_isa, arena_bytes)
         ours.touch()
         loads = {"loraplex": ours.load(folders)}
         sides: dict[str, Any] = {"loraplex": ours}
         if args.second_isa:
-            other = OurEngine(base, "auto", args.second_isa, args.arena_bytes)
+            other = OurEngine(base, "auto", args.second_isa, arena_bytes)
             loads["second_isa"] = other.load(folders)
             sides["second_isa"] = other
         if args.peer:
@@ -93,10 +94,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--second-isa", default="", help="another instruction set to compare with")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--peer-dtype", default="bfloat16" if half_is_fast("auto") else "float32")
-    parser.add_argument("--arena-bytes", type=int, default=2_000_000_000)
+    parser.add_argument("--arena-bytes", type=int, help="by default, all adapters fit")
     parser.add_argument("--name", default="cpu_decode", help="of the results file")
     parser.add_argument("--join", action="store_true", help="add to the runs of the results file")
     return parser.parse_args()
+
+
+def bytes_for(folders: list[Path]) -> int:
+    """Size of an arena with room for these adapters and the KV cache of all cases."""
+    files = (folder / "adapter_model.safetensors" for folder in folders)
+    adapter_bytes = sum(file.stat().st_size for file in files)
+    return max(2_000_000_000, 1_000_000_000 + adapter_bytes * 9 // 8)
 
 
 def joined(args: argparse.Namespace, limits: dict[str, float]) -> tuple[Results, dict[str, float]]:
