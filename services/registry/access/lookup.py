@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from loraplex_services.registry.records import (
 )
 
 _SCAN_ADAPTERS = 500
+_READS_AT_ONCE = 8
+"""Adapters that a list reads from the objects at the same time; other calls read there as well."""
 _MAX_NAMES = 50
 """Most adapters whose names are compared with one that does not exist."""
 
@@ -179,11 +182,20 @@ class Lookup:
             layout.adapter_of(info.key) async for info in self._store.list_objects(prefix)
         } - {None}
         scopes = sorted(scope_of(*adapter) for adapter in adapters if adapter is not None)
-        rest = [scope for scope in scopes if scope > after or (including and scope == after)]
-        return [
-            (scope, await self._from_objects(*scope.split("/", 1)))
-            for scope in rest[:_SCAN_ADAPTERS]
-        ]
+        name = query.name or query.name_prefix
+        rest = [
+            scope
+            for scope in scopes
+            if (scope > after or (including and scope == after))
+            and scope.partition("/")[2].startswith(name)
+        ][:_SCAN_ADAPTERS]
+        free = asyncio.Semaphore(_READS_AT_ONCE)
+
+        async def read(scope: str) -> tuple[str, Found]:
+            async with free:
+                return scope, await self._from_objects(*scope.split("/", 1))
+
+        return list(await asyncio.gather(*map(read, rest)))
 
 
 def _selector(ref: Ref) -> tuple[str, str]:

@@ -130,27 +130,33 @@ async def _raise_down(*args: object, **options: object) -> None:
     raise CatalogDown("away")
 
 
+@pytest.mark.parametrize("index", ["there", "lost"])
 async def test_lists_filter_by_label_prefix_name_and_base(
-    served: ServedRegistry, tmp_path: Path
+    served: ServedRegistry, tmp_path: Path, index: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed, name in enumerate(("chat", "sql-a", "sql-b")):
+    for seed, name in enumerate(("chat", "SQL-a", "sql-b")):
         await upload(served.client, tmp_path, name, seed, labels={"seed": str(seed)})
 
     async def names(**query: object) -> list[str]:
         return [version.name async for version in served.client.list(**query)]  # type: ignore[arg-type]
 
-    assert await names() == ["chat", "sql-a", "sql-b"]
-    assert await names(name_prefix="sql") == ["sql-a", "sql-b"]
-    assert await names(name="sql-a") == ["sql-a"]
+    if index == "lost":
+        monkeypatch.setattr(served.registry.catalog, "page", _raise_down)
+    assert await names() == ["chat", "SQL-a", "sql-b"]
+    assert await names(name_prefix="sql") == ["SQL-a", "sql-b"]
+    assert await names(name="sql-a") == ["SQL-a"]
     assert await names(labels={"seed": "2"}) == ["sql-b"]
     assert await names(base_id="no-such") == []
 
 
+@pytest.mark.parametrize("index", ["there", "lost"])
 async def test_pages_follow_each_other_without_gap_or_double(
-    served: ServedRegistry, tmp_path: Path
+    served: ServedRegistry, tmp_path: Path, index: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(5):
         await upload(served.client, tmp_path, f"a{seed % 2}", seed)
+    if index == "lost":
+        monkeypatch.setattr(served.registry.catalog, "page", _raise_down)
     seen: list[tuple[str, int]] = []
     request = pb.ListAdaptersRequest(page_size=2, all_versions=True)
     while True:
