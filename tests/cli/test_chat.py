@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 
 import pytest
 
+from loraplex.cli.generate import _shown
+from loraplex.client.generation import CompletionChunk
 from tests.cli.conftest import REPO, Command, environment
 
 NOBODY = "127.0.0.1:9"
@@ -37,3 +40,17 @@ def test_one_key_ends_a_chat_at_its_prompt(key: bytes, code: int) -> None:
         terminal.stdin.write(key)
         terminal.stdin.flush()
         assert terminal.wait(60) == code
+
+
+async def test_stdout_has_the_answer_and_stderr_the_reasoning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parts = [("", "Look "), ("", "it up."), ("Ra", ""), ("in.", "")]
+
+    async def chunks() -> AsyncIterator[CompletionChunk]:
+        for text, reasoning in parts:
+            yield CompletionChunk("id", 0, text, (), reasoning)
+
+    passed = [(chunk.text, chunk.reasoning) async for chunk in _shown(chunks(), streamed=True)]
+    assert passed == parts
+    assert capsys.readouterr() == ("Rain.\n", "Look it up.\n\n")
