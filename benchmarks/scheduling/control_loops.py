@@ -35,11 +35,11 @@ from loraplex_services.simulate.simulation import Simulation
 from loraplex_services.worker.engine.adapter_loads import AdapterLoads
 from loraplex_services.worker.scheduling import (
     admission,
+    decode_limit,
     early_abort,
     limits,
     lookahead,
     scheduler,
-    turns,
 )
 
 Figures = dict[str, float]
@@ -114,7 +114,7 @@ LOOPS: dict[str, list[Removal]] = {
     "worker: load wait": [(AdapterLoads, "await_copies", lambda *args: False)],
     "worker: lookahead": [(lookahead, "NUM_REQUESTS", 0)],
     "worker: adapters spared for the queue": [(scheduler, "MAX_SPARED", 0)],
-    "worker: turns of decoding": [(turns.DecodeTurns, "sitting_out", lambda *args: ())],
+    "worker: decode limit": [(decode_limit.DecodeLimit, "skipping", lambda *args: ())],
 }
 
 

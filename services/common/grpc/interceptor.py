@@ -169,7 +169,7 @@ class _Call:
         raw = await context.read()
         if raw is grpc.aio.EOF:
             raise InvalidRequest(f"{self.method} needs a request message")
-        await self.shared.large.turn(current_caller.get(), len(raw))
+        await self.shared.large.wait(current_caller.get(), len(raw))
         return self.parsed(raw)
 
 

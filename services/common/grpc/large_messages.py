@@ -32,7 +32,7 @@ class LargeMessages:
             _MAX_TENANTS, max_held=1, max_waiting_per_tenant=MAX_WAITING_MESSAGES_PER_TENANT
         )
 
-    async def turn(self, caller: Caller, num_bytes: int) -> None:
+    async def wait(self, caller: Caller, num_bytes: int) -> None:
         """Wait until a message of this size may be parsed. Small ones, those of services, and all
         where auth is off do not wait.
 

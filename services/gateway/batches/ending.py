@@ -1,7 +1,7 @@
 """Puts the results of a batch together and ends it.
 
 The files' ids are stored first, and results do not change. Whoever repeats the work after a crash
-therefore writes the same bytes to the same places.
+therefore writes the same bytes to the same offsets.
 """
 
 from __future__ import annotations

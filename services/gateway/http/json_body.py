@@ -42,12 +42,12 @@ class LargeBodies:
 
     async def parse(self, raw: bytes | bytearray, caller: Caller) -> dict[str, Any]:
         """A JSON object; large ones wait. Raises: InvalidRequest, ResourceExhausted."""
-        await self.turn(caller, len(raw))
+        await self.wait(caller, len(raw))
         return parse_object(raw)
 
-    async def turn(self, caller: Caller, num_bytes: int) -> None:
+    async def wait(self, caller: Caller, num_bytes: int) -> None:
         """Wait until as many bytes may be parsed or sent. Raises: ResourceExhausted."""
-        await self._parsed.turn(caller, num_bytes)
+        await self._parsed.wait(caller, num_bytes)
 
 
 async def read_json(request: Request, caller: Caller) -> dict[str, Any]:

@@ -115,8 +115,8 @@ class LoraFolders:
         except (OSError, ValueError):
             is_there = False
         if not is_there:
-            place = "LORAPLEX_LORA_ROOT" if is_operator else f"LORAPLEX_LORA_ROOT/{caller.tenant}"
-            why = f"there is no such folder in {place} on the gateway's machine"
+            parent = "LORAPLEX_LORA_ROOT" if is_operator else f"LORAPLEX_LORA_ROOT/{caller.tenant}"
+            why = f"there is no such folder in {parent} on the gateway's machine"
             raise NotFound(f"lora_path: {why}", violations=[Violation("lora_path", "", why)])
         return path
 

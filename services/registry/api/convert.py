@@ -343,7 +343,7 @@ def page_token(cursor: Cursor | None) -> str:
 
 
 def cursor_of(token: str) -> Cursor:
-    """The place that a token names. Raises InvalidRequest."""
+    """The position that a page token names. Raises InvalidRequest."""
     if not token:
         return Cursor()
     try:

@@ -1,7 +1,7 @@
 -- Bring changed documents into the index, all or nothing, and tell watchers.
 -- KEYS[1] = prefix of all keys; ARGV = the position seen before (epoch, sequence), how many events to
 -- keep, the epoch to fill while rebuilding ('' = the current one), JSON {op, scope, items}, then the
--- documents that items and events name by their place. Keys: see catalog.py.
+-- documents that items and events name by their number. Keys: see catalog.py.
 -- Returns {epoch, sequence after the change, ''}, or false where there is no index to change or it is
 -- behind that position.
 local prefix = KEYS[1]
@@ -19,8 +19,8 @@ local ns = prefix .. epoch .. ':'
 local sequence = tonumber(redis.call('GET', ns .. 'seq') or '0')
 if epoch == ARGV[1] and sequence < tonumber(ARGV[2]) then return false end
 
-local function document(place)
-  return ARGV[5 + place]
+local function document(number)
+  return ARGV[5 + number]
 end
 
 local function generation_of(value)

@@ -43,7 +43,7 @@ local function found(scope, kind, selector)
 end
 
 local answers = {}
-for place = 3, #ARGV, 3 do
-  answers[#answers + 1] = found(ARGV[place], ARGV[place + 1], ARGV[place + 2])
+for first = 3, #ARGV, 3 do
+  answers[#answers + 1] = found(ARGV[first], ARGV[first + 1], ARGV[first + 2])
 end
 return {epoch, sequence, answers}

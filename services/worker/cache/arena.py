@@ -212,7 +212,7 @@ class Arena:
         return owned
 
     def check_integrity(self) -> None:
-        """Assert that every page is in exactly one place."""
+        """Assert that every page has exactly one owner or is free once."""
         free = [(p, size) for size, first_pages in self._free_extents.items() for p in first_pages]
         retiring = [extent for _, _, extents in self._retiring for extent in extents]
         parts = [*free, *retiring, *((p, size) for p, (size, _) in self._extents.items())]
@@ -223,7 +223,7 @@ class Arena:
         per_block = self.pages_per_block
         pages += [p for b in blocks for p in range(b * per_block, (b + 1) * per_block)]
         assert len(pages) == self.num_blocks * per_block, f"{len(pages)} pages accounted for"
-        assert set(pages) == set(range(len(pages))), "a page is in two places"
+        assert set(pages) == set(range(len(pages))), "a page is listed twice"
         split = {first_page // per_block for first_page, _ in parts}
         assert split == {*self._used, *self._unused} and not self._unused & {*self._used}
         used = Counter(first_page // per_block for first_page in self._extents)

@@ -248,7 +248,7 @@ class Engine:
         elapsed_s = now - max(begin_s, self._collected_s)
         self._stats.measure(plan, elapsed_s)
         self.scheduler.budget.measure(plan, elapsed_s)
-        self.scheduler.turns.measure(plan, elapsed_s)
+        self.scheduler.decode_limit.measure(plan, elapsed_s)
         self._collected_s = now
         self._prefixes.token_s = self._stats.prefill_token_s or self._prefixes.token_s
         return tokens

@@ -76,9 +76,9 @@ class ShardedLora:
         return out
 
     def _summed(self, parts: list[Tensor], found: Found) -> list[Tensor]:
-        whole = self._ranks.all_reduce(torch.cat([part.flatten() for part in parts]))
+        summed = self._ranks.all_reduce(torch.cat([part.flatten() for part in parts]))
         lengths = [part.numel() for part in parts]
-        pairs = zip(whole.split(lengths), parts, strict=True)
+        pairs = zip(summed.split(lengths), parts, strict=True)
         return [summed.view(part.shape) for summed, part in pairs]
 
 

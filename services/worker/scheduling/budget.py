@@ -55,7 +55,7 @@ class TokenBudget:
         spare_s = max(self._max_step_s, MAX_STRETCH * decode_s) - decode_s
         return max(MIN_PROMPT_TOKENS, int(min(spare_s / token_s, self._max_tokens)))
 
-    def max_whole_tokens(self, running: RunningBatch) -> int:
+    def max_tokens_without_decoding(self, running: RunningBatch) -> int:
         """Most tokens of a step that computes only prompts while the `running` requests wait for
         it."""
         return self.max_prompt_tokens() if running.decoding else self._max_tokens

@@ -29,8 +29,8 @@ class Member:
     num_allocated: int = 0
     """Number of positions that have a block."""
     is_decoding: bool = False
-    last_turn: int = -1
-    """The last step in which the request decoded while others of its tenant sat out."""
+    last_decode_step: int = -1
+    """The last step in which the request decoded while others of its tenant skipped it."""
 
     def row(self, num_tokens: int) -> PlannedRow:
         """Compute the next `num_tokens` positions."""
@@ -116,7 +116,7 @@ class RunningBatch:
         elif self.prompts.pop(request_id, None) is None:
             del self.ending[request_id]
 
-    def decode_rows(self, sitting_out: Collection[Member] = ()) -> list[PlannedRow]:
+    def decode_rows(self, skipping: Collection[Member] = ()) -> list[PlannedRow]:
         """A row for every request that decodes, need not wait and does not sit out."""
         return [
             PlannedRow(
@@ -128,7 +128,7 @@ class RunningBatch:
                 request.in_flight_output if request.num_in_flight_tokens else None,
             )
             for member in self.decoding
-            if not (request := member.request).must_wait and member not in sitting_out
+            if not (request := member.request).must_wait and member not in skipping
         ]
 
     def check_integrity(self, tokens_per_block: int) -> None:

@@ -21,6 +21,7 @@ from loraplex_services.worker.scheduling.admission import AdmissionTest
 from loraplex_services.worker.scheduling.block_allocator import BlockAllocator
 from loraplex_services.worker.scheduling.budget import TokenBudget
 from loraplex_services.worker.scheduling.deadlines import Deadlines
+from loraplex_services.worker.scheduling.decode_limit import DecodeLimit
 from loraplex_services.worker.scheduling.drafts import Drafts
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.lookahead import Lookahead
@@ -35,7 +36,6 @@ from loraplex_services.worker.scheduling.queue_pass import QueuePass
 from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
 from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
 from loraplex_services.worker.scheduling.state_planner import StatePlanner
-from loraplex_services.worker.scheduling.turns import DecodeTurns
 from loraplex_services.worker.scheduling.uncached import UncachedPrompts, num_cached_tokens
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
@@ -87,9 +87,9 @@ class Scheduler:
         self.times = self._deadlines.times
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self._uncached = UncachedPrompts(layout, prefixes, self.budget, self._running)
-        self.turns = DecodeTurns()
+        self.decode_limit = DecodeLimit()
         self.drafts = Drafts(limits, layout.tokens_per_block)
-        self._out: Collection[Member] = ()
+        self._skipped: Collection[Member] = ()
         """Running requests that do not decode in this step."""
         self.num_preemptions = 0
         self.is_full = False
@@ -180,7 +180,7 @@ class Scheduler:
             preempt = partial(self._preempt, now=now)
             has_preempted = self._allocator.grow_some(wanted, preempt, now)
         self._uncached.begin_step()
-        decodes = self._running.decode_rows(self._sitting_out(now))
+        decodes = self._running.decode_rows(self._skipping(now))
         started: list[PlannedRow] = []
         if not has_preempted:
             started = self._admit(now, budget)
@@ -191,15 +191,17 @@ class Scheduler:
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
         rows = self._uncached.choose(in_batch_order(decodes, others + started))
-        return self._number(self.drafts.added(rows, self.turns.most_tokens), now)
+        return self._number(self.drafts.added(rows, self.decode_limit.most_tokens), now)
 
-    def _sitting_out(self, now: float) -> Collection[Member]:
+    def _skipping(self, now: float) -> Collection[Member]:
         if self._counters is None:  # first come, first served: tenants are not told apart
             return ()
         if not self._uncached.has_others_due:  # else the last step computed none of them
             decoding, tenants = self._running.decoding, self._counters.tenants
-            self._out = self.turns.sitting_out(decoding, self._next_step, tenants.num_expected(now))
-        return self._out
+            self._skipped = self.decode_limit.skipping(
+                decoding, self._next_step, tenants.num_expected(now)
+            )
+        return self._skipped
 
     def _number(self, rows: Sequence[PlannedRow], now: float = 0.0) -> StepPlan:
         if rows:
@@ -329,7 +331,7 @@ class Scheduler:
         else:
             if request.adapters_ready_s is None:
                 request.adapters_ready_s = now
-            if self._awaits_its_turn(request, queue_pass.budget):
+            if self._must_wait(request, queue_pass.budget):
                 queue_pass.pass_over()
                 return True
             if not self._admission.has_too_many_adapters(digests):
@@ -386,7 +388,7 @@ class Scheduler:
                 self._counters.charge(request, request.num_pending, 0)
         return member.row(num_tokens)
 
-    def _awaits_its_turn(self, request: Request, budget: int) -> bool:
+    def _must_wait(self, request: Request, budget: int) -> bool:
         """True for a prompt that is too long for this step while another such is computed."""
         if request.without_cache:
             return self._uncached.must_wait(request)

@@ -37,7 +37,7 @@ class UncachedPrompts:
 
     def begin_step(self) -> None:
         """Note that a step is about to be planned."""
-        self._max_tokens = self._budget.max_whole_tokens(self._running)
+        self._max_tokens = self._budget.max_tokens_without_decoding(self._running)
         self._tokens_left = 0 if self.has_others_due else self._max_tokens
         self._num_started = 0
 

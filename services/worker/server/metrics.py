@@ -41,7 +41,7 @@ _first_token = Histogram(
 _inter_token = Histogram(
     "vllm:inter_token_latency_seconds", "Time between two tokens", buckets=_LATENCY_BUCKETS_S
 )
-_whole = Histogram(
+_end_to_end = Histogram(
     "vllm:e2e_request_latency_seconds",
     "Time from arrival to the end of a request",
     buckets=_LATENCY_BUCKETS_S,
@@ -166,7 +166,7 @@ def _observe_output(request: ServerRequest, output: TokenOutput, now: float) -> 
     _generation_tokens.inc(len(output.token_ids))
     if output.finish_reason:
         _observe_end(request, output, now - request.first_token_s)
-        _whole.observe(now - request.arrival_s)
+        _end_to_end.observe(now - request.arrival_s)
         count_end(output.finish_reason)
 
 

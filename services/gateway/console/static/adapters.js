@@ -105,12 +105,12 @@ export class Adapters {
 
   /** The page of one adapter. */
   async openOne(full) {
-    const place = byId("adapter");
+    const element = byId("adapter");
     try {
       const adapter = await get(`/console/adapter?name=${encodeURIComponent(full)}`);
-      place.replaceChildren(...this.one(adapter, full));
+      element.replaceChildren(...this.one(adapter, full));
     } catch (error) {
-      place.replaceChildren(h("p", { className: "note error" }, error.message));
+      element.replaceChildren(h("p", { className: "note error" }, error.message));
       this.onFailure(error);
     }
   }

@@ -32,7 +32,7 @@ export class Chart {
     this.rangeS = 1;
     this.points = [];
     this.pointer = null;
-    this.keys = series.map((each, place) => h("span", { className: `key s${place}` }, each.name));
+    this.keys = series.map((each, index) => h("span", { className: `key s${index}` }, each.name));
     this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", preserveAspectRatio: "none" });
     this.heading = h("span", {}, title);
     this.element = h("div", { className: "chart" }, h("h3", {}, this.heading, ...this.keys), this.picture);
@@ -65,31 +65,31 @@ export class Chart {
     ]);
     parts.push(svg("text", { x: LEFT, y: HEIGHT - 3 }, `−${ago(this.rangeS)}`));
     parts.push(svg("text", { x: width, y: HEIGHT - 3, "text-anchor": "end" }, "now"));
-    this.series.forEach((_, place) => parts.push(...this.curve(place, x, y)));
+    this.series.forEach((_, index) => parts.push(...this.curve(index, x, y)));
     const shown = this.pointed(x) ?? this.points.at(-1);
     if (this.pointer !== null) {
       parts.push(svg("line", { class: "grid", x1: x(shown.ageS), x2: x(shown.ageS), y1: 0, y2: HEIGHT - BOTTOM }));
     }
-    shown.values.forEach((value, place) => {
-      if (value !== null) parts.push(svg("circle", { class: `dot s${place}`, cx: x(shown.ageS), cy: y(value), r: 4 }));
+    shown.values.forEach((value, index) => {
+      if (value !== null) parts.push(svg("circle", { class: `dot s${index}`, cx: x(shown.ageS), cy: y(value), r: 4 }));
     });
     this.picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.picture.replaceChildren(...parts);
     this.describe(shown);
   }
 
-  curve(place, x, y) {
+  curve(index, x, y) {
     const runs = [[]];
     for (const { ageS, values } of this.points) {
-      if (values[place] === null) runs.push([]);
-      else runs.at(-1).push([x(ageS), y(values[place])]);
+      if (values[index] === null) runs.push([]);
+      else runs.at(-1).push([x(ageS), y(values[index])]);
     }
     return runs.filter((run) => run.length).flatMap((run) => {
-      if (run.length === 1) return [svg("circle", { class: `mark s${place}`, cx: run[0][0], cy: run[0][1], r: 1.6 })];
+      if (run.length === 1) return [svg("circle", { class: `mark s${index}`, cx: run[0][0], cy: run[0][1], r: 1.6 })];
       const line = run.map(([a, b]) => `${a.toFixed(1)},${b.toFixed(1)}`).join("L");
       const area = `M${line}L${run.at(-1)[0]},${y(0)}L${run[0][0]},${y(0)}Z`;
-      const fill = place === 0 ? [svg("path", { class: "area s0", d: area })] : [];
-      return [...fill, svg("path", { class: `line s${place}`, d: `M${line}` })];
+      const fill = index === 0 ? [svg("path", { class: "area s0", d: area })] : [];
+      return [...fill, svg("path", { class: `line s${index}`, d: `M${line}` })];
     });
   }
 
@@ -100,8 +100,8 @@ export class Chart {
   }
 
   describe({ ageS, values }) {
-    const texts = this.series.map((each, place) => `${each.name} ${values[place] === null ? "–" : each.show(values[place])}`);
-    texts.forEach((text, place) => { this.keys[place].textContent = text; });
+    const texts = this.series.map((each, index) => `${each.name} ${values[index] === null ? "–" : each.show(values[index])}`);
+    texts.forEach((text, index) => { this.keys[index].textContent = text; });
     this.heading.textContent = this.pointer === null ? this.title : `${this.title}, ${ago(ageS)} ago`;
     this.picture.setAttribute("aria-label", `${this.title} now: ${texts.join(", ")}`);
   }

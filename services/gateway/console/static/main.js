@@ -96,7 +96,7 @@ async function lookAtHistory() {
   try {
     const { range_s: rangeS, columns, failures } = await get(`/console/history?range=${encodeURIComponent(range)}`);
     for (const [chart, names] of charts) {
-      chart.set(columns.age_s.map((ageS, place) => ({ ageS, values: names.map((name) => columns[name][place]) })), rangeS);
+      chart.set(columns.age_s.map((ageS, index) => ({ ageS, values: names.map((name) => columns[name][index]) })), rangeS);
     }
     showFailures(failures);
   } catch (error) {

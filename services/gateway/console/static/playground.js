@@ -104,9 +104,9 @@ export class Playground {
 
   offerComparison() {
     byId("compare").hidden = this.answers.length < 2;
-    for (const [place, name] of ["left", "right"].entries()) {
+    for (const [index, name] of ["left", "right"].entries()) {
       byId(name).replaceChildren(h("option", { value: "" }, "–"), ...this.answers.map((answer, index) => h("option", { value: index }, answer.model)));
-      byId(name).value = this.answers.length > 2 ? "" : String(place);
+      byId(name).value = this.answers.length > 2 ? "" : String(index);
     }
     this.compare();
   }

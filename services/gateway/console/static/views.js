@@ -7,11 +7,11 @@ const [FEWEST_CHIPS, MOST_CHIPS, CHIPS_OF_ALL] = [4, 60, 300];
 
 const drawn = new Map();
 
-/** False when a place already shows just this: what has the focus must not be replaced. */
-function isNew(place, value) {
+/** False when a element already shows just this: what has the focus must not be replaced. */
+function isNew(element, value) {
   const text = JSON.stringify(value);
-  if (drawn.get(place) === text) return false;
-  drawn.set(place, text);
+  if (drawn.get(element) === text) return false;
+  drawn.set(element, text);
   return true;
 }
 

@@ -96,7 +96,7 @@ class ResponsesEndpoints:
     async def read(self, request: Request) -> Response:
         """GET /v1/responses/{id}."""
         caller, stored = await self._stored(request, ("include",))
-        await self._turn(request, caller, len(stored.response))
+        await self._wait(request, caller, len(stored.response))
         return Response(stored.response, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
@@ -114,7 +114,7 @@ class ResponsesEndpoints:
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/{id}/input_items: what this request sent, newest first by default."""
         caller, stored = await self._stored(request, ("after", "include", "limit", "order"))
-        await self._turn(request, caller, len(stored.items))
+        await self._wait(request, caller, len(stored.items))
         query = request.query_params
         items = json.loads(stored.items)
         if choice_of(query, "order", ("desc", "asc")) == "desc":
@@ -178,10 +178,10 @@ class ResponsesEndpoints:
         stored = StoredResponse(response["id"], call.previous_id, _raw(response), _raw(items))
         self._store.put(tenant, stored)
 
-    async def _turn(self, request: Request, caller: Caller, num_bytes: int) -> None:
+    async def _wait(self, request: Request, caller: Caller, num_bytes: int) -> None:
         """Wait as for a body of this size: a stored response may be as large."""
         bodies: LargeBodies = request.state.large_bodies
-        await bodies.turn(caller, num_bytes)
+        await bodies.wait(caller, num_bytes)
 
     async def _stored(
         self, request: Request, parameters: Sequence[str] = ()

@@ -3,7 +3,7 @@
 // A task is one sequence, one KV head and a few queries; the G query heads that share the KV head
 // go through each block of keys together. The softmax is kept as a running maximum and sum, block by
 // block from the first visible one, so a query's result depends neither on its neighbours nor on how
-// its prompt was cut into chunks. Blocks begin at multiples of the block length, and hidden places
+// its prompt was cut into chunks. Blocks begin at multiples of the block length, and hidden positions
 // are skipped, never multiplied by zero: they may hold any bytes.
 #include <cmath>
 
@@ -65,11 +65,11 @@ void write_token(const AttentionCall<T, Stored>& call, const Sequence& sequence,
     const int64_t block = block_of(sequence, position / l.block_tokens);
     const int64_t slot = position % l.block_tokens;
     for (int64_t head = 0; head < l.num_kv_heads; ++head) {
-        const int64_t place = block * l.block_stride + (head * l.block_tokens + slot) * l.head_dim;
+        const int64_t offset = block * l.block_stride + (head * l.block_tokens + slot) * l.head_dim;
         const int64_t from = head * l.head_dim;
-        keep(call.k + row * l.ldk + from, l.head_dim, call.keys + place,
+        keep(call.k + row * l.ldk + from, l.head_dim, call.keys + offset,
              scale_at(l, l.key_scales, block, head, slot));
-        keep(call.v + row * l.ldv + from, l.head_dim, call.values + place,
+        keep(call.v + row * l.ldv + from, l.head_dim, call.values + offset,
              scale_at(l, l.value_scales, block, head, slot));
     }
 }
@@ -191,7 +191,7 @@ void attend(const AttentionCall<T, Stored>& call, const Sequence& sequence, int6
     for (int64_t block = oldest / l.block_tokens; block * l.block_tokens < high; ++block) {
         const int64_t begin = block * l.block_tokens;
         const int64_t id = block_of(sequence, block);
-        const int64_t place = id * l.block_stride + head * l.block_tokens * l.head_dim;
+        const int64_t offset = id * l.block_stride + head * l.block_tokens * l.head_dim;
         for (int64_t row = 0; row < num_rows; ++row) {
             const Seen seen = seen_by(l, sequence, low + row / group);
             const int64_t from = seen.begin > begin ? seen.begin - begin : 0;
@@ -199,11 +199,11 @@ void attend(const AttentionCall<T, Stored>& call, const Sequence& sequence, int6
             if (from >= to) continue;
             float scores[kMaxBlockTokens];
             float* out = outputs + row * padded;
-            score(queries + row * padded, call.keys + place, l.head_dim, from, to, scores);
+            score(queries + row * padded, call.keys + offset, l.head_dim, from, to, scores);
             if (l.key_scales) rescale(scale_at(l, l.key_scales, id, head, 0), from, to, scores);
             weigh(l, from, to, scores, running[row], out, padded);
             if (l.key_scales) rescale(scale_at(l, l.value_scales, id, head, 0), from, to, scores);
-            gather(scores, call.values + place, l.head_dim, from, to, out);
+            gather(scores, call.values + offset, l.head_dim, from, to, out);
         }
     }
     for (int64_t row = 0; row < num_rows; ++row) {

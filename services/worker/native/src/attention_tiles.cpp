@@ -5,7 +5,7 @@
 // tokens][dimension][2], as both read their right operand; only this file knows. A task is 16
 // query rows at most that share a KV head (some queries of one sequence, all heads of the group). It
 // scores all visible keys, takes the softmax of whole rows and multiplies with the values, so a row's
-// result depends neither on its neighbours nor on how its prompt was cut. Hidden places get weight 0;
+// result depends neither on its neighbours nor on how its prompt was cut. Hidden positions get weight 0;
 // a block's values are zeroed when its first token is written, so 0 never meets a stale NaN.
 #include <cmath>
 #include <vector>
@@ -36,15 +36,15 @@ void write_token(const AttentionCall<bf16>& call, const Sequence& sequence, int6
     const int64_t slot = position % kTokens;
     bf16* block = nullptr;
     for (int64_t head = 0; head < l.num_kv_heads; ++head) {
-        const int64_t place = block_of(sequence, position / kTokens) * l.block_stride +
+        const int64_t offset = block_of(sequence, position / kTokens) * l.block_stride +
                               head * kTokens * l.head_dim;
         const bf16* key = call.k + row * l.ldk + head * l.head_dim;
         const bf16* value = call.v + row * l.ldv + head * l.head_dim;
-        block = call.keys + place;
+        block = call.keys + offset;
         for (int64_t d = 0; d < l.head_dim; d += 2) {
             std::memcpy(block + (d / 2 * kTokens + slot) * 2, key + d, 2 * sizeof(bf16));
         }
-        block = call.values + place;
+        block = call.values + offset;
         if (slot == 0) std::memset(block, 0, kTokens * l.head_dim * sizeof(bf16));
         for (int64_t d = 0; d < l.head_dim; ++d) {
             block[(slot / 2 * l.head_dim + d) * 2 + slot % 2] = value[d];

@@ -72,13 +72,13 @@ struct DigitRows {
             const Vec scale = load(block.scales + v * 16);
             // Zero points are subtracted as integers, which is exact, and what is left of others as floats.
             const Vec exact = load(block.zeros + v * 16);
-            const Vec whole_zero = round(min(max(exact, set1(-kLargestZero)), set1(kLargestZero)));
-            const __m512i zero = _mm512_cvtps_epi32(whole_zero.v);
-            const Vec rest = sub(whole_zero, exact);
+            const Vec rounded_zero = round(min(max(exact, set1(-kLargestZero)), set1(kLargestZero)));
+            const __m512i zero = _mm512_cvtps_epi32(rounded_zero.v);
+            const Vec rest = sub(rounded_zero, exact);
             for (int r = 0; r < R; ++r) {
-                const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]);
+                const __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]);
                 const __m512i inputs = _mm512_set1_epi32(sums[at + r * num_blocks]);
-                const __m512i shifted = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, inputs));
+                const __m512i shifted = _mm512_sub_epi32(product, _mm512_mullo_epi32(zero, inputs));
                 const Vec sum = fma(rest, {_mm512_cvtepi32_ps(inputs)}, {_mm512_cvtepi32_ps(shifted)});
                 float* total = totals + r * kPanel + v * 16;
                 store(total, fma(mul(sum, set1(factors[at + r * num_blocks])), scale, load(total)));
@@ -102,14 +102,14 @@ private:
         const __m512 inverse = _mm512_set1_ps(top > 0.0f ? kLargest / top : 0.0f);
         __m512i sum = _mm512_setzero_si512();
         for (int64_t i = 0; i < n; i += 16) {
-            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load_n(x + i, n - i).v, inverse));
+            const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(load_n(x + i, n - i).v, inverse));
             const __m512i digit =
-                _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-            const __m512i rest = _mm512_sub_epi32(whole, _mm512_slli_epi32(digit, 8));
+                _mm512_srai_epi32(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)), 8);
+            const __m512i rest = _mm512_sub_epi32(rounded, _mm512_slli_epi32(digit, 8));
             _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(digit));
             _mm_storeu_si128(reinterpret_cast<__m128i*>(high + padded + i),
                              _mm512_cvtepi32_epi8(rest));
-            sum = _mm512_add_epi32(sum, whole);
+            sum = _mm512_add_epi32(sum, rounded);
         }
         factors[at] = top / kLargest;
         sums[at] = _mm512_reduce_add_epi32(sum);

@@ -25,11 +25,11 @@ constexpr int64_t kWidenedRows = 64;  // of one task
 constexpr int64_t kAheadBytes = 4096;
 
 template <class T>
-inline int place_in_panel(int output) {
+inline int index_in_panel(int output) {
     return output;
 }
 template <>
-inline int place_in_panel<bf16>(int output) {
+inline int index_in_panel<bf16>(int output) {
     return output < kLanes ? 2 * output : 2 * (output - kLanes) + 1;
 }
 
@@ -39,9 +39,9 @@ void pack(const W* weight, int64_t num_outputs, int64_t num_inputs, W* packed) {
         W* out = packed + panel * kPanel * num_inputs;
         for (int i = 0; i < kPanel; ++i) {
             const int64_t row = panel * kPanel + i;
-            const int place = place_in_panel<W>(i);
+            const int index = index_in_panel<W>(i);
             for (int64_t k = 0; k < num_inputs; ++k) {
-                out[k * kPanel + place] = row < num_outputs ? weight[row * num_inputs + k] : W();
+                out[k * kPanel + index] = row < num_outputs ? weight[row * num_inputs + k] : W();
             }
         }
     });

@@ -41,9 +41,9 @@ inline void interleave(Pairs one, Pairs two, Pairs& first, Pairs& last) {
     alignas(64) static constexpr uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,
                                                         37, 6, 38, 7, 39, 8,  40, 9,  41, 10, 42,
                                                         11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i places = _mm512_load_si512(kFirst);
-    const __m512i later = _mm512_add_epi16(places, _mm512_set1_epi16(16));
-    first = {(__m512bh)_mm512_permutex2var_epi16((__m512i)one.v, places, (__m512i)two.v)};
+    const __m512i indices = _mm512_load_si512(kFirst);
+    const __m512i later = _mm512_add_epi16(indices, _mm512_set1_epi16(16));
+    first = {(__m512bh)_mm512_permutex2var_epi16((__m512i)one.v, indices, (__m512i)two.v)};
     last = {(__m512bh)_mm512_permutex2var_epi16((__m512i)one.v, later, (__m512i)two.v)};
 }
 inline Vec dot(Pairs a, Pairs b, Vec sum) { return {_mm512_dpbf16_ps(sum.v, a.v, b.v)}; }

@@ -67,9 +67,9 @@ void convolve(const T* x, int64_t ldx, const float* taps, float* y, const States
         const int64_t* target = states.targets + span * shape.state_blocks;
         const int64_t begin = states.words[2 * span], end = states.words[2 * span + 1];
         for (int64_t i = 0; i < before; ++i) {
-            float* place = inputs + i * kTaskChannels;
-            if (source[0] < 0) std::fill(place, place + width, 0.0f);
-            else copy_inputs(states.arena, source, shape, i * channels + channel, width, place, true);
+            float* slot = inputs + i * kTaskChannels;
+            if (source[0] < 0) std::fill(slot, slot + width, 0.0f);
+            else copy_inputs(states.arena, source, shape, i * channels + channel, width, slot, true);
         }
         for (int64_t t = begin; t < end; ++t) {
             const int64_t newest = (t - begin + before) % shape.taps;
@@ -78,8 +78,8 @@ void convolve(const T* x, int64_t ldx, const float* taps, float* y, const States
                 store_n(inputs + newest * kTaskChannels + c, load_n(x + t * ldx + channel + c, n), n);
                 Vec sum = zero();
                 for (int64_t i = 0; i < shape.taps; ++i) {
-                    const int64_t place = (t - begin + i) % shape.taps;
-                    sum = fma(load_n(inputs + place * kTaskChannels + c, n),
+                    const int64_t slot = (t - begin + i) % shape.taps;
+                    sum = fma(load_n(inputs + slot * kTaskChannels + c, n),
                               load_n(taps + i * channels + channel + c, n), sum);
                 }
                 const Vec silu = div(sum, add(set1(1.0f), exp(sub(zero(), sum))));
@@ -87,9 +87,9 @@ void convolve(const T* x, int64_t ldx, const float* taps, float* y, const States
             }
         }
         for (int64_t i = 0; i < before; ++i) {
-            const int64_t place = (end - begin + i) % shape.taps;
+            const int64_t slot = (end - begin + i) % shape.taps;
             copy_inputs(states.arena, target, shape, i * channels + channel, width,
-                        inputs + place * kTaskChannels, false);
+                        inputs + slot * kTaskChannels, false);
         }
     }
 }

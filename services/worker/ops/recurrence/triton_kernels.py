@@ -58,10 +58,10 @@ def convolve(
                 if first == begin:
                     is_old = (at < begin)[:, None] & is_channel[None, :] & has_source
                     item = (at - begin + before)[:, None] * CHANNELS + channel[None, :]
-                    place = _items(
+                    offset = _items(
                         source, first_cell, item, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, is_old
                     )
-                    value += tl.load(arena + place, mask=is_old, other=0.0)
+                    value += tl.load(arena + offset, mask=is_old, other=0.0)
                 taps_at = taps + channel * NUM_TAPS + i
                 total += value * tl.load(taps_at, mask=is_channel, other=0.0)[None, :]
             tl.store(
@@ -79,13 +79,13 @@ def convolve(
         ).to(tl.float32)
         is_old = is_kept & (at < begin)[:, None] & has_source
         item = (at - begin + before)[:, None] * CHANNELS + channel[None, :]
-        place = _items(source, first_cell, item, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, is_old)
-        value += tl.load(arena + place, mask=is_old, other=0.0)
+        offset = _items(source, first_cell, item, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, is_old)
+        value += tl.load(arena + offset, mask=is_old, other=0.0)
         is_kept &= tl.load(target) >= 0
         item = i[:, None] * CHANNELS + channel[None, :]
-        place = _items(target, first_cell, item, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, is_kept)
+        offset = _items(target, first_cell, item, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, is_kept)
         tl.debug_barrier()  # the state may be updated in place: all threads have read it
-        tl.store(arena + place, value, mask=is_kept)
+        tl.store(arena + offset, value, mask=is_kept)
         tl.debug_barrier()  # the next span reads what was written
 
 
@@ -144,8 +144,8 @@ def step(
     cell, items = first_cell + head, key[:, None] * VALUE_DIM + value[None, :]
     is_item = is_key[:, None] & is_value[None, :]
     has_source, has_target = tl.load(source) >= 0, tl.load(target) >= 0
-    place = _cells(source, cell, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, has_source)
-    state = tl.load(arena + place + items, mask=is_item & has_source, other=0.0) * tl.exp(decay)
+    offset = _cells(source, cell, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, has_source)
+    state = tl.load(arena + offset + items, mask=is_item & has_source, other=0.0) * tl.exp(decay)
     correction = beta * (v - tl.sum(k[:, None] * state, axis=0))
     state += k[:, None] * correction[None, :]
     y = tl.sum(q[:, None] * state, axis=0)
@@ -154,8 +154,8 @@ def step(
         y.to(out.dtype.element_ty),
         mask=is_value,
     )
-    place = _cells(target, cell, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, has_target)
-    tl.store(arena + place + items, state, mask=is_item & has_target)
+    offset = _cells(target, cell, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, has_target)
+    tl.store(arena + offset + items, state, mask=is_item & has_target)
 
 
 @triton.jit
@@ -204,15 +204,15 @@ def solve_chunks(
     left = tl.exp(tl.where(is_later, sums[None, :] - sums[:, None], float("-inf")))
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * left * beta[None, :]
     inverse = _inverse(system, i, CHUNK)
-    places = first_row * CHUNK + (i[:, None] * (VALUE_HEADS * CHUNK) + i[None, :])
-    tl.store(solutions + places, inverse * beta[None, :], mask=is_token[:, None])
+    pair_offsets = first_row * CHUNK + (i[:, None] * (VALUE_HEADS * CHUNK) + i[None, :])
+    tl.store(solutions + pair_offsets, inverse * beta[None, :], mask=is_token[:, None])
     q = _head_rows(queries, i, num_tokens, key, KEY_DIM, CHANNELS, BLOCK_KEYS)
     q_scale = KEY_DIM**-0.5 / tl.sqrt(tl.sum(q * q, axis=1) + 1e-6)
     tl.store(scale + 1, q_scale, mask=is_token)
     weight = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_scale[:, None]
     is_seen = i[:, None] >= i[None, :]
     left = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], float("-inf")))
-    tl.store(weights + places, weight * left, mask=is_token[:, None])
+    tl.store(weights + pair_offsets, weight * left, mask=is_token[:, None])
 
 
 @triton.jit(do_not_specialize=["first_cell"])
@@ -237,8 +237,8 @@ def advance_chunks(
     first_span = tl.load(row_ends + row - 1, mask=row > 0, other=0)
     source = sources + first_span * STATE_BLOCKS
     has_source = tl.load(source) >= 0
-    place = _cells(source, cell, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, has_source)
-    state = tl.load(arena + place + items, mask=is_item & has_source, other=0.0)
+    offset = _cells(source, cell, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, has_source)
+    state = tl.load(arena + offset + items, mask=is_item & has_source, other=0.0)
     for span in range(first_span, tl.load(row_ends + row)):
         begin, end = tl.load(words + 2 * span), tl.load(words + 2 * span + 1)
         for first in range(begin, end, CHUNK):
@@ -258,13 +258,13 @@ def advance_chunks(
             wanted = tl.load(values + first * CHANNELS + offsets, mask=is_own, other=0.0)
             known = tl.dot(k, state, input_precision=PRECISION)
             wanted -= (k_scale * tl.exp(sums))[:, None] * known
-            places = first_row * CHUNK + (i[:, None] * (VALUE_HEADS * CHUNK) + i[None, :])
-            solution = tl.load(solutions + places, mask=is_token[:, None], other=0.0)
+            pair_offsets = first_row * CHUNK + (i[:, None] * (VALUE_HEADS * CHUNK) + i[None, :])
+            solution = tl.load(solutions + pair_offsets, mask=is_token[:, None], other=0.0)
             correction = tl.dot(solution, wanted, input_precision=PRECISION)
             q = _head_rows(chunk, i, num_tokens, key, KEY_DIM, CHANNELS, BLOCK_KEYS)
             q_scale = tl.load(scale + 1, mask=is_token, other=0.0) * tl.exp(sums)
             y = tl.dot(q, state, input_precision=PRECISION) * q_scale[:, None]
-            weight = tl.load(weights + places, mask=is_token[:, None], other=0.0)
+            weight = tl.load(weights + pair_offsets, mask=is_token[:, None], other=0.0)
             y = tl.dot(weight, correction, y, input_precision=PRECISION)
             to = out + first_row * VALUE_DIM + i[:, None] * (VALUE_HEADS * VALUE_DIM)
             tl.store(to + value[None, :], y.to(out.dtype.element_ty), mask=is_own)
@@ -274,5 +274,5 @@ def advance_chunks(
             state = tl.dot(tl.trans(k), correction, state, input_precision=PRECISION)
         target = targets + span * STATE_BLOCKS
         has_target = (tl.load(target) >= 0) & (begin < end)
-        place = _cells(target, cell, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, has_target)
-        tl.store(arena + place + items, state, mask=is_item & has_target)
+        offset = _cells(target, cell, BLOCK_CELLS, BLOCK_ITEMS, CELL_ITEMS, has_target)
+        tl.store(arena + offset + items, state, mask=is_item & has_target)

@@ -99,8 +99,8 @@ def mass_above(key, scores, length, best, powers, BLOCK: tl.constexpr):
 @triton.jit
 def ceiling(value):
     """The least int64 that is not below a float64 >= 0."""
-    whole = value.to(tl.int64)
-    return whole + (whole.to(tl.float64) < value).to(tl.int64)
+    floor = value.to(tl.int64)
+    return floor + (floor.to(tl.float64) < value).to(tl.int64)
 
 
 @triton.jit

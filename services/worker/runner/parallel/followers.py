@@ -156,10 +156,10 @@ class Followers:
             self._num_copies += 1
             copy_id = self._num_copies
             copy = self._copies[copy_id] = GroupCopy(1 + len(self._all))
-        self._last_copy = copy.whole
+        self._last_copy = copy.result
         self.send(Copy(copy_id, str(path), extents, step_s))
         own.add_done_callback(lambda done: self._own_copied(copy_id, done))
-        return copy.whole
+        return copy.result
 
     def await_copies(self, timeout_s: float) -> None:
         """Return when no copy is in progress, or after `timeout_s`."""
@@ -203,10 +203,10 @@ class Followers:
             del self._copies[copy_id]
         if copy.error is not None:
             self.send(Drop(copy_id))
-            copy.whole.set_exception(copy.error)
+            copy.result.set_exception(copy.error)
         else:
             assert copy.own is not None, "this rank has copied"
-            copy.whole.set_result(replace(copy.own, copy_id=copy_id))
+            copy.result.set_result(replace(copy.own, copy_id=copy_id))
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class GroupCopy:
 
     num_left: int
     """Number of ranks whose copies have not ended."""
-    whole: Future[CopiedImage] = field(default_factory=Future)
+    result: Future[CopiedImage] = field(default_factory=Future)
     own: CopiedImage | None = None
     """The copy of this rank."""
     error: BaseException | None = None

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
+from loraplex_services.worker.scheduling.decode_limit import MAX_STRETCH, DecodeLimit
 from loraplex_services.worker.scheduling.drafts import Drafts
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.policies import ServiceCounters, fair
 from loraplex_services.worker.scheduling.running import Member, RunningBatch
-from loraplex_services.worker.scheduling.turns import MAX_STRETCH, DecodeTurns
 from loraplex_services.worker.types.step_plan import StepPlan
 from tests.worker.scheduling.stage import STEP_S, Stage, make_request
 
@@ -29,16 +29,16 @@ def decoding(**num_requests: int) -> list[Member]:
     return batch.decoding
 
 
-def taught(fixed_s: float, each_s: float, *sizes: int) -> DecodeTurns:
-    turns = DecodeTurns()
+def taught(fixed_s: float, each_s: float, *sizes: int) -> DecodeLimit:
+    limit = DecodeLimit()
     for size in sizes or (2, 100):
         rows = tuple(member.row(1) for member in decoding(any=size))
-        turns.measure(StepPlan(0, rows), fixed_s + size * each_s)
-    return turns
+        limit.measure(StepPlan(0, rows), fixed_s + size * each_s)
+    return limit
 
 
-def num_rows(turns: DecodeTurns, members: list[Member], num_tenants: int = 2) -> Counter[str]:
-    out = turns.sitting_out(members, 0, num_tenants)
+def num_rows(limit: DecodeLimit, members: list[Member], num_tenants: int = 2) -> Counter[str]:
+    out = limit.skipping(members, 0, num_tenants)
     return Counter(member.request.tenant for member in members if member not in out)
 
 
@@ -53,18 +53,18 @@ def test_a_flood_makes_the_steps_of_another_tenant_half_as_long_again_at_most(
 
 
 def test_where_tokens_cost_next_to_nothing_nobody_sits_out() -> None:
-    assert not taught(0.02, 1e-9).sitting_out(decoding(globex=120, acme=2), 0, 2)
+    assert not taught(0.02, 1e-9).skipping(decoding(globex=120, acme=2), 0, 2)
 
 
 def test_a_tenant_that_is_alone_and_tenants_of_equal_size_lose_nothing() -> None:
-    turns = taught(0.0, 0.001)
-    assert not turns.sitting_out(decoding(globex=50), 0, 1)
-    assert not turns.sitting_out(decoding(globex=50, acme=50), 0, 2)
+    limit = taught(0.0, 0.001)
+    assert not limit.skipping(decoding(globex=50), 0, 1)
+    assert not limit.skipping(decoding(globex=50, acme=50), 0, 2)
 
 
 def test_between_two_requests_of_another_tenant_a_flood_does_not_fill_the_steps() -> None:
-    turns = taught(0.002, 0.0001)
-    assert num_rows(turns, decoding(globex=120))["globex"] <= 11
+    limit = taught(0.002, 0.0001)
+    assert num_rows(limit, decoding(globex=120))["globex"] <= 11
 
 
 def test_until_steps_of_two_sizes_were_seen_tokens_count_as_all_of_the_cost() -> None:
@@ -72,7 +72,7 @@ def test_until_steps_of_two_sizes_were_seen_tokens_count_as_all_of_the_cost() ->
         "acme": 2,
         "globex": 2,
     }
-    assert not DecodeTurns().sitting_out(decoding(globex=98, acme=2), 0, 2)
+    assert not DecodeLimit().skipping(decoding(globex=98, acme=2), 0, 2)
 
 
 def test_a_tenant_with_more_weight_may_fill_more_of_a_step() -> None:
@@ -83,9 +83,9 @@ def test_a_tenant_with_more_weight_may_fill_more_of_a_step() -> None:
 
 
 def test_the_drafts_of_a_flood_are_among_the_tokens_that_it_may_have() -> None:
-    turns = taught(0.019, 0.001)
+    limit = taught(0.019, 0.001)
     members = decoding(globex=30, acme=2)
-    out = turns.sitting_out(members, 0, 2)
+    out = limit.skipping(members, 0, 2)
     rows = [member.row(1) for member in members if member not in out]
     for row in rows:  # all of them repeat themselves
         row.request.prompt_ids, row.request.block_tables = [5, 6, 7, 5, 6, 7, 5, 6], [[0] * 9]
@@ -93,27 +93,27 @@ def test_the_drafts_of_a_flood_are_among_the_tokens_that_it_may_have() -> None:
     rows = [row._replace(start=8) for row in rows]
     drafts = Drafts(SchedulerLimits(256, 64, drafts=True), 16)
     tokens: Counter[str] = Counter()
-    for row in drafts.added(rows, turns.most_tokens):
+    for row in drafts.added(rows, limit.most_tokens):
         tokens[row.request.tenant] += row.num_tokens
     assert tokens["acme"] > 2
-    assert tokens["globex"] == int(turns.most_tokens) == 10
+    assert tokens["globex"] == int(limit.most_tokens) == 10
 
 
 def test_what_a_draft_costs_is_learned_like_any_token() -> None:
-    turns = taught(0.019, 0.001, 2)
-    assert turns.most_tokens == math.inf
+    limit = taught(0.019, 0.001, 2)
+    assert limit.most_tokens == math.inf
     rows = tuple(
         member.row(1)._replace(num_tokens=9, drafts=(7,) * 8) for member in decoding(acme=2)
     )
-    turns.measure(StepPlan(0, rows), 0.019 + 18 * 0.001)
-    assert num_rows(turns, decoding(globex=30, acme=2))["globex"] == 10
+    limit.measure(StepPlan(0, rows), 0.019 + 18 * 0.001)
+    assert num_rows(limit, decoding(globex=30, acme=2))["globex"] == 10
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_the_requests_of_a_flood_take_turns_and_all_end(overlaps: bool) -> None:
     counters = ServiceCounters()
     stage = Stage(60, policy=fair(counters), counters=counters, overlaps=overlaps, max_running=12)
-    stage.scheduler.turns = taught(0.0, STEP_S)
+    stage.scheduler.decode_limit = taught(0.0, STEP_S)
     stage.submit(*(make_request(f"g{i}", 2, 6, tenant="globex") for i in range(9)))
     stage.submit(make_request("a", 2, 20, tenant="acme"))
     stage.step()

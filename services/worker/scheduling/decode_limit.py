@@ -1,11 +1,10 @@
-"""Decides which decoding requests skip a step, so that one tenant does not make the steps of others
-long.
+"""Limits the decoding requests of one tenant in a step, so that the steps of others stay short.
 
 A step that decodes n tokens takes about `fixed + n * each` seconds, and every stream waits for the
 whole step. While several tenants decode, the tenant with most requests may therefore lengthen a
-step to at most 1.5 times what the others' requests take, and its requests take turns. The tokens
-that its requests draft count among them. Where one more token costs almost nothing, as in small
-batches on a GPU, no request skips a step.
+step to at most 1.5 times what the others' requests take, and its other requests skip the step. The
+tokens that its requests draft count among them. Where one more token costs almost nothing, as in
+small batches on a GPU, no request skips a step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NUM_RECENT = 15
 """Number of recent steps of each size that count."""
 
 
-class DecodeTurns:
+class DecodeLimit:
     """Learns what a decoded token costs from the steps that were measured."""
 
     def __init__(self) -> None:
@@ -40,7 +39,7 @@ class DecodeTurns:
             steps = self._steps.setdefault(size.bit_length(), deque(maxlen=NUM_RECENT))
             steps.append((size, elapsed_s))
 
-    def sitting_out(
+    def skipping(
         self, decoding: Sequence[Member], step: int, num_tenants: int
     ) -> Collection[Member]:
         """Requests that do not decode in this step: of the tenant with most requests, those that
@@ -61,9 +60,9 @@ class DecodeTurns:
             self.most_tokens = most
         if count <= most:
             return ()
-        own.sort(key=lambda member: member.last_turn)
+        own.sort(key=lambda member: member.last_decode_step)
         for member in own[: int(most)]:
-            member.last_turn = step
+            member.last_decode_step = step
         return set(own[int(most) :])
 
     def _most_rows(self, num_others: int) -> float:
