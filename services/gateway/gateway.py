@@ -6,7 +6,6 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -59,42 +58,9 @@ from loraplex_services.gateway.routing.relay import Relay
 from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.workers.fleet import Fleet
+from loraplex_services.gateway.workers.readiness import Readiness
 
 logger = logging.getLogger(__name__)
-
-_READY_POLL_S = 0.05
-
-
-class Readiness:
-    """Readiness that latches: once ready, the gateway stays ready and refuses single requests
-    instead."""
-
-    def __init__(self, first_missing: Callable[[], str]) -> None:
-        """`first_missing()` returns what the gateway still waits for; "" if nothing."""
-        self._first_missing = first_missing
-        self._was_ready = False
-        self._is_draining = False
-
-    def missing(self) -> str:
-        """Why the gateway is not ready; "" if it is."""
-        if self._is_draining:
-            return "draining"
-        if self._was_ready:
-            return ""
-        # Whoever sees it ready first latches it: a worker may be gone before the next poll.
-        missing = self._first_missing()
-        self._was_ready = not missing
-        return missing
-
-    def end(self) -> None:
-        """Start draining: the gateway is never ready again."""
-        self._is_draining = True
-
-    async def wait(self) -> None:
-        """Return when ready."""
-        while self.missing():
-            await asyncio.sleep(_READY_POLL_S)
-        logger.info("ready")
 
 
 class Gateway:

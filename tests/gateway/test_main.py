@@ -15,8 +15,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from loraplex.errors import AlreadyExists
-from loraplex_services.gateway.gateway import Readiness
 from loraplex_services.gateway.workers.fleet import Fleet
+from loraplex_services.gateway.workers.readiness import Readiness
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import start_registry
 from tests.gateway.scripted_worker import endless
