@@ -1,4 +1,4 @@
-"""`loraplex fetch`: load an adapter before its first request."""
+"""`loraplex fetch`: loads an adapter before its first request."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_MARGIN = 0.01
 DEFAULT_MAX_PAIRS = 2000
 MAX_FAILED = 20
-"""Requests in turn that may fail for want of room or time; they are left out."""
+"""Number of consecutive requests that may fail for lack of memory or time. They are left out."""
 SHOWN_EVERY = 25
 """Pairs between two lines of progress."""
 SCORER_GRACE_S = 5.0

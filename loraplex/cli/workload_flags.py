@@ -91,7 +91,7 @@ class Trace(NamedTuple):
     requests: list[TracedRequest]
     num_adapters: int
     max_tokens: int
-    """The most that one request can have, prompt and output together."""
+    """Largest number of tokens of one request, prompt and output together."""
 
 
 def trace_of(args: argparse.Namespace) -> Trace:

@@ -84,7 +84,8 @@ class Channel:
             raise self._typed(error) from None
 
     def _typed(self, error: grpc.RpcError) -> LoraplexError:
-        """Whether a status comes from the transport: our servers always send details."""
+        """The typed error of a failed call. Our servers always send details; a status without them
+        comes from the transport."""
         typed = from_rpc_error(error)
         if has_details(error):
             return typed

@@ -28,8 +28,8 @@ _LOADS = {
     "/load_lora_adapter": True,
     "/skyrl/v1/load_lora_adapter": True,
 }
-"""Whether a call replaces what has the name unless it says so itself: vLLM's does not, those that
-prime-rl and SkyRL add to it do."""
+"""Whether a call replaces an existing adapter if the body does not say so. vLLM's calls do not;
+those that prime-rl and SkyRL add do."""
 _UNLOADS = ("/v1/unload_lora_adapter", "/unload_lora_adapter")
 
 

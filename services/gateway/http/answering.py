@@ -34,8 +34,8 @@ from loraplex_services.gateway.request import TextDelta, with_names
 from loraplex_services.gateway.tools.call_grammar import call_grammar
 
 _MAX_DELTAS_AT_ONCE = 256
-"""Answers of more, and those with logprobs, are formatted in a thread: thousands of logprobs would
-stop the event loop for tenths of a second."""
+"""Answers of more text deltas, and those with logprobs, are formatted in a thread. Thousands of
+logprobs would stop the event loop for tenths of a second."""
 
 
 class Answering:

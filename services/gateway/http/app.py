@@ -114,13 +114,13 @@ class AppContext:
         return caller
 
     async def looked_at(self, caller: Caller, num_objects: int) -> None:
-        """Count what a call looked at in the object store in its tenant's rate. Raises as
+        """Charge what a call read from the object store to the rate of its tenant. Raises as
         `reader`."""
         await self.rates.wait(caller, min(num_objects // OBJECTS_PER_CALL, CALL_BURST))
 
     async def text_reader(self, request: Request) -> Caller:
-        """The caller of a request for the tokens of its body, or for their text. The longer the
-        body, the more calls it counts as. Raises as `reader`."""
+        """The caller of a request for the tokens of its body, or for their text. A longer body
+        counts as more calls. Raises as `reader`."""
         num_calls = 1 + body_bytes(request) // TEXT_BYTES_PER_CALL
         return await self.reader(request, min(num_calls, CALL_BURST))
 

@@ -74,50 +74,50 @@ class ChatMessages:
         """Texts in them may still grow; `built` joins them."""
 
     def built(self) -> list[dict[str, Any]]:
-        """All messages."""
+        """All messages, with their texts joined."""
         return [
             {key: str(value) if isinstance(value, _Text) else value for key, value in each.items()}
             for each in self._messages
         ]
 
     def system(self, text: str) -> None:
-        """Instructions. Those that open the conversation become one message, because templates
-        know one only."""
+        """Add instructions. Those that open the conversation become one message, because templates
+        accept only one."""
         if self._messages and all(each["role"] == "system" for each in self._messages):
             self._messages[0]["content"].add(text)
         else:
             self._messages.append({"role": "system", "content": _Text(text, "\n\n")})
 
     def user(self, text: str, *, joins: bool = False) -> None:
-        """What the user says; with `joins`, consecutive texts become one message."""
+        """Add what the user says. With `joins`, consecutive texts become one message."""
         if joins and self._messages and self._messages[-1]["role"] == "user":
             self._messages[-1]["content"].add(text)
         else:
             self._messages.append({"role": "user", "content": _Text(text)})
 
     def thought(self, text: str) -> None:
-        """Reasoning, which begins a turn unless the turn consists only of reasoning so far."""
+        """Add reasoning. It begins a turn unless the turn consists only of reasoning so far."""
         turn = self._turn()
         if turn["content"] is not None or "tool_calls" in turn:
             turn = self._new_turn()
         _add(turn, "reasoning", text)
 
     def said(self, text: str, *, joins: bool = False) -> None:
-        """What the assistant says; opens a turn after other text unless it joins, and after
-        calls."""
+        """Add what the assistant says. It begins a turn after calls and, unless it joins, after
+        other text."""
         turn = self._turn()
         if "tool_calls" in turn or (turn["content"] is not None and not joins):
             turn = self._new_turn()
         _add(turn, "content", text)
 
     def called(self, call_id: str, name: str, arguments: object) -> None:
-        """A call of the assistant; `arguments` are JSON or an object."""
+        """Add a call of the assistant. `arguments` is JSON or an object."""
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self._turn().setdefault("tool_calls", []).append(call)
 
     def result(self, call_id: str, text: str, **fields: object) -> None:
-        """What a call returned."""
+        """Add what a call returned."""
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text, **fields})
 
     def _turn(self) -> dict[str, Any]:

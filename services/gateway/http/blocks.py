@@ -53,7 +53,7 @@ class AnswerBlocks:
         self._open: Block | None = None
 
     def add(self, delta: Delta) -> list[BlockEvent]:
-        """What new output does to the blocks."""
+        """Add new output. Returns what it does to the blocks."""
         events = []
         if delta.reasoning:
             events += self._grow(BlockKind.THOUGHT, delta.reasoning)

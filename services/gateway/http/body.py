@@ -127,7 +127,7 @@ class Body:
         return value
 
     def lifetime(self, name: str) -> int:
-        """Seconds from `{"anchor": "created_at", "seconds": N}`; the longest by default."""
+        """Seconds from `{"anchor": "created_at", "seconds": N}`; by default the longest."""
         value = self._take(name, {"type": "object"})
         if value is None:
             return int(FILE_LIFETIME_S.most)

@@ -37,7 +37,7 @@ class Origin:
     trace: str
     timeout_s: float | None = None
     priority: int | None = None
-    """Counts instead of the body's; None = the body's does."""
+    """Takes precedence over the priority in the body; None = that of the body counts."""
 
 
 def origin_of(request: Request, tenant: str) -> Origin:

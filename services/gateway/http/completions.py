@@ -39,7 +39,7 @@ class CompletionChoice(TokenIds, WeightsField):
 
 
 class CompletionResponse(CommonFields, ChunkUsage):
-    """A whole answer, or a chunk of a stream."""
+    """A complete answer, or a chunk of a stream."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]

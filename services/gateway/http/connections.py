@@ -28,7 +28,7 @@ class _Parser(h11.Connection):
     _num_small_chunks = 0
 
     def next_event(self) -> Any:
-        """Raises: RemoteProtocolError, as for whatever else is no proper request."""
+        """Raises RemoteProtocolError, as for anything else that is not a proper request."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_small_chunks = 0
@@ -81,7 +81,7 @@ class TimedProtocol(H11Protocol):
             self._stop_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no proper request. Closes the connection."""
+        """Refuse what is not a proper request. Closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:  # an answer has begun
@@ -102,7 +102,7 @@ class TimedProtocol(H11Protocol):
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def _start_timer(self) -> None:
-        """Once for each head: bytes that trickle in do not start it again."""
+        """Start the timer, once for each head: further bytes of the head do not start it again."""
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(MAX_HTTP_HEADER_S, self._give_up)
 

@@ -178,22 +178,22 @@ class UnsentSpans:
         self._spans: dict[int, list[WeightSpan]] = {}
 
     def add(self, text_delta: TextDelta) -> None:
-        """Take note of a text delta's tokens."""
+        """Note the adapters of a text delta's tokens."""
         self._spans.setdefault(text_delta.index, []).extend(text_delta.spans)
 
     def take(self, index: int) -> list[WeightSpan]:
-        """Logprobs of a choice that are sent now."""
+        """The spans of a choice that were not sent yet. Mutates: they count as sent."""
         return self._spans.pop(index, [])
 
 
 @dataclass(slots=True)
 class CollectedChoice:
-    """All text deltas of one choice."""
+    """Collects all text deltas of one choice."""
 
     text_deltas: list[TextDelta] = field(default_factory=list)
 
     def sum(self) -> TextDelta:
-        """The whole choice as one text delta."""
+        """The complete choice as one text delta."""
         text_deltas = self.text_deltas
         return TextDelta(
             index=text_deltas[0].index,

@@ -100,7 +100,8 @@ class _Intake:
         return message
 
     async def discard(self) -> None:
-        """Discard the rest, up to limits of size and time, or until no more data arrives."""
+        """Discard the rest of the body, up to limits of size and time, or until no more data
+        arrives."""
         num_bytes = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MAX_BODY_S):
@@ -115,7 +116,7 @@ def request_id_of(given: str) -> str:
 
 
 def _host_of(header: str) -> str:
-    """`[::1]:80` -> `::1`, `localhost:80` -> `localhost`; "" for what is no host."""
+    """`[::1]:80` -> `::1`, `localhost:80` -> `localhost`; "" if it is not a host."""
     match = _HOST.fullmatch(header)
     return (match[1] or match[2]) if match else ""
 
@@ -129,7 +130,8 @@ def _bad_host() -> LoraplexError:
 
 
 def _two_lengths() -> LoraplexError:
-    """A proxy in front that reads such a request otherwise would take its end for another one."""
+    """The refusal of a request with two lengths. A proxy that reads it differently would take its
+    end for another request."""
     return InvalidRequest("send content-length or transfer-encoding, and not both")
 
 
@@ -146,7 +148,8 @@ async def _refuse(send: Send, error: LoraplexError, path: str) -> None:
 
 
 def authorization_of(request: Request) -> str:
-    """The header with the caller's key, also if it came as Anthropic's clients send it."""
+    """The header with the caller's key, whether it came as OpenAI's or as Anthropic's clients send
+    it."""
     key = request.headers.get("x-api-key", "")
     return request.headers.get("authorization", f"Bearer {key}" if key else "")
 

@@ -46,7 +46,7 @@ class LargeBodies:
         return parse_object(raw)
 
     async def wait(self, caller: Caller, num_bytes: int) -> None:
-        """Wait until as many bytes may be parsed or sent. Raises: ResourceExhausted."""
+        """Wait until `num_bytes` may be parsed or sent. Raises: ResourceExhausted."""
         await self._parsed.wait(caller, num_bytes)
 
 

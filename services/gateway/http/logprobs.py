@@ -165,5 +165,5 @@ def _top(names: TokenNames, entry: TokenLogprob) -> dict[str, float]:
 
 
 def finite(logprob: float) -> float:
-    """A logprob as JSON can say it."""
+    """A logprob that JSON can represent."""
     return max(LEAST_LOGPROB, logprob)  # in this order, which also replaces NaN

@@ -24,7 +24,8 @@ from loraplex_services.gateway.request import with_names
 
 LABEL, SOURCE = "published-by", "load_lora_adapter"
 KEPT_VERSIONS = 4
-"""Loads of one name that are kept: requests that run finish with the version they began with."""
+"""Versions of one name that are kept, so that running requests finish with the version they began
+with."""
 
 
 class LoraFolders:
@@ -42,7 +43,7 @@ class LoraFolders:
         self._root = root.resolve()
         self._resolver = resolver
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
-        """One load of a name at a time, so that the second sees the first."""
+        """Locks by tenant and name: the second of two loads of a name waits for the first."""
 
     async def load(
         self, api_key: str, caller: Caller, name: str, folder: str, *, in_place: bool
@@ -144,7 +145,7 @@ _LOADED = "ALREADY_LOADED"
 
 
 def _already_loaded(name: str) -> InvalidRequest:
-    """In vLLM's words: clients know the case by them."""
+    """The error in vLLM's words, by which clients recognise it."""
     why = (
         f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
         "place, set 'load_inplace' to True."

@@ -47,7 +47,7 @@ def list_models(
 
 
 def show_model(model: ServedModel | Version, shown_id: str) -> ModelCard:
-    """One entry."""
+    """One entry of the list."""
     if isinstance(model, ServedModel):
         return {
             "id": shown_id,

@@ -25,7 +25,7 @@ from loraplex_services.gateway.batches.files import file_too_large
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # warnings quote the body
 
 _FORM_BYTES = MAX_FORM_PARTS * (MAX_FORM_VALUE_BYTES + 4096)
-"""What a form may have besides its file."""
+"""Largest size of a form besides its file, in bytes."""
 _MAX_FILENAME_CHARS = 255
 
 
@@ -114,7 +114,8 @@ class _Parts:
         """Raises: FormParserError."""
         self._chunks = request.stream()
         self._events: list[tuple[_Kind, bytes]] = []
-        """What the parser found in the last chunk and nobody has seen yet, last one first."""
+        """What the parser found in the last chunk and `_next` has not returned yet, last one first.
+        """
         self._found: list[tuple[_Kind, bytes]] = []
         self._num_parts = 0
         self.filename = ""
@@ -174,7 +175,7 @@ class _Parts:
         self._found.append((kind, data))
 
     async def _next(self) -> tuple[_Kind, bytes] | None:
-        """What comes next; None at the end of the body."""
+        """The parser's next event; None at the end of the body."""
         while not self._events:
             try:
                 async with asyncio.timeout(MAX_FILE_IDLE_S):
@@ -193,7 +194,7 @@ class _Parts:
 
 
 def _malformed(error: FormParserError) -> InvalidRequest:
-    """Without the library's message, which quotes the body."""
+    """The error for a malformed form, without the library's message, which quotes the body."""
     why = f"the form is malformed ({type(error).__name__}); check its boundary"
     return InvalidRequest(why, reason="INVALID_FORM")
 

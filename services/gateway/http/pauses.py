@@ -65,7 +65,8 @@ class PauseEndpoints:
         return Response()
 
     async def _scope(self, request: Request) -> Adapter:
-        """What the caller names and may pause. Raises: PermissionDenied, InvalidRequest."""
+        """The adapter that the caller names and may pause. Raises: PermissionDenied,
+        InvalidRequest."""
         caller = await self._caller(request)
         require_admin(caller)
         _check_origin(request)
@@ -104,6 +105,6 @@ def _flag(request: Request, name: str) -> bool:
 
 
 def _check_origin(request: Request) -> None:
-    """Without a body to check, a page of another site could send this. Raises: PermissionDenied."""
+    """Refuse requests that pages of other sites send. Raises: PermissionDenied."""
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise PermissionDenied("pages of other sites may not call this")

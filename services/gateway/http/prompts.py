@@ -32,7 +32,7 @@ MESSAGES: Schema = {
 
 
 def parse_prompts(field: str, value: Any, add_special_tokens: bool) -> list[Prompt]:
-    """Text, a list of texts, token ids, or a list of those; ids are taken as they are."""
+    """Text, a list of texts, token ids, or a list of lists of them. Ids are taken unchanged."""
     if isinstance(value, str):
         return [TextPrompt(value, add_special_tokens)]
     if value is None or value == []:

@@ -24,7 +24,7 @@ class RankingCall:
     use_activation: bool
     field_names: dict[str, str]
     num_best: int
-    """Results of a ranking that are shown."""
+    """Number of results of a ranking that are shown."""
     documents: tuple[Any, ...] = ()
     """Documents of a ranking, as sent; empty if the answer does not repeat them."""
 
@@ -141,7 +141,7 @@ def ranking_body(
 
 
 def _side(body: Body, names: tuple[str, str]) -> tuple[str, list[str]]:
-    """Texts under either name, and that name."""
+    """The texts under either name, and the name that was used."""
     found = [(name, value) for name in names if (value := body.raw(name)) is not None]
     if len(found) != 1:
         why = f"send exactly one of {' and '.join(names)}"

@@ -133,7 +133,7 @@ def _within(properties: dict[str, Any], prefix: str) -> dict[str, Any] | None:
 
 
 def _is_refused(parse: Parse, example: Mapping[str, Any], name: str) -> bool:
-    """Whether a body may not do without a field."""
+    """Whether a body without a field is refused."""
     try:
         parse(copy.deepcopy({field: value for field, value in example.items() if field != name}))
     except LoraplexError:

@@ -32,7 +32,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def compact_json(value: object) -> str:
-    """JSON, which has no NaN. Raises: LoraplexError if a number is not finite."""
+    """Compact JSON. Raises LoraplexError if a number is not finite, because JSON has no NaN."""
     try:
         return _encode(value)
     except ValueError:

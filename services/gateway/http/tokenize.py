@@ -28,9 +28,9 @@ from loraplex_services.gateway.text.tokenizer import ServedBase, check_ids
 from loraplex_services.gateway.workers.fleet import Fleet
 
 _MANY_TOKENS = 2048
-"""Answers with more are formatted in a thread."""
+"""Answers of more tokens are formatted in a thread."""
 _NUM_FORMATS = 2
-"""Of these at one time."""
+"""Number of such answers that are formatted at one time."""
 
 
 class PromptEncoder:
@@ -165,7 +165,7 @@ class TokenizeCall:
     model: str | None
     prompt: Prompt
     field: str
-    """Where the prompt came in."""
+    """The field that contained the prompt."""
     shows_names: bool
 
 

@@ -142,7 +142,7 @@ class VectorEndpoints:
         return any(adapter.pooling.num_labels for adapter in target.adapters)
 
     async def _target(self, model: str, origin: Origin) -> Target:
-        """What a model means now. Raises: NotFound, Unavailable."""
+        """The adapters that a model string means now. Raises: NotFound, Unavailable."""
         call = GenerateCall(model=model, prompt=TextPrompt(""), tenant=origin.tenant)
         return await self._resolver.target(call)
 

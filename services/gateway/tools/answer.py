@@ -34,7 +34,7 @@ class AnswerParser:
         Args:
             thinks: the answer may begin with a thought between marks.
             is_thinking: the prompt ended inside a thought.
-            tools: finds calls in what is no thought; None if no tools were offered.
+            tools: finds calls outside of the thought; None if no tools were offered.
             marks: around a thought.
         """
         self._opens, self._closes = marks.opens + marks.title, marks.closes
@@ -63,11 +63,11 @@ class AnswerParser:
 
     @property
     def may_think(self) -> bool:
-        """False once the thought is over."""
+        """Whether more of the thought may follow."""
         return self._state in (_State.START, _State.THINKING)
 
     def feed(self, text: str) -> Delta:
-        """Text that follows."""
+        """Parse the next part of the text. Returns what it adds to the answer."""
         if self._state is _State.CONTENT:
             return self._content(text)
         self._buffer += text
@@ -87,7 +87,7 @@ class AnswerParser:
         return delta
 
     def finish(self) -> Delta:
-        """The end of the text: what was held back."""
+        """End the text. Returns what was held back."""
         held, self._buffer = self._buffer, ""
         if self._state is _State.THINKING:
             return Delta(reasoning=held)

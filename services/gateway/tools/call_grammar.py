@@ -45,7 +45,7 @@ TEXT: /(.|\n)*/
 SPACE: /[ \t\r\n]{0,8}/
 """
 _WHOLE_ANSWER = {ToolFormat.LLAMA3_JSON: "{", ToolFormat.PYTHONIC: r"\["}
-"""Formats in which an answer is calls or text by its first character."""
+"""Formats in which the first character decides whether an answer consists of calls or of text."""
 _TEXT_TOKENS = (THINK.opens, THINK.closes, CHANNEL.opens, CHANNEL.closes)
 
 
@@ -103,7 +103,7 @@ class _Writer:
         self._num_chars = 0
 
     def free(self) -> str:
-        """Text with calls in it, or after it."""
+        """The rules for text that may contain calls or end with them."""
         if self._format is ToolFormat.HARMONY:
             return self._messages(f"call | {self._header('final')} TEXT | TEXT")
         shown = self._tokens(*_TEXT_TOKENS, *self._outer_marks())
@@ -124,7 +124,7 @@ class _Writer:
         return f"start: {rest}\ncall: {before}{heads} {body}\n"
 
     def or_answer(self, answer: Grammar) -> str:
-        """Calls, or JSON of a schema."""
+        """The rules for an answer that is either calls or JSON of a schema."""
         schema = json.loads(answer.texts[0])
         self._rule("answer", f"%json {json.dumps(schema | SPACING)}")
         if self._format is ToolFormat.HARMONY:
@@ -132,7 +132,7 @@ class _Writer:
         return f"start: answer | calls\ncalls: {self._only_calls()}\n"
 
     def required(self, marks: ThoughtMarks | None, *, is_thinking: bool) -> str:
-        """Calls, after a thought if the base writes them between marks."""
+        """The rules for calls, after a thought if the base writes thoughts between marks."""
         if self._format is ToolFormat.HARMONY:
             return self._messages("call")
         thought = ""
@@ -144,7 +144,7 @@ class _Writer:
         return f"start: {thought}SPACE calls SPACE\ncalls: {self._only_calls()}\n"
 
     def _messages(self, last: str) -> str:
-        """Harmony: thoughts and remarks, then a message that ends the answer."""
+        """The rules for Harmony: thoughts and remarks, then a message that ends the answer."""
         text = self._up_to("<|end|>", "ended")
         asides = f"({self._header('analysis')} | {self._header('commentary')})"
         self._rule("aside", f'{asides} {text} {self._either("<|start|>")} "assistant"')
@@ -160,12 +160,12 @@ class _Writer:
         return f"start: aside* ({last})\n"
 
     def _header(self, channel: str) -> str:
-        """Harmony: what begins a message without a recipient."""
+        """Harmony: the beginning of a message without a recipient."""
         marks = self._either("<|channel|>"), self._either("<|message|>")
         return f"{marks[0]} {json.dumps(channel)} {marks[1]}"
 
     def _only_calls(self) -> str:
-        """Calls and nothing else."""
+        """The expression for an answer that consists of calls."""
         if self._format in _WHOLE_ANSWER or self._format is ToolFormat.NONE:
             return self._whole_answer()
         marks = " | ".join(self._either(mark) for mark in self._marks())
@@ -194,7 +194,7 @@ class _Writer:
         return ("<tool_call>", "</tool_call>") if is_coder else ()
 
     def _body(self) -> str:
-        """What follows a mark."""
+        """What follows a mark, in the notation of the base."""
         match self._format:
             case ToolFormat.HERMES:
                 self._json("object", one_call(self._use.schemas, "arguments"))
@@ -241,7 +241,7 @@ class _Writer:
         return f"({' | '.join(calls)})"
 
     def _whole_answer(self) -> str:
-        """Calls that need no mark."""
+        """The expression for calls that need no mark, because they are the whole answer."""
         if self._format is ToolFormat.NONE:
             return self._own_notation()
         if self._format is ToolFormat.LLAMA3_JSON:

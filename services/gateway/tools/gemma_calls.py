@@ -2,7 +2,7 @@
 
     call:weather{city:<|"|>Rome<|"|>,days:2,where:{inside:false}}
 
-Keys stand bare. Strings stand between marks of their own, and nothing in them is escaped.
+Keys are not quoted. Strings are between marks of their own, and nothing in them is escaped.
 Source: the model's chat template, macro `format_argument`.
 """
 
@@ -37,12 +37,12 @@ def gemma_call(body: str) -> tuple[str, str] | None:
 
 
 class _Values:
-    """Reads values from a text. Methods raise ValueError for what is none."""
+    """Reads values from a text. Methods raise ValueError if there is none."""
 
     def __init__(self, text: str, at: int) -> None:
         self._text = text
         self.at = at
-        """Where the next character stands."""
+        """Offset of the next character."""
 
     def read(self, depth: int = 0) -> Any:
         """One value. Mutates: at."""

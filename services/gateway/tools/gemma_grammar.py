@@ -9,7 +9,7 @@ from loraplex_services.gateway.tools.call_schemas import check_grammar_chars, re
 from loraplex_services.gateway.tools.schema_values import pointed
 
 _DEEPEST = 8
-"""Levels of a schema that are kept to; any value fits below."""
+"""Levels of a schema that are enforced. Below them, any value is allowed."""
 _SCALARS = ("integer", "number", "boolean", "null")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 

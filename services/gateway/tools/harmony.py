@@ -41,7 +41,7 @@ class HarmonyReader:
     """Implements `AnswerReader`. White space before the end of a message is dropped."""
 
     def __init__(self, *, offers_tools: bool) -> None:
-        """Without tools, calls are content."""
+        """Without `offers_tools`, calls are content."""
         self._offers_tools = offers_tools
         self._buffer = ""
         self._kind: _Kind | None = None
@@ -49,14 +49,14 @@ class HarmonyReader:
         self._name = ""
         self._arguments = ""
         self._is_first = True
-        """No header has ended yet."""
+        """Whether no header has ended yet."""
         self._is_plain = False
         self._begun: set[_Kind] = set()
         """Kinds that have text; the next message of one begins a paragraph."""
         self._begins = False
         self._delta = Delta()
         self._num_fed = 0
-        """Characters fed so far; the buffer holds the last of them."""
+        """Number of characters fed so far. The buffer holds the last of them."""
         self.num_calls = 0
 
     def feed(self, text: str) -> Delta:
@@ -78,7 +78,7 @@ class HarmonyReader:
         return delta
 
     def _header(self) -> bool:
-        """False while it has not ended. Mutates: kind, buffer."""
+        """Read a header. Returns False if it has not ended. Mutates: kind, buffer."""
         header, mark, rest = self._buffer.partition(_MESSAGE)
         if self._is_first and not _may_be_header(header):
             self._kind, self._is_plain = _Kind.CONTENT, True
@@ -94,7 +94,7 @@ class HarmonyReader:
         return True
 
     def _message(self) -> bool:
-        """False while it has not ended. Mutates: kind, buffer."""
+        """Read a message. Returns False if it has not ended. Mutates: kind, buffer."""
         begin = self._num_fed - len(self._buffer)
         if self._is_plain:
             self._say(self._buffer, begin)
@@ -107,7 +107,7 @@ class HarmonyReader:
         return bool(mark)
 
     def _say(self, text: str, begin: int) -> None:
-        """Text of the message; `begin` is where it stands in the answer."""
+        """Add text to the message. `begin` is its offset in the answer."""
         if not text:
             return
         if self._kind is _Kind.THOUGHT:
@@ -125,7 +125,7 @@ class HarmonyReader:
             self._delta.content += text
 
     def _end(self) -> None:
-        """End a message. A call whose arguments are no JSON is content."""
+        """End a message. A call whose arguments are not JSON becomes content."""
         if self._kind is _Kind.CALL:
             arguments = valid_json(self._arguments.strip() or "{}")
             if arguments is None:

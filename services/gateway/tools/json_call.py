@@ -16,7 +16,7 @@ class Fragment:
     key: str
     text: str
     is_last: bool
-    """The value is complete with this."""
+    """Whether the value is complete with this fragment."""
 
 
 class ObjectReader:
@@ -43,7 +43,7 @@ class ObjectReader:
         return self._is_value_over and char not in "}]," + _SPACE
 
     def push(self, char: str) -> Fragment | None:
-        """The next character. Returns a fragment where a value grew; never two for one."""
+        """Read the next character. Returns a fragment if a value grew."""
         assert not self.is_done, "the object is complete"
         if self._in_string:
             return self._in_text(char)
@@ -79,7 +79,7 @@ class ObjectReader:
         return self._take(char)
 
     def _take(self, char: str) -> Fragment | None:
-        """A character that belongs to a key or a value. Mutates: text."""
+        """Add a character to a key or a value. Mutates: text."""
         if not self._is_value:
             self._text.append(char)
             return None
@@ -129,11 +129,12 @@ class CallReader:
         self._grown: list[str] = []
         self._has_arguments = False
         self.name = ""
-        """The function, once known."""
+        """Name of the function; "" until it is known."""
         self.is_done = self.is_broken = False
 
     def push(self, char: str) -> bool:
-        """The next character, the opening brace first. False if the call ended before it."""
+        """Add the next character, starting with the opening brace. Returns False if the call ended
+        before it."""
         if self._has_arguments and self._object.lacks_brace_before(char):
             self._end()
             return False
@@ -146,7 +147,7 @@ class CallReader:
 
     @property
     def arguments(self) -> str:
-        """The arguments so far."""
+        """The arguments so far, as JSON text."""
         return "".join(self._grown)
 
     def _take(self, fragment: Fragment) -> None:
@@ -199,7 +200,7 @@ class BareCall:
 
     @property
     def is_done(self) -> bool:
-        """The closing brace was read."""
+        """Whether the closing brace was read."""
         return self._object.is_done
 
     def push(self, char: str) -> bool:
@@ -211,7 +212,7 @@ class BareCall:
 
     @property
     def arguments(self) -> str:
-        """The arguments so far."""
+        """The arguments so far, as JSON text."""
         return "".join(self._grown)
 
 

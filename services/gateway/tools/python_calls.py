@@ -34,7 +34,7 @@ class PythonReader:
         self.num_calls = 0
 
     def feed(self, text: str) -> Delta:
-        """Text that follows."""
+        """Parse the next part of the text. Returns what it adds to the answer."""
         if self._is_text:
             return Delta(content=text)
         self._buffer += text
@@ -51,7 +51,7 @@ class PythonReader:
         return Delta()
 
     def finish(self) -> Delta:
-        """End the text; an incomplete list was text."""
+        """End the text. An incomplete list becomes text."""
         return self._let_go()
 
     def _read(self, char: str) -> None:
@@ -70,7 +70,8 @@ class PythonReader:
             self._depth -= 1
 
     def _called(self) -> Delta:
-        """The list is complete."""
+        """The output for a complete list: its calls, or text if it calls a function that is not
+        offered."""
         calls = _parsed(self._buffer[: self._num_read].strip())
         if not calls or any(name not in self._names for name, _ in calls):
             return self._let_go()

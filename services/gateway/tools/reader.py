@@ -41,8 +41,8 @@ class Delta:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     thoughts: list[tuple[int, int]] = field(default_factory=list)
-    """Begin and end of what a reader itself found to be a thought, as character offsets in the
-    text that it was fed."""
+    """Begin and end of each thought that the reader itself found, as character offsets in the text
+    that it was fed."""
 
 
 class AnswerReader(Protocol):
@@ -53,7 +53,7 @@ class AnswerReader(Protocol):
         """Calls found so far."""
 
     def feed(self, text: str) -> Delta:
-        """Text that follows."""
+        """Parse the next part of the text. Returns what it adds to the answer."""
 
     def finish(self) -> Delta:
         """End the text and return what was held back."""
@@ -74,7 +74,7 @@ class Notation:
     names_come_first: bool = False
     """Whether a call may be `name{arguments}` instead of an object."""
     id_chars: int = 0
-    """Length of call ids; 0 = ours."""
+    """Number of characters of a call id; 0 = as many as we choose."""
 
 
 NOTATIONS = {
@@ -230,7 +230,7 @@ class ToolReader:
 
     @property
     def _goes_by_shape(self) -> bool:
-        """There is no mark before the call."""
+        """Whether no mark precedes the call, so that only its form tells it from text."""
         return self._notation.starts_with_brace and not self._opening
 
     def _accepts(self, name: str) -> bool:
@@ -243,7 +243,7 @@ class ToolReader:
         self._buffer = self._buffer[num_chars:]
 
     def _give_up(self) -> None:
-        """There was no call: the mark was text, and what followed is parsed again."""
+        """Treat the mark as text, because no call followed, and parse what followed again."""
         self._delta.content += self._opening
         self._buffer = self._unsure + self._buffer
         self._opening = self._unsure = ""
@@ -266,7 +266,7 @@ def valid_json(text: str) -> str | None:
 
 
 def settled(text: str, mark: str) -> int:
-    """Characters before what may become white space and `mark`."""
+    """Number of characters before what may become white space and `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             return len(text[:-length].rstrip())
@@ -288,7 +288,7 @@ def cut_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
 
 
 def new_call_id(num_chars: int = 0) -> str:
-    """Mistral's templates require exactly nine letters or digits."""
+    """A new call id. Mistral's templates require exactly nine letters or digits."""
     return (
         secrets.token_hex(num_chars)[:num_chars] if num_chars else f"call_{secrets.token_hex(12)}"
     )

@@ -46,7 +46,8 @@ class ArgumentsReader:
 
 
 class OnlyCallsReader:
-    """Drops content: if calls are required, it is the rest of one that was cut."""
+    """Drops content. If calls are required, content can only be the rest of a call that was cut
+    off."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
@@ -86,7 +87,7 @@ def _without_content(delta: Delta) -> Delta:
 
 
 def _first_call(delta: Delta) -> Delta:
-    """Mutates: delta."""
+    """Keep only the first call. Mutates: delta."""
     delta.calls = [call for call in delta.calls if call.index == 0]
     return delta
 

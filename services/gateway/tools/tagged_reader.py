@@ -26,11 +26,11 @@ class TaggedReader:
         """The mark of an open call and the white space before it, which are text if no call
         follows."""
         self._num_searched = 0
-        """Characters of an open call that hold no closing mark."""
+        """Number of characters of an open call that were searched and contain no closing mark."""
         self.num_calls = 0
 
     def feed(self, text: str) -> Delta:
-        """Text that follows."""
+        """Parse the next part of the text. Returns what it adds to the answer."""
         self._buffer += text
         delta = Delta()
         while self._buffer and (self._close(delta) if self._opening else self._open(delta)):
@@ -38,7 +38,7 @@ class TaggedReader:
         return delta
 
     def finish(self) -> Delta:
-        """End the text; an incomplete call was text."""
+        """End the text. An incomplete call becomes text."""
         text, self._buffer = self._opening + self._buffer, ""
         return Delta(content="" if self.num_calls and text.isspace() else text)
 

@@ -61,7 +61,7 @@ class XmlReader:
         self.num_calls = 0
 
     def feed(self, text: str) -> Delta:
-        """Text that follows."""
+        """Parse the next part of the text. Returns what it adds to the answer."""
         self._buffer += text
         steps = {
             _State.TEXT: self._text,
@@ -77,7 +77,7 @@ class XmlReader:
         return self._taken()
 
     def finish(self) -> Delta:
-        """End the text and return what was held back; an incomplete call was text."""
+        """End the text. Returns what was held back; an incomplete call becomes text."""
         if self._state is not _State.CLOSED:
             self._delta.content += self._doubtful + self._buffer
         return self._taken()
@@ -180,7 +180,7 @@ class XmlReader:
         self._buffer = self._buffer[num_chars:]
 
     def _give_up(self) -> None:
-        """There was no call: the mark was text, and what followed is parsed again."""
+        """Treat the mark as text, because no call followed, and parse what followed again."""
         mark = _OPENS if self._is_marked else _FUNCTION
         text, _, rest = self._doubtful.partition(mark)
         self._delta.content += text + mark

@@ -109,7 +109,7 @@ class SiteWeights:
     """By site id: the offset that is added to a norm's weight, including a trained one; 0 if
     absent."""
     shard: Shard = ONLY
-    """Which part of each site the layers have; `table` and `linears` tell of the whole."""
+    """Which part of each site the layers have. `table` and `linears` describe complete sites."""
     published: Mapping[int, WeightRows] = field(default_factory=dict)
     """By site id: the published weight, if it was quantised on load."""
 

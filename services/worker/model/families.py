@@ -45,7 +45,8 @@ class Family:
     read_config: Callable[[ModelConfigReader, tuple[int, ...]], ModelConfig]
     names: LayerNames = _USUAL_NAMES
     assemble: Callable[[Builder], Decoder] = Builder.build
-    """Of another function for layers that are not made of attention and one dense MLP."""
+    """Builds the decoder. A family whose layers are not made of attention and one dense MLP has a
+    function of its own."""
 
     def build(self, config: ModelConfig, weights: Weights, operators: Operators) -> Decoder:
         """The model with its weights."""

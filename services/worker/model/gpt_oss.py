@@ -105,7 +105,7 @@ def _mlp(builder: Builder, layer: int) -> SparseMlp:
 
 
 def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> ExpertMlps:
-    """Two sites for each expert; gate and up lie interleaved in one projection."""
+    """Two sites for each expert. Gate and up are interleaved in one projection."""
     num, hidden, width = moe.num_experts, builder.config.hidden_size, moe.intermediate_size
     take = builder.weights.take
     weights = ExpertWeights(

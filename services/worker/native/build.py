@@ -37,7 +37,7 @@ ZIG = ("-m", "ziglang", "c++", "-mcpu=baseline")
 """Arguments of Python for the compiler of the package `ziglang`. Without `-mcpu` it would use every
 instruction that this processor has, whatever the library is for."""
 _ZIG_FLAGS = {ARM_BF16: "-mcpu=generic+v8_2a+bf16"}
-"""How that compiler calls what others take."""
+"""Flags that this compiler spells differently."""
 NO_COMPILER = (
     "there is no C++ compiler: install g++ or clang++, set CXX, or run "
     "`pip install 'loraplex[compiler]'`"
@@ -124,7 +124,7 @@ def _compile(
 
 
 def library_dirs() -> list[Path]:
-    """Where libraries may lie, best first."""
+    """Folders that may hold libraries, best first."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folders = [cache_home / "loraplex" / "native"]
     if sys.prefix != sys.base_prefix:
@@ -143,7 +143,7 @@ def source_hash() -> str:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which ends with the process as well."""
+    """Hold the lock of a folder. The system releases it even if the process dies."""
     held = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: some compile twice

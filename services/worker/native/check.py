@@ -113,7 +113,7 @@ def _products_of_codes(
 
 
 def _agree(actual: Tensor, expected: Tensor) -> bool:
-    """Within rounding; the bfloat16 product may differ by a last place here and there."""
+    """Whether results agree within rounding. A bfloat16 product may differ in the last place."""
     error = (actual - expected).abs()
     is_close = error <= TOLERANCE + expected.abs() / 100
     return bool(is_close.all()) and bool(error.median() <= TOLERANCE)

@@ -24,7 +24,7 @@ class PackedCodes:
     in_features: int
     kind: CodeKind
     codes: Tensor
-    """uint8, of `pack_codes`."""
+    """uint8, as `pack_codes` makes it."""
     scales: Tensor
     """Scales of a floating-point type, `[panels, groups, 32]`."""
     zeros: Tensor | None

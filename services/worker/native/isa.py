@@ -22,9 +22,9 @@ class Level(NamedTuple):
     flags: tuple[str, ...]
     processors: str
     machines: tuple[str, ...] = _X86_64
-    """What Python calls the machines that choose it by themselves."""
+    """Values of `platform.machine()` on which it is chosen automatically."""
     half_wins: bool = False
-    """Whether whole steps are faster in bfloat16 than in float32 over half-precision weights."""
+    """Whether complete steps are faster in bfloat16 than in float32 over half-precision weights."""
     products: str = "float32 vectors"
     """The base's products in bfloat16; in float32, every level uses vectors of float32."""
     updates: str = "float32 vectors"
@@ -78,7 +78,7 @@ _LINUX_NAMES = {
 
 
 def _features(flags: tuple[str, ...]) -> set[str]:
-    """What Linux calls the features that these flags let the compiler use."""
+    """Linux's names of the features that these flags enable."""
     if ARM_BF16 in flags:
         return {"bf16"}
     names = (flag.removeprefix("-m") for flag in flags if flag.startswith("-m"))
@@ -110,7 +110,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _auxiliary_value(key: int) -> int:
-    """What Linux tells a process when it starts; 0 where it does not."""
+    """A value of the auxiliary vector of this process; 0 if the system has none."""
     try:
         getauxval = ctypes.CDLL(None).getauxval
     except (OSError, AttributeError):
@@ -121,7 +121,8 @@ def _auxiliary_value(key: int) -> int:
 
 
 def family_isas() -> tuple[str, ...]:
-    """Libraries chosen by themselves on some processor of this machine's family, best first."""
+    """Libraries that are chosen automatically on some processor of this machine's family, best
+    first."""
     return tuple(isa for isa in LEVELS if platform.machine() in LEVELS[isa].machines)
 
 

@@ -153,5 +153,5 @@ def _content(block: Block, *, is_empty: bool = False) -> dict[str, Any]:
 
 
 def _signature(thought: str) -> str:
-    """Clients drop thoughts without one. It is a digest, and nothing checks it."""
+    """The signature of a thought, without which clients drop it: a digest that nothing checks."""
     return "sha256:" + hashlib.sha256(thought.encode("utf-8", "surrogatepass")).hexdigest()

@@ -75,7 +75,7 @@ class ResponsesEndpoints:
         loop = asyncio.get_running_loop()
 
         def keep(response: dict[str, Any]) -> None:
-            """Long answers are formatted in a thread."""
+            """Keep the response; called from another thread if it is long."""
             loop.call_soon_threadsafe(self._keep, caller.tenant, call, response)
 
         return await self._answering.answer(

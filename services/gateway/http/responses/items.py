@@ -106,7 +106,7 @@ def _add_call(messages: ChatMessages, body: Body, field: str) -> None:
 
 
 def _json(text: str, field: str) -> str:
-    """Returns the text. Raises: InvalidRequest if it is not JSON."""
+    """Check that a text is JSON and return it. Raises: InvalidRequest."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

@@ -66,7 +66,7 @@ class ResponsesCall:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a request continues."""
+    """What a request continues or refers to."""
 
     items: Sequence[Mapping[str, Any]] = ()
     """Items of the conversation before this request."""
