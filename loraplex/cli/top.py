@@ -6,9 +6,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.generate import client_of, state_of, status_object
+from loraplex.cli.generate import client_of
 from loraplex.cli.output import print_json, table_lines
 from loraplex.cli.parsing import add_command, add_connection, count, seconds
+from loraplex.cli.status import state_of, status_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable

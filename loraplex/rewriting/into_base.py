@@ -25,16 +25,20 @@ from loraplex.adapter_format.added_tokens import TEXT_FILES
 from loraplex.adapter_format.geometry import EMBEDDING, LM_HEAD, Geometry, quantisation_of
 from loraplex.adapter_format.quantisation import FIELD
 from loraplex.adapter_format.report import AdapterModule
-from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
-from loraplex.rewriting.checkpoint import CheckpointFolder, Edit, RowsOf, TensorLocation
+from loraplex.rewriting.checkpoint import CheckpointFolder, Edit, TensorLocation
+from loraplex.rewriting.merged_rows import (
+    COLUMN_CHUNK_ROWS,
+    ModuleShare,
+    merged_rows,
+    with_column_gain,
+)
 from loraplex.rewriting.merging import check_one_serving
-from loraplex.rewriting.tensors import Array, Opened, new_folder, open_adapter
+from loraplex.rewriting.tensors import Opened, new_folder, open_adapter
 
 _REPLACING = ("magnitude", "full", "token_delta", "bias")
 _COPIED = re.compile(r".*\.(json|txt|model|jinja)|(LICENSE|NOTICE)(\..*)?", re.ASCII)
 _FUSED_HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
-_COLUMN_CHUNK_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +50,6 @@ class Merged:
     max_rank: int
     is_untied: bool
     """Whether the head became a separate table, because it now differs from the embedding."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The tensors of one adapter for one module."""
-
-    adapter: Opened
-    module: AdapterModule
-    weight: float
-
-    @property
-    def factor(self) -> np.float32:
-        return np.float32(self.weight * self.module.scale)
-
-    def source(self, info: TensorInfo) -> TensorLocation:
-        """A tensor of the adapter, to be read by rows."""
-        return TensorLocation(self.adapter.content.tensor_path, info)
 
 
 def merge_into_base(
@@ -84,11 +71,11 @@ def merge_into_base(
     _refuse_quantised(base)
     adapters = [open_adapter(folder, geometry) for folder, _ in folders]
     check_one_serving(folders, adapters)
-    shares: dict[str, list[_Share]] = {}
+    shares: dict[str, list[ModuleShare]] = {}
     for (folder, weight), adapter in zip(folders, adapters, strict=True):
         _check_config(folder, adapter)
         for module in adapter.report.modules:
-            share = _Share(adapter, module, weight)
+            share = ModuleShare(adapter, module, weight)
             _check_parts(folder, share, is_alone=len(folders) == 1 and weight == 1)
             shares.setdefault(module.name, []).append(share)
     with new_folder(out) as partial:
@@ -127,7 +114,7 @@ class _Plan:
         self._head = names.get(LM_HEAD, "")
         self._biased = {module.name for module in geometry.modules if module.has_bias}
 
-    def add(self, name: str, shares: Sequence[_Share]) -> None:
+    def add(self, name: str, shares: Sequence[ModuleShare]) -> None:
         """Edit the tensors of one module."""
         self._add_bias(name, shares)
         if not any(_changes_weight(share.module) for share in shares):
@@ -138,9 +125,9 @@ class _Plan:
             self.vocab_size = shares[0].module.num_rows or self.vocab_size
             shape = (num_rows, *source.info.shape[1:])
             _check_copies(shares, source)
-            rows = _edited(shares, source, begin, is_table=name == self._embedding)
+            rows = merged_rows(shares, source, begin, is_table=name == self._embedding)
             if name == self._embedding:
-                rows = _with_column_gain(shares, rows, num_rows)
+                rows = with_column_gain(shares, rows, num_rows)
             self.edits[tensor] = Edit(shape, rows)
             assert end is None or end - begin == num_rows, "halves of one shape"
 
@@ -175,7 +162,7 @@ class _Plan:
             return self.checkpoint.tensors[f"{self._embedding}.weight"]
         return self.checkpoint.tensors[tensor]
 
-    def _add_bias(self, name: str, shares: Sequence[_Share]) -> None:
+    def _add_bias(self, name: str, shares: Sequence[ModuleShare]) -> None:
         trained = next((share for share in shares if share.module.bias), None)
         summed = [share for share in shares if share.module.lora_bias]
         if trained is None and not summed:
@@ -194,7 +181,7 @@ class _Plan:
             total = total + share.factor * share.adapter.tensor(share.module.lora_bias)
         self.edits[tensor] = Edit(own.info.shape, lambda begin, end: total[begin:end])
 
-    def settle_tied_head(self, shares: dict[str, list[_Share]]) -> bool:
+    def settle_tied_head(self, shares: dict[str, list[ModuleShare]]) -> bool:
         """Keep a tied pair of tables tied if both changed in the same way; returns whether they
         were untied.
 
@@ -220,7 +207,7 @@ def _changes_weight(module: AdapterModule) -> bool:
     return bool(module.rank or module.full or module.base_copy or module.token_delta)
 
 
-def _facts(shares: Sequence[_Share] | None) -> object:
+def _facts(shares: Sequence[ModuleShare] | None) -> object:
     """The change of a table, in a form that is comparable between an embedding and its tied
     head."""
     found = []
@@ -231,78 +218,6 @@ def _facts(shares: Sequence[_Share] | None) -> object:
         table = module.full or module.base_copy
         found.append((table, module.token_delta, module.token_ids))
     return found
-
-
-def _edited(
-    shares: Sequence[_Share], source: TensorLocation, offset: int, *, is_table: bool
-) -> RowsOf:
-    """Rows of a merged weight, without the gain of DoRA on a table.
-
-    Args:
-        source: the base's weight.
-        offset: row of the adapter's module at which the weight begins.
-        is_table: whether it is the embedding, whose LoRA matrices are transposed.
-    """
-    first = shares[0]
-    replaced = first.module.full or first.module.base_copy
-    own = first.source(replaced) if replaced is not None else source
-    tokens = _token_rows(first)
-    pairs = [(share, *_pair(share)) for share in shares if share.module.rank]
-
-    def rows(begin: int, end: int) -> Array:
-        total = own.rows(begin, end)
-        missing = end - begin - len(total)
-        if missing > 0:
-            total = np.concatenate([total, np.zeros((missing, *total.shape[1:]), np.float32)])
-        for token_id, row in tokens.items():
-            if begin <= token_id < end:
-                total[token_id - begin] = row
-        for share, a, b in pairs:
-            if is_table:
-                total += share.factor * (a[:, begin:end].T @ b.T)
-            else:
-                total += share.factor * (b[offset + begin : offset + end] @ a)
-        if first.module.magnitude is not None and not is_table:
-            magnitude = first.adapter.tensor(first.module.magnitude).reshape(-1)
-            norms = np.linalg.norm(total, axis=1)
-            total *= (magnitude[offset + begin : offset + end] / norms)[:, None]
-        return total
-
-    return rows
-
-
-def _with_column_gain(shares: Sequence[_Share], rows: RowsOf, num_rows: int) -> RowsOf:
-    """Rows of an embedding with DoRA's gain, which is one factor for each column."""
-    info = shares[0].module.magnitude
-    if info is None:
-        return rows
-    squares: np.ndarray[tuple[int, ...], np.dtype[np.float64]] | float = 0.0
-    for begin in range(0, num_rows, _COLUMN_CHUNK_ROWS):
-        chunk = rows(begin, min(begin + _COLUMN_CHUNK_ROWS, num_rows))
-        squares = squares + np.square(chunk, dtype=np.float64).sum(axis=0)
-    magnitude = shares[0].adapter.tensor(info).reshape(-1)
-    gain = (magnitude / np.sqrt(squares)).astype(np.float32)
-    return lambda begin, end: rows(begin, end) * gain
-
-
-def _token_rows(share: _Share) -> dict[int, Array]:
-    info = share.module.token_delta
-    if info is None:
-        return {}
-    return dict(zip(share.module.token_ids, share.adapter.tensor(info), strict=True))
-
-
-def _pair(share: _Share) -> tuple[Array, Array]:
-    """A `[rank, in]` and B `[out, rank]` of a module, also of one expert."""
-    module = share.module
-    a_info, b_info = module.a or module.embedding_a, module.b or module.embedding_b
-    assert a_info is not None and b_info is not None, "validated as a pair"
-    a, b = share.adapter.tensor(a_info), share.adapter.tensor(b_info)
-    if module.expert is not None:
-        index = module.expert.index
-        a = a[index * module.rank : (index + 1) * module.rank]
-        b = b[:, index :: module.expert.num_experts]
-    return a, b
 
 
 def _check_config(folder: Path, adapter: Opened) -> None:
@@ -317,7 +232,7 @@ def _check_config(folder: Path, adapter: Opened) -> None:
         _refuse(field, config.rope_scaling.to_fields(), description)
 
 
-def _check_parts(folder: Path, share: _Share, *, is_alone: bool) -> None:
+def _check_parts(folder: Path, share: ModuleShare, *, is_alone: bool) -> None:
     """Parts that replace weights of the base can be neither summed nor scaled."""
     for part in () if is_alone else _REPLACING:
         info = getattr(share.module, part)
@@ -326,7 +241,7 @@ def _check_parts(folder: Path, share: _Share, *, is_alone: bool) -> None:
             _refuse(f"{folder}/{TENSOR_FILE}:{info.name}", part, description)
 
 
-def _check_copies(shares: Sequence[_Share], source: TensorLocation) -> None:
+def _check_copies(shares: Sequence[ModuleShare], source: TensorLocation) -> None:
     """If several adapters are merged, each must have been trained on the base's own table."""
     if len(shares) == 1 and shares[0].weight == 1:
         return
@@ -336,8 +251,8 @@ def _check_copies(shares: Sequence[_Share], source: TensorLocation) -> None:
             continue
         copy = share.source(info)
         same_size = copy.info.shape == source.info.shape
-        for begin in range(0, copy.num_rows if same_size else 0, _COLUMN_CHUNK_ROWS):
-            end = begin + _COLUMN_CHUNK_ROWS
+        for begin in range(0, copy.num_rows if same_size else 0, COLUMN_CHUNK_ROWS):
+            end = begin + COLUMN_CHUNK_ROWS
             same_size = same_size and np.array_equal(copy.rows(begin, end), source.rows(begin, end))
         if not same_size:
             description = "is not the base's table: merge this adapter alone, with weight 1"

@@ -22,6 +22,7 @@ from loraplex_services.common.callers import LOCAL, Caller
 from loraplex_services.common.grpc import call_rates
 from loraplex_services.common.grpc import interceptor as grpc_interceptor
 from loraplex_services.common.grpc.large_messages import LargeMessages
+from loraplex_services.common.grpc.open_calls import OpenCalls
 from loraplex_services.common.grpc.server import LIVENESS, start
 
 pytestmark = pytest.mark.hostile
@@ -205,7 +206,7 @@ async def test_strangers_hold_a_limited_number_of_streams_and_health_is_answered
 
 
 def test_counts_of_open_calls_do_not_outlive_the_calls() -> None:
-    calls = limits.OpenCalls()
+    calls = OpenCalls()
     watch = f"/{NAME}/WatchAdapters"
     for tenant in ("acme", "globex"):
         with calls.counted(watch, Caller(tenant, "k", frozenset())):

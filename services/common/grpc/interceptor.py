@@ -21,12 +21,8 @@ from loraplex.errors import InvalidRequest, LoraplexError, ResourceExhausted, Un
 from loraplex_services.common.callers import LOCAL, Auth, Caller, current_caller, peer_names
 from loraplex_services.common.grpc.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.grpc.large_messages import LargeMessages
-from loraplex_services.common.limits import (
-    MAX_OPEN_STREAMS,
-    OpenCalls,
-    check_message,
-    limits_of,
-)
+from loraplex_services.common.grpc.open_calls import OpenCalls
+from loraplex_services.common.limits import MAX_OPEN_STREAMS, check_message, limits_of
 from loraplex_services.common.security.wrong_keys import current_peer, peer_of_grpc
 
 logger = logging.getLogger(__name__)

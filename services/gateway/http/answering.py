@@ -28,7 +28,8 @@ from loraplex_services.gateway.http.sse import (
 )
 from loraplex_services.gateway.metrics import REQUESTS
 from loraplex_services.gateway.pipeline.chat_answers import ends_in_thought, with_marks
-from loraplex_services.gateway.pipeline.generation import Generation, TextDeltas, interleaved
+from loraplex_services.gateway.pipeline.generation import Generation
+from loraplex_services.gateway.pipeline.interleaving import TextDeltas, interleaved
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta, with_names
 from loraplex_services.gateway.tools.call_grammar import call_grammar

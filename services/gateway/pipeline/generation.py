@@ -30,6 +30,7 @@ from loraplex_services.gateway.metrics import (
 )
 from loraplex_services.gateway.pipeline.call_limits import check_call, truncation_of
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
+from loraplex_services.gateway.pipeline.interleaving import TextDeltas, interleaved
 from loraplex_services.gateway.pipeline.live import LiveRequests, check_update_policy
 from loraplex_services.gateway.pipeline.mirror import Mirrors, draining
 from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
@@ -47,8 +48,6 @@ from loraplex_services.gateway.routing.steering import Steering
 from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.text.chat_style import AS_DETECTED, StyleSettings
 from loraplex_services.gateway.workers.fleet import Fleet
-
-TextDeltas = AsyncGenerator[TextDelta]
 
 
 def draw_seed() -> int:
@@ -297,36 +296,6 @@ class Generation:
                 yield text_delta
                 if text_delta.finish_reason is not None:
                     return
-
-
-async def interleaved(sources: list[TextDeltas]) -> TextDeltas:
-    """Merge several iterators in order of arrival; the first error ends all of them."""
-    queue: asyncio.Queue[TextDelta | BaseException | None] = asyncio.Queue()
-
-    async def pump(source: TextDeltas) -> None:
-        try:
-            async with aclosing(source):
-                async for text_delta in source:
-                    queue.put_nowait(text_delta)
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
-
-    tasks = [asyncio.create_task(pump(source)) for source in sources]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _prompt_only(text_delta: TextDelta) -> TextDelta:

@@ -24,7 +24,7 @@ from loraplex_services.registry.access.auth import comes_from_here
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.access.signatures import Offered
-from loraplex_services.registry.api import convert
+from loraplex_services.registry.api import convert, publish_options
 from loraplex_services.registry.api.upload_pace import UploadPace
 from loraplex_services.registry.api.usage import (
     entries_to_proto,
@@ -225,7 +225,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
         wanted = SharingChange(
-            convert.visibility_from_proto(request.visibility, "visibility"),
+            publish_options.visibility_from_proto(request.visibility, "visibility"),
             tuple(check_tenant(other, field="shared_with") for other in request.shared_with),
             request.pullable if request.HasField("pullable") else None,
         )
@@ -238,7 +238,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access = caller_access()
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
-        convert.check_adapter_labels(request.set_labels, "set_labels")
+        publish_options.check_adapter_labels(request.set_labels, "set_labels")
         check_chars("description", request.description, MAX_DESCRIPTION_CHARS)
         record = await self._registry.sharing.describe(
             tenant,

@@ -19,7 +19,7 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import current_caller
 from loraplex_services.common.limits import MAX_UPLOAD_IDLE_S
 from loraplex_services.registry.access.permissions import Access
-from loraplex_services.registry.api import convert
+from loraplex_services.registry.api import convert, publish_options
 from loraplex_services.registry.api.admin import AdminService, caller_access
 from loraplex_services.registry.api.one_call import check_request_id, contents_of
 from loraplex_services.registry.publish.inspection import Wanted, check
@@ -72,7 +72,7 @@ class PublishService(AdminService):
         self, message: pb.PublishOptions, specs: Iterable[pb.FileSpec], access: Access
     ) -> _AskedUpload:
         """Raises what can be refused before the bytes are there."""
-        options = convert.options_from_proto(message, access.tenant)
+        options = publish_options.options_from_proto(message, access.tenant)
         access.require_publishing(options.tenant)
         files = files_from_proto(specs)
         findings = Findings()
@@ -85,7 +85,7 @@ class PublishService(AdminService):
         )
         if options.parent:
             await registry.lookup.resolve(parse_ref(options.parent, options.tenant), access)
-        offered = convert.offered_from_proto(message.signatures)
+        offered = publish_options.offered_from_proto(message.signatures)
         registry.rules.check_upload(limits, moves_tags=bool(options.tags))
         signed = await registry.signatures.accepted(limits, files, offered, access.actor)
         return _AskedUpload(dataclasses.replace(options, signatures=signed), files, limits, bases)
@@ -181,13 +181,13 @@ class PublishService(AdminService):
         if request.options.name:
             access = caller_access()
             tenant, _ = parse_name(request.options.name, access.tenant, field="options.name")
-            offered = convert.offered_from_proto(request.options.signatures)
+            offered = publish_options.offered_from_proto(request.options.signatures)
             limits = await self._registry.tenants.get(tenant)
             await self._registry.signatures.accepted(limits, files, offered, access.actor)
             moves_tags = bool(request.options.tags) or not request.options.no_latest
             self._registry.rules.check_upload(limits, moves_tags=moves_tags)
         labels = request.options.labels
-        convert.check_labels(labels, "options.labels")
+        publish_options.check_labels(labels, "options.labels")
         wanted = Wanted(
             caller_access().tenant,
             request.options.base_id,

@@ -13,7 +13,7 @@ from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.permissions import Access
-from loraplex_services.registry.api.convert import options_from_proto
+from loraplex_services.registry.api.publish_options import options_from_proto
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog
 from loraplex_services.registry.publish import claims, retention

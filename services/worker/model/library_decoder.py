@@ -1,0 +1,146 @@
+"""Runs a decoder of transformers with LoRA at its linears."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loraplex.errors import Unsupported
+from loraplex_services.worker.layers.embedding import LoraEmbedding, TokenTable
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.library_modules import (
+    CurrentPass,
+    KnownStates,
+    SiteEmbedding,
+    SiteHead,
+    SiteLinear,
+    is_conv1d,
+)
+from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.operators import Operators
+from loraplex_services.worker.layers.score import ScoreHead
+from loraplex_services.worker.model.decoder import Decoder, SiteWeights
+from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.sites import (
+    EMBEDDING,
+    HEAD,
+    LINEAR,
+    LM_HEAD,
+    SiteTableBuilder,
+)
+
+_LAYER = re.compile(r"\.(\d+)\.", re.ASCII)
+
+
+@dataclass(slots=True)
+class LibrarySites:
+    """Replaces the modules of a model and collects their sites."""
+
+    model: Any
+    config: ModelConfig
+    operators: Operators
+    current: CurrentPass
+    of_head: CurrentPass = field(default_factory=CurrentPass)
+    """A separate pass: the head may run while the next pass begins."""
+    table: SiteTableBuilder = field(default_factory=SiteTableBuilder)
+    linears: dict[int, BaseLinear] = field(default_factory=dict)
+    biases: dict[int, Tensor] = field(default_factory=dict)
+
+    def decoder(self) -> LibraryDecoder:
+        """The model with its modules replaced."""
+        embedding = self._embedding()
+        head = None
+        for name, module in list(self.model.named_modules()):
+            if module is self.model.get_output_embeddings():
+                head = self._linear(name, module, LM_HEAD)
+                self.model.set_submodule(name, SiteHead(head, self.of_head))
+            elif type(module) is nn.Linear or is_conv1d(module):
+                site = SiteLinear(self._linear(name, module, LINEAR), self.current)
+                self.model.set_submodule(name, site)
+        if head is None:
+            why = "has no linear head"
+            raise Unsupported.field("config.json:model_type", self.config.model_type, why)
+        score = ScoreHead(self.table.add(-1, HEAD, self.config.hidden_size, [("score", 0)]))
+        weights = SiteWeights(self.table.build(), self.linears, self.biases, {})
+        return LibraryDecoder(
+            self.config,
+            self.model,
+            (self.current, self.of_head),
+            (embedding, head, score),
+            weights,
+        )
+
+    def _embedding(self) -> LoraEmbedding:
+        module = self.model.get_input_embeddings()
+        name = next(name for name, found in self.model.named_modules() if found is module)
+        scale = getattr(module, "scalar_embed_scale", None)  # what the library's scaled tables have
+        if type(module) is not nn.Embedding and scale is None:
+            raise Unsupported.field(name, type(module).__name__, "is not a plain embedding")
+        weight = module.weight.data.clone()
+        site_id = self.table.add(-1, EMBEDDING, len(weight), [(name, weight.shape[1])])
+        self.linears[site_id] = DenseLinear(weight)
+        embedding = LoraEmbedding(site_id, TokenTable(weight, len(weight), self.operators.ranks))
+        self.model.set_submodule(name, SiteEmbedding(embedding, scale or 1.0, self.current))
+        return embedding
+
+    def _linear(self, name: str, module: Any, kind: str) -> LoraLinear:
+        weight = module.weight.data
+        base = self.operators.linear(weight.T.contiguous() if is_conv1d(module) else weight)
+        layer = _LAYER.search(name)
+        number = int(layer[1]) if layer and kind == LINEAR else -1
+        site_id = self.table.add(number, kind, base.in_features, [(name, base.out_features)])
+        self.linears[site_id] = base
+        if module.bias is not None:
+            self.biases[site_id] = module.bias.data
+        return LoraLinear(site_id, base, self.biases.get(site_id), self.operators.add_lora())
+
+
+class LibraryDecoder(Decoder):
+    """A `Decoder` whose layers are the library's."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: Any,
+        passes: tuple[CurrentPass, CurrentPass],
+        ends: tuple[LoraEmbedding, LoraLinear, ScoreHead],
+        site_weights: SiteWeights,
+    ) -> None:
+        """See Decoder.
+
+        Args:
+            passes: what passes of the body, and of the head, read.
+            ends: embedding, head, and the site of adapters' classification heads.
+        """
+        embedding, head, score = ends
+        super().__init__(config, embedding, (), None, head, score, site_weights)
+        self._body = model.base_model
+        self._states = KnownStates()
+        setattr(model, model.base_model_prefix, self._states)
+        self._model = model
+        self._current, self._of_head = passes
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """See Decoder."""
+        batch.attention.begin_forward()
+        self._current.batch, self._current.lora = batch, batch.lora
+        out = self._body(
+            input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden[0]
+
+    def _base_logits(self, hidden: Tensor, lora: LoraBatch, width: int) -> Tensor:
+        """The library's own way from hidden states to logits, with its scales and caps."""
+        self._of_head.lora, self._of_head.num_logits = lora, width
+        self._states.hidden = hidden[None]
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64)
+        logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
+        self._states.hidden = None
+        return logits[0].float()
