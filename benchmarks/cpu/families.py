@@ -99,7 +99,7 @@ FAMILIES = {
     "gemma4": Family("Gemma4TextConfig", GEMMA4),
     "gpt-oss": Family("GptOssConfig", GPT_OSS),
     "phi3": Family("Phi3Config", {}),
-    "mixtral": Family("MixtralConfig", {"intermediate_size": 768}),
+    "mixtral": Family("MixtralConfig", {"intermediate_size": 768}, NATIVE, ATTENTION),
     "llama-library": Family("LlamaConfig", {}, LIBRARY),
     "granite": Family("GraniteConfig", {}, LIBRARY),
     "olmo2": Family("Olmo2Config", {}, LIBRARY),
