@@ -29,7 +29,7 @@ from loraplex_services.worker.model.decoder import (
     Mlp,
     SiteWeights,
 )
-from loraplex_services.worker.model.load import Weights, take_rows
+from loraplex_services.worker.model.load import Weights, parts_of, take_rows
 from loraplex_services.worker.model.own_weights import OwnWeights
 from loraplex_services.worker.ops.linear.coded import CodedWeight, joined
 from loraplex_services.worker.ops.linear.stacked import StackedLinear
@@ -208,18 +208,19 @@ class Builder:
 
     def base(self, modules: Modules, num_inputs: int, cut: Cut) -> BaseLinear:
         """Stacked weights that keep the codes, and the scales, that the files have of each."""
-        names = [(f"{name}.weight", rows) for name, rows in modules]
-        found = [self.weights.take_codes(name, (rows, num_inputs)) for name, rows in names]
+        window = self.own.window(sum(rows for _, rows in modules), cut)
+        names = parts_of([(f"{name}.weight", rows) for name, rows in modules], window)
+        found = [self.own.codes(name, (rows, num_inputs), own) for name, rows, own in names]
         codes = [part for part in found if part is not None]
         if not codes:
             return self.operators.linear(self.weight(modules, num_inputs, cut))
         if len(codes) == len(found) and (stack := joined(codes)) is not None:
             return self._coded_linear(stack, len(codes))
         parts = [
-            self.operators.linear(self.weights.take(name, (rows, num_inputs)))
+            self.operators.linear(self.weights.take(name, (rows, num_inputs), own))
             if part is None
             else self._coded_linear(part)
-            for part, (name, rows) in zip(found, names, strict=True)
+            for part, (name, rows, own) in zip(found, names, strict=True)
         ]
         return StackedLinear(parts)
 
@@ -254,6 +255,7 @@ class Builder:
         self.linears[site_id] = self._rows_of(base, modules, num_inputs)
         if bias is not None:
             self.biases[site_id] = bias
+            bias = self.own.bias(bias, cut)
         return LoraLinear(site_id, base, bias, add_lora)
 
     def _layer(
@@ -294,7 +296,10 @@ class Builder:
             )
         sinks = None
         if config.attention_sinks:
-            sinks = self.weights.take(f"{prefix}.sinks", (config.num_heads,), dtype=torch.float32)
+            by_heads = self.own.window(config.num_heads, Cut(outputs=((config.num_heads,) * 2,)))
+            sinks = self.weights.take(
+                f"{prefix}.sinks", (config.num_heads,), by_heads, dtype=torch.float32
+            )
         return SelfAttention(
             qkv=self.linear(
                 layer,
@@ -329,6 +334,8 @@ class Builder:
         vocab_size, width = self.config.vocab_size, self.config.hidden_size
         site_id = self.sites.add(-1, LM_HEAD, width, [("lm_head", vocab_size)])
         base = self._head_base(site_id, name, table)
+        if site_id in self.published:  # a tied head was quantised, and the table was not
+            name = "lm_head"
         self.linears[site_id] = self._rows_of(base, [(name, vocab_size)], width)
         if self.shard.size > 1:  # what adapters add to the head is computed on rank 0
             base = GatheredLinear(base, vocab_size, self.operators.ranks)
@@ -340,7 +347,7 @@ class Builder:
         if (codes := self.weights.take_codes(f"{name}.weight", shape)) is not None:
             if codes.published is not None:
                 self.published[site_id] = codes.published
-            return self._coded_linear(codes)
+            return self._coded_linear(self.own.token_codes(codes))
         if table is None:
             table = self._token_rows(f"{name}.weight")
         return self.operators.linear(table)

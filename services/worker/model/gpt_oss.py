@@ -17,9 +17,10 @@ from loraplex_services.worker.layers.moe import (
     LoopedExperts,
     SparseMlp,
 )
-from loraplex_services.worker.model.build import Builder
+from loraplex_services.worker.model.build import Builder, inner_inputs
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
+from loraplex_services.worker.model.load import TensorWindow
 from loraplex_services.worker.model.mxfp4 import take_mxfp4
 from loraplex_services.worker.model.plain import (
     FULL,
@@ -33,7 +34,7 @@ from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.ops.activation.torch import clamped_gate
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
-from loraplex_services.worker.types.sharding import WHOLE
+from loraplex_services.worker.types.sharding import Cut
 
 DEFAULTS = Defaults(
     head_dim=64, norm_eps=1e-5, max_position_embeddings=131072, rope_theta=150_000.0
@@ -108,11 +109,14 @@ def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> Exper
     """Two sites for each expert. Gate and up are interleaved in one projection."""
     num, hidden, width = moe.num_experts, builder.config.hidden_size, moe.intermediate_size
     take = builder.weights.take
+    gate_up_bias = take(f"{prefix}.gate_up_proj_bias", (num, 2 * width))
+    down_bias = take(f"{prefix}.down_proj_bias", (num, hidden))
+    by_neurons, by_inputs = Cut(outputs=((2 * width, width),)), inner_inputs(width)
     weights = ExpertWeights(
-        _stacked(builder, f"{prefix}.gate_up_proj", (num, 2 * width, hidden)),
-        _stacked(builder, f"{prefix}.down_proj", (num, hidden, width)),
-        gate_up_bias := take(f"{prefix}.gate_up_proj_bias", (num, 2 * width)),
-        down_bias := take(f"{prefix}.down_proj_bias", (num, hidden)),
+        _stacked(builder, f"{prefix}.gate_up_proj", (num, 2 * width, hidden), by_neurons),
+        _stacked(builder, f"{prefix}.down_proj", (num, hidden, width), by_inputs),
+        builder.own.bias(gate_up_bias, by_neurons),
+        builder.own.bias(down_bias, by_inputs),
     )
     experts = []
     for i in range(num):
@@ -121,10 +125,15 @@ def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> Exper
         experts.append(
             Expert(
                 builder.expert_linear(
-                    layer, hidden, gate_up, DenseLinear(weights.gate_up[i]), WHOLE, gate_up_bias[i]
+                    layer,
+                    hidden,
+                    gate_up,
+                    DenseLinear(weights.gate_up[i]),
+                    by_neurons,
+                    gate_up_bias[i],
                 ),
                 builder.expert_linear(
-                    layer, width, down, DenseLinear(weights.down[i]), WHOLE, down_bias[i]
+                    layer, width, down, DenseLinear(weights.down[i]), by_inputs, down_bias[i]
                 ),
             )
         )
@@ -133,10 +142,19 @@ def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> Exper
     return builder.operators.experts(weights, moe.num_active, gate, LoopedExperts(experts, gate))
 
 
-def _stacked(builder: Builder, name: str, shape: tuple[int, int, int]) -> Tensor:
-    """All experts' weights of one projection, `[experts, out, in]`."""
+def _stacked(builder: Builder, name: str, shape: tuple[int, int, int], cut: Cut) -> Tensor:
+    """All experts' weights of one projection, `[experts, out, in]`, or what this rank has."""
     num_experts, num_outputs, num_inputs = shape
+    window = builder.own.window(num_outputs, cut, dim=1)
     if builder.weights.has(f"{name}_blocks"):
-        return take_mxfp4(builder.weights, name, shape)
-    weight = builder.weights.take(name, (num_experts, num_inputs, num_outputs))
+        return take_mxfp4(builder.weights, name, shape, window)
+    stored = num_experts, num_inputs, num_outputs
+    weight = builder.weights.take(name, stored, None if window is None else _transposed(window))
     return weight.transpose(1, 2).contiguous()
+
+
+def _transposed(window: TensorWindow) -> TensorWindow:
+    """The window where inputs lie before outputs; one of them is not cut."""
+    if window.columns is None:
+        return TensorWindow(window.rows, dim=2)
+    return TensorWindow([window.columns], dim=1)

@@ -82,7 +82,7 @@ class Weights(Protocol):
         ...
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """A weight `[out, in]` in codes; None if it is plain, or on ranks that have a part."""
+        """A weight `[out, in]` in codes, which every rank has all of; None if it is plain."""
         ...
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
@@ -108,14 +108,25 @@ def take_window(
     weights: Weights, parts: Sequence[tuple[str, int]], columns: Sequence[int], window: TensorWindow
 ) -> Tensor:
     """`take_rows` for a window of the stacked tensors."""
-    taken, begin = [], 0
-    for name, rows in parts:
-        spans = within(window.rows, begin, begin + rows)
-        begin += rows
-        if spans:
-            own = TensorWindow(spans, window.columns)
-            taken.append(weights.take(name, (rows, *columns), own))
+    taken = [
+        weights.take(name, (rows, *columns), own) for name, rows, own in parts_of(parts, window)
+    ]
     return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+
+def parts_of(
+    parts: Sequence[tuple[str, int]], window: TensorWindow | None
+) -> list[tuple[str, int, TensorWindow | None]]:
+    """Those of stacked tensors that a window has something of, each with its own window."""
+    if window is None:
+        return [(name, rows, None) for name, rows in parts]
+    found: list[tuple[str, int, TensorWindow | None]] = []
+    begin = 0
+    for name, rows in parts:
+        if spans := within(window.rows, begin, begin + rows):
+            found.append((name, rows, TensorWindow(spans, window.columns)))
+        begin += rows
+    return found
 
 
 class Checkpoint:
@@ -362,24 +373,29 @@ class DummyWeights:
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """There are no files."""
-        return NoRows(num_inputs, sum(rows for _, rows in parts))
+        why = (
+            "this adapter depends on the base's weights (DoRA, trained biases or replaced "
+            "weights), which tensor-parallel ranks read from files; take load-format out of "
+            "LORAPLEX_DEBUG"
+        )
+        return NoRows(parts, num_inputs, ("load_format", "dummy", why))
 
     def finish(self) -> None:
         """Does nothing: no tensor can be left over."""
 
 
 class NoRows:
-    """Implements `WeightRows` for random weights of which each rank keeps only a part."""
+    """Implements `WeightRows` for weights of which each rank keeps only a part, and which cannot
+    be read again."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        self.in_features = in_features
-        self.out_features = out_features
+    def __init__(
+        self, parts: Sequence[tuple[str, int]], num_inputs: int, refusal: tuple[str, str, str]
+    ) -> None:
+        """`refusal`: field, value and reason, for adapters that depend on these weights."""
+        self.in_features = num_inputs
+        self.out_features = sum(rows for _, rows in parts)
+        self._refusal = refusal
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Raises Unsupported."""
-        description = (
-            "this adapter depends on the base's weights (DoRA, trained biases or replaced "
-            "weights), which tensor-parallel ranks read from files; take load-format out of "
-            "LORAPLEX_DEBUG"
-        )
-        raise Unsupported.field("load_format", "dummy", description)
+        raise Unsupported.field(*self._refusal)

@@ -7,19 +7,24 @@ product exactly.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.load import TensorWindow, Weights
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP, PAIRS, BIAS = 32, 16, 127
 NO_NUMBER = 255
 
 
-def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int]) -> Tensor:
-    """The weight `[experts, out, in]` that `name_blocks` and `name_scales` hold.
+def take_mxfp4(
+    weights: Weights, name: str, shape: tuple[int, int, int], window: TensorWindow | None = None
+) -> Tensor:
+    """The weight `[experts, out, in]` that `name_blocks` and `name_scales` hold, or a window of
+    its outputs and inputs.
 
     Raises InvalidRequest for a scale that is no number.
     """
@@ -29,9 +34,15 @@ def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int]) -> Tens
     scales = weights.take(f"{name}_scales", groups, dtype=torch.uint8)
     if scales.eq(NO_NUMBER).any():
         raise InvalidRequest.field(f"{name}_scales", NO_NUMBER, "is no scale in MXFP4, but NaN")
-    weight = torch.empty(shape, dtype=weights.dtype, device=blocks.device)
+    own = None if window is None else replace(window, dim=window.dim - 1)
+    weight = None
     for expert in range(num_experts):  # one by one: what lies between takes eight times as much
-        weight[expert] = dequantised(blocks[expert], scales[expert])
+        wide = dequantised(blocks[expert], scales[expert])
+        part = wide if own is None else own.cut(wide)
+        if weight is None:
+            weight = part.new_empty(num_experts, *part.shape, dtype=weights.dtype)
+        weight[expert] = part
+    assert weight is not None, "config.json has experts"
     return weight
 
 

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.worker.model.load import TensorWindow, Weights
+from loraplex_services.worker.model.load import NoRows, TensorWindow, Weights
+from loraplex_services.worker.model.quantised import NEEDS_ROWS
 from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
 NONE, INT8, INT4, FP8 = "none", "int8", "int4", "fp8"
 GROUP_SIZE = 64
 """Inputs that share a scale in int4."""
-_HEADS = ("lm_head.weight", "model.embed_tokens.weight")
+TABLE = "model.embed_tokens.weight"
+_HEADS = ("lm_head.weight", TABLE)
 _ROUTERS = (".gate.weight", ".shared_expert_gate.weight")
 """Small, and what they choose changes with little."""
 CHUNK_ROWS = 4096
@@ -64,12 +66,17 @@ class QuantisedOnLoad:
         weight = self._files.take(name, shape)
         if name in _HEADS:
             rows, columns = shape
-            return replace(int8(weight), published=self.rows_in_files([(name, rows)], columns))
+            return replace(
+                int8(weight), published=self._files.rows_in_files([(name, rows)], columns)
+            )
         return SCHEMES[self._scheme](weight)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """See `load.Weights`."""
-        return self._files.rows_in_files(parts, num_inputs)
+        """See `load.Weights`; refused when they are read, except those of the embedding, because
+        only their codes count."""
+        if [name for name, _ in parts] == [TABLE]:
+            return self._files.rows_in_files(parts, num_inputs)
+        return NoRows(parts, num_inputs, ("quantization", self._scheme, NEEDS_ROWS))
 
     def finish(self) -> None:
         """See `load.Weights`."""
@@ -136,7 +143,7 @@ def check_library(scheme: str) -> None:
         raise Unsupported.field("quantization", scheme, why)
 
 
-def check_on_load(scheme: str, device: torch.device, num_ranks: int, method: str | None) -> None:
+def check_on_load(scheme: str, device: torch.device, method: str | None) -> None:
     """Refuse what cannot be quantised on load.
 
     Args:
@@ -155,7 +162,4 @@ def check_on_load(scheme: str, device: torch.device, num_ranks: int, method: str
         raise InvalidRequest.field(field, scheme, f"must be none: the base is quantised ({method})")
     if device.type != "cpu":
         why = "is served on CPUs only, where kernels read such weights"
-        raise Unsupported.field(field, scheme, why)
-    if num_ranks > 1:
-        why = "is served by one rank only; leave out --tensor-parallel"
         raise Unsupported.field(field, scheme, why)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex_services.worker.model.load import TensorWindow, Weights, take_rows, take_window
+from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.types.sharding import WHOLE, Cut, Shard, padded_share
 
 
@@ -34,6 +36,26 @@ class OwnWeights:
             return take_rows(self.weights, parts, num_inputs)
         return take_window(self.weights, parts, [num_inputs], window)
 
+    def codes(
+        self, name: str, shape: tuple[int, int], window: TensorWindow | None
+    ) -> CodedWeight | None:
+        """A window of a weight `[out, in]` in codes; None if it is plain."""
+        whole = self.weights.take_codes(name, shape)
+        if whole is None or window is None:
+            return whole
+        own = whole.outputs(window.rows)
+        return own if window.columns is None else own.inputs(*window.columns)
+
+    def bias(self, bias: Tensor, cut: Cut) -> Tensor:
+        """What the rank adds of a bias, whose outputs are its last dimension, before a sum over
+        the ranks: each its own outputs, or rank 0 all of them."""
+        if self.shard.size == 1:
+            return bias
+        if cut.inputs:
+            return bias if self.shard.rank == 0 else torch.zeros_like(bias)
+        own = [bias[..., begin:end] for begin, end in self.shard.spans(cut.outputs)]
+        return torch.cat(own, dim=-1) if own else bias
+
     def token_rows(self, name: str, vocab_size: int, width: int) -> Tensor:
         """A table with a row for each token, or the rank's rows of it, padded with zeros to as
         many as every other rank has."""
@@ -43,3 +65,10 @@ class OwnWeights:
         rows = self.weights.take(name, (vocab_size, width), window)
         missing = padded_share(vocab_size, self.shard.size) - len(rows)
         return F.pad(rows, (0, 0, 0, missing))
+
+    def token_codes(self, table: CodedWeight) -> CodedWeight:
+        """`token_rows` of a table in codes."""
+        if self.shard.size == 1:
+            return table
+        own = self.shard.vocabulary(table.out_features)
+        return table.outputs([own], padded_share(table.out_features, self.shard.size))

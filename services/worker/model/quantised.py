@@ -19,10 +19,10 @@ from loraplex.adapter_format.quantisation import (
     Quantisation,
     Scheme,
 )
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.errors import InvalidRequest
 from loraplex_services.worker.model.formats import awq, bitsandbytes, compressed_tensors, gguf, gptq
 from loraplex_services.worker.model.formats.words import ReadWeight
-from loraplex_services.worker.model.load import Checkpoint, TensorWindow
+from loraplex_services.worker.model.load import Checkpoint, NoRows, TensorWindow
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
@@ -43,6 +43,11 @@ READERS: Mapping[str, ReadWeight] = {
     PACKED: compressed_tensors.read_packed,
     PLAIN: compressed_tensors.read_plain,
 }
+NEEDS_ROWS = (
+    "this adapter depends on the base's weights (DoRA or whole weights), of which tensor-parallel "
+    "ranks have parts in codes; serve the base by one rank"
+)
+"""Why ranks of a quantised base refuse an adapter."""
 _PACKED_NAMES = ("qweight", "weight_packed")
 _UNUSED = (
     ".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".q_scale", ".output_scale",
@@ -74,10 +79,10 @@ class QuantisedCheckpoint:
         module = self._module_in_codes(name)
         if module is None:
             return self._files.take(name, shape, window, dtype)
-        assert window is None, "ranks refuse quantised bases"
         coded = self.take_codes(name, shape)
         assert coded is not None, name
-        return coded.dequantised().to(dtype or self.dtype)
+        wide = coded.dequantised()
+        return (wide if window is None else window.cut(wide)).to(dtype or self.dtype)
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
         """A weight as it is stored; None if it is not in codes.
@@ -108,9 +113,11 @@ class QuantisedCheckpoint:
         return module if is_coded else None
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """Raises Unsupported: ranks refuse quantised bases before this."""
-        why = "is served by one rank only; leave out --tensor-parallel"
-        raise Unsupported.field("config.json:quantization_config", self._quantisation.method, why)
+        """See `load.Weights`; those in codes are refused when they are read."""
+        if all(self._module_in_codes(name) is None for name, _ in parts):
+            return self._files.rows_in_files(parts, num_inputs)
+        refusal = "config.json:quantization_config", self._quantisation.method, NEEDS_ROWS
+        return NoRows(parts, num_inputs, refusal)
 
     def finish(self) -> None:
         """See `load.Weights`."""

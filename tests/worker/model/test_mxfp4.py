@@ -44,13 +44,14 @@ def test_a_scale_that_is_no_number_is_refused_by_name(published, tmp_path):
     assert caught.value.violations[0].field == name
 
 
-def test_a_published_checkpoint_computes_what_transformers_computes(published):
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_published_checkpoint_computes_what_transformers_computes(published, num_ranks):
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         published, dtype=torch.bfloat16, attn_implementation="eager"
     )
     assert type(reference.model.layers[0].mlp.experts).__name__ == "GptOssExperts"
     reference = reference.float().eval()
-    driver = Driver(parity_runner(published, arena_bytes=8 << 20))
+    driver = Driver(parity_runner(published, arena_bytes=8 << 20, num_ranks=num_ranks))
     generator = torch.Generator().manual_seed(1)
     for length in (1, 40, 100):
         prompt = torch.randint(0, 300, (length,), generator=generator).tolist()
@@ -62,6 +63,7 @@ def test_a_published_checkpoint_computes_what_transformers_computes(published):
         assert logits.argmax(-1).tolist() == job.request.output_ids
         found = [sample.logprobs.logprob for sample in job.samples if sample.logprobs]
         assert found == pytest.approx(logits.max(-1).values.tolist(), abs=1e-4)
+    driver.runner.close()
 
 
 def test_its_geometry_names_each_expert(published):

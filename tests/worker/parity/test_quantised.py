@@ -62,10 +62,60 @@ def test_nothing_is_merged_into_a_quantised_base(base, tmp_path):
         merge_into_base([(adapter, 1.0)], base.folder, tmp_path / "out")
 
 
-def test_ranks_refuse_a_quantised_base_by_name(base):
-    with pytest.raises(Unsupported) as caught:
-        build_runner(base.folder, device="cpu", num_ranks=2, arena_bytes=8 << 20)
-    assert caught.value.violations[0].field == "config.json:quantization_config"
+RANKED = [
+    ("llama", "ct-int8", 2),
+    *[("llama", layout, 4) for layout in LAYOUTS],
+    ("qwen3", "gptq-act-order", 2),
+    ("qwen3-moe", "ct-fp8", 2),
+    ("qwen3.5", "ct-fp8", 2),
+]
+OF_RANKS = (
+    "rank-64-all-linear",
+    "lm-head",
+    "embedding",
+    "bias-all",
+    "token-rows",
+    "expert-linears",
+)
+
+
+@pytest.mark.parametrize(
+    ("base_name", "layout", "num_ranks"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (i > 0)) for i, case in enumerate(RANKED)],
+)
+def test_ranks_of_a_quantised_base_equal_peft(base_name, layout, num_ranks, near_ties, tmp_path):
+    base = quantised_base(make_base(base_name, tmp_path / "plain"), layout, tmp_path / "base")
+    check_ranks(base, tmp_path, near_ties, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("base_name", "scheme"),
+    [
+        ("llama", "int4"),
+        pytest.param("qwen3-moe", "int8", marks=pytest.mark.long),
+        pytest.param("llama", "fp8", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_of_a_base_quantised_on_load_equal_peft(base_name, scheme, near_ties, tmp_path):
+    meant = quantised_on_load(make_base(base_name, tmp_path / "base"), scheme)
+    check_ranks(meant, tmp_path, near_ties, num_ranks=2, quantization=scheme)
+
+
+def check_ranks(base, folder, near_ties, **settings):
+    """Compare a batch with PEFT. Adapters that depend on the base's weights are refused."""
+    features = [name for name in OF_RANKS if name in features_of(base)]
+    stage = stage_of(base, features, folder, **settings)
+    try:
+        jobs = make_jobs(stage, 1, 16, stagger=True)
+        stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
+        for name, verdict, logprob_error in judge(stage, jobs):
+            near_ties.add(verdict)
+            assert logprob_error < MAX_LOGPROB_ERROR, name
+        dora = make_adapter(base, "dora-tables", folder / "dora")
+        with pytest.raises(Unsupported, match="depends on the base's weights"):
+            stage.driver.load(90, dora)
+    finally:
+        stage.driver.runner.close()
 
 
 def test_a_plain_file_with_codes_is_refused_by_the_tensor(base, tmp_path):

@@ -5,12 +5,14 @@ W[o, order[i]] = (value(codes[o, i]) - zeros[o, g]) * scales[o, g]        g = i 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from loraplex_services.worker.ops.linear.torch import WeightRows
+from loraplex_services.worker.types.sharding import Span
 
 FLOAT8 = torch.float8_e4m3fn
 CHUNK_ROWS = 4096
@@ -48,6 +50,44 @@ class CodedWeight:
     def in_features(self) -> int:
         """Columns."""
         return self.codes.shape[1]
+
+    def outputs(self, spans: Sequence[Span], num_rows: int = 0) -> CodedWeight:
+        """Some rows, joined, and zeros after them up to `num_rows`."""
+
+        def cut(x: Tensor) -> Tensor:
+            own = torch.cat([x[begin:end] for begin, end in spans])
+            missing = num_rows - len(own)
+            return torch.cat((own, own.new_zeros(missing, x.shape[1]))) if missing > 0 else own
+
+        zeros = None if self.zeros is None else cut(self.zeros)
+        return replace(
+            self, codes=cut(self.codes), scales=cut(self.scales), zeros=zeros, published=None
+        )
+
+    def inputs(self, begin: int, end: int) -> CodedWeight:
+        """Some columns. If they divide groups, or are not in order, each has a scale of its own,
+        which no kernel reads."""
+        size, order = self.group_size, self.order
+        columns: slice | Tensor = slice(begin, end)
+        groups: slice | Tensor = slice(begin // size, -(-end // size))
+        if order is None and (begin % size == 0 or begin // size == (end - 1) // size):
+            size = min(size, end - begin)
+        else:
+            inputs = torch.arange(self.in_features, device=self.codes.device)
+            if order is None:
+                columns = inputs[begin:end]
+            else:
+                columns = inputs[(order >= begin) & (order < end)]
+                order = order[columns] - begin
+            groups, size = columns // size, 1
+        return replace(
+            self,
+            codes=self.codes[:, columns].contiguous(),
+            scales=self.scales[:, groups].contiguous(),
+            zeros=None if self.zeros is None else self.zeros[:, groups].contiguous(),
+            group_size=size,
+            order=order,
+        )
 
     def dequantised(self) -> Tensor:
         """float32 `[out, in]`: exactly what the codes say, rounded once."""

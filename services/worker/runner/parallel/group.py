@@ -10,10 +10,8 @@ from pathlib import Path
 import torch
 
 import loraplex
-from loraplex.adapter_format.geometry import quantisation_of
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.layers.ranks import Ranks
-from loraplex_services.worker.model.config_reader import read_json_object
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.runner.parallel.collectives import join
 from loraplex_services.worker.runner.parallel.followers import Followers
@@ -23,25 +21,6 @@ from loraplex_services.worker.types.sharding import Shard, check_divisible
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 """Seconds within which all ranks must start and connect, before any of them loads."""
-PARALLEL_FAMILIES = (
-    "gemma2",
-    "gemma3_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "llama",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-)
-"""Families whose weights can be divided."""
 
 BuildPart = Callable[[Ranks], TorchRunner]
 """Builds the part of the base that a rank has."""
@@ -57,13 +36,6 @@ def check_group(model_dir: Path, model_impl: str, device: torch.device, num_rank
         why = "serves a base on one rank only; leave out --tensor-parallel"
         raise Unsupported.field("model_impl", model_impl, why)
     _, config = read_model_config(model_dir)
-    if (quantisation := quantisation_of(read_json_object(model_dir / "config.json"))) is not None:
-        why = "is served by one rank only; leave out --tensor-parallel"
-        raise Unsupported.field("config.json:quantization_config", quantisation.method, why)
-    if config.model_type not in PARALLEL_FAMILIES:
-        known = ", ".join(sorted(PARALLEL_FAMILIES))
-        why = f"is served by one rank only; tensor parallelism knows {known}"
-        raise Unsupported.field("config.json:model_type", config.model_type, why)
     check_divisible(config, num_ranks)
     if device.type == "cuda" and num_ranks > (num_devices := torch.cuda.device_count()):
         why = f"this machine has {num_devices} CUDA devices, and each rank needs its own"
