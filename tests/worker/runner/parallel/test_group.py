@@ -132,6 +132,7 @@ def test_a_step_sends_two_sums_a_layer_and_adapters_send_nothing(group, num_toke
     driver = Driver(group.runner)
     driver.load(3, group.adapter("all", 8))
     assert sent_bytes(group, num_tokens, ((3, 1.0),)) == expected
+    group.runner.unload_adapter(3)
 
 
 def test_each_rank_holds_the_share_of_an_adapter_that_the_partition_says(group):
