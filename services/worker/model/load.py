@@ -56,9 +56,8 @@ class TensorWindow:
         """The window of a tensor, or of a tensor in a file."""
         others = (slice(None),) * self.dim
         columns = () if self.columns is None else (slice(*self.columns),)
-        return torch.cat(
-            [source[(*others, slice(*span), *columns)] for span in self.rows], dim=self.dim
-        )
+        parts = [source[(*others, slice(*span), *columns)] for span in self.rows]
+        return torch.cat(parts, dim=self.dim)
 
 
 class Weights(Protocol):
@@ -385,8 +384,7 @@ class DummyWeights:
 
 
 class NoRows:
-    """Implements `WeightRows` for weights of which each rank keeps only a part, and which cannot
-    be read again."""
+    """Implements `WeightRows` for weights of which ranks keep parts that cannot be read again."""
 
     def __init__(
         self, parts: Sequence[tuple[str, int]], num_inputs: int, refusal: tuple[str, str, str]
