@@ -82,6 +82,9 @@ AUTH = choice_setting(
     "`keys` requires an API key of every caller; without, servers listen on loopback only, or "
     "anywhere with `insecure`.",
 )
+INSECURE = flag_setting(
+    "LORAPLEX_INSECURE", "up", "Allow listening beyond loopback without API keys."
+)
 ADMIN_KEY_FILE = path_setting(
     "LORAPLEX_ADMIN_KEY_FILE",
     "registry",

@@ -32,7 +32,6 @@ GONE = {
     "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
     "LORAPLEX_HTTP_KEY": "the private key is in the file of LORAPLEX_HTTP_CERT now, or next to it "
     "with the suffix .key",
-    "LORAPLEX_INSECURE": "it is a value now: LORAPLEX_AUTH=insecure",
     "LORAPLEX_LOAD_FORMAT": _NOW_A_SWITCH.format("load-format"),
     "LORAPLEX_LOG_FORMAT": _NOW_A_SWITCH.format("log-format"),
     "LORAPLEX_LOG_LEVEL": _NOW_A_SWITCH.format("log-level"),

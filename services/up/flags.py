@@ -86,7 +86,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         num_workers=_num_workers(args.workers, environ),
         worker=worker,
         drain_s=given("drain_s", env.DRAIN_S),
-        auth=_auth(args.insecure is not None, environ),
+        auth=_auth(given("insecure", env.INSECURE), environ),
         log_level=env.LOG_LEVEL.read(environ),
         log_format=env.LOG_FORMAT.read(environ),
     )
@@ -169,7 +169,7 @@ def _state_dir(given: Path | None, environ: Mapping[str, str]) -> Path:
 
 
 def _auth(insecure: bool, environ: Mapping[str, str]) -> str:
-    """The value of the variable; `--insecure` allows other machines, but takes no keys away."""
+    """The value of LORAPLEX_AUTH; `insecure` allows other machines, but takes no keys away."""
     auth = env.AUTH.read(environ)
     return "insecure" if insecure and auth != "keys" else auth
 

@@ -141,6 +141,7 @@ def test_what_a_child_refuses_is_named_as_it_was_given(
         (["--insecure"], {"LORAPLEX_AUTH": "keys"}),
         ([], {"LORAPLEX_AUTH": "keys"}),
         ([], {"LORAPLEX_AUTH": "insecure"}),
+        ([], {"LORAPLEX_INSECURE": "1"}),
     ],
 )
 def test_open_host_needs_keys_or_insecure(argv: list[str], environ: dict[str, str]) -> None:
