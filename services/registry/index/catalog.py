@@ -28,6 +28,7 @@ A scope is `<tenant>/<name>`, or `bases`. Documents are stored as "<generation> 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import secrets
@@ -98,6 +99,9 @@ class Catalog:
         self._replaced: deque[str] = deque(maxlen=_MAX_REPLACED)
         self.feed = EventFeed(self.position, self.read_events)
         """The newest events, for watchers."""
+        self.snapshot_lock = asyncio.Lock()
+        """Held while one page of a watcher's snapshot is built. When many watches begin at once,
+        other calls are answered between two pages."""
         self.usage_counters = UsageCounters(client, PREFIX)
         self.open_uploads = OpenUploads(client, PREFIX)
         self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)

@@ -8,6 +8,7 @@ generation."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,10 @@ from loraplex_services.registry.index.feed import MAX_READ, FeedLost
 from loraplex_services.registry.index.items import base_item, tag_item, version_item
 from loraplex_services.registry.index.redis_calls import CatalogDown
 
-_PAGE_SCOPES = 200
+_PAGE_SCOPES = 50
+"""Adapters in a page of a snapshot. Building one keeps the event loop for a few milliseconds."""
+_MAX_PAUSE_S = 0.02
+"""Longest pause after a page, if Redis was slow."""
 _RETRY_S = 0.5
 
 
@@ -100,7 +104,11 @@ async def _snapshot(catalog: Catalog) -> AsyncIterator[Batch]:
     yield Batch(tuple(events), "", begins_snapshot=True)
     after = "-"
     while True:
-        of, page = await catalog.page("names", after, "+", _PAGE_SCOPES, all_versions=True)
+        async with catalog.snapshot_lock:
+            begin_s = time.monotonic()
+            of, page = await catalog.page("names", after, "+", _PAGE_SCOPES, all_versions=True)
+            took_s = time.monotonic() - begin_s
+            await asyncio.sleep(min(took_s, _MAX_PAUSE_S))  # the other calls have as long
         if of != epoch:
             raise _SnapshotNeeded
         if not page:

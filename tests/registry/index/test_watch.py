@@ -15,6 +15,7 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.convert import event_to_proto
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import feed as feed_module
+from loraplex_services.registry.index import watch as watch_module
 from loraplex_services.registry.index.catalog import PREFIX
 from loraplex_services.registry.index.watch import Batch, watch
 from loraplex_services.registry.publish.tags import TagAddress
@@ -71,6 +72,31 @@ class Mirror:
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "BLOCK_MS", 50)
+
+
+@pytest.mark.hostile
+async def test_watches_that_begin_at_once_build_one_page_at_a_time(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "_PAGE_SCOPES", 2)
+    for number in range(5):
+        await publish(registry, f"sql-{number}", 1)
+    read_page, num_reading, most_reading = registry.catalog.page, 0, 0
+
+    async def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_reading, most_reading
+        num_reading += 1
+        most_reading = max(most_reading, num_reading)
+        try:
+            return await read_page(*args, **kwargs)
+        finally:
+            num_reading -= 1
+
+    monkeypatch.setattr(registry.catalog, "page", counted)
+    mirrors = [Mirror(watch(registry.catalog, "")) for _ in range(8)]
+    await asyncio.gather(*(mirror.snapshot() for mirror in mirrors))
+    assert most_reading == 1
+    assert all(len(mirror.known) == 1 + 5 * 2 for mirror in mirrors)
 
 
 async def test_a_watch_begins_with_everything_there_is(registry: Registry) -> None:
