@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -85,6 +86,16 @@ def pytest_collection_finish() -> None:
     """Spare the collector the millions of objects that imports and thousands of tests left."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Commands and services set up the logging of their process, which in a test is everybody's."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import resource
-from collections.abc import Iterator
 
 import pytest
 
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex_services.common.processes.process import run_service
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    """A service sets up the logging of its process, which here is everybody's."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 async def _raise(error: Exception) -> None:
