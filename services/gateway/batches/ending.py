@@ -58,6 +58,7 @@ async def end_batch(
         await _write_errors(files, store, record, failed)
 
     def finish(current: BatchRecord) -> BatchRecord:
+        assert current.ending, "`begin` has decided it"
         return replace(
             current,
             status=current.ending,

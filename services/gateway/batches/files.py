@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from loraplex.errors import InvalidRequest, NotFound, ResourceExhausted, Violation
 from loraplex_services.common.limits import (
@@ -27,6 +28,9 @@ _READ_BYTES = 1 << 20
 """What a download holds in memory, for as long as its reader takes."""
 _BATCH_DOCUMENTS = 100
 
+FilePurpose = Literal["batch", "batch_output"]
+"""`batch` = lines of a batch, `batch_output` = its results or errors."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
@@ -35,8 +39,7 @@ class FileRecord:
     file_id: str
     tenant: str
     filename: str
-    purpose: str
-    """`batch` or `batch_output`."""
+    purpose: FilePurpose
     num_bytes: int
     created_s: int
     """Unix time."""

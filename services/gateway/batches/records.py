@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import Final, Literal, get_args
 
 from loraplex_services.common.ulid import ulid
 
 WINDOW_S = 24 * 3600
 """The only completion window."""
-COMPLETED, CANCELLED, EXPIRED, FAILED = "completed", "cancelled", "expired", "failed"
-ENDINGS = (COMPLETED, CANCELLED, EXPIRED, FAILED)
-VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = (
-    "validating",
-    "in_progress",
-    "finalizing",
-    "cancelling",
-)
+Ending = Literal["completed", "cancelled", "expired", "failed"]
+BatchStatus = Literal["validating", "in_progress", "finalizing", "cancelling", Ending]
+VALIDATING: Final = "validating"
+IN_PROGRESS: Final = "in_progress"
+FINALIZING: Final = "finalizing"
+CANCELLING: Final = "cancelling"
+COMPLETED: Final = "completed"
+CANCELLED: Final = "cancelled"
+EXPIRED: Final = "expired"
+FAILED: Final = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +72,12 @@ class BatchRecord:
     created_s: int
     output_lifetime_s: int
     metadata: dict[str, str] = field(default_factory=dict)
-    status: str = VALIDATING
+    status: BatchStatus = VALIDATING
     owner: str = ""
     """The gateway that runs it; "" = none."""
     renewals: int = 0
     """Changes with every renewal, so that the document does."""
-    ending: str = ""
+    ending: Literal[Ending, ""] = ""
     """The status that it will have in the end; "" = not decided."""
     num_lines: int = 0
     counts: Counts = field(default_factory=Counts)
@@ -95,7 +98,7 @@ class BatchRecord:
     @property
     def has_ended(self) -> bool:
         """Whether its status is final."""
-        return self.status in ENDINGS
+        return self.status in get_args(Ending)
 
 
 def new_batch_id() -> str:

@@ -30,6 +30,7 @@ from loraplex_services.gateway.batches.records import (
     VALIDATING,
     BatchError,
     BatchRecord,
+    Ending,
     now_s,
 )
 from loraplex_services.gateway.batches.sending import LineSender, RunContext
@@ -123,7 +124,7 @@ class BatchRun:
         self._record = saved
         return saved
 
-    async def _end_as(self, ending: str, *errors: BatchError) -> None:
+    async def _end_as(self, ending: Ending, *errors: BatchError) -> None:
         """Decide how the batch ends, unless that is decided, and send no more lines."""
         record = await self._save(lambda record: _ending(record, ending, *errors))
         self._sender.stop(record.ending)
@@ -184,6 +185,6 @@ class BatchRun:
             yield lines
 
 
-def _ending(record: BatchRecord, ending: str, *errors: BatchError) -> BatchRecord:
+def _ending(record: BatchRecord, ending: Ending, *errors: BatchError) -> BatchRecord:
     """The batch once it is decided how it ends, unless that was decided before."""
     return record if record.ending else replace(record, ending=ending, errors=errors)

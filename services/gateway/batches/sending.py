@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ _MAX_ATTEMPTS = 3
 """Of a line that a server failed. One that came at a bad time is sent until the batch expires."""
 _MAX_WAIT_S = 30.0
 _STORE_RETRY_S = 1.0
-_SKIPPED = {
+_SKIPPED: Mapping[str, BatchError] = {
     CANCELLED: BatchError("batch_cancelled", "the batch was cancelled before this request ended"),
     EXPIRED: BatchError("batch_expired", "the batch expired before this request ended"),
     FAILED: BatchError("batch_failed", "the batch failed before this request ended"),

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -42,7 +42,7 @@ from loraplex_services.gateway.http.pages import (
 from loraplex_services.gateway.http.stored_objects import DeletedFile, FileObject, file_object
 from loraplex_services.gateway.metrics import FILE_BYTES
 
-_PURPOSE = "batch"
+_PURPOSE: Final = "batch"
 _MAX_LIMIT = 10_000
 _INDEXED = re.compile(r"expires_after\[(\w+)\]")
 
@@ -190,7 +190,7 @@ def _record(form: Form, tenant: str, file_id: str) -> FileRecord:
         file_id=file_id,
         tenant=tenant,
         filename=form.filename,
-        purpose=purpose,
+        purpose=_PURPOSE,
         num_bytes=form.num_file_bytes,
         created_s=created_s,
         expires_s=created_s + lifetime_s,

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.common.callers import Caller
-from loraplex_services.gateway.batches.files import FileRecord
+from loraplex_services.gateway.batches.files import FilePurpose, FileRecord
 from loraplex_services.gateway.batches.records import (
     CANCELLED,
     CANCELLING,
@@ -14,6 +14,8 @@ from loraplex_services.gateway.batches.records import (
     EXPIRED,
     FAILED,
     BatchRecord,
+    BatchStatus,
+    Ending,
     new_batch_id,
     now_s,
 )
@@ -56,7 +58,7 @@ class BatchObject(TypedDict):
     errors: BatchFaults | None
     input_file_id: str
     completion_window: Literal["24h"]
-    status: str
+    status: BatchStatus
     output_file_id: str | None
     error_file_id: str | None
     created_at: int
@@ -105,7 +107,7 @@ def batch_object(record: BatchRecord) -> BatchObject:
     counts, has_ended = record.counts, record.has_ended
     is_cancelling = record.ending == CANCELLED and not has_ended
 
-    def ended_at(ending: str) -> int | None:
+    def ended_at(ending: Ending) -> int | None:
         return record.ended_s if record.status == ending else None
 
     return {
@@ -160,7 +162,7 @@ class FileObject(TypedDict):
     created_at: int
     expires_at: int | None
     filename: str
-    purpose: str
+    purpose: FilePurpose
     status: Literal["processed"]
     status_details: str | None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import jsonschema
 import openai
@@ -111,3 +112,14 @@ def test_what_no_endpoint_answers_is_not_valid() -> None:
     with pytest.raises(jsonschema.ValidationError):
         check("/v1/completions", "POST", "error", {"error": "text"})
     assert check("/openapi.json", "GET", STREAM, None) is False
+
+
+async def test_the_document_names_every_status_of_a_batch_and_purpose_of_a_file(
+    stack: Stack, tmp_path: Path
+) -> None:
+    stack.objects_url = f"file://{tmp_path}"
+    await stack.start()
+    schemas = (await _document(stack))["components"]["schemas"]
+    statuses = schemas["BatchObject"]["properties"]["status"]["enum"]
+    assert set(statuses) == set(get_args(openai.types.Batch.model_fields["status"].annotation))
+    assert schemas["FileObject"]["properties"]["purpose"] == {"enum": ["batch", "batch_output"]}
