@@ -36,7 +36,7 @@ from benchmarks.serving.isolation_attacks import (
 from benchmarks.serving.isolation_traffic import Target, Waits, ordinary_traffic
 from benchmarks.serving.process_memory import PeakMemory
 from demo.stack import Stack, running_stack
-from loraplex.api.registry import Tenant
+from loraplex.api.tenants import Tenant
 from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials

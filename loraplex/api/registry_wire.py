@@ -23,10 +23,9 @@ from loraplex.api.registry import (
     Tag,
     TagMove,
     TagTarget,
-    Tenant,
-    TenantLimits,
     UsageEntry,
 )
+from loraplex.api.tenants import Tenant, TenantLimits
 from loraplex.errors import Violation
 from loraplex.v1 import common_pb2
 from loraplex.v1 import registry_pb2 as pb

@@ -208,7 +208,7 @@ async def _keys_revoke(args: argparse.Namespace) -> None:
 
 
 async def _tenants_set(args: argparse.Namespace) -> None:
-    from loraplex.api.registry import Tenant
+    from loraplex.api.tenants import Tenant
 
     fields = [field.name for field in dataclasses.fields(Tenant) if field.name != "tenant"]
     given = {name: value for name in fields if (value := getattr(args, name, None)) is not None}

@@ -9,15 +9,8 @@ from loraplex.adapter_format import geometry_from_folder
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.api import registry_wire
 from loraplex.api.format_wire import geometry_from_proto, geometry_to_proto
-from loraplex.api.registry import (
-    ApiKey,
-    AuditEntry,
-    BaseModel,
-    Certificate,
-    Collected,
-    Reindexed,
-    Tenant,
-)
+from loraplex.api.registry import ApiKey, AuditEntry, BaseModel, Certificate, Collected, Reindexed
+from loraplex.api.tenants import Tenant
 from loraplex.client.channel import Channel
 from loraplex.errors import NotFound
 from loraplex.v1 import registry_pb2 as pb

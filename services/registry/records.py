@@ -19,7 +19,8 @@ import msgspec
 from loraplex.adapter_format import File, Geometry
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.tasks import CAUSAL_LM
-from loraplex.api.registry import TagTarget, TenantLimits
+from loraplex.api.registry import TagTarget
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import Violation
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from loraplex.api import registry_wire
-from loraplex.api.registry import Tag, TagTarget, Tenant, TenantLimits, UsageEntry
+from loraplex.api.registry import Tag, TagTarget, UsageEntry
+from loraplex.api.tenants import Tenant, TenantLimits
 from loraplex.v1 import registry_pb2 as pb
 
 LIMITS = TenantLimits("t", 1, 2, 3.5, 4.5, 5, 0.5, ("key",))

@@ -14,9 +14,9 @@ import openai
 import pytest
 
 from loraplex.api.error_wire import from_rpc_error
-from loraplex.api.registry import TenantLimits
 from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import Sampling, SamplingParams
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from loraplex_services.common.limits import (

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from loraplex.api.registry import TenantLimits
+from loraplex.api.tenants import TenantLimits
 from loraplex_services.gateway.admission.rate_limit_store import RateLimitStore
 
 ASK_INTERVAL_S = 0.25

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
-from loraplex.api.registry import TenantLimits
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import LoraplexError, ResourceExhausted
 from loraplex_services.gateway.admission.rate_limit_store import RateLimitStore
 from loraplex_services.gateway.admission.token_buckets import Grant, Lease

@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.output import FinishReason, Usage
 from loraplex.api.pooling import Pooling
-from loraplex.api.registry import TenantLimits
 from loraplex.api.request import ChatPrompt
 from loraplex.api.sampling import GrammarTokens
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.telemetry.tracing import Span, Tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from loraplex.api.output import ServedBy, Usage
 from loraplex.api.pooling import Pooling
-from loraplex.api.registry import TenantLimits
 from loraplex.api.request import AdapterSet, TextPrompt, WorkerRequest
 from loraplex.api.sampling import Grammar, GrammarTokens
+from loraplex.api.tenants import TenantLimits
 from loraplex_services.common.telemetry.tracing import Span
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar

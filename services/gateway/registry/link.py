@@ -13,7 +13,8 @@ import grpc
 from loraplex.adapter_format import File
 from loraplex.api import registry_wire
 from loraplex.api.error_wire import from_rpc_error
-from loraplex.api.registry import Tag, TenantLimits, UsageEntry
+from loraplex.api.registry import Tag, UsageEntry
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import DataLoss, LoraplexError
 from loraplex.refs import Ref
 from loraplex.v1 import registry_pb2, registry_pb2_grpc

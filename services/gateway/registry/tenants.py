@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from loraplex.api.registry import TenantLimits
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.event_loop import now_s
 

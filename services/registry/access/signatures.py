@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from loraplex.adapter_format import File
-from loraplex.api.registry import TenantLimits
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import (
     DataLoss,
     InvalidRequest,

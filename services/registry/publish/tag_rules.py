@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from loraplex.api.registry import Certificate, TenantLimits
+from loraplex.api.registry import Certificate
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import NotCertified
 from loraplex_services.registry.access.signatures import Signatures
 from loraplex_services.registry.access.tenants import Tenants

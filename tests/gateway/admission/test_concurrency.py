@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from loraplex.api.registry import TenantLimits
+from loraplex.api.tenants import TenantLimits
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionRequest

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.api.registry import TenantLimits
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.gateway.admission import rate_limit_store as rate_limit_store

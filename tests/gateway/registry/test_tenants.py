@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from loraplex.api.registry import TenantLimits
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import Unavailable
 from loraplex_services.gateway.registry.tenants import FRESH_S, TenantDirectory
 

@@ -8,9 +8,9 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from loraplex.api.registry import TenantLimits
 from loraplex.api.request import TokenPrompt
 from loraplex.api.sampling import Sampling
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.request import GenerateCall

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from loraplex.api.registry import TenantLimits
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from loraplex.api.registry import Tenant
+from loraplex.api.tenants import Tenant
 from loraplex.errors import PermissionDenied
 from loraplex.signing import public_pem
 from loraplex.v1 import registry_pb2 as pb

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.api.registry import Certificate, Tenant
+from loraplex.api.registry import Certificate
+from loraplex.api.tenants import Tenant
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import AdapterNotFound, InvalidRequest, NotCertified, PermissionDenied
