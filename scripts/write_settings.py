@@ -1,4 +1,4 @@
-"""Write the table of docs/reference/settings.md anew from services/common/env.py.
+"""Write the table of docs/reference/settings.md anew from services/common/settings/env.py.
 
 python scripts/write_settings.py
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "settings.md"
-BEGIN = "<!-- settings: written from services/common/env.py -->\n"
+BEGIN = "<!-- settings: written from services/common/settings/env.py -->\n"
 END = "<!-- end of settings -->"
 
 
 def main() -> None:
     """Replace what stands between the two marks of the page."""
     sys.path.insert(0, str(ROOT))
-    from loraplex_services.common.variables import settings_markdown
+    from loraplex_services.common.settings.variables import settings_markdown
 
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]

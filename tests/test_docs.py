@@ -13,7 +13,7 @@ import pytest
 from benchmarks.__main__ import summaries
 from loraplex.cli import loraplex, registry
 from loraplex.cli.parsing import spelled_out
-from loraplex_services.common import env, variables
+from loraplex_services.common.settings import env, variables
 from loraplex_services.simulate import flags as simulate
 from loraplex_services.up import flags as up
 from tests.metrics import exported

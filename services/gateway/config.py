@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env
 from loraplex_services.common.security.addresses import is_local
 from loraplex_services.common.security.service_token import read_service_token
 from loraplex_services.common.security.tls import PLAIN, TlsFiles, http_tls_files, tls_files
+from loraplex_services.common.settings import env, switches
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.text.chat_style import StyleSettings
 
@@ -79,9 +79,9 @@ def from_env(environ: Mapping[str, str]) -> GatewayConfig:
         http_tls=http_tls_files(environ),
         service_token=read_service_token(env.SERVICE_TOKEN_FILE.read(environ)),
         chat_style=StyleSettings(
-            env.TOOL_CALL_PARSER.read(environ), env.REASONING_PARSER.read(environ)
+            switches.TOOL_CALL_PARSER.read(environ), switches.REASONING_PARSER.read(environ)
         ),
-        replaces_bases=env.REPLACE_BASES.read(environ),
+        replaces_bases=switches.REPLACE_BASES.read(environ),
         lora_root=env.LORA_ROOT.read(environ),
         objects_url=env.OBJECTS.read(environ),
         metadata_url=_shared_url(env.METADATA.read(environ)),

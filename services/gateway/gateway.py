@@ -13,11 +13,11 @@ from starlette.types import ASGIApp
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
-from loraplex_services.common.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.grpc.channels import channel_opener
 from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.processes.signals import stop_event
+from loraplex_services.common.settings.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.telemetry.metrics import MetricsServer
 from loraplex_services.common.telemetry.tracing import Tracer, open_tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env
 from loraplex_services.common.security.tls import TlsFiles, tls_files
+from loraplex_services.common.settings import env, switches
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
         admin_key_file=env.ADMIN_KEY_FILE.read(environ),
         service_token_file=env.SERVICE_TOKEN_FILE.read(environ),
         drain_s=env.DRAIN_S.read(environ),
-        gc_interval_s=env.GC_INTERVAL_S.read(environ),
-        failpoint=env.FAILPOINT.read(environ),
+        gc_interval_s=switches.GC_INTERVAL_S.read(environ),
+        failpoint=switches.FAILPOINT.read(environ),
     )
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 
 from loraplex.errors import LoraplexError, codes_of
-from loraplex_services.common import env, variables
+from loraplex_services.common.settings import env, variables
 from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.up import flags
 from loraplex_services.up.packages import check_packages

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env, variables
 from loraplex_services.common.security.addresses import is_loopback
-from loraplex_services.common.setting import Setting
+from loraplex_services.common.settings import env, switches, variables
+from loraplex_services.common.settings.setting import Setting
 from loraplex_services.common.units import integer
 
 _VARIABLE = re.compile(r"\bLORAPLEX_([A-Z_]+)\b(?!=)")
@@ -87,8 +87,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         worker=worker,
         drain_s=given("drain_s", env.DRAIN_S),
         auth=_auth(given("insecure", env.INSECURE), environ),
-        log_level=env.LOG_LEVEL.read(environ),
-        log_format=env.LOG_FORMAT.read(environ),
+        log_level=switches.LOG_LEVEL.read(environ),
+        log_format=switches.LOG_FORMAT.read(environ),
     )
     _check_bind(config)
     variables.check_values(environ, ("registry", "gateway", "worker"))

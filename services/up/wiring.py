@@ -10,7 +10,7 @@ from pathlib import Path
 
 import loraplex_services
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env
+from loraplex_services.common.settings import env, switches
 from loraplex_services.up.flags import LISTENERS, Listener, UpConfig
 from loraplex_services.up.ports import address_of
 from loraplex_services.up.state import StateDir
@@ -146,7 +146,7 @@ def _service_token(state: StateDir) -> Path:
 
 def _debug_of_gateway(environ: Mapping[str, str]) -> str:
     """Bases in a state folder of the stack's own belong to the stack; those elsewhere may not."""
-    own = f"{env.REPLACE_BASES.name}={'false' if environ.get('LORAPLEX_OBJECTS') else 'true'}"
+    own = f"{switches.REPLACE_BASES.name}={'false' if environ.get('LORAPLEX_OBJECTS') else 'true'}"
     return ",".join(filter(None, (environ.get(env.DEBUG.name), own)))
 
 

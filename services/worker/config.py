@@ -10,10 +10,10 @@ from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from loraplex.refs import check_base_id
-from loraplex_services.common import env
 from loraplex_services.common.security.addresses import is_local
 from loraplex_services.common.security.service_token import read_service_token
 from loraplex_services.common.security.tls import TlsFiles, tls_files
+from loraplex_services.common.settings import env, switches
 from loraplex_services.worker.types.messages import EngineConfig
 
 MAX_RESIDENT = 4096
@@ -82,7 +82,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         cache_dir=env.STATE_DIR.read(environ),
         cache_bytes=env.CACHE_BYTES.read(environ),
         drain_s=env.DRAIN_S.read(environ),
-        step_timeout_s=env.STEP_TIMEOUT_S.read(environ),
+        step_timeout_s=switches.STEP_TIMEOUT_S.read(environ),
         service_token=_service_token(environ),
         service_names=env.SERVICE_NAMES.read(environ),
         tls=tls_files(environ),
@@ -99,7 +99,7 @@ def _engine(environ: Mapping[str, str]) -> EngineConfig:
         cpu_isa=env.CPU_ISA.read(environ),
         attention_backend=env.ATTENTION_BACKEND.read(environ),
         model_impl=env.MODEL_IMPL.read(environ),
-        load_format=env.LOAD_FORMAT.read(environ),
+        load_format=switches.LOAD_FORMAT.read(environ),
         arena_bytes=kv_memory.num_bytes,
         arena_share=kv_memory.share,
         gpu_memory_utilization=env.GPU_MEMORY_UTILIZATION.read(environ) or 0.0,
@@ -110,11 +110,11 @@ def _engine(environ: Mapping[str, str]) -> EngineConfig:
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=min(env.MAX_NUM_SEQS.read(environ), max_num_batched_tokens),
         max_step_s=MAX_STEP_S,
-        policy=env.POLICY.read(environ),
-        cluster_size=env.CLUSTER_SIZE.read(environ),
-        prefix_cache=env.PREFIX_CACHE.read(environ),
-        overlap=env.OVERLAP.read(environ),
-        drafts=env.SPECULATION.read(environ),
+        policy=switches.POLICY.read(environ),
+        cluster_size=switches.CLUSTER_SIZE.read(environ),
+        prefix_cache=switches.PREFIX_CACHE.read(environ),
+        overlap=switches.OVERLAP.read(environ),
+        drafts=switches.SPECULATION.read(environ),
         host_cache_bytes=env.HOST_CACHE_BYTES.read(environ) or 0,
         lora_dtype=env.LORA_DTYPE.read(environ),
         quantization=env.QUANTIZATION.read(environ),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loraplex.client.settings import unknown_variables
-from loraplex_services.common.variables import known_names
+from loraplex_services.common.settings.variables import known_names
 from tests.cli.conftest import DEMO
 
 MASK = DEMO / "adapters" / "mask"

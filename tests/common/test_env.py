@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env, variables
-from loraplex_services.common.setting import Setting
+from loraplex_services.common.settings import env, switches, variables
+from loraplex_services.common.settings.setting import Setting
 from loraplex_services.common.units import Memory
 
 
@@ -124,7 +124,7 @@ def test_a_variable_that_is_no_longer_read_is_refused_with_the_way_out(name: str
     assert variables.GONE[name] in caught.value.message
     assert name not in variables.known_names()
     for switch in re.findall(r"LORAPLEX_DEBUG=([a-z-]+)", variables.GONE[name]):
-        assert switch in {known.name for known in env.ALL_SWITCHES}
+        assert switch in {known.name for known in switches.ALL_SWITCHES}
     for variable in re.findall(r"LORAPLEX_\w+", variables.GONE[name]):
         assert variable in variables.known_names()
 
@@ -132,15 +132,15 @@ def test_a_variable_that_is_no_longer_read_is_refused_with_the_way_out(name: str
 def test_switches_are_read_from_one_list() -> None:
     environ = {"LORAPLEX_DEBUG": "overlap=on, replace-bases ,step-timeout-s=500ms"}
     variables.refuse_unreadable(environ)
-    assert env.REPLACE_BASES.read(environ) is True
-    assert env.STEP_TIMEOUT_S.read(environ) == 0.5
-    assert env.OVERLAP.read(environ) == "on"
-    assert env.PREFIX_CACHE.read(environ) == env.PREFIX_CACHE.default
+    assert switches.REPLACE_BASES.read(environ) is True
+    assert switches.STEP_TIMEOUT_S.read(environ) == 0.5
+    assert switches.OVERLAP.read(environ) == "on"
+    assert switches.PREFIX_CACHE.read(environ) == switches.PREFIX_CACHE.default
 
 
 def test_of_a_repeated_switch_the_last_one_counts() -> None:
     environ = {"LORAPLEX_DEBUG": "overlap=on,overlap=off"}
-    assert env.OVERLAP.read(environ) == "off"
+    assert switches.OVERLAP.read(environ) == "off"
 
 
 def test_an_unknown_switch_is_refused_with_those_there_are() -> None:
@@ -151,6 +151,6 @@ def test_an_unknown_switch_is_refused_with_those_there_are() -> None:
 
 def test_a_bad_value_of_a_switch_names_the_switch() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        env.OVERLAP.read({"LORAPLEX_DEBUG": "overlap=mmx"})
+        switches.OVERLAP.read({"LORAPLEX_DEBUG": "overlap=mmx"})
     violation = caught.value.violations[0]
     assert (violation.field, violation.value) == ("LORAPLEX_DEBUG", "overlap=mmx")

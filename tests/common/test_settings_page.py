@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from loraplex_services.common.variables import settings_markdown
+from loraplex_services.common.settings.variables import settings_markdown
 
 ROOT = Path(__file__).parents[2]
 PAGE = Path("docs/reference/settings.md")
@@ -10,7 +10,7 @@ PAGE = Path("docs/reference/settings.md")
 
 def test_the_table_of_settings_is_the_one_in_the_code() -> None:
     text = (ROOT / PAGE).read_text()
-    begin = "<!-- settings: written from services/common/env.py -->\n"
+    begin = "<!-- settings: written from services/common/settings/env.py -->\n"
     table = text.split(begin)[1].split("<!-- end of settings -->")[0]
     assert table.strip() == settings_markdown().strip()
 

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from loraplex_services.common import variables
+from loraplex_services.common.settings import variables
 from tests.deploy.kustomize import Document, render
 from tests.metrics import exported
 

@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from loraplex_services.common import env, variables
 from loraplex_services.common.limits import POOLS
+from loraplex_services.common.settings import env, variables
 from loraplex_services.gateway import config as gateway_config
 from loraplex_services.registry import config as registry_config
 from loraplex_services.worker import config as worker_config

@@ -11,7 +11,7 @@ from loraplex.client import settings
 from loraplex.client.channel import Channel
 from loraplex.client.settings import Credentials
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env
+from loraplex_services.common.settings import env
 
 
 def test_defaults_are_those_of_the_table() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env
+from loraplex_services.common.settings import env
 from loraplex_services.common.units import Memory
 from loraplex_services.up.flags import Listener, named_as_given, parse
 

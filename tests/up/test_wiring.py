@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env, variables
+from loraplex_services.common.settings import env, switches, variables
 from loraplex_services.common.units import Memory
 from loraplex_services.up.flags import LISTENERS, Listener, parse
 from loraplex_services.up.state import StateDir
@@ -51,7 +51,7 @@ def test_children_find_each_other(state: StateDir) -> None:
     assert specs["registry"].environ["LORAPLEX_REGISTRY_LISTEN"] == "127.0.0.1:3"
     objects = {spec.environ["LORAPLEX_OBJECTS"] for spec in specs.values()}
     assert objects == {f"file://{state.objects}"}
-    assert env.REPLACE_BASES.read(specs["gateway"].environ)
+    assert switches.REPLACE_BASES.read(specs["gateway"].environ)
 
 
 def test_every_wired_variable_is_known_and_legal(state: StateDir) -> None:
@@ -82,7 +82,7 @@ def test_other_stores_and_credentials_pass_through(state: StateDir) -> None:
     given = {"LORAPLEX_OBJECTS": "s3://b/p", "AWS_ACCESS_KEY_ID": "k", "PYTHONPATH": "/mine"}
     for spec in _specs(state, [], given).values():
         assert spec.environ["LORAPLEX_OBJECTS"] == "s3://b/p"
-        assert not env.REPLACE_BASES.read(spec.environ)
+        assert not switches.REPLACE_BASES.read(spec.environ)
         assert spec.environ["AWS_ACCESS_KEY_ID"] == "k"
         assert spec.environ["PYTHONPATH"].endswith(":/mine")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.env import OBJECTS
 from loraplex_services.common.objects.store import ObjectStore, ObjectStoreError
+from loraplex_services.common.settings.env import OBJECTS
 from loraplex_services.common.units import parse_store_url
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from loraplex.errors import InvalidRequest, LoraplexError, codes_of
-from loraplex_services.common import env, variables
 from loraplex_services.common.processes.stacks import print_stacks_on_signal
+from loraplex_services.common.settings import switches, variables
 from loraplex_services.common.telemetry.log import setup_logging
 
 USAGE_STATUS = 2
@@ -74,7 +74,9 @@ def run_service(
     parser.add_argument("--error-fd", type=int, help=argparse.SUPPRESS)
     error_fd = parser.parse_args(argv).error_fd
     try:
-        setup_logging(service, env.LOG_LEVEL.read(os.environ), env.LOG_FORMAT.read(os.environ))
+        setup_logging(
+            service, switches.LOG_LEVEL.read(os.environ), switches.LOG_FORMAT.read(os.environ)
+        )
         variables.refuse_unreadable(os.environ)
         for warning in variables.unknown_variables(os.environ):
             logging.getLogger(f"loraplex_services.{service}").warning(warning)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Unauthenticated
 from loraplex_services.common.callers import LOCAL, Caller, peer_names
-from loraplex_services.common.env import SERVICE_TOKEN_FILE
 from loraplex_services.common.security.tls import is_service
+from loraplex_services.common.settings.env import SERVICE_TOKEN_FILE
 
 
 class ServiceAuth:

@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env
 from loraplex_services.common.grpc.server import ServerTls
 from loraplex_services.common.security.rotation import Rotation
-from loraplex_services.common.setting import Setting
+from loraplex_services.common.settings import env
+from loraplex_services.common.settings.setting import Setting
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from loraplex.errors import InvalidRequest, LoraplexError
-from loraplex_services.common.env import LOG_FORMAT, LOG_LEVEL, STEP_TRACE
 from loraplex_services.common.processes.process import die_with_parent
 from loraplex_services.common.processes.stacks import print_stacks_on_signal
+from loraplex_services.common.settings.switches import LOG_FORMAT, LOG_LEVEL, STEP_TRACE
 from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.engine.step_trace import TracedRunner

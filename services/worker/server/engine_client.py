@@ -16,7 +16,7 @@ import time
 from typing import Any, Protocol
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable, Unsupported
-from loraplex_services.common import variables
+from loraplex_services.common.settings import variables
 from loraplex_services.worker.types.messages import (
     Command,
     EngineConfig,

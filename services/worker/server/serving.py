@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.objects.opening import open_store
 from loraplex_services.common.security.service_token import ServiceAuth
+from loraplex_services.common.settings import env
 from loraplex_services.common.telemetry.metrics import MetricsServer
 from loraplex_services.common.telemetry.tracing import open_tracer
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache

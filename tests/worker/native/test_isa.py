@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from loraplex_services.common.env import CPU_ISA
+from loraplex_services.common.settings.env import CPU_ISA
 from loraplex_services.worker.native import isa
 
 BF16 = 1 << 14

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from loraplex_services.common.env import CPU_ISA
+from loraplex_services.common.settings.env import CPU_ISA
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from loraplex.errors import LoraplexError
-from loraplex_services.common.env import LOG_FORMAT, LOG_LEVEL
 from loraplex_services.common.processes.process import die_with_parent
 from loraplex_services.common.processes.stacks import print_stacks_on_signal
+from loraplex_services.common.settings.switches import LOG_FORMAT, LOG_LEVEL
 from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.runner.building import build_rank

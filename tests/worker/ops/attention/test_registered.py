@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env
+from loraplex_services.common.settings import env
 from loraplex_services.worker.ops.attention.backend import AttentionBackend
 from loraplex_services.worker.ops.attention.registered import registered_backend
 from loraplex_services.worker.runner.building import build_runner

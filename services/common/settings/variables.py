@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common import env
-from loraplex_services.common.setting import Setting, debug_switches
+from loraplex_services.common.settings import env, switches
+from loraplex_services.common.settings.setting import Setting, debug_switches
 
 _SERVICE_LINK = re.compile(
     r"_(HOST|SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
@@ -72,7 +72,7 @@ def refuse_unreadable(environ: Mapping[str, str]) -> None:
     for name, way_out in GONE.items():
         if name in environ:
             raise InvalidRequest.field(name, environ[name], way_out)
-    known = [switch.name for switch in env.ALL_SWITCHES]
+    known = [switch.name for switch in switches.ALL_SWITCHES]
     for name in debug_switches(environ):
         if name not in known:
             raise InvalidRequest.field(
@@ -84,7 +84,7 @@ def refuse_unreadable(environ: Mapping[str, str]) -> None:
 
 def check_values(environ: Mapping[str, str], services: Collection[str]) -> None:
     """Read what services read and `loraplex up` does not. Raises InvalidRequest for a bad value."""
-    for setting in (*env.ALL_SETTINGS, *env.ALL_SWITCHES):
+    for setting in (*env.ALL_SETTINGS, *switches.ALL_SWITCHES):
         readers = set(setting.readers.split())
         if "up" not in readers and {*services, "all"} & readers:
             setting.read(environ)
@@ -127,7 +127,7 @@ def settings_markdown() -> str:
         name = f"`{setting.name}`" + (" (or `_FILE`)" if setting.secret else "")
         lines.append(_row(name, setting))
     lines += ["", "### Switches of LORAPLEX_DEBUG", "", *_header("switch")]
-    lines += [_row(f"`{switch.name}`", switch) for switch in env.ALL_SWITCHES]
+    lines += [_row(f"`{switch.name}`", switch) for switch in switches.ALL_SWITCHES]
     return "\n".join(lines[1:])
 
 

@@ -1,0 +1,1 @@
+"""The LORAPLEX_* variables: their table, their checks and the switches for developers."""
