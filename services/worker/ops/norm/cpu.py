@@ -21,8 +21,10 @@ class NativeNorm:
 
     def forward(self, x: Tensor, lora: LoraBatch, update: Tensor | None = None) -> Tensor:
         """See `Norm`."""
-        if lora.trains_norms or (x.dim() != 2 and not x.is_contiguous()):
+        if lora.trains_norms:
             return self._portable.forward(x, lora, update)
-        rows = x.view(-1, x.shape[-1])
+        # Heads of one row are contiguous and those of several are not: the bits must be the same.
+        rows = x.reshape(-1, x.shape[-1])
+        assert update is None or rows.data_ptr() == x.data_ptr(), "the update belongs to x"
         y = self._native.norm(rows, update, self._weight, self._eps, self._in_float32)
         return y.view(x.shape)
