@@ -104,7 +104,8 @@ def release_behind_windows(layout: KvLayout, request: Request) -> list[int]:
 
 
 def release_tables(request: Request) -> list[int]:
-    """Empty the tables. Returns their blocks: the state's, then the last positions first."""
+    """Empty the tables. Returns their blocks: the states', then the last positions first."""
     by_position = list(zip(*request.block_tables, strict=True))
-    state, request.block_tables, request.state_blocks = request.state_blocks, [], []
-    return state + [b for blocks in reversed(by_position) for b in blocks if b != RELEASED_BLOCK]
+    states = [b for blocks in (request.state_blocks, *request.draft_states) for b in blocks]
+    request.block_tables, request.state_blocks, request.draft_states = [], [], []
+    return states + [b for blocks in reversed(by_position) for b in blocks if b != RELEASED_BLOCK]

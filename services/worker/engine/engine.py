@@ -91,7 +91,7 @@ def _policy(config: EngineConfig, policies: Policies) -> tuple[Policy, ServiceCo
 
 def _limits(config: EngineConfig, runner: Runner) -> SchedulerLimits:
     info = runner.model_info()
-    can_draft = info.verifies_drafts and not (runner.overlaps or runner.state_blocks)
+    can_draft = info.verifies_drafts and not runner.overlaps
     return SchedulerLimits(
         config.max_num_batched_tokens,
         config.max_num_seqs,

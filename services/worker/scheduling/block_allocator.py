@@ -114,7 +114,7 @@ class BlockAllocator:
         """Assert that the arena and the tables of running requests agree on every block."""
         by_owner = self._arena.blocks_by_owner()
         for request in self._running:
-            tables = [*request.block_tables, request.state_blocks]
+            tables = [*request.block_tables, request.state_blocks, *request.draft_states]
             held = [block for table in tables for block in table if block != RELEASED_BLOCK]
             own = [block for block in held if not self._prefixes.is_cached(block)]
             owned = by_owner.get(kv_owner(request), set())

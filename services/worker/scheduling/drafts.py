@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 from loraplex.api.request import AdapterSet
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.running import in_batch_order
+from loraplex_services.worker.scheduling.state_planner import StatePlanner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow
 
@@ -55,9 +56,12 @@ PROBE_STEPS = 32
 class Drafts:
     """Finds drafts for running requests, and learns how many are accepted."""
 
-    def __init__(self, limits: SchedulerLimits, tokens_per_block: int) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, tokens_per_block: int, states: StatePlanner
+    ) -> None:
         self._limits = limits
         self._tokens_per_block = tokens_per_block
+        self._states = states
         self._histories: WeakKeyDictionary[Request, KnownTokens] = WeakKeyDictionary()
         self._kept: OrderedDict[tuple[str, str, AdapterSet], KeptOutputs] = OrderedDict()
         """By tenant, cache salt and adapters, least recently used first. Callers choose the salt,
@@ -66,9 +70,11 @@ class Drafts:
         self._num_drafted = 0
         self._num_accepted = 0
 
-    def added(self, rows: list[PlannedRow], most_of_tenant: float = math.inf) -> list[PlannedRow]:
+    def added(
+        self, rows: list[PlannedRow], now: float, most_of_tenant: float = math.inf
+    ) -> list[PlannedRow]:
         """The rows of a step, some with drafts, in batch order. Drafts only use free positions in
-        the blocks that requests have, and no further memory.
+        the blocks that requests have and, for recurrent states, free or idle blocks.
 
         Args:
             most_of_tenant: tokens of one tenant beyond which its requests draft none.
@@ -82,21 +88,23 @@ class Drafts:
         own = Counter(row.request.tenant for row in rows if not row.is_context)
         if len({row.request.tenant for row in rows}) > 1:
             each = min(each, int((MAX_STRETCH - 1) * (num_rows + FIXED_ROWS) / len(rows)))
-        out = []
+        out, num_drafts = [], 0
         for row in rows:
             tenant = row.request.tenant
-            most = int(min(each, left, self._most(row), most_of_tenant - own[tenant]))
+            most = int(min(each, left - num_drafts, self._most(row), most_of_tenant - own[tenant]))
             if most > 0 and (ids := self._history(row.request).drafts(most, least)):
-                left -= len(ids)
+                ids = ids[: self._states.make_room(num_drafts + len(ids), now) - num_drafts]
+                num_drafts += len(ids)
                 own[tenant] += len(ids)
                 row = row._replace(num_tokens=row.num_tokens + len(ids), drafts=ids)
             out.append(row)
         return in_batch_order([], out) if any(row.drafts for row in out) else rows
 
-    def verified(self, row: PlannedRow, num_accepted: int) -> None:
+    def verified(self, row: PlannedRow, num_accepted: int, now: float) -> None:
         """Learn that the sampler chose the first `num_accepted` drafts of a row."""
         if not row.drafts:
             return
+        self._states.verified(row.request, num_accepted, now)
         self._num_drafted += len(row.drafts)
         self._num_accepted += num_accepted
         history = self._history(row.request)

@@ -67,7 +67,7 @@ class Scheduler:
         self._cache = cache
         self._prefixes = prefixes
         reclaimer.add(prefixes, prefixes.states)
-        self._states = StatePlanner(prefixes, reclaimer)
+        self._states = StatePlanner(arena, prefixes, reclaimer)
         self._counters = counters
         self._waiting = WaitingQueue(cache.residency_of, policy)
         self._running = RunningBatch()
@@ -88,7 +88,7 @@ class Scheduler:
         self.budget = TokenBudget(limits.max_step_tokens, limits.max_step_s)
         self._uncached = UncachedPrompts(layout, prefixes, self.budget, self._running)
         self.decode_limit = DecodeLimit()
-        self.drafts = Drafts(limits, layout.tokens_per_block)
+        self.drafts = Drafts(limits, layout.tokens_per_block, self._states)
         self._skipped: Collection[Member] = ()
         """Running requests that do not decode in this step."""
         self.num_preemptions = 0
@@ -191,7 +191,7 @@ class Scheduler:
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
         rows = self._uncached.choose(in_batch_order(decodes, others + started))
-        return self._number(self.drafts.added(rows, self.decode_limit.most_tokens), now)
+        return self._number(self.drafts.added(rows, now, self.decode_limit.most_tokens), now)
 
     def _skipping(self, now: float) -> Collection[Member]:
         if self._counters is None:  # first come, first served: tenants are not told apart

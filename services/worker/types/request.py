@@ -104,6 +104,8 @@ class Request:
     """Blocks per KV group, in position order; RELEASED_BLOCK behind the group's window."""
     state_blocks: list[int] = field(default_factory=list)
     """Blocks of its recurrent state; empty if the base has none."""
+    draft_states: list[list[int]] = field(default_factory=list)
+    """Blocks of the state after each draft of the step in flight."""
     state_key: bytes = b""
     """Key of the snapshot that holds its state at num_computed; empty = the state is in its own
     blocks."""

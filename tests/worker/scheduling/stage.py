@@ -16,6 +16,7 @@ from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
 from loraplex_services.worker.scheduling.scheduler import Scheduler
+from loraplex_services.worker.scheduling.state_planner import StatePlanner
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from loraplex_services.worker.types.residency import Evict, Load
 from loraplex_services.worker.types.step_plan import PlannedRow, StateSpan, StepPlan, batch_order
@@ -37,6 +38,13 @@ def make_request(
     prompt_ids = fields.pop("prompt_ids", [1] * num_prompt)
     sampling = SamplingParams(max_tokens=max_tokens, seed=0)
     return Request(request_id, prompt_ids, sampling, adapters, **fields)
+
+
+def make_states(num_blocks: int = 1, state_blocks: int = 0) -> StatePlanner:
+    """The states of a base, over an arena of their own."""
+    arena = Arena(num_blocks)
+    prefixes = PrefixCache(arena, KvLayout(16, (None,), 64, state_blocks))
+    return StatePlanner(arena, prefixes, Reclaimer(arena))
 
 
 class AnyToken:

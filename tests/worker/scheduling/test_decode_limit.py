@@ -13,7 +13,7 @@ from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.policies import ServiceCounters, fair
 from loraplex_services.worker.scheduling.running import Member, RunningBatch
 from loraplex_services.worker.types.step_plan import StepPlan
-from tests.worker.scheduling.stage import STEP_S, Stage, make_request
+from tests.worker.scheduling.stage import STEP_S, Stage, make_request, make_states
 
 pytestmark = pytest.mark.hostile
 
@@ -91,9 +91,9 @@ def test_the_drafts_of_a_flood_are_among_the_tokens_that_it_may_have() -> None:
         row.request.prompt_ids, row.request.block_tables = [5, 6, 7, 5, 6, 7, 5, 6], [[0] * 9]
         row.request.output_ids, row.request.num_computed = [7], 8
     rows = [row._replace(start=8) for row in rows]
-    drafts = Drafts(SchedulerLimits(256, 64, drafts=True), 16)
+    drafts = Drafts(SchedulerLimits(256, 64, drafts=True), 16, make_states())
     tokens: Counter[str] = Counter()
-    for row in drafts.added(rows, limit.most_tokens):
+    for row in drafts.added(rows, 0.0, limit.most_tokens):
         tokens[row.request.tenant] += row.num_tokens
     assert tokens["acme"] > 2
     assert tokens["globex"] == int(limit.most_tokens) == 10

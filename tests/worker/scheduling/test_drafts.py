@@ -19,6 +19,7 @@ from loraplex_services.worker.scheduling.drafts import (
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.types.request import OwnRope, Request
 from loraplex_services.worker.types.step_plan import PlannedRow
+from tests.worker.scheduling.stage import make_states
 
 BLOCK = 16
 WORDS = [5, 6, 7, 8, 9]
@@ -35,7 +36,7 @@ def decoding(prompt_ids, *, num_blocks=4, max_tokens=64, adapters=BASE_ONLY, **p
 
 
 def make_drafts(max_step_tokens=64):
-    return Drafts(SchedulerLimits(max_step_tokens, 1, drafts=True), BLOCK)
+    return Drafts(SchedulerLimits(max_step_tokens, 1, drafts=True), BLOCK, make_states())
 
 
 def row_of(request, num_tokens=1):
@@ -44,7 +45,7 @@ def row_of(request, num_tokens=1):
 
 def drafted(request, drafts=None, max_step_tokens=64):
     drafts = drafts or make_drafts(max_step_tokens)
-    (row,) = drafts.added([row_of(request)])
+    (row,) = drafts.added([row_of(request)], 0.0)
     assert row.num_tokens == 1 + len(row.drafts)
     return row.drafts
 
@@ -118,7 +119,7 @@ def test_grammars_poolings_prompts_and_ropes_of_adapters_get_no_drafts():
         assert drafted(request) == (), field
     prompt = Request("p", WORDS * 3, SamplingParams(max_tokens=9, seed=0))
     prompt.block_tables = [[0] * 4]
-    (row,) = make_drafts().added([row_of(prompt, 15)])
+    (row,) = make_drafts().added([row_of(prompt, 15)], 0.0)
     assert row.drafts == ()
 
 
@@ -126,9 +127,9 @@ def test_drafts_that_prove_wrong_stop_and_are_tried_again_now_and_then():
     drafts, request = make_drafts(), decoding(WORDS * 3)
     lengths = []
     for _ in range(4 * PROBE_STEPS):
-        (row,) = drafts.added([row_of(request)])
+        (row,) = drafts.added([row_of(request)], 0.0)
         lengths.append(len(row.drafts))
-        drafts.verified(row, 0)
+        drafts.verified(row, 0, 0.0)
     assert lengths[0] > 1
     assert set(lengths[PROBE_STEPS:]) == {0, 1}
     assert lengths[PROBE_STEPS:].count(1) == 3
@@ -140,8 +141,8 @@ def test_requests_for_an_adapter_begin_with_what_is_known_of_it():
     drafts = make_drafts()
     poor, other = AdapterSet((("poor", 1.0),)), AdapterSet((("other", 1.0),))
     for _ in range(8):
-        (row,) = drafts.added([row_of(decoding(WORDS * 3, adapters=poor))])
-        drafts.verified(row._replace(drafts=(1,) * 7), 0)
+        (row,) = drafts.added([row_of(decoding(WORDS * 3, adapters=poor))], 0.0)
+        drafts.verified(row._replace(drafts=(1,) * 7), 0, 0.0)
     assert len(drafted(decoding(WORDS * 3, adapters=poor), drafts)) < 3
     assert len(drafted(decoding(WORDS * 3, adapters=other), drafts)) > 3
 
@@ -183,19 +184,19 @@ def test_outputs_are_kept_within_bounds(monkeypatch):
 def test_drafts_that_prove_right_grow():
     drafts, request = make_drafts(), decoding(WORDS * 3)
     for _ in range(12):
-        (row,) = drafts.added([row_of(request)])
-        drafts.verified(row, len(row.drafts))
+        (row,) = drafts.added([row_of(request)], 0.0)
+        drafts.verified(row, len(row.drafts), 0.0)
     assert len(row.drafts) == MAX_DRAFTS
 
 
 def test_a_large_step_has_no_drafts_until_they_are_nearly_sure():
     drafts = make_drafts(256)
     rows = [row_of(decoding(WORDS * 3)) for _ in range(40)]
-    assert not any(row.drafts for row in drafts.added(rows))
+    assert not any(row.drafts for row in drafts.added(rows, 0.0))
     sure = rows[0]
     for _ in range(30):
-        drafts.verified(sure._replace(drafts=(5,)), 1)
-    assert [bool(row.drafts) for row in drafts.added(rows)] == [True] + [False] * 39
+        drafts.verified(sure._replace(drafts=(5,)), 1, 0.0)
+    assert [bool(row.drafts) for row in drafts.added(rows, 0.0)] == [True] + [False] * 39
 
 
 def test_drafts_stretch_a_step_of_several_tenants_by_half_at_most():
@@ -203,10 +204,10 @@ def test_drafts_stretch_a_step_of_several_tenants_by_half_at_most():
         drafts = make_drafts(256)
         rows = [row_of(decoding(WORDS * 3)) for _ in range(num_rows)]
         for row in rows * 20:
-            drafts.verified(row._replace(drafts=(5,)), 1)
-        alone = sum(len(row.drafts) for row in drafts.added(rows))
+            drafts.verified(row._replace(drafts=(5,)), 1, 0.0)
+        alone = sum(len(row.drafts) for row in drafts.added(rows, 0.0))
         rows[0].request.tenant = "other"
-        shared = [len(row.drafts) for row in drafts.added(rows)]
+        shared = [len(row.drafts) for row in drafts.added(rows, 0.0)]
         assert alone == 7 * num_rows
         assert min(shared) == max(shared) > 0
         assert sum(shared) <= (num_rows + FIXED_ROWS) / 2

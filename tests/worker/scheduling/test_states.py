@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.scheduling.stage import Stage, make_request
+from loraplex_services.worker.types.step_plan import PlannedRow
+from tests.worker.scheduling.stage import Stage, make_request, make_states
 
 
 def run(stage: Stage, name: str, prompt_ids: list[int]) -> int:
@@ -63,3 +64,21 @@ def test_a_request_whose_state_leaves_no_room_for_its_tokens_is_refused(num_bloc
     stage.submit(make_request("r", 20, 4))  # 6 blocks of KV
     stage.run_dry()
     assert (stage.lost, stage.finished) == ((["r"], []) if num_blocks == 8 else ([], ["r"]))
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2])
+def test_the_state_after_the_last_accepted_draft_is_kept_and_the_others_are_freed(
+    num_accepted: int,
+) -> None:
+    states = make_states(num_blocks=64, state_blocks=2)
+    request = make_request("r", 3)
+    request.state_blocks = states._allocate(request)
+    assert [states.make_room(n, 0.0) for n in (1, 2, 9)] == [1, 2, 2], "a share of the arena"
+    before = request.state_blocks
+    ((first, *others),) = states.spans([PlannedRow(request, 3, 3, True, (), drafts=(5, 6))], 0.0)
+    assert (first.num_tokens, first.source, first.target) == (1, before, before)
+    assert [span.num_tokens for span in others] == [1, 1]
+    assert [span.source for span in others] == [before, others[0].target]
+    states.verified(request, num_accepted, 0.0)
+    assert request.state_blocks == (first, *others)[num_accepted].target
+    assert not request.draft_states and len(states._arena.blocks_by_owner()["request r"]) == 2
