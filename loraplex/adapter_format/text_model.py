@@ -110,7 +110,7 @@ class Spelling:
 
 
 FURTHER_TOKENS = "mtp."
-"""Begins the names of layers that predict more than the next token, which are not served."""
+"""Begins the names of layers that predict more than the next token. Adapters do not change them."""
 
 PLAIN = Spelling("model.")
 _PLAIN_NAMES = ("model.layers.", "model.embed_tokens", "model.norm.", "model.per_layer_")
@@ -199,7 +199,7 @@ def _plain(tensor: str) -> str | None:
     for spelling in WRAPPED:
         if tensor.startswith((spelling.body, f"{spelling.head}lm_head.")):
             return spelling.plain(tensor)
-    return tensor if tensor.startswith(_PLAIN_NAMES) else None
+    return tensor if tensor.startswith((*_PLAIN_NAMES, FURTHER_TOKENS)) else None
 
 
 def is_in_tower(module: str) -> bool:

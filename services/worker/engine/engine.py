@@ -91,14 +91,16 @@ def _policy(config: EngineConfig, policies: Policies) -> tuple[Policy, ServiceCo
 
 def _limits(config: EngineConfig, runner: Runner) -> SchedulerLimits:
     info = runner.model_info()
-    can_draft = info.verifies_drafts and not runner.overlaps
+    can_draft = info.verifies_drafts and not runner.overlaps and info.rope_switch_len is None
+    drafts = config.drafts and can_draft
     return SchedulerLimits(
         config.max_num_batched_tokens,
         config.max_num_seqs,
         config.max_loras,
         rope_switch_len=info.rope_switch_len,
         max_step_s=config.max_step_s,
-        drafts=config.drafts and can_draft and info.rope_switch_len is None,
+        drafts=drafts,
+        proposal_cost=info.proposal_cost if drafts else 0.0,
     )
 
 

@@ -43,7 +43,7 @@ class OutputProcessor:
             self._keep_prompt_logprobs(row, sampled)
             self._add_up(row, sampled)
             if row.needs_logits and self._follow(row.request, sampled, now):
-                self._scheduler.drafts.verified(row, len(sampled.further), now)
+                self._scheduler.drafts.verified(row, sampled, now)
                 outputs.append(self._append(row.request, sampled, now))
         return outputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.sharding import ONLY, Shard
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
+
+if TYPE_CHECKING:
+    from loraplex_services.worker.model.draft_head import DraftHead
+
+_NO_ADAPTERS = LoraBatch((), {})
 
 
 class Mlp(Protocol):
@@ -142,6 +147,13 @@ class Decoder:
         self._score = score
         self._layer_inputs = layer_inputs
         self.ropes = Ropes(config.ropes, embedding.weight.device)
+        self.draft_head: DraftHead | None = None
+        """What proposes drafts, if the files have it and it is wanted."""
+
+    @property
+    def cached_config(self) -> ModelConfig:
+        """The configuration with all layers that keep keys and values."""
+        return self.config if self.draft_head is None else self.draft_head.config
 
     @property
     def weight_bytes(self) -> int:
@@ -168,6 +180,29 @@ class Decoder:
         for layer, cos_sin in zip(self._layers, rotations, strict=True):
             update = layer.forward(x, update, cos_sin, batch)
         return self._norm.forward(x, batch.lora, update)
+
+    def foresee(self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
+        """Hidden states of the draft head `[T, H]`, given those of `forward` and the token after
+        each position, int64 `[T]`."""
+        assert self.draft_head is not None
+        ids = next_ids.clamp(max=self.config.vocab_size - 1)  # adapters may have more tokens
+        embedded = self._embedding.forward(ids, _NO_ADAPTERS)
+        rotation = self.ropes.by_layer(batch.positions, hidden.dtype, None)[0]
+        batch = replace(batch, lora=_NO_ADAPTERS)
+        return self.draft_head.forward(embedded, hidden, rotation, batch)
+
+    def proposals(self, hidden: Tensor) -> Tensor:
+        """The likeliest token, int64 `[n]`, after each of some rows of `foresee`."""
+        width = self._head.base.out_features
+        return self._base_logits(hidden, _NO_ADAPTERS, width).argmax(dim=-1)
+
+    @property
+    def proposal_cost(self) -> float:
+        """Bytes of weights that `proposals` reads, over those of a step; 0 = nothing proposes."""
+        if self.draft_head is None:
+            return 0.0
+        num_items = self._head.base.out_features * self._head.base.in_features
+        return num_items * self._embedding.weight.itemsize / self.weight_bytes
 
     def scores(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
         """Logits of each row's adapter's own head: see `ScoreHead`."""

@@ -149,7 +149,6 @@ class Checkpoint:
         names = _names_in(folder, stored)
         self._file_of = {name: (stored[inner], inner) for name, inner in names.items()}
         self._left = {name for name in self._file_of if not name.endswith(_IGNORED_SUFFIXES)}
-        self._ignore_further_tokens()
 
     def _ignore_further_tokens(self) -> None:
         ignored = {name for name in self._left if name.startswith(FURTHER_TOKENS)}
@@ -238,6 +237,7 @@ class Checkpoint:
             InvalidRequest: naming the first tensor that the model did not take.
         """
         self._stack.close()
+        self._ignore_further_tokens()
         if self._left:
             name = min(self._left)
             description = f"is unknown to this model family ({len(self._left)} such tensors)"

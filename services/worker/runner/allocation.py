@@ -44,7 +44,7 @@ def allocate(
     tokens and rows."""
     is_gpu, ranks = device.type == "cuda", operators.ranks
     is_int8 = operators.attention_maker.kv_cache_dtype == INT8
-    own = local_config(model.config, ranks.shard)
+    own = local_config(model.cached_config, ranks.shard)
     new_kv = partial(kv_buffer, own, dtype, device, is_int8=is_int8)
 
     def step_bytes() -> int:

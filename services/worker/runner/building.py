@@ -30,6 +30,7 @@ from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.model.config_reader import read_json_object
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
+from loraplex_services.worker.model.draft_head import build_draft_head
 from loraplex_services.worker.model.families import has_family, read_model_config
 from loraplex_services.worker.model.library import build_library_model
 from loraplex_services.worker.model.library_decoder import LibraryDecoder
@@ -159,7 +160,8 @@ def _build(
     loader = AdapterLoader(arena, packer, model.ropes, layout.ropes, host, executors)
     facts = config, layout, geometry, torch_device, torch_dtype, operators
     info = _model_info(*facts, settings)
-    info = replace(info, verifies_drafts=_are_rows_alike(model, operators, ranks))
+    is_alike = not isinstance(model, LibraryDecoder) and _are_rows_alike(config, operators)
+    info = replace(info, verifies_drafts=is_alike, proposal_cost=model.proposal_cost)
     limits = settings.max_resident, settings.max_lora_rank, *largest
     batches = _batch_maker(model, operators, kv, loader.table, layout, torch_device, limits)
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
@@ -169,15 +171,13 @@ def _build(
     )
 
 
-def _are_rows_alike(model: Decoder, operators: Operators, ranks: Ranks) -> bool:
+def _are_rows_alike(config: ModelConfig, operators: Operators) -> bool:
     """Whether the bits of a token's logits are independent of the other tokens of a step. In a
     mixture of experts they are not: the number of rows that one expert computes varies. Nor are
     they always in Gemma 4, whose layers differ in shape."""
     is_ours = isinstance(operators, NativeOperators) and not operators.attention_maker.name
-    config = model.config
     is_uniform = config.moe is None and not config.own_kv_heads
-    is_native = is_ours and not isinstance(model, LibraryDecoder)
-    return is_native and is_uniform and ranks.shard.size == 1
+    return is_ours and is_uniform and operators.ranks.shard.size == 1
 
 
 def _adapter_layout(
@@ -299,7 +299,11 @@ def _read_model(
             weights = QuantisedCheckpoint(weights, quantisation)
         elif on_load != NONE:
             weights = QuantisedOnLoad(weights, on_load)
-        return config, family.build(config, weights, operators)
+        drafts = settings.drafts and settings.overlap != "on" and _are_rows_alike(config, operators)
+        draft_head = build_draft_head(config, weights, operators) if drafts else None
+        model = family.build(config, weights, operators)
+        model.draft_head = draft_head
+        return config, model
 
 
 def _weights(

@@ -7,9 +7,10 @@ decisions.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from loraplex_services.worker.layers.ranks import Ranks
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.parallel.messages import Enter, LogitRows, Unload
+from loraplex_services.worker.runner.proposals import propose
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.runner.step_results import (
@@ -45,8 +47,15 @@ if TYPE_CHECKING:  # Triton is not everywhere
     from loraplex_services.worker.runner.parallel.followers import Followers
 
 
-Passed: TypeAlias = tuple[Tensor, LoraBatch]
-"""What a forward pass leaves to sampling: hidden states `[T, H]`, and the adapters of its rows."""
+class Passed(NamedTuple):
+    """What a forward pass leaves to sampling."""
+
+    hidden: Tensor
+    """`[T, H]`."""
+    lora: LoraBatch
+    """The adapters of its rows."""
+    batch: ForwardBatch | None = None
+    """Its inputs, where they are not those of a graph."""
 
 
 class TorchRunner:
@@ -186,7 +195,7 @@ class TorchRunner:
         if self._followers is not None and message is not None:
             self._followers.send_frame(message)
             self._share_tokens(step, batch)
-        return self._model.forward(batch), batch.lora
+        return Passed(self._model.forward(batch), batch.lora, batch)
 
     def _share_tokens(self, step: StepInputs, batch: ForwardBatch) -> None:
         """Tokens that the step before chose are on rank 0's device only."""
@@ -198,24 +207,29 @@ class TorchRunner:
         """Compute rank 0's step on this rank's part."""
         batch = self._batches.make(step)
         self._share_tokens(step, batch)
-        return self._model.forward(batch), batch.lora
+        return Passed(self._model.forward(batch), batch.lora, batch)
 
     @torch.inference_mode()
     def follow_logits(self, passed: Passed, token_rows: Tensor) -> None:
         """Give this rank's logits of some rows of a step to rank 0."""
-        self._model.add_to_logits(select_rows(*passed, token_rows)[0])
+        self._model.add_to_logits(select_rows(passed.hidden, passed.lora, token_rows)[0])
 
     @torch.inference_mode()
     def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> Passed:
-        return gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs)
+        return Passed(gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs))
 
     @torch.inference_mode()
     def _choose(self, step: StepInputs, passed: Passed) -> StepResults:
         eos_ids, before = self._info.eos_token_ids, self._outputs
         announce = None if self._followers is None else self._announce_rows
-        results = choose(step, *passed, self._model, eos_ids, before, self._draws, announce)
+        hidden, lora, batch = passed
+        results = choose(step, hidden, lora, self._model, eos_ids, before, self._draws, announce)
         self._outputs = results.outputs
-        return results
+        if self._model.draft_head is None or batch is None or not step.plan.uses_cache:
+            return results
+        chosen = results.outputs.tolist()
+        proposals = propose(step.plan.rows, chosen, hidden, batch, self._model)
+        return replace(results, proposals=proposals)
 
     def _announce_rows(self, token_rows: Tensor) -> None:
         """Have the other ranks compute their part of the logits that come next."""

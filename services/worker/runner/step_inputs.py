@@ -82,7 +82,7 @@ def read_plan(plan: StepPlan, ropes: Ropes) -> StepInputs:
     segments: list[Segment] = []
     last_slots: Sequence[tuple[int, float]] | None = None
     has_ropes = ropes.has_own
-    for request, start, count, _, slots, follows, drafts in plan.rows:
+    for request, start, count, _, slots, follows, drafts, _ in plan.rows:
         if follows is not None:
             followers.append(len(token_ids))
             sources.append(follows)

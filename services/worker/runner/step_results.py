@@ -6,9 +6,9 @@ host wants are under way when `choose` returns, and `StepResults.read` waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, repeat, takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, repeat
 from typing import Protocol
 
 import numpy as np
@@ -53,6 +53,8 @@ class StepResults:
     """Logprobs of the prompts of the plan's first rows; empty if no row asks for any."""
     pooled: PooledRows | None
     end: torch.cuda.Event | None
+    proposals: Mapping[int, int] = field(default_factory=dict)
+    """By index of the planned row: see `proposals`."""
 
     @property
     def outputs(self) -> Tensor:
@@ -67,12 +69,13 @@ class StepResults:
         scores = [[entry for part in parts for entry in part.read()] for parts in self.scores]
         scores += [[]] * (len(self.plan.rows) - len(scores))
         pooled = repeat(()) if self.pooled is None else self.pooled.read()
-        out = []
+        out: list[SampledRow] = []
         for row, scored, vector in zip(self.plan.rows, scores, pooled, strict=False):
             token_id, logprobs = next(sampled) if row.chooses else (None, None)
-            further = _further(row.drafts, token_id, sampled) if row.drafts else ()
-            request_id = row.request.request_id
-            out.append(SampledRow(request_id, token_id, logprobs, tuple(scored), vector, further))
+            further = _further(row, token_id, sampled) if row.drafts else ()
+            proposal = self.proposals.get(len(out))
+            name, own = row.request.request_id, tuple(scored)
+            out.append(SampledRow(name, token_id, logprobs, own, vector, further, proposal))
         return out
 
 
@@ -128,14 +131,12 @@ def choose(
 
 
 def _further(
-    drafts: Sequence[int], token_id: int | None, sampled: Iterator[Sampled]
+    row: PlannedRow, token_id: int | None, sampled: Iterator[Sampled]
 ) -> tuple[Sampled, ...]:
     """The token chosen after each draft, as long as drafts equal the tokens chosen before them."""
-    chosen = list(islice(sampled, len(drafts)))
+    chosen = list(islice(sampled, len(row.drafts)))
     before = (token_id, *(each.token_id for each in chosen))
-    pairs = zip(drafts, before, strict=False)
-    num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return tuple(chosen[:num_right])
+    return tuple(chosen[: row.num_right(before)])
 
 
 def select_rows(hidden: Tensor, lora: LoraBatch, token_rows: Tensor) -> tuple[Tensor, LoraBatch]:

@@ -2,13 +2,15 @@
 
 While a step must read all weights anyway, computing several tokens of a request takes little longer
 than computing one. A draft is a token that followed the request's last tokens earlier on:
-in its own prompt or output, or else in outputs of its adapters. The sampler chooses a token at each
-position as always, and a draft is accepted if it equals the token that was chosen. The output is
-therefore the same with and without drafts.
+in its own prompt or output, or else in outputs of its adapters. Where there is none, it is what
+the base's own head proposed at the end of the step before, if the base has one. The sampler chooses
+a token at each position as always, and a draft is accepted if it equals the token that was chosen.
+The output is therefore the same with and without drafts.
 
 Drafts are left out when they would not pay. In a step of n rows, one more row adds
 `1 / (n + FIXED_ROWS)` to its time, and one more token adds `1 / n` to its tokens. The i-th draft
-therefore pays while its probability, `rate ** i`, is above `n / (n + FIXED_ROWS)`.
+therefore pays while its probability, `rate ** i`, is above `n / (n + FIXED_ROWS)`. A head that
+proposes one draft for each of n rows adds n rows, and `proposal_cost` of the fixed part.
 
 Source: Saxena, Prompt Lookup Decoding, 2023; Yang et al., Inference with Reference, 2023.
 """
@@ -19,7 +21,7 @@ import math
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from loraplex.api.request import AdapterSet
@@ -27,7 +29,7 @@ from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.running import in_batch_order
 from loraplex_services.worker.scheduling.state_planner import StatePlanner
 from loraplex_services.worker.types.request import Request
-from loraplex_services.worker.types.step_plan import PlannedRow
+from loraplex_services.worker.types.step_plan import PlannedRow, SampledRow
 
 FIXED_ROWS = 16
 """The fixed part of a step's time, in rows; measured by `benchmarks/cpu/speculation.py`."""
@@ -41,6 +43,8 @@ MAX_SEARCHED = 1 << 14
 """Number of a request's last tokens that are searched."""
 FIRST_RATE = 0.5
 """Expected share of accepted drafts before any was verified."""
+FIRST_HEAD_RATE = 0.8
+"""The same of what the base's head proposes, for which it was trained."""
 NEWEST_SHARE = 0.2
 """Weight of the newest draft in the rate of a request; in that of its adapters, a fourth of it."""
 MAX_KEPT_TOKENS = 1 << 12
@@ -82,36 +86,38 @@ class Drafts:
         if not self._limits.drafts:
             return rows
         num_rows = sum(row.num_tokens for row in rows)
+        head_least = self._least_of_head(num_rows)
         left = self._limits.max_step_tokens - num_rows
         least = num_rows / (num_rows + FIXED_ROWS)
         each = MAX_DRAFTS
         own = Counter(row.request.tenant for row in rows if not row.is_context)
         if len({row.request.tenant for row in rows}) > 1:
             each = min(each, int((MAX_STRETCH - 1) * (num_rows + FIXED_ROWS) / len(rows)))
-        out, num_drafts = [], 0
+        out: list[PlannedRow] = []
+        num_drafts = 0
         for row in rows:
             tenant = row.request.tenant
             most = int(min(each, left - num_drafts, self._most(row), most_of_tenant - own[tenant]))
+            if self._may_propose(row) and self._history(row.request).wants_proposal(head_least):
+                row = row._replace(proposes=True)
             if most > 0 and (ids := self._history(row.request).drafts(most, least)):
                 ids = ids[: self._states.make_room(num_drafts + len(ids), now) - num_drafts]
                 num_drafts += len(ids)
                 own[tenant] += len(ids)
                 row = row._replace(num_tokens=row.num_tokens + len(ids), drafts=ids)
             out.append(row)
-        return in_batch_order([], out) if any(row.drafts for row in out) else rows
+        return in_batch_order([], out) if num_drafts else out
 
-    def verified(self, row: PlannedRow, num_accepted: int, now: float) -> None:
-        """Learn that the sampler chose the first `num_accepted` drafts of a row."""
-        if not row.drafts:
+    def verified(self, row: PlannedRow, sampled: SampledRow, now: float) -> None:
+        """Learn how many drafts of a row the sampler chose, and what the head proposes next."""
+        if not (row.drafts or self._limits.proposal_cost):
             return
+        num_accepted, history = len(sampled.further), self._history(row.request)
+        history.verified(len(row.drafts), num_accepted)
+        history.proposal = sampled.proposal
         self._states.verified(row.request, num_accepted, now)
         self._num_drafted += len(row.drafts)
         self._num_accepted += num_accepted
-        history = self._history(row.request)
-        for index in range(min(num_accepted + 1, len(row.drafts))):
-            is_right = index < num_accepted
-            history.rate += NEWEST_SHARE * (is_right - history.rate)
-            history.kept.rate += NEWEST_SHARE / 4 * (is_right - history.kept.rate)
 
     def ended(self, request: Request) -> None:
         """Keep the output for other requests of the same tenant, cache salt and adapters."""
@@ -134,6 +140,19 @@ class Drafts:
         num_allocated = len(request.block_tables[0]) * self._tokens_per_block
         num_wanted = request.sampling.max_tokens - len(request.output_ids) - 1
         return min(num_wanted, num_allocated - row.start - 1)
+
+    def _may_propose(self, row: PlannedRow) -> bool:
+        """Whether the request may have drafts in the step after this one."""
+        request = row.request
+        num_left = request.sampling.max_tokens - len(request.output_ids) - len(row.drafts)
+        return bool(self._limits.proposal_cost and row.chooses and num_left > 2) and _may_draft(
+            request
+        )
+
+    def _least_of_head(self, num_rows: int) -> float:
+        """The share of accepted drafts from which proposals for all rows pay."""
+        own_rows = num_rows + FIXED_ROWS * self._limits.proposal_cost
+        return (num_rows + own_rows) / (num_rows + FIXED_ROWS)
 
     def _history(self, request: Request) -> KnownTokens:
         history = self._histories.get(request)
@@ -192,13 +211,29 @@ class TokenRun:
 
 
 @dataclass(slots=True)
+class Rates:
+    """Shares of recent drafts that were accepted."""
+
+    found: float = FIRST_RATE
+    """Of those that followed the same tokens before."""
+    proposed: float = FIRST_HEAD_RATE
+    """Of those that the base's head proposed."""
+
+    def learn(self, is_right: bool, weight: float, *, was_proposed: bool) -> None:
+        """Count one draft with a weight."""
+        if was_proposed:
+            self.proposed += weight * (is_right - self.proposed)
+        else:
+            self.found += weight * (is_right - self.found)
+
+
+@dataclass(slots=True)
 class KeptOutputs:
     """Outputs and rate of one combination of tenant, cache salt and adapters."""
 
     tokens: TokenRun = field(default_factory=TokenRun)
     """Ended outputs, each after the last tokens of its prompt."""
-    rate: float = FIRST_RATE
-    """Share of recent drafts that were accepted."""
+    rates: Rates = field(default_factory=Rates)
 
 
 class KnownTokens:
@@ -206,28 +241,49 @@ class KnownTokens:
 
     def __init__(self, request: Request, kept: KeptOutputs) -> None:
         self.kept = kept
-        self.rate = kept.rate
-        """Share of recent drafts that were accepted."""
+        self.rates = replace(kept.rates)
+        self.proposal: int | None = None
+        """What the base's head proposed in the last step."""
+        self._was_proposed = False
+        """Whether the latest drafts were."""
         self._output_ids = request.output_ids
         self._num_outputs = len(request.output_ids)
         self._tokens = TokenRun(request.tokens(0, request.num_tokens)[-MAX_SEARCHED:])
         self._num_steps_without = 0
+        self._num_steps_unproposed = 0
 
     def drafts(self, most: int, least: float) -> tuple[int, ...]:
         """Up to `most` drafts whose probability is above `least`."""
         self._tokens.add(self._output_ids[self._num_outputs :])
         self._num_outputs = len(self._output_ids)
-        num, chance = 0, self.rate
+        num, chance = 0, self.rates.found
         while num < most and chance > least:
-            num, chance = num + 1, chance * self.rate
+            num, chance = num + 1, chance * self.rates.found
         if num == 0:
             self._num_steps_without += 1
-            if self._num_steps_without < PROBE_STEPS:
-                return ()
-            num = 1
-        if found := self._found(num):
+            if self._num_steps_without >= PROBE_STEPS:
+                num = 1
+        found = self._found(num) if num else ()
+        if found:
             self._num_steps_without = 0
-        return found
+        self._was_proposed = not found and self.proposal is not None
+        return (self.proposal,) if not found and self.proposal is not None else found
+
+    def wants_proposal(self, least: float) -> bool:
+        """Whether the probability of a draft by the base's head is above `least`, or is to be
+        found out."""
+        self._num_steps_unproposed += 1
+        if self.rates.proposed <= least and self._num_steps_unproposed < PROBE_STEPS:
+            return False
+        self._num_steps_unproposed = 0
+        return True
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Learn that the sampler chose the first `num_accepted` of the latest drafts."""
+        for index in range(min(num_accepted + 1, num_drafts)):
+            is_right, was_proposed = index < num_accepted, self._was_proposed
+            self.rates.learn(is_right, NEWEST_SHARE, was_proposed=was_proposed)
+            self.kept.rates.learn(is_right, NEWEST_SHARE / 4, was_proposed=was_proposed)
 
     def _found(self, num: int) -> tuple[int, ...]:
         """Up to `num` tokens. A match near the end of the request is continued periodically."""

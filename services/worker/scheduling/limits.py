@@ -24,6 +24,8 @@ class SchedulerLimits:
     it. 0 = none."""
     drafts: bool = False
     """Whether a step may verify drafts; see `drafts`."""
+    proposal_cost: float = 0.0
+    """See `ModelInfo`."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_running <= self.max_step_tokens, f"{self}"

@@ -43,8 +43,6 @@ class EngineConfig(RunnerSettings, frozen=True, kw_only=True):
     cluster_size: int = 0
     """Number of running adapters from which requests for these go first; 0 = never."""
     prefix_cache: bool = True
-    drafts: bool = True
-    """Whether a step may verify drafts, where that changes no output."""
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):

@@ -43,6 +43,8 @@ class ModelInfo:
     """Requests with more known tokens than this have a different KV, from their first token on."""
     verifies_drafts: bool = False
     """Whether a token's logits have the same bits in a row of one token and in a row of several."""
+    proposal_cost: float = 0.0
+    """The time in which the base's own head proposes a draft, in steps; 0 = it has no such head."""
 
 
 class Pending(Protocol[T_co]):

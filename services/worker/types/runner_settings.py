@@ -41,6 +41,8 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most requests of one step."""
     overlap: str = "off"
     """`auto`, `on` or `off`: see `StepOrder`."""
+    drafts: bool = True
+    """Whether a step may verify drafts, where that changes no output."""
     lora_dtype: str = "auto"
     """How A and B are stored: `int8` = as integers with a factor for each rank row; a
     floating-point type; or `auto` (see `runner.allocation.stored_dtype`)."""

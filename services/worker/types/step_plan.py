@@ -29,6 +29,13 @@ class PlannedRow(NamedTuple):
     drafts: tuple[int, ...] = ()
     """The last of the positions compute these tokens, which are not known to be the request's: one
     is chosen before each of them, too. Without `follows` only."""
+    proposes: bool = False
+    """Whether the base's head is to propose a draft for the next step."""
+
+    def num_right(self, chosen: Sequence[int | None]) -> int:
+        """How many of the first drafts equal the tokens that were chosen in their places."""
+        pairs = zip(self.drafts, chosen, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def chooses(self) -> bool:
@@ -130,3 +137,5 @@ class SampledRow(NamedTuple):
     """For a request that pools: its vector, or the sum over this step's tokens for a mean."""
     further: tuple[Sampled, ...] = ()
     """The token that was chosen after each accepted draft."""
+    proposal: int | None = None
+    """A draft for the token after the last of these; None = the base's head made none."""

@@ -18,7 +18,7 @@ from loraplex_services.worker.scheduling.drafts import (
 )
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.types.request import OwnRope, Request
-from loraplex_services.worker.types.step_plan import PlannedRow
+from loraplex_services.worker.types.step_plan import PlannedRow, Sampled, SampledRow
 from tests.worker.scheduling.stage import make_states
 
 BLOCK = 16
@@ -35,12 +35,17 @@ def decoding(prompt_ids, *, num_blocks=4, max_tokens=64, adapters=BASE_ONLY, **p
     return request
 
 
-def make_drafts(max_step_tokens=64):
-    return Drafts(SchedulerLimits(max_step_tokens, 1, drafts=True), BLOCK, make_states())
+def make_drafts(max_step_tokens=64, proposal_cost=0.0):
+    limits = SchedulerLimits(max_step_tokens, 1, drafts=True, proposal_cost=proposal_cost)
+    return Drafts(limits, BLOCK, make_states())
 
 
 def row_of(request, num_tokens=1):
     return PlannedRow(request, request.num_computed, num_tokens, True, ())
+
+
+def sampled(num_accepted, proposal=None):
+    return SampledRow("r", 1, further=(Sampled(1, None),) * num_accepted, proposal=proposal)
 
 
 def drafted(request, drafts=None, max_step_tokens=64):
@@ -129,7 +134,7 @@ def test_drafts_that_prove_wrong_stop_and_are_tried_again_now_and_then():
     for _ in range(4 * PROBE_STEPS):
         (row,) = drafts.added([row_of(request)], 0.0)
         lengths.append(len(row.drafts))
-        drafts.verified(row, 0, 0.0)
+        drafts.verified(row, sampled(0), 0.0)
     assert lengths[0] > 1
     assert set(lengths[PROBE_STEPS:]) == {0, 1}
     assert lengths[PROBE_STEPS:].count(1) == 3
@@ -142,7 +147,7 @@ def test_requests_for_an_adapter_begin_with_what_is_known_of_it():
     poor, other = AdapterSet((("poor", 1.0),)), AdapterSet((("other", 1.0),))
     for _ in range(8):
         (row,) = drafts.added([row_of(decoding(WORDS * 3, adapters=poor))], 0.0)
-        drafts.verified(row._replace(drafts=(1,) * 7), 0, 0.0)
+        drafts.verified(row._replace(drafts=(1,) * 7), sampled(0), 0.0)
     assert len(drafted(decoding(WORDS * 3, adapters=poor), drafts)) < 3
     assert len(drafted(decoding(WORDS * 3, adapters=other), drafts)) > 3
 
@@ -185,7 +190,7 @@ def test_drafts_that_prove_right_grow():
     drafts, request = make_drafts(), decoding(WORDS * 3)
     for _ in range(12):
         (row,) = drafts.added([row_of(request)], 0.0)
-        drafts.verified(row, len(row.drafts), 0.0)
+        drafts.verified(row, sampled(len(row.drafts)), 0.0)
     assert len(row.drafts) == MAX_DRAFTS
 
 
@@ -195,7 +200,7 @@ def test_a_large_step_has_no_drafts_until_they_are_nearly_sure():
     assert not any(row.drafts for row in drafts.added(rows, 0.0))
     sure = rows[0]
     for _ in range(30):
-        drafts.verified(sure._replace(drafts=(5,)), 1, 0.0)
+        drafts.verified(sure._replace(drafts=(5,)), sampled(1), 0.0)
     assert [bool(row.drafts) for row in drafts.added(rows, 0.0)] == [True] + [False] * 39
 
 
@@ -204,7 +209,7 @@ def test_drafts_stretch_a_step_of_several_tenants_by_half_at_most():
         drafts = make_drafts(256)
         rows = [row_of(decoding(WORDS * 3)) for _ in range(num_rows)]
         for row in rows * 20:
-            drafts.verified(row._replace(drafts=(5,)), 1, 0.0)
+            drafts.verified(row._replace(drafts=(5,)), sampled(1), 0.0)
         alone = sum(len(row.drafts) for row in drafts.added(rows, 0.0))
         rows[0].request.tenant = "other"
         shared = [len(row.drafts) for row in drafts.added(rows, 0.0)]
@@ -219,3 +224,43 @@ def test_the_history_grows_with_the_output():
     request.output_ids += [1, 2, 3]
     request.num_computed += 3
     assert drafted(request, drafts)[0] == 4
+
+
+def test_the_head_proposes_where_nothing_was_found_and_its_proposal_is_the_next_draft():
+    drafts, request = make_drafts(proposal_cost=0.2), decoding([1, 2, 3, 4])
+    (row,) = drafts.added([row_of(request)], 0.0)
+    assert row.proposes and not row.drafts
+    drafts.verified(row, sampled(0, proposal=9), 0.0)
+    (row,) = drafts.added([row_of(request)], 0.0)
+    assert row.proposes and row.drafts == (9,) and row.num_tokens == 2
+    drafts.verified(row, sampled(1), 0.0)
+    (row,) = drafts.added([row_of(request)], 0.0)
+    assert row.drafts == (), "a proposal is for one step"
+    assert not make_drafts().added([row_of(request)], 0.0)[0].proposes, "there is no head"
+
+
+def test_the_head_proposes_nothing_that_no_step_could_verify():
+    drafts = make_drafts(proposal_cost=0.2)
+    for request in (
+        decoding([1, 2, 3], max_tokens=3),
+        decoding([1, 2, 3], presence_penalty=0.5),
+    ):
+        assert not drafts.added([row_of(request)], 0.0)[0].proposes
+    prompt = Request("p", [1, 2, 3], SamplingParams(max_tokens=9, seed=0))
+    prompt.block_tables = [[0] * 4]
+    assert drafts.added([row_of(prompt, 3)], 0.0)[0].proposes, "for its first decode step"
+    unfinished = row_of(prompt, 2)._replace(needs_logits=False)
+    assert not drafts.added([unfinished], 0.0)[0].proposes
+
+
+def test_a_head_that_proves_wrong_or_costs_too_much_is_asked_now_and_then():
+    drafts, request = make_drafts(proposal_cost=0.2), decoding([1, 2, 3, 4])
+    asked = []
+    for _ in range(4 * PROBE_STEPS):
+        (row,) = drafts.added([row_of(request)], 0.0)
+        asked.append(row.proposes)
+        drafts.verified(row, sampled(0, proposal=9 if row.proposes else None), 0.0)
+    assert asked[0] and asked[PROBE_STEPS:].count(True) == 3
+    rows = [row_of(decoding([1, 2, 3, 4])) for _ in range(40)]
+    assert not any(row.proposes for row in drafts.added(rows, 0.0)), "a step of many rows"
+    assert not make_drafts(proposal_cost=0.9).added([row_of(decoding([1, 2]))], 0.0)[0].proposes
