@@ -18,6 +18,7 @@ from torch import Tensor
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents
 from loraplex_services.worker.adapters.device.loader import AdapterLoader, CopiedImage
+from loraplex_services.worker.adapters.pack.image import ImageBytes
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
@@ -111,10 +112,15 @@ class TorchRunner:
         return self._adapters.pack(path)
 
     def copy_adapter(
-        self, path: Path, extents: Extents, step_s: float = 0.0
+        self,
+        path: Path,
+        extents: Extents,
+        step_s: float = 0.0,
+        content: ImageBytes | None = None,
     ) -> Future[CopiedImage]:
-        """Fill `extents` from the image in a folder: see `runner_protocol`."""
-        copied = self._adapters.copy(path, extents, step_s)
+        """Fill `extents` from the image in a folder: see `runner_protocol`. `content` is that of
+        the image's file, if the folder is on another machine."""
+        copied = self._adapters.copy(path, extents, step_s, content)
         if self._followers is None:
             return copied
         return self._followers.copy(path, extents, step_s, copied)

@@ -16,7 +16,13 @@ from loraplex.adapter_format.rope_scaling import parse
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache
 from loraplex_services.worker.adapters.device.table import AdapterTable
-from loraplex_services.worker.adapters.pack.image import Image, ImageFile, ImageIndex, image_path
+from loraplex_services.worker.adapters.pack.image import (
+    Image,
+    ImageBytes,
+    ImageFile,
+    ImageIndex,
+    image_path,
+)
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.arena_buffer import ArenaBuffer
 from loraplex_services.worker.layers.ropes import Ropes
@@ -111,10 +117,16 @@ class AdapterLoader:
         """Write the image of the adapter into its folder; the result is its number of pages."""
         return self._packing.submit(self._packer.write, folder)
 
-    def copy(self, folder: Path, extents: Extents, step_s: float) -> Future[CopiedImage]:
+    def copy(
+        self, folder: Path, extents: Extents, step_s: float, content: ImageBytes | None = None
+    ) -> Future[CopiedImage]:
         """Fill `extents`, which no step in flight reads, from the image in `folder`. A copy that
-        ends within a step of `step_s` may stay under way: see `PinnedCache.copy`."""
-        self._last_copy = self._copying.submit(self._copy, folder, extents, step_s)
+        ends within a step of `step_s` may stay under way: see `PinnedCache.copy`.
+
+        Args:
+            content: of the image's file, if the folder is on another machine.
+        """
+        self._last_copy = self._copying.submit(self._copy, folder, extents, step_s, content)
         return self._last_copy
 
     def await_copies(self, timeout_s: float) -> None:
@@ -133,9 +145,11 @@ class AdapterLoader:
         self.table.remove(slot)
         self._ropes.remove(slot)
 
-    def _copy(self, folder: Path, extents: Extents, step_s: float) -> CopiedImage:
+    def _copy(
+        self, folder: Path, extents: Extents, step_s: float, content: ImageBytes | None
+    ) -> CopiedImage:
         begin_s = time.perf_counter()
-        with ImageFile(image_path(folder, self._packer.fingerprint)) as image:
+        with ImageFile(image_path(folder, self._packer.fingerprint), content) as image:
             # Another rank's image may be larger.
             own = extents.holding(image.index.num_pages, self._arena.pages_per_block)
             copy_events, expected_s = self._fill(folder, image, own, step_s)

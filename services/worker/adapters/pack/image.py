@@ -25,6 +25,8 @@ _LENGTH_BYTES, _HASH_BYTES = 8, 32
 _INDEX_BEGIN = len(MAGIC) + _LENGTH_BYTES + _HASH_BYTES
 MAX_INDEX_BYTES = 256 << 20
 ALIGN_BYTES = 64
+CHECK_BYTES = 1 << 20
+"""Bytes that are read and hashed at a time."""
 MAX_BUFFERS = 1024
 """Most buffers of one system call."""
 
@@ -149,24 +151,59 @@ class PackedAdapter:
             scratch.unlink(missing_ok=True)
 
 
-class ImageFile:
-    """An image on disk; to be closed. Raises DataLoss if it is not one, OSError if none is."""
+class ImageBytes(Protocol):
+    """The bytes of an image's file, wherever it is."""
+
+    def read(self, buffers: Sequence[memoryview], position: int) -> int:
+        """Fill the buffers from `position` on, as `os.preadv` does. Returns how many bytes there
+        were, 0 = the file has ended. Raises OSError if there is no file."""
+        ...
+
+    def close(self) -> None:
+        """The bytes are not needed any longer."""
+        ...
+
+
+class LocalBytes:
+    """A file of this machine, read without the GIL."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, buffers: Sequence[memoryview], position: int) -> int:
+        """See `ImageBytes`."""
+        return os.preadv(self._file, buffers, position)
+
+    def close(self) -> None:
+        """See `ImageBytes`."""
+        os.close(self._file)
+
+
+class ImageFile:
+    """The image in a file; to be closed. Raises DataLoss if it is not one, OSError if none is."""
+
+    def __init__(self, path: Path, content: ImageBytes | None = None) -> None:
+        """`content`: of the file; None = it is on this machine."""
+        self._path = path
+        self._content = content or LocalBytes(path)
         try:
-            head = os.pread(self._file, _INDEX_BEGIN, 0)
+            head = self._range(0, _INDEX_BEGIN)
             length = int.from_bytes(head[len(MAGIC) :][:_LENGTH_BYTES], "little")
             if not head.startswith(MAGIC) or length > MAX_INDEX_BYTES:
                 self._refuse("is not an image of this version")
             self.sha256 = head[-_HASH_BYTES:]
-            self.index = self._index(os.pread(self._file, length, _INDEX_BEGIN))
+            self.index = self._index(self._range(_INDEX_BEGIN, length))
             self._begin = _INDEX_BEGIN + length
             self._begin += -self._begin % ALIGN_BYTES
         except BaseException:
-            os.close(self._file)
+            self._content.close()
             raise
+
+    def _range(self, begin: int, num_bytes: int) -> bytes:
+        """Bytes of the file; fewer if it has ended."""
+        data = bytearray(num_bytes)
+        count = self._content.read([memoryview(data)], begin)
+        return bytes(data[:count])
 
     def _index(self, raw: bytes) -> ImageIndex:
         try:
@@ -178,10 +215,10 @@ class ImageFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+        self._content.close()
 
     def read_into(self, buffers: Sequence[memoryview]) -> None:
-        """See `Image`: one copy, from the page cache into the buffers, without the GIL."""
+        """See `Image`: one copy, from the page cache or the network into the buffers."""
         position = self._begin
         for first in range(0, len(buffers), MAX_BUFFERS):
             part = buffers[first : first + MAX_BUFFERS]
@@ -190,7 +227,7 @@ class ImageFile:
     def _read(self, buffers: Sequence[memoryview], position: int) -> int:
         rest = [buffer for buffer in buffers if buffer.nbytes]
         while rest:
-            count = os.preadv(self._file, rest, position)
+            count = self._content.read(rest, position)
             if not count:
                 self._refuse("is cut short")
             position += count
@@ -204,10 +241,11 @@ class ImageFile:
         """Raises DataLoss unless every byte is as it was written, for this layout."""
         if self.index.fingerprint != fingerprint:
             self._refuse("was packed for another layout")
-        with open(self._file, "rb", closefd=False) as file:
-            file.seek(_INDEX_BEGIN)
-            found = hashlib.file_digest(file, "sha256").digest()
-        if found != self.sha256:
+        hasher, position = hashlib.sha256(), _INDEX_BEGIN
+        while data := self._range(position, CHECK_BYTES):
+            hasher.update(data)
+            position += len(data)
+        if hasher.digest() != self.sha256:
             self._refuse("does not match its hash")
 
     def _refuse(self, reason: str) -> NoReturn:
