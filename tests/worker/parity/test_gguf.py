@@ -22,7 +22,7 @@ from loraplex_services.worker.server.base_files import GGUF_MODULE, find_model, 
 from tests.worker.parity.adapters import features_of
 from tests.worker.parity.gguf_files import MIXTURES, finish, gguf_base, gguf_model, write_gguf
 from tests.worker.parity.suite import MAX_LOGPROB_ERROR, judge, make_jobs, stage_of
-from tests.worker.parity.test_quantised import FEATURES
+from tests.worker.parity.test_quantised import FEATURES, check_ranks
 
 LONGROPE, ONES = gguf.RopeScalingType.LONGROPE, np.ones(4, np.float32)
 FACTOR = "llama.rope.scaling.factor"
@@ -49,6 +49,20 @@ def test_a_mixed_batch_equals_peft_token_for_token(kind, mixture, near_ties, tmp
     for name, verdict, logprob_error in judge(stage, jobs):
         near_ties.add(verdict)
         assert logprob_error < MAX_LOGPROB_ERROR, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixture", "num_ranks"),
+    [
+        pytest.param(kind, mixture, num_ranks, marks=[pytest.mark.long] * (num_ranks == 4))
+        for num_ranks in (2, 4)
+        for kind, mixture in sorted(SHORT)
+    ],
+)
+def test_ranks_equal_peft_token_for_token(kind, mixture, num_ranks, near_ties, tmp_path):
+    base = gguf_base(kind, mixture, tmp_path / "gguf", tmp_path / "base")
+    features = "rank-64-all-linear", "bias-all"  # the embedding and the head are in codes, too
+    check_ranks(base, tmp_path, near_ties, features, num_ranks=num_ranks)
 
 
 def written(folder, change=lambda writer: None, mixture="Q8_0"):

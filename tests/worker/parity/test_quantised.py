@@ -101,9 +101,9 @@ def test_ranks_of_a_base_quantised_on_load_equal_peft(base_name, scheme, near_ti
     check_ranks(meant, tmp_path, near_ties, num_ranks=2, quantization=scheme)
 
 
-def check_ranks(base, folder, near_ties, **settings):
+def check_ranks(base, folder, near_ties, features=OF_RANKS, **settings):
     """Compare a batch with PEFT. Adapters that depend on the base's weights are refused."""
-    features = [name for name in OF_RANKS if name in features_of(base)]
+    features = [name for name in features if name in features_of(base)]
     stage = stage_of(base, features, folder, **settings)
     try:
         jobs = make_jobs(stage, 1, 16, stagger=True)
