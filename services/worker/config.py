@@ -15,6 +15,7 @@ from loraplex_services.common.security.service_token import read_service_token
 from loraplex_services.common.security.tls import TlsFiles, tls_files
 from loraplex_services.common.settings import env, switches
 from loraplex_services.worker.types.messages import EngineConfig
+from loraplex_services.worker.types.nodes import ONE_NODE, Nodes
 
 MAX_RESIDENT = 4096
 """Slots of the device tables: adapters loaded at once, if they fit into memory."""
@@ -48,6 +49,8 @@ class WorkerConfig:
     tls: TlsFiles
     engine: EngineConfig
     """What the engine process is started with, without the folder of the base."""
+    node_rank: int = 0
+    """Number of this machine among those of the worker; the first one serves."""
 
     @property
     def base_aliases(self) -> tuple[str, ...]:
@@ -72,6 +75,7 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
             "LORAPLEX_OBJECTS", "", "must name the object store: file:///path or s3://bucket/prefix"
         )
     base_id = env.SERVED_MODEL_NAME.read(environ) or base_id_of(model)
+    service_token = _service_token(environ)
     return WorkerConfig(
         listen=env.WORKER_LISTEN.read(environ),
         metrics_listen=env.METRICS_LISTEN.read(environ),
@@ -83,14 +87,38 @@ def from_env(environ: Mapping[str, str]) -> WorkerConfig:
         cache_bytes=env.CACHE_BYTES.read(environ),
         drain_s=env.DRAIN_S.read(environ),
         step_timeout_s=switches.STEP_TIMEOUT_S.read(environ),
-        service_token=_service_token(environ),
+        service_token=service_token,
         service_names=env.SERVICE_NAMES.read(environ),
         tls=tls_files(environ),
-        engine=_engine(environ),
+        engine=_engine(environ, _nodes(environ, service_token)),
+        node_rank=env.NODE_RANK.read(environ),
     )
 
 
-def _engine(environ: Mapping[str, str]) -> EngineConfig:
+def _nodes(environ: Mapping[str, str], token: str) -> Nodes:
+    """The machines that share the base. Raises InvalidRequest."""
+    count, node_rank = env.NNODES.read(environ), env.NODE_RANK.read(environ)
+    address, num_ranks = env.MASTER_ADDR.read(environ), env.TENSOR_PARALLEL.read(environ)
+    if node_rank >= count:
+        why = f"must be less than {env.NNODES.name}, which is {count}"
+        raise InvalidRequest.field(env.NODE_RANK.name, node_rank, why)
+    if count == 1:
+        return ONE_NODE
+    if num_ranks % count:
+        why = f"must divide {env.TENSOR_PARALLEL.name}, which is {num_ranks}"
+        raise InvalidRequest.field(env.NNODES.name, count, why)
+    if not address or address.startswith("unix:") or address.endswith(":0"):
+        why = "must be HOST:PORT of the first machine, with a port of your choice"
+        raise InvalidRequest.field(env.MASTER_ADDR.name, address, why)
+    if not token:
+        why = (
+            f"{env.NNODES.name}={count} needs the service token, which is the same on all machines"
+        )
+        raise InvalidRequest.field(env.SERVICE_TOKEN_FILE.name, "", why)
+    return Nodes(count, address, token)
+
+
+def _engine(environ: Mapping[str, str], nodes: Nodes) -> EngineConfig:
     kv_memory = env.KV_MEMORY.read(environ)
     max_num_batched_tokens = env.MAX_NUM_BATCHED_TOKENS.read(environ)
     return EngineConfig(
@@ -120,6 +148,7 @@ def _engine(environ: Mapping[str, str]) -> EngineConfig:
         quantization=env.QUANTIZATION.read(environ),
         kv_cache_dtype=env.KV_CACHE_DTYPE.read(environ),
         tensor_parallel=env.TENSOR_PARALLEL.read(environ),
+        nodes=nodes,
         fully_sharded_loras=env.FULLY_SHARDED_LORAS.read(environ),
     )
 

@@ -11,8 +11,14 @@ import pytest
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.security.addresses import is_local
 from loraplex_services.worker.config import MAX_RESIDENT, base_id_of, from_env
+from loraplex_services.worker.types.nodes import Nodes
 
 GOOD = {"LORAPLEX_MODEL": "org/model", "LORAPLEX_OBJECTS": "file:///objects"}
+NODES = {
+    "LORAPLEX_TENSOR_PARALLEL": "4",
+    "LORAPLEX_NNODES": "2",
+    "LORAPLEX_MASTER_ADDR": "worker-0:29500",
+}
 
 
 def test_by_default_only_this_machine_can_connect() -> None:
@@ -42,6 +48,13 @@ def test_workers_of_one_host_have_different_names() -> None:
         ({"LORAPLEX_MODEL": ""}, "LORAPLEX_MODEL"),
         ({"LORAPLEX_OBJECTS": ""}, "LORAPLEX_OBJECTS"),
         ({"LORAPLEX_TENSOR_PARALLEL": "0"}, "LORAPLEX_TENSOR_PARALLEL"),
+        ({"LORAPLEX_NODE_RANK": "1"}, "LORAPLEX_NODE_RANK"),
+        ({**NODES, "LORAPLEX_NODE_RANK": "2"}, "LORAPLEX_NODE_RANK"),
+        ({**NODES, "LORAPLEX_TENSOR_PARALLEL": "3"}, "LORAPLEX_NNODES"),
+        ({**NODES, "LORAPLEX_MASTER_ADDR": ""}, "LORAPLEX_MASTER_ADDR"),
+        ({**NODES, "LORAPLEX_MASTER_ADDR": "worker-0:0"}, "LORAPLEX_MASTER_ADDR"),
+        ({**NODES, "LORAPLEX_MASTER_ADDR": "unix:/run/ranks"}, "LORAPLEX_MASTER_ADDR"),
+        (NODES, "LORAPLEX_SERVICE_TOKEN_FILE"),
         ({"LORAPLEX_WORKER_LISTEN": "0.0.0.0:50053"}, "LORAPLEX_WORKER_LISTEN"),
         ({"LORAPLEX_SERVICE_TOKEN_FILE": "/nowhere"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
         ({"LORAPLEX_DEBUG": "policy=random"}, "LORAPLEX_DEBUG"),
@@ -94,3 +107,17 @@ def test_a_base_under_another_name_is_known_by_its_hub_id_too(tmp_path: Path) ->
 def test_a_request_may_not_name_more_adapters_than_a_step_holds() -> None:
     assert from_env({**GOOD, "LORAPLEX_MAX_LORAS": "3"}).max_request_adapters == 3
     assert from_env(GOOD).max_request_adapters == MAX_RESIDENT // 2
+
+
+def test_a_machine_of_several_knows_its_ranks_and_the_secret(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("new\nold\n")
+    config = from_env(
+        {
+            **(GOOD | NODES),
+            "LORAPLEX_NODE_RANK": "1",
+            "LORAPLEX_SERVICE_TOKEN_FILE": str(tmp_path / "token"),
+        }
+    )
+    assert config.node_rank == 1
+    assert config.engine.nodes == Nodes(2, "worker-0:29500", "new\nold")
+    assert config.engine.nodes.num_local(config.engine.tensor_parallel) == 2

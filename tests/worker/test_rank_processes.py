@@ -42,7 +42,7 @@ async def tokens_of(worker: WorkerProcess) -> dict[str, list[int]]:
     """Greedy and sampled, of the base and of each adapter."""
     digests = {"base": (), **{name: (digest,) for name, digest in worker.digests.items()}}
     async with worker.connected() as stub:
-        session = await SessionCall(stub).open()
+        session = await SessionCall(stub, worker.token).open()
         for name, own in digests.items():
             await session.submit(
                 request(f"{name}-greedy", *own, max_tokens=24),

@@ -38,6 +38,8 @@ class WorkerProcess:
     digests: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     python: str = sys.executable
+    token: str = ""
+    """What callers have to show."""
 
     @property
     def log(self) -> Path:
@@ -161,8 +163,9 @@ def request(request_id: str, *digests: str, **sampling: object) -> worker_pb2.Wo
 class SessionCall:
     """The gateway's end of a session."""
 
-    def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
-        self._call = stub.Session()
+    def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub, token: str = "") -> None:
+        metadata = [("authorization", f"Bearer {token}")] if token else None
+        self._call = stub.Session(metadata=metadata)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, int] = {}
         self.errors: dict[str, LoraplexError] = {}

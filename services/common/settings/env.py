@@ -234,7 +234,26 @@ TENSOR_PARALLEL: Setting[int] = Setting(
     integer(1),
     1,
     "up worker",
-    "Number of processes on one machine that share a base; it must divide the attention heads.",
+    "Number of processes that share a base; it must divide the attention heads.",
+)
+NNODES: Setting[int] = Setting(
+    "LORAPLEX_NNODES",
+    integer(1),
+    1,
+    "worker",
+    "Number of machines that these processes are divided among. Needs a service token.",
+)
+NODE_RANK: Setting[int] = Setting(
+    "LORAPLEX_NODE_RANK",
+    integer(0),
+    0,
+    "worker",
+    "Number of this machine; 0 = the one that serves, which all others follow.",
+)
+MASTER_ADDR = listen_setting(
+    "LORAPLEX_MASTER_ADDR",
+    "worker",
+    "HOST:PORT at which the other machines reach the first, which listens there.",
 )
 FULLY_SHARDED_LORAS = flag_setting(
     "LORAPLEX_FULLY_SHARDED_LORAS",

@@ -152,6 +152,7 @@ def build_engine(config: EngineConfig) -> Engine:
         Path(config.model_dir),
         **config.runner_fields(),
         num_ranks=config.tensor_parallel,
+        nodes=config.nodes,
         on_rank_end=_end_as_rank,
     )
     if (path := STEP_TRACE.read(os.environ)) is not None:

@@ -19,6 +19,11 @@ class Ranks(Protocol):
         """Which rank this is."""
         ...
 
+    @property
+    def num_local(self) -> int:
+        """Number of ranks on this machine, which share its cores and memory."""
+        ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, equal bits on each of them. Mutates and returns x."""
         ...
@@ -45,6 +50,7 @@ class OneRank:
     """A base that is not divided."""
 
     shard: Shard = ONLY
+    num_local: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of one."""

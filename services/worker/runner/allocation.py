@@ -56,7 +56,7 @@ def allocate(
 
     num_bytes = size.choose(memory_of(device), step_bytes, is_gpu=is_gpu)
     if not (is_gpu or size.num_bytes):  # ranks share the host's memory
-        num_bytes //= ranks.shard.size
+        num_bytes //= ranks.num_local
     return new_kv(_least(num_bytes, ranks, device))
 
 

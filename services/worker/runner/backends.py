@@ -73,7 +73,7 @@ def share_threads(weight_bytes: int, operators: Operators, device: torch.device)
     Ranks divide the cores."""
     if device.type != "cpu":
         return
-    set_threads(weight_bytes, operators.ranks.shard.size)
+    set_threads(weight_bytes, operators.ranks.num_local)
     if isinstance(operators, NativeOperators):
         operators.native.set_threads(torch.get_num_threads())
         torch.set_num_threads(1)

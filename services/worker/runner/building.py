@@ -58,9 +58,11 @@ from loraplex_services.worker.runner.numerics import (
     resolve_device,
     resolve_dtype,
 )
+from loraplex_services.worker.runner.parallel.collectives import Meeting
 from loraplex_services.worker.runner.parallel.followers import Followers
 from loraplex_services.worker.runner.parallel.group import (
-    RENDEZVOUS_TIMEOUT_S,
+    LOCAL_TIMEOUT_S,
+    NODES_TIMEOUT_S,
     BuildPart,
     check_group,
     join_and_build,
@@ -71,6 +73,7 @@ from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.model_config import ModelConfig
+from loraplex_services.worker.types.nodes import ONE_NODE, Nodes
 from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 from loraplex_services.worker.types.runner_settings import RunnerSettings
@@ -87,7 +90,8 @@ def build_runner(
     *,
     executors: tuple[Executor, Executor] | None = None,
     num_ranks: int = 1,
-    rendezvous_timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    nodes: Nodes = ONE_NODE,
+    rendezvous_timeout_s: float | None = None,
     on_rank_end: Callable[[int, int], None] = lambda rank, code: None,
     **fields: Any,
 ) -> TorchRunner:
@@ -95,7 +99,10 @@ def build_runner(
 
     Args:
         executors: see `AdapterLoader`.
-        num_ranks: processes that share the base. The others are started here; `close` ends them.
+        num_ranks: processes that share the base. Those of this machine are started here; `close`
+            ends them.
+        nodes: the machines of these ranks.
+        rendezvous_timeout_s: for all ranks to connect; None = as `group` says.
         on_rank_end: called from another thread when a rank ends, with its number and exit code.
         fields: those of `RunnerSettings`.
 
@@ -107,23 +114,22 @@ def build_runner(
     build: BuildPart = partial(_build, model_dir, settings, executors)
     if num_ranks == 1:
         return build(OneRank())
-    device = resolve_device(settings.device)
-    check_group(model_dir, settings.model_impl, device, num_ranks)
-    followers = Followers(num_ranks, model_dir, fields, rendezvous_timeout_s, on_rank_end)
-    return lead(followers, build, device, num_ranks)
+    device, num_local = resolve_device(settings.device), nodes.num_local(num_ranks)
+    check_group(model_dir, settings.model_impl, device, num_ranks, num_local)
+    timeout_s = rendezvous_timeout_s or (LOCAL_TIMEOUT_S if nodes.count == 1 else NODES_TIMEOUT_S)
+    followers = Followers(num_ranks, nodes, model_dir, on_rank_end)
+    return lead(followers, build, device, Shard(0, num_ranks), fields, model_dir, timeout_s)
 
 
 def build_rank(
-    model_dir: Path,
-    shard: Shard,
-    rendezvous: str,
-    timeout_s: float,
-    fields: Mapping[str, Any],
+    model_dir: Path, shard: Shard, meeting: Meeting, fields: Mapping[str, Any]
 ) -> tuple[TorchRunner, RankReady]:
     """A rank that is not the first. `fields` are those of `build_runner`. Raises as it does."""
     settings = RunnerSettings(**fields)
+    device = resolve_device(settings.device)
+    check_group(model_dir, settings.model_impl, device, shard.size, meeting.num_local)
     build = partial(_build, model_dir, settings, None)
-    return join_and_build(build, resolve_device(settings.device), shard, rendezvous, timeout_s)
+    return join_and_build(build, device, shard, meeting, model_dir)
 
 
 def _build(

@@ -29,6 +29,7 @@ from loraplex_services.worker.server.api_server import ApiServer
 from loraplex_services.worker.server.base_files import fetch_model, find_model, read_tokenizer
 from loraplex_services.worker.server.engine_client import EngineClient
 from loraplex_services.worker.server.metrics import AdapterCollector, OfModel
+from loraplex_services.worker.server.node import follow
 from loraplex_services.worker.server.servicer import worker_service
 from loraplex_services.worker.server.status import StatusBoard
 
@@ -36,13 +37,18 @@ logger = logging.getLogger(__name__)
 
 
 async def serve() -> None:
-    """Run until SIGTERM, then let running requests end.
+    """Run until SIGTERM, then let running requests end. A machine that is not the worker's first
+    only runs its ranks.
 
     Raises:
         LoraplexError: the worker cannot serve as it is configured or installed.
     """
     config = from_env(os.environ)
     _check_torch()
+    if config.node_rank:
+        with _cache_folder(config) as folder:
+            await follow(config, await _model_dir(config, folder))
+        return
     status = StatusBoard()
     ready_changed = asyncio.Event()
     api_server = ApiServer(

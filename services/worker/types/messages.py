@@ -19,6 +19,7 @@ from loraplex.api.request import WorkerRequest
 from loraplex.api.residency import AdapterResidency, WorkerLoad
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
+from loraplex_services.worker.types.nodes import ONE_NODE, Nodes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 from loraplex_services.worker.types.runner_settings import RunnerSettings
 
@@ -35,6 +36,8 @@ class EngineConfig(RunnerSettings, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     """Number of ranks that share the base, each in a process of its own. The engine process is rank
     0."""
+    nodes: Nodes = ONE_NODE
+    """The machines of these ranks. The engine process is on the first."""
     max_step_s: float = 0.0
     """Target duration in seconds of steps in which requests decode; see `SchedulerLimits`."""
     max_loras: int | None = None

@@ -215,7 +215,7 @@ def test_ranks_that_would_divide_the_heads_of_one_kind_of_layer_are_refused(
     change = {"num_attention_heads": 6, "num_key_value_heads": 2, "per_layer_config": own}
     folder = changed_config(base, tmp_path / "base", change)
     with pytest.raises(Unsupported, match=r"config\.json:num_key_value_heads"):
-        check_group(folder, "auto", torch.device("cpu"), 2)
+        check_group(folder, "auto", torch.device("cpu"), 2, 2)
 
 
 def adapter_on(base: TinyBase, folder: Path, **fields: object) -> Path:

@@ -185,7 +185,7 @@ def test_ranks_that_would_divide_a_key_head_are_refused(base: TinyBase, tmp_path
     few = {"linear_num_key_heads": 1, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config | few))
     with pytest.raises(Unsupported, match="linear_num_key_heads"):
-        check_group(tmp_path, "auto", torch.device("cpu"), 2)
+        check_group(tmp_path, "auto", torch.device("cpu"), 2, 2)
 
 
 def test_an_adapter_of_the_sibling_size_is_refused(base: TinyBase, tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """The collectives that steps use, over `torch.distributed`: gloo on CPUs, NCCL on GPUs.
 
-All ranks are processes of one machine. They meet through a file, and gloo's sockets listen on the
-loopback interface only.
+Ranks find each other through a store of rank 0. The store and gloo's sockets listen at the address
+at which a rank is reached, which is that of the loopback interface for a group on one machine.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import TCPStore
 
 from loraplex_services.worker.runner.parallel.messages import RankLost
 from loraplex_services.worker.types.sharding import Shard
@@ -40,6 +41,8 @@ class TorchRanks:
     """Implements `layers.ranks.Ranks`."""
 
     shard: Shard
+    num_local: int
+    """See `Ranks`."""
     group: Any
     """A process group of torch, made for this purpose. There is no default group."""
     traffic: Traffic = field(default_factory=Traffic)
@@ -91,34 +94,60 @@ class TorchRanks:
             raise RankLost(f"a collective of rank {self.shard.rank} failed: {error}") from error
 
 
-def join(shard: Shard, rendezvous: str, device: torch.device, timeout_s: float) -> TorchRanks:
-    """Meet the other ranks.
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where one rank meets the others."""
 
-    Args:
-        rendezvous: a file of the group's own, which need not exist.
+    host: str
+    """Its own address, as the others reach it."""
+    store: TCPStore
+    timeout_s: float
+    num_local: int
+    """Number of ranks on this machine."""
+
+
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """The store of rank 0, on a free port of `host`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        *(host, port, None, True, timedelta(seconds=timeout_s), False),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def reach_store(address: tuple[str, int], timeout_s: float) -> TCPStore:
+    """The store of rank 0. Raises RankLost."""
+    try:
+        return TCPStore(*address, None, False, timedelta(seconds=timeout_s), False)
+    except RuntimeError as error:  # dist.DistError is one
+        raise RankLost(f"tensor_parallel: rank 0's store at {address}: {error}") from error
+
+
+def join(shard: Shard, meeting: Meeting, device: torch.device) -> TorchRanks:
+    """Meet the other ranks.
 
     Raises:
         RankLost: not all ranks came in time.
     """
-    timeout = timedelta(seconds=timeout_s)
     try:
-        store = FileStore(rendezvous, shard.size)
-        store.set_timeout(timeout)
-        group = _group(store, shard, device, timeout)
+        group = _group(shard, meeting, device)
     except RuntimeError as error:  # dist.DistError is one
-        what = f"rank {shard.rank} of {shard.size} did not meet all others within {timeout_s:g} s"
+        seconds = f"{meeting.timeout_s:g} s"
+        what = f"rank {shard.rank} of {shard.size} did not meet all others within {seconds}"
         raise RankLost(f"tensor_parallel: {what}: {error}") from error
-    return TorchRanks(shard, group)
+    return TorchRanks(shard, meeting.num_local, group)
 
 
-def _group(store: FileStore, shard: Shard, device: torch.device, timeout: timedelta) -> Any:
+def _group(shard: Shard, meeting: Meeting, device: torch.device) -> Any:
     if device.type == "cuda":
         nccl: Any = dist.ProcessGroupNCCL
-        return nccl(store, shard.rank, shard.size, nccl.Options())
+        return nccl(meeting.store, shard.rank, shard.size, nccl.Options())
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=LOOPBACK)]
-    options._timeout = timeout
-    group = gloo(store, shard.rank, shard.size, options)
+    options._devices = [gloo.create_device(hostname=meeting.host)]
+    options._timeout = timedelta(seconds=meeting.timeout_s)
+    group = gloo(meeting.store, shard.rank, shard.size, options)
     group._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     return group

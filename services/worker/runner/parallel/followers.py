@@ -1,102 +1,95 @@
-"""Rank 0's view of the other ranks: starts them, sends them steps, and notices when one ends."""
+"""Rank 0's view of the other ranks: meets them, sends them steps, and notices when one ends."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import queue
-import shutil
-import socket
+import secrets
 import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from loraplex.errors import InvalidRequest
+import torch
+
+import loraplex
+from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex_services.common.processes.secret import start_with_secret
 from loraplex_services.worker.adapters.device.loader import CopiedImage
+from loraplex_services.worker.adapters.pack.image import image_path
+from loraplex_services.worker.runner.parallel.collectives import Meeting, open_store
 from loraplex_services.worker.runner.parallel.messages import (
+    Build,
     Copy,
     CopyDone,
     Drop,
+    Join,
     Order,
     RankLost,
     RankReady,
     RankRefused,
     RankSocket,
     RankStart,
+    Refuse,
     Reply,
 )
 from loraplex_services.worker.runner.parallel.mirror import StepWriter
+from loraplex_services.worker.runner.parallel.remote_images import ImageSender
+from loraplex_services.worker.runner.parallel.rendezvous import Rendezvous
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.types.extents import Extents
-from loraplex_services.worker.types.messages import frame
+from loraplex_services.worker.types.messages import WireError, frame
+from loraplex_services.worker.types.nodes import Nodes, rank_command
 
 logger = logging.getLogger(__name__)
 
-RANK_MODULE = "loraplex_services.worker.runner.parallel.rank_process"
-SOCKET_BUFFER_BYTES = 4 << 20
 HANG_UP_S = 5.0
 """Seconds that a rank may take to notice that its socket was closed."""
+UNKNOWN_STATUS = 1
+"""Stands for the exit status of a rank on another machine."""
 
 RankEnded = Callable[[int, int], None]
 """Called from any thread with a rank that has ended, and its exit code."""
 
 
 class Follower:
-    """One other rank: its process, and the thread that reads its replies."""
+    """One other rank: its connections, and the thread that reads its replies."""
 
-    def __init__(self, start: RankStart, on_reply: Callable[[int, Reply], None], on_end: RankEnded):
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", RANK_MODULE, "--fd", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        self.rank = start.rank
-        self.socket = RankSocket(ours)
-        self.socket.send(start)
+    def __init__(
+        self,
+        rank: int,
+        orders: RankSocket,
+        process: subprocess.Popen[bytes] | None,
+        on_reply: Callable[[int, Reply], None],
+        on_end: RankEnded,
+    ) -> None:
+        """`process`: the rank's, if it was started here."""
+        self.rank = rank
+        self.socket = orders
+        self.process = process
         self._on_reply, self._on_end = on_reply, on_end
-        self.reader = threading.Thread(target=self._read, daemon=True, name=f"rank {self.rank}")
+        self.reader = threading.Thread(target=self._read, daemon=True, name=f"rank {rank}")
         self.reader.start()
 
     def _read(self) -> None:
         with contextlib.suppress(RankLost):
             while True:
                 self._on_reply(self.rank, self.socket.reply())
-        self._on_end(self.rank, self.process.wait())
-
-    def close(self) -> None:
-        """End the process."""
-        self.socket.close()
-        try:
-            self.process.wait(HANG_UP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self._on_end(self.rank, self.process.wait() if self.process else UNKNOWN_STATUS)
 
 
 class Followers:
     """All other ranks of a group."""
 
-    def __init__(
-        self,
-        num_ranks: int,
-        model_dir: Path,
-        settings: dict[str, str | int | float | bool],
-        timeout_s: float,
-        on_end: RankEnded,
-    ) -> None:
-        """Start them. They load while this rank does."""
-        self._folder = Path(tempfile.mkdtemp(prefix="loraplex-ranks-"))
-        self.rendezvous = str(self._folder / "rendezvous")
-        self.timeout_s = timeout_s
+    def __init__(self, num_ranks: int, nodes: Nodes, model_dir: Path, on_end: RankEnded) -> None:
+        """Start those of this machine, and wait for connections."""
+        self.num_local = nodes.num_local(num_ranks)
+        self._num_ranks = num_ranks
+        self._build = own_build(num_ranks, nodes)
         self._on_end = on_end
         self._is_closing = False
         self._ready: queue.SimpleQueue[tuple[int, RankReady | RankRefused | None]]
@@ -106,22 +99,59 @@ class Followers:
         self._last_copy: Future[CopiedImage] | None = None
         self._num_copies = 0
         self._steps = StepWriter()
-        self._all = [
-            Follower(
-                RankStart(rank, num_ranks, self.rendezvous, timeout_s, str(model_dir), settings),
-                self._take,
-                self._ended,
-            )
-            for rank in range(1, num_ranks)
-        ]
+        self._all: list[Follower] = []
+        self._image_senders: list[ImageSender] = []
+        self._fingerprints: Sequence[str] = ()
+        token = nodes.token or secrets.token_hex()
+        self._rendezvous = Rendezvous(nodes, token)
+        arguments = num_ranks, nodes, str(model_dir)
+        self._processes = {
+            rank: start_with_secret(rank_command(self._rendezvous.address, rank, *arguments), token)
+            for rank in range(1, self.num_local)
+        }
 
-    def await_ready(self, own: RankReady) -> None:
+    def meet(self, settings: dict[str, str | int | float | bool], timeout_s: float) -> Meeting:
+        """Wait for all ranks to connect, and let them load.
+
+        Returns:
+            Where this rank meets them.
+
+        Raises:
+            InvalidRequest: a rank differs from this one.
+            RankLost: a rank has ended or came too late.
+        """
+        await_ranks = partial(
+            self._rendezvous.await_ranks,
+            build=self._build,
+            timeout_s=timeout_s,
+            check=self._check_alive,
+        )
+        found = await_ranks({(rank, False) for rank in range(1, self._num_ranks)})
+        for (rank, _), end in found.items():
+            process = self._processes.get(rank)
+            self._all.append(Follower(rank, end, process, self._take, self._ended))
+        # If there are other machines, they have the last ranks, and this is how they reach rank 0.
+        host, _ = found[self._num_ranks - 1, False].addresses
+        store = open_store(host, timeout_s)
+        self.send(RankStart((host, store.port), timeout_s, settings))
+        remote = await_ranks({(rank, True) for rank in range(self.num_local, self._num_ranks)})
+        for (rank, _), end in remote.items():
+            sender = ImageSender(end.detach(), rank, partial(self._image, rank))
+            self._image_senders.append(sender)
+        self._rendezvous.close()
+        return Meeting(host, store, timeout_s, self.num_local)
+
+    def await_ready(self, own: RankReady, fingerprints: Sequence[str]) -> None:
         """Wait until all ranks have loaded, and compare them with this one.
+
+        Args:
+            fingerprints: of the layouts for which adapters are packed, by rank.
 
         Raises:
             LoraplexError: a rank refused its part, or is not like this one.
             RankLost: a rank has ended.
         """
+        self._fingerprints = fingerprints
         for _ in self._all:
             rank, ready = self._ready.get()
             if ready is None:
@@ -129,7 +159,11 @@ class Followers:
             if isinstance(ready, RankRefused):
                 raise ready.error.to_error()
             check_equal(own, ready, rank)
-        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def refuse(self, error: LoraplexError) -> None:
+        """Tell the other ranks why the group cannot be."""
+        with contextlib.suppress(RankLost):
+            self.send(Refuse(WireError.of(error)))
 
     def write(self, step: StepInputs) -> bytes:
         """The message of a step, to be sent when the step begins. Steps are written in the order
@@ -155,7 +189,7 @@ class Followers:
         with self._lock:
             self._num_copies += 1
             copy_id = self._num_copies
-            copy = self._copies[copy_id] = GroupCopy(1 + len(self._all))
+            copy = self._copies[copy_id] = GroupCopy(path, 1 + len(self._all))
         self._last_copy = copy.result
         self.send(Copy(copy_id, str(path), extents, step_s))
         own.add_done_callback(lambda done: self._own_copied(copy_id, done))
@@ -169,16 +203,34 @@ class Followers:
     def close(self) -> None:
         """End the other ranks."""
         self._is_closing = True
+        self._rendezvous.close()
         for follower in self._all:
-            follower.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            follower.socket.close()
+        for sender in self._image_senders:
+            sender.close()
+        for process in self._processes.values():
+            if not self._all:  # it still waits for the others
+                process.kill()
+            _end(process)
+
+    def _check_alive(self) -> None:
+        """Raises RankLost if a process has ended."""
+        for rank, process in self._processes.items():
+            if (code := process.poll()) is not None:
+                raise RankLost(f"rank {rank} ended with exit code {code} before it had joined")
+
+    def _image(self, rank: int, copy_id: int) -> Path | None:
+        """The image of a rank of another machine that it may read now. From any thread."""
+        with self._lock:
+            copy = self._copies.get(copy_id)
+        return None if copy is None else image_path(copy.path, self._fingerprints[rank])
 
     def _take(self, rank: int, reply: Reply) -> None:
         """Take a reply in, on the rank's thread."""
         if isinstance(reply, CopyDone):
             error = None if reply.error is None else reply.error.to_error()
             self._copied(reply.copy_id, error)
-        else:
+        elif not isinstance(reply, Join):
             self._ready.put((rank, reply))
 
     def _ended(self, rank: int, code: int) -> None:
@@ -213,6 +265,7 @@ class Followers:
 class GroupCopy:
     """An adapter that is being copied into the arenas of all ranks."""
 
+    path: Path
     num_left: int
     """Number of ranks whose copies have not ended."""
     result: Future[CopiedImage] = field(default_factory=Future)
@@ -231,5 +284,19 @@ def check_equal(own: RankReady, other: RankReady, rank: int) -> None:
     for name in own.__struct_fields__:
         ours, theirs = getattr(own, name), getattr(other, name)
         if ours != theirs:
-            why = f"rank {rank} has {theirs}; all ranks must run one release on the same files"
+            why = f"rank {rank} has {theirs}; all ranks must compute alike on the same files"
             raise InvalidRequest.field(f"tensor_parallel:{name}", ours, why)
+
+
+def own_build(num_ranks: int, nodes: Nodes) -> Build:
+    """What this rank must have in common with the others."""
+    return Build(loraplex.__version__, str(torch.__version__), num_ranks, nodes.count)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process of a rank whose connection is closed."""
+    try:
+        process.wait(HANG_UP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

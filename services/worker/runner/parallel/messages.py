@@ -1,9 +1,11 @@
-"""Messages between rank 0 and the other ranks, as frames of msgpack over a socket pair.
+"""Messages between rank 0 and the other ranks, as frames of msgpack over TCP.
 
-    rank 0 -> rank   one RankStart, then what to do, in the order in which rank 0 does it
+    rank -> rank 0   Join, as soon as each end has proved that it knows the group's secret
+    rank 0 -> rank   RankStart or Refuse, then what to do, in the order in which rank 0 does it
     rank -> rank 0   RankReady or RankRefused, then CopyDone for each Copy
 
-They contain ids and positions. Activations are exchanged by collectives.
+They contain ids and positions. Activations are exchanged by collectives, and images of adapters
+over connections of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.messages import FrameBuffer, WireError, frame
 
 RECEIVE_BYTES = 1 << 20
+MAPPED_IPV4 = "::ffff:"
+"""What an IPv6 socket puts before the IPv4 addresses of its peers."""
 
 
 class RankLost(Exception):
@@ -29,28 +33,51 @@ class HungUp(RankLost):
     """The other end closed its socket, as rank 0 does to end a rank."""
 
 
-class RankStart(msgspec.Struct, frozen=True, tag="start"):
-    """What a rank builds."""
+class Build(msgspec.Struct, frozen=True):
+    """What must be equal on all ranks before any of them loads."""
+
+    release: str
+    """Release of this package."""
+    torch_version: str
+    tensor_parallel: int
+    """Number of ranks."""
+    nnodes: int
+    """Number of machines."""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Who has connected."""
 
     rank: int
-    num_ranks: int
-    rendezvous: str
-    """A file that only the ranks of the group open, with which they find each other."""
+    build: Build
+    is_for_images: bool = False
+    """Whether this is the connection over which a rank of another machine reads images."""
+
+
+class RankStart(msgspec.Struct, frozen=True, tag="start"):
+    """All ranks have joined: load."""
+
+    store: tuple[str, int]
+    """Address of the store with which the collectives connect."""
     timeout_s: float
-    """Seconds to join the group."""
-    model_dir: str
+    """Seconds to connect them."""
     settings: dict[str, str | int | float | bool]
     """Arguments of `build_runner`, the same on every rank."""
+
+
+class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
+    """The rank cannot be part of this group."""
+
+    error: WireError
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):
     """The rank has its part of the base. Every field must be equal on all ranks."""
 
-    torch_version: str
-    release: str
-    """Release of this package."""
-    base: str
-    """Names the base's geometry and weights."""
+    config: str
+    """Digest of config.json."""
+    weights: str
+    """Digest of the weights' files; see `base_digests`."""
     dtype: str
     arithmetic: str
     num_blocks: int
@@ -136,9 +163,9 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
     slot: int
 
 
-Order = RankStart | Step | LogitRows | Copy | Drop | Enter | Unload
+Order = RankStart | Refuse | Step | LogitRows | Copy | Drop | Enter | Unload
 """To a rank."""
-Reply = RankReady | RankRefused | CopyDone
+Reply = Join | RankReady | RankRefused | CopyDone
 """A message from a rank."""
 
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
@@ -146,7 +173,7 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 class RankSocket:
-    """One end of the socket pair between rank 0 and another rank; blocking."""
+    """One end of a connection between rank 0 and another rank; blocking."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -173,6 +200,21 @@ class RankSocket:
     def reply(self) -> Reply:
         """Wait for the next reply. Raises RankLost."""
         return _replies.decode(self._next())
+
+    def detach(self) -> socket.socket:
+        """The socket, of which nothing more has been read than messages."""
+        assert not self._bodies, "messages that nobody has read"
+        return self._socket
+
+    def fileno(self) -> int:
+        """The socket's number, to wait for its end."""
+        return self._socket.fileno()
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Addresses of this end and of the other end, without ports."""
+        own, other = self._socket.getsockname()[0], self._socket.getpeername()[0]
+        return own.removeprefix(MAPPED_IPV4), other.removeprefix(MAPPED_IPV4)
 
     def close(self) -> None:
         """Close the socket."""

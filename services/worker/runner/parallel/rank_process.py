@@ -1,7 +1,8 @@
 """A rank that follows rank 0: `python -m loraplex_services.worker.runner.parallel.rank_process`.
 
 It has its part of the base and of every adapter, and does what rank 0 does, in the same order. It
-knows neither prompts nor sampling. It ends when rank 0 hangs up.
+knows neither prompts nor sampling. It ends when rank 0 hangs up. Ranks of rank 0's machine are
+started by `Followers`, those of other machines by `server.node`.
 """
 
 from __future__ import annotations
@@ -9,41 +10,53 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from loraplex.errors import LoraplexError
 from loraplex_services.common.processes.process import die_with_parent
+from loraplex_services.common.processes.secret import read_secret
 from loraplex_services.common.processes.stacks import print_stacks_on_signal
 from loraplex_services.common.settings.switches import LOG_FORMAT, LOG_LEVEL
 from loraplex_services.common.telemetry.log import setup_logging
 from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.runner.building import build_rank
+from loraplex_services.worker.runner.parallel.collectives import Meeting, reach_store
+from loraplex_services.worker.runner.parallel.followers import own_build
+from loraplex_services.worker.runner.parallel.group import LOCAL_TIMEOUT_S, NODES_TIMEOUT_S
 from loraplex_services.worker.runner.parallel.messages import (
     Copy,
     CopyDone,
     Drop,
     Enter,
     HungUp,
+    Join,
     LogitRows,
     RankLost,
     RankRefused,
     RankSocket,
     RankStart,
+    Refuse,
     Step,
     Unload,
 )
 from loraplex_services.worker.runner.parallel.mirror import StepReader
+from loraplex_services.worker.runner.parallel.remote_images import RemoteBytes
+from loraplex_services.worker.runner.parallel.rendezvous import LOOPBACK, connect
 from loraplex_services.worker.runner.runner import Passed, TorchRunner
 from loraplex_services.worker.types.messages import WireError
+from loraplex_services.worker.types.nodes import REFUSED_STATUS, Nodes
 from loraplex_services.worker.types.sharding import Shard
 
 logger = logging.getLogger("loraplex_services.worker.runner.parallel.rank_process")
@@ -55,9 +68,13 @@ LAST_WORDS_S = 5.0
 class FollowingRank:
     """Carries out the messages of rank 0."""
 
-    def __init__(self, runner: TorchRunner, rank_zero: RankSocket) -> None:
+    def __init__(
+        self, runner: TorchRunner, rank_zero: RankSocket, images: socket.socket | None
+    ) -> None:
+        """`images`: where images are read, if rank 0 is on another machine."""
         self._runner = runner
         self._rank_zero = rank_zero
+        self._images = images
         self._steps = StepReader()
         self._passed: Passed | None = None
         self._copied: dict[int, CopiedImage] = {}
@@ -76,13 +93,16 @@ class FollowingRank:
                     self._copy(copy)
                 case Drop(copy_id):
                     self._copied.pop(copy_id, None)
+                case Refuse(error):
+                    raise error.to_error()
                 case Enter(slot, copy_id):
                     self._runner.enter_adapter(slot, self._copied.pop(copy_id))
                 case Unload(slot):
                     self._runner.unload_adapter(slot)
 
     def _copy(self, copy: Copy) -> None:
-        pending = self._runner.copy_adapter(Path(copy.path), copy.extents, copy.step_s)
+        content = None if self._images is None else RemoteBytes(self._images, copy.copy_id)
+        pending = self._runner.copy_adapter(Path(copy.path), copy.extents, copy.step_s, content)
         pending.add_done_callback(partial(self._tell, copy.copy_id))
 
     def _tell(self, copy_id: int, pending: Future[CopiedImage]) -> None:
@@ -99,19 +119,19 @@ class FollowingRank:
 
 
 def main() -> int:
-    """Process entry. The exit code is 0 if rank 0 has gone, 3 if the base was refused."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket to rank 0")
-    rank_zero = RankSocket(socket.socket(fileno=parser.parse_args().fd))
+    """Process entry. The exit code is 0 if rank 0 has gone, REFUSED_STATUS if the rank cannot be
+    part of the group."""
+    arguments = _arguments()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     print_stacks_on_signal()
     die_with_parent()
     setup_logging("engine", LOG_LEVEL.read(os.environ), LOG_FORMAT.read(os.environ))
     try:
-        start = rank_zero.order()
-        assert isinstance(start, RankStart), "the first order is to start"
-        return _serve(start, rank_zero)
+        return _serve(arguments, read_secret())
+    except LoraplexError as error:
+        logger.error("a rank was refused", extra={"rank": arguments.rank, "reason": error.message})
+        return REFUSED_STATUS
     except HungUp:
         return 0
     except RankLost as error:
@@ -120,18 +140,61 @@ def main() -> int:
         return 0
 
 
-def _serve(start: RankStart, rank_zero: RankSocket) -> int:
-    shard = Shard(start.rank, start.num_ranks)
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--rank", "--num-ranks", "--nnodes"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--master-addr", required=True, help="HOST:PORT of rank 0")
+    parser.add_argument("--model-dir", type=Path, required=True)
+    return parser.parse_args()
+
+
+def _serve(arguments: argparse.Namespace, token: str) -> int:
+    nodes = Nodes(arguments.nnodes)
+    shard = Shard(arguments.rank, arguments.num_ranks)
+    num_local = nodes.num_local(shard.size)
+    is_remote = shard.rank >= num_local
+    join = Join(shard.rank, own_build(shard.size, nodes))
+    timeout_s = NODES_TIMEOUT_S if is_remote else LOCAL_TIMEOUT_S
+    rank_zero = connect(arguments.master_addr, token, join, timeout_s)
+    match rank_zero.order():
+        case RankStart() as start:
+            pass
+        case Refuse(error):
+            raise error.to_error()
+        case order:
+            raise AssertionError(f"{type(order).__name__} is not the first order")
+    _end_with(rank_zero)
+    images = None
+    if is_remote:
+        join = msgspec.structs.replace(join, is_for_images=True)
+        images = connect(arguments.master_addr, token, join, start.timeout_s).detach()
+    own, _ = rank_zero.addresses
+    host = start.store[0] if own == LOOPBACK else own
+    store = reach_store(start.store, start.timeout_s)
+    meeting = Meeting(host, store, start.timeout_s, num_local)
     try:
-        runner, ready = build_rank(
-            Path(start.model_dir), shard, start.rendezvous, start.timeout_s, start.settings
-        )
+        runner, ready = build_rank(arguments.model_dir, shard, meeting, start.settings)
     except LoraplexError as error:
         rank_zero.send(RankRefused(WireError.of(error)))
-        return 3
+        raise
     rank_zero.send(ready)
-    FollowingRank(runner, rank_zero).run()
+    FollowingRank(runner, rank_zero, images).run()
     return 0
+
+
+def _end_with(rank_zero: RankSocket) -> None:
+    """End this process when the connection to rank 0 does, even if it waits in a collective."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(rank_zero.fileno(), select.POLLRDHUP)
+        poll.poll()
+        time.sleep(LAST_WORDS_S)  # the last orders may say why
+        os._exit(0)
+
+    if hasattr(select, "POLLRDHUP"):  # Linux
+        threading.Thread(target=watch, daemon=True, name="watch rank 0").start()
 
 
 if __name__ == "__main__":

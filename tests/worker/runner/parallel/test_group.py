@@ -16,13 +16,13 @@ import torch
 
 from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
-from loraplex_services.worker.runner.building import build_rank, build_runner
+from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.parallel.collectives import TorchRanks
 from loraplex_services.worker.runner.parallel.followers import check_equal
 from loraplex_services.worker.runner.parallel.group import check_group
 from loraplex_services.worker.runner.parallel.messages import RankLost, RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
-from loraplex_services.worker.types.sharding import Shard, padded_share
+from loraplex_services.worker.types.sharding import padded_share
 from tests.worker import tiny
 from tests.worker.loading import in_blocks
 from tests.worker.parity.driving import Driver, Job, greedy
@@ -31,9 +31,8 @@ PATIENCE_S = 60.0
 FLOAT_BYTES = 4
 ALL_LINEAR = tuple(name.split(".")[1] for name in tiny.LINEARS)
 READY = RankReady(
-    torch_version="2.0",
-    release="1.0",
-    base="base",
+    config="config",
+    weights="weights",
     dtype="float32",
     arithmetic="abc",
     num_blocks=8,
@@ -213,20 +212,11 @@ def test_closing_ends_the_other_ranks_and_is_no_loss(mortal):
     assert not mortal.ended
 
 
-def test_a_lost_rendezvous_names_the_setting(tmp_path):
-    settings = {"device": "cpu", "arena_bytes": 1 << 20}
-    with pytest.raises(RankLost, match="tensor_parallel: rank 0 of 2 did not meet"):
-        build_rank(tmp_path, Shard(0, 2), str(tmp_path / "rendezvous"), 1.0, settings)
-
-
-def test_ranks_that_never_come_fail_the_start(tmp_path, monkeypatch):
-    """The other rank starts, but waits at another rendezvous."""
+def test_ranks_that_end_before_they_join_fail_the_start(tmp_path, monkeypatch):
     base = tiny.write_base(tmp_path / "base")
-    monkeypatch.setattr(
-        "loraplex_services.worker.runner.parallel.followers.RANK_MODULE", "http.server"
-    )
-    with pytest.raises(RankLost):
-        build_runner(base, device="cpu", arena_bytes=1 << 20, num_ranks=2, rendezvous_timeout_s=1.0)
+    monkeypatch.setattr("loraplex_services.worker.types.nodes.RANK_MODULE", "compileall")
+    with pytest.raises(RankLost, match="rank 1 ended with exit code"):
+        build_runner(base, device="cpu", arena_bytes=1 << 20, num_ranks=2)
 
 
 @pytest.mark.parametrize("name", READY.__struct_fields__)
@@ -248,7 +238,7 @@ def test_more_ranks_than_cuda_devices_are_refused(tmp_path, monkeypatch):
     base = tiny.write_base(tmp_path / "base")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InvalidRequest, match="this machine has 1 CUDA devices"):
-        check_group(base, "auto", torch.device("cuda"), 2)
+        check_group(base, "auto", torch.device("cuda"), 4, 2)
 
 
 @pytest.mark.long

@@ -1,0 +1,40 @@
+"""A second machine of a group of ranks: processes here that reach rank 0 over TCP only."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from loraplex_services.common.processes.secret import start_with_secret
+from loraplex_services.worker.types.nodes import Nodes, rank_command
+
+TOKEN = "secret-of-the-group"
+
+
+def free_address() -> str:
+    """A port of the loopback interface that nobody uses."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def other_node(
+    num_ranks: int, model_dir: Path, token: str = TOKEN
+) -> Iterator[tuple[Nodes, list[subprocess.Popen[bytes]]]]:
+    """The last half of the ranks, which wait for rank 0."""
+    nodes = Nodes(2, free_address(), TOKEN)
+    ranks = [
+        start_with_secret(
+            rank_command(nodes.master_addr, rank, num_ranks, nodes, str(model_dir)), token
+        )
+        for rank in range(num_ranks // 2, num_ranks)
+    ]
+    try:
+        yield nodes, ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
