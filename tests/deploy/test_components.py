@@ -16,7 +16,7 @@ from tests.deploy.kustomize import Document, render
 from tests.metrics import exported
 
 K8S = Path(__file__).parents[2] / "deploy" / "k8s"
-BUILT_ON = {"keda": "prod-cpu", "tensor-parallel": "prod-gpu"}
+BUILT_ON = {"keda": "prod-cpu", "tensor-parallel": "prod-gpu", "tensor-parallel-nodes": "prod-gpu"}
 CUSTOM = {"ScaledObject"}
 """Kinds that Kubernetes itself does not know."""
 
@@ -103,3 +103,30 @@ def test_a_tensor_parallel_worker_has_a_gpu_for_each_rank(folder: Path) -> None:
     assert "LORAPLEX_TENSOR_PARALLEL" in {setting.name for setting in variables.read_by("worker")}
     for bound in ("requests", "limits"):
         assert container["resources"][bound]["nvidia.com/gpu"] == int(ranks)
+
+
+def test_all_machines_of_a_worker_agree_and_only_they_reach_each_other(folder: Path) -> None:
+    documents = render(operators_overlay(folder, "tensor-parallel-nodes"))
+    [ranks] = [each for each in documents if each["kind"] == "StatefulSet"]
+    worker, pods = worker_of(documents), ranks["spec"]["template"]
+    theirs, ours = (
+        {var["name"]: var.get("value") for var in each["spec"]["containers"][0]["env"]}
+        for each in (pods, worker["spec"]["template"])
+    )
+    assert set(theirs) - {"HOME"} <= {setting.name for setting in variables.read_by("worker")}
+    for name in ("TENSOR_PARALLEL", "NNODES", "MASTER_ADDR", "MODEL"):
+        assert theirs[f"LORAPLEX_{name}"] == ours[f"LORAPLEX_{name}"]
+    assert ranks["spec"]["replicas"] == int(ours["LORAPLEX_NNODES"]) - 1
+    [image, other] = [
+        each["spec"]["containers"][0]["image"] for each in (pods, worker["spec"]["template"])
+    ]
+    assert image == other
+    [scaler] = [each for each in documents if _name(each) == ("HorizontalPodAutoscaler", "worker")]
+    assert scaler["spec"]["minReplicas"] == scaler["spec"]["maxReplicas"] == 1
+    [service] = [each for each in documents if _name(each) == ("Service", "worker-leader")]
+    assert service["spec"]["publishNotReadyAddresses"]
+    port = service["spec"]["ports"][0]["port"]
+    assert ours["LORAPLEX_MASTER_ADDR"] == f"{service['metadata']['name']}:{port}"
+    [policy] = [each for each in documents if _name(each) == ("NetworkPolicy", "worker-ranks")]
+    [ingress] = policy["spec"]["ingress"]
+    assert ingress == {"from": [{"podSelector": policy["spec"]["podSelector"]}]}
