@@ -131,6 +131,9 @@ class KeptPrefix:
 
 
 BASE_ONLY = AdapterSet()
+BACKGROUND_PRIORITY = (1 << 31) - 1
+"""Requests with the last of all priorities, such as those of batches, give way to the requests of
+all tenants."""
 """No adapters."""
 
 

@@ -33,10 +33,6 @@ from loraplex.api.request import (
 )
 from loraplex.errors import InvalidRequest, LoraplexError, Violation
 
-BACKGROUND_PRIORITY = (1 << 31) - 1
-"""Requests with the last of all priorities, such as those of batches, give way to the requests of
-all tenants."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall(GenerateRequest):

@@ -21,11 +21,11 @@ import itertools
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
+from loraplex.api.request import BACKGROUND_PRIORITY
 from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
 from loraplex_services.common.limits import MAX_QUEUED, MAX_RUNNING
 from loraplex_services.common.virtual_counters import VirtualCounters, service
 from loraplex_services.gateway.admission.dispatch_window import InFlightTokens, Window
-from loraplex_services.gateway.request import BACKGROUND_PRIORITY
 
 _UNKNOWN_CAPACITY = 16
 """Sequences that workers are taken to run at once before they say it."""

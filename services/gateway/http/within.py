@@ -12,12 +12,12 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
+from loraplex.api.request import BACKGROUND_PRIORITY
 from loraplex.errors import LoraplexError, ResourceExhausted, Unsupported, codes_of
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.batches.results import Answer
 from loraplex_services.gateway.http.errors import error_body
 from loraplex_services.gateway.http.json_body import LargeBodies, check_values
-from loraplex_services.gateway.request import BACKGROUND_PRIORITY
 
 _TURN_S = 1.0
 

@@ -3,8 +3,9 @@
 A step that decodes n tokens takes about `fixed + n * each` seconds, and every stream waits for the
 whole step. While several tenants decode, the tenant with most requests may therefore lengthen a
 step to at most 1.5 times what the others' requests take, and its other requests skip the step. The
-tokens that its requests draft count among them. Where one more token costs almost nothing, as in
-small batches on a GPU, no request skips a step.
+tokens that its requests draft count among them. Requests of the background priority, such as lines
+of batches, do the same together while any others decode, also those of their own tenant. Where one
+more token costs almost nothing, as in small batches on a GPU, no request skips a step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
+from loraplex.api.request import BACKGROUND_PRIORITY
 from loraplex_services.worker.scheduling.running import Member
 from loraplex_services.worker.types.step_plan import StepPlan
 
@@ -42,13 +44,23 @@ class DecodeLimit:
     def skipping(
         self, decoding: Sequence[Member], step: int, num_tenants: int
     ) -> Collection[Member]:
-        """Requests that do not decode in this step: of the tenant with most requests, those that
-        decoded last.
+        """Requests that do not decode in this step: of the tenant with most requests, and of those
+        in the background, the ones that decoded last.
 
         Args:
             num_tenants: that are present, or expected back soon.
         """
         self.most_tokens = math.inf
+        urgent = [m for m in decoding if m.request.priority != BACKGROUND_PRIORITY]
+        if not urgent:
+            return self._of_largest(decoding, step, num_tenants)
+        others = [m for m in decoding if m.request.priority == BACKGROUND_PRIORITY]
+        skipped = _beyond(others, max(1, self._most_rows(len(urgent))), step)
+        return {*skipped, *self._of_largest(urgent, step, num_tenants)}
+
+    def _of_largest(
+        self, decoding: Sequence[Member], step: int, num_tenants: int
+    ) -> Collection[Member]:
         if num_tenants < 2 or len(decoding) < 2:
             return ()
         counts = Counter(member.request.tenant for member in decoding)
@@ -58,12 +70,7 @@ class DecodeLimit:
         most = max(1, next_count, self._most_rows(num_others) * own[0].request.fairness_weight)
         if len(self._steps) > 1:  # without drafts, steps of another size might never come
             self.most_tokens = most
-        if count <= most:
-            return ()
-        own.sort(key=lambda member: member.last_decode_step)
-        for member in own[: int(most)]:
-            member.last_decode_step = step
-        return set(own[int(most) :])
+        return _beyond(own, most, step)
 
     def _most_rows(self, num_others: int) -> float:
         """Number of rows that make a step of `num_others` rows at most `MAX_STRETCH` times as
@@ -83,3 +90,13 @@ class DecodeLimit:
         """The median number of rows and the median seconds of the recent steps of this size."""
         sizes, seconds = zip(*self._steps[bits], strict=True)
         return statistics.median(sizes), statistics.median(seconds)
+
+
+def _beyond(members: list[Member], most: float, step: int) -> Collection[Member]:
+    """Those that sit out if at most `most` decode: the ones that decoded last."""
+    if len(members) <= most:
+        return ()
+    members.sort(key=lambda member: member.last_decode_step)
+    for member in members[: int(most)]:
+        member.last_decode_step = step
+    return set(members[int(most) :])

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.api.request import BACKGROUND_PRIORITY
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
 from loraplex_services.gateway.admission.dispatch_window import Window
 from loraplex_services.gateway.admission.queue import (
@@ -14,7 +15,6 @@ from loraplex_services.gateway.admission.queue import (
     AdmissionRequest,
     Decision,
 )
-from loraplex_services.gateway.request import BACKGROUND_PRIORITY
 
 
 def test_runs_until_full_then_waits_then_refuses() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from loraplex.api.request import BACKGROUND_PRIORITY
 from loraplex_services.worker.scheduling.decode_limit import MAX_STRETCH, DecodeLimit
 from loraplex_services.worker.scheduling.drafts import Drafts
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
@@ -97,6 +98,38 @@ def test_the_drafts_of_a_flood_are_among_the_tokens_that_it_may_have() -> None:
         tokens[row.request.tenant] += row.num_tokens
     assert tokens["acme"] > 2
     assert tokens["globex"] == int(limit.most_tokens) == 10
+
+
+def in_background(members: list[Member]) -> list[Member]:
+    for member in members:
+        member.request.priority = BACKGROUND_PRIORITY
+    return members
+
+
+@pytest.mark.parametrize("tenant", ["acme", "globex"])
+def test_lines_of_a_batch_make_the_steps_of_other_requests_half_as_long_again_at_most(
+    tenant: str,
+) -> None:
+    """Those of their own tenant, too; all lines have their turn."""
+    limit, lines = taught(0.01, 0.001), in_background(decoding(acme=60))
+    members = decoding(**{tenant: 3}) + lines
+    seen: set[Member] = set()
+    for step in range(12):
+        out = limit.skipping(members, step, 1 if tenant == "acme" else 2)
+        rows = [member for member in members if member not in out]
+        assert rows[:3] == members[:3] and len(rows) - 3 == 6  # 10 ms + 9 x 1 ms <= 1.5 x 13 ms
+        seen.update(rows)
+    assert len(seen) == 63
+    assert not limit.skipping(lines, 12, 1), "they are alone"
+
+
+def test_no_request_gives_way_to_lines_of_a_batch() -> None:
+    limit, lines = taught(0.0, 0.001), in_background(decoding(globex=2))
+    members = decoding(acme=50) + lines
+    assert set(limit.skipping(members, 0, 1)) <= set(lines)
+    flood = decoding(acme=50, umbrella=2) + lines
+    rows = num_rows(limit, flood)
+    assert (rows["acme"], rows["umbrella"]) == (2, 2)
 
 
 def test_what_a_draft_costs_is_learned_like_any_token() -> None:
