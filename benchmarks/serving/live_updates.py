@@ -37,6 +37,8 @@ PROMPT = tuple(b"zamihi 19=")
 TOLERANCE = 1e-4
 NUM_TOKENS = 48
 NUM_CONTROLS = 20
+MAX_TRIES = 5
+"""Following requests for each one that is still running when the new version is there."""
 
 
 class Trainer:
@@ -197,14 +199,18 @@ async def first_tokens(grpc: str, registry_address: str, turns: int) -> dict[str
             async for chunk in stream:
                 if chunk.token_ids:
                     new_ms.append(1e3 * (time.perf_counter() - begin_s))
-        for _ in range(turns):
-            follow_ms.append(await _followed_ms(gateway, registry, trainer))
+        for _ in range(MAX_TRIES * turns):
+            if (elapsed_ms := await _followed_ms(gateway, registry, trainer)) is not None:
+                follow_ms.append(elapsed_ms)
+            if len(follow_ms) == turns:
+                break
     return {"new_request_ms": new_ms, "following_request_ms": follow_ms}
 
 
 async def _followed_ms(
     gateway: InferenceClient, registry: RegistryClient, trainer: Trainer
-) -> float:
+) -> float | None:
+    """None if the request ended before the new version was published: it says nothing then."""
     publishing: asyncio.Task[str] | None = None
     begin_s = 0.0
     first = ""
@@ -221,7 +227,9 @@ async def _followed_ms(
                 await stream.aclose()
                 await publishing
                 return elapsed_ms
-    raise AssertionError("the request ended before it switched")
+    if publishing is not None:
+        await publishing
+    return None
 
 
 def summary(values: list[float]) -> Mapping[str, float]:
