@@ -38,10 +38,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     traceback is logged here and its message is not sent.
     """
 
-    def __init__(self, auth: Auth | None) -> None:
+    def __init__(self, auth: Auth | None, open_calls: OpenCalls) -> None:
         rates = CallRates()
         refusals = DelayedRefusals(rates)
-        self._shared = _Shared(auth, OpenCalls(), rates, refusals, LargeMessages())
+        self._shared = _Shared(auth, open_calls, rates, refusals, LargeMessages())
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         """Handlers of methods, made when first called."""
 

@@ -1,25 +1,57 @@
-"""Counts the open calls of each caller."""
+"""The open calls of a server: limits for each caller, and what /debug/state shows of them."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import SERVICE_KEY_IDS, limits_of
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenCall:
+    """A call that has not ended."""
+
+    method: str
+    tenant: str
+    begin_s: float
+
+
 class OpenCalls:
     """Counts the open calls of each method and tenant. Entries without calls are dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._calls: dict[OpenCall, None] = {}
+        """In the order in which they began."""
         self._counts: Counter[tuple[str, str]] = Counter()
+        """Calls that count against a limit, by method and tenant."""
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[OpenCall]:
+        """The calls, the oldest one first."""
+        return iter(self._calls)
 
     @contextmanager
     def counted(self, method: str, caller: Caller) -> Iterator[None]:
         """Hold one call. Raises ResourceExhausted if the tenant has as many as it may have."""
+        with self._limited(method, caller):
+            call = OpenCall(method, caller.tenant, self._now_s())
+            self._calls[call] = None
+            try:
+                yield
+            finally:
+                del self._calls[call]
+
+    @contextmanager
+    def _limited(self, method: str, caller: Caller) -> Iterator[None]:
         most = limits_of(method).max_calls_per_tenant
         if not most or caller.key_id in SERVICE_KEY_IDS:
             yield

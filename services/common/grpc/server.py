@@ -18,6 +18,7 @@ from loraplex.allocation import reuse_large_blocks
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.callers import Auth
 from loraplex_services.common.grpc.interceptor import CallInterceptor
+from loraplex_services.common.grpc.open_calls import OpenCalls
 from loraplex_services.common.limits import MAX_STREAMS_PER_CONNECTION, max_receive_bytes
 from loraplex_services.common.processes.signals import stop_event
 from loraplex_services.common.security.rotation import Rotation
@@ -79,13 +80,19 @@ class RunningServer:
     """A started server. Live while it answers, ready once `set_ready(True)` is called."""
 
     def __init__(
-        self, server: grpc.aio.Server, health_servicer: Any, names: Sequence[str], ports: list[int]
+        self,
+        server: grpc.aio.Server,
+        health_servicer: Any,
+        names: Sequence[str],
+        ports: list[int],
+        open_calls: OpenCalls,
     ) -> None:
         self._server = server
         self._health = health_servicer
         self._names = ("", READINESS, *names)
         self._ports = ports
         self.ready = False
+        self.open_calls = open_calls
 
     @property
     def port(self) -> int:
@@ -130,7 +137,8 @@ async def start(
     reuse_large_blocks()
     names = [name for _, _, name in services]
     options = [*_OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes(names))]
-    server = grpc.aio.server(interceptors=[CallInterceptor(auth)], options=options)
+    open_calls = OpenCalls()
+    server = grpc.aio.server(interceptors=[CallInterceptor(auth, open_calls)], options=options)
     for add, servicer, _ in services:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()
@@ -142,7 +150,7 @@ async def start(
         [service_listener] if service_listener else []
     )
     ports = [_bind(server, address, listener_tls, setting) for address, listener_tls in listeners]
-    running = RunningServer(server, health_servicer, names, ports)
+    running = RunningServer(server, health_servicer, names, ports, open_calls)
     # A server that hangs does not answer, and a worker restarts a silent engine by itself.
     await health_servicer.set(LIVENESS, _serving(True))
     await running.set_ready(False)

@@ -17,8 +17,9 @@ from loraplex_services.common.security.service_token import read_service_token
 from loraplex_services.common.telemetry.metrics import MetricsServer
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.auth import caller_auth
+from loraplex_services.registry.api.debug_state import RegistryState
 from loraplex_services.registry.api.server import service
-from loraplex_services.registry.assembly import Registry, assemble
+from loraplex_services.registry.assembly import assemble
 from loraplex_services.registry.config import RegistryConfig, from_env
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.metadata_server import MetadataServer
@@ -63,14 +64,16 @@ async def serve() -> None:
             service_listener=_service_listener(config),
             setting="LORAPLEX_REGISTRY_LISTEN",
         )
+        state = RegistryState(registry, running)
         if config.metrics_listen:
             metrics = MetricsServer(
                 lambda: running.ready,
                 service_token=read_service_token(config.service_token_file),
+                state=state.read,
             )
             await metrics.start(config.metrics_listen)
             stack.push_async_callback(metrics.stop)
-        keeper = asyncio.create_task(_become_ready(config, registry, running))
+        keeper = asyncio.create_task(_become_ready(config, state))
         keeper.add_done_callback(lambda _: stopping.set())
         stack.callback(keeper.cancel)
 
@@ -100,10 +103,9 @@ async def _metadata_url(config: RegistryConfig, stack: contextlib.AsyncExitStack
     return server.url
 
 
-async def _become_ready(
-    config: RegistryConfig, registry: Registry, running: grpc_server.RunningServer
-) -> None:
+async def _become_ready(config: RegistryConfig, state: RegistryState) -> None:
     """Check the store, update the index, become ready; then run the periodic tasks."""
+    registry = state.registry
     while True:
         try:
             await _check_store(registry.store)
@@ -112,9 +114,11 @@ async def _become_ready(
                 await registry.keys.admit_first_admin(config.admin_key_file)
             break
         except Unavailable as error:
+            state.not_ready_reason = error.message
             logger.warning("not ready yet", extra={"problem": error.message})
             await asyncio.sleep(_START_RETRY_S)
-    await running.set_ready(True)
+    state.not_ready_reason = ""
+    await state.running.set_ready(True)
     logger.info("ready", extra={"objects": registry.store.url})
     await asyncio.gather(
         registry.indexer.keep(_CHECK_INTERVAL_S),

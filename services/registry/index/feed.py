@@ -56,6 +56,16 @@ class EventFeed:
         """Set at the end of each read; the next one gets its own."""
         self.is_closed = False
 
+    def state(self) -> dict[str, Any]:
+        """What it follows, for /debug/state."""
+        return {
+            "epoch": self._epoch,
+            "last_event": self._last,
+            "num_kept_events": len(self._kept),
+            "num_watchers": self._num_watchers,
+            "problem": self._problem,
+        }
+
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[None]:
         """Follow the stream for one more watcher."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
@@ -62,6 +63,9 @@ class Indexer:
         self._uploads = uploads
         self._publisher = publisher
         self._rebuilding = asyncio.Lock()
+        self._problem = ""
+        self._checked_s: float | None = None
+        """When the last check ended, on the event loop's clock."""
 
     async def start(self) -> None:
         """Build the index if needed and complete interrupted publications, before the first read.
@@ -81,10 +85,25 @@ class Indexer:
                 await self.ensure()
                 await self.repair(_PENDING_AGE_S)
                 await self.measure()
+                self._problem = ""
             except CatalogDown as error:
+                self._problem = error.message
                 logger.warning("index unavailable", extra={"problem": error.message})
             except Exception:
+                self._problem = "the check failed; see the registry's log"
                 logger.exception("index check failed")
+            self._checked_s = asyncio.get_running_loop().time()
+
+    def state(self) -> dict[str, Any]:
+        """When the index was checked, and what was wrong with it, for /debug/state."""
+        age_s = None
+        if self._checked_s is not None:
+            age_s = round(asyncio.get_running_loop().time() - self._checked_s, 3)
+        return {
+            "is_rebuilding": self._rebuilding.locked(),
+            "last_check_age_s": age_s,
+            "problem": self._problem,
+        }
 
     async def measure(self) -> None:
         """Report how full the metadata server is."""
