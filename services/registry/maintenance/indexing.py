@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loraplex.errors import NotFound
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.index.catalog import Catalog
@@ -129,10 +130,17 @@ class Indexer:
             await self._rebuild()
 
     async def recover(self) -> int:
-        """Complete publications that died between becoming visible and being acknowledged."""
+        """Complete publications that died between becoming visible and being acknowledged.
+
+        One whose session is gone, or was written by a newer build, is left as it is: it must not
+        keep a registry from starting.
+        """
         count = 0
         for upload_id in await self._uploads.unfinished():
-            count += await self._publisher.recover(upload_id)
+            try:
+                count += await self._publisher.recover(upload_id)
+            except NotFound:
+                logger.warning("publication not completed", extra={"upload_id": upload_id})
         if count:
             logger.info("interrupted publications completed", extra={"count": count})
         return count

@@ -10,6 +10,7 @@ import pytest
 from loraplex.api.registry import TagTarget
 from loraplex.refs import parse_ref
 from loraplex_services.common.redis_url import connect_redis
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.assembly import Registry, assemble
 from loraplex_services.registry.index.catalog import Catalog
@@ -77,6 +78,22 @@ async def test_a_staged_upload_whose_registry_died_is_staged_by_the_next(
     record = await _tag(successor, "prod")
     await successor.staging.finish(PROD, record.generation, "", "gateway")
     assert (await successor.lookup.resolve(parse_ref("sql:prod"), ROOT)).version.version == 2
+
+
+async def test_a_publication_that_cannot_be_completed_keeps_no_registry_from_starting(
+    registry: Registry, successor: Registry, die_at: object
+) -> None:
+    lost = await opened(registry, "sql", adapter_files(1))
+    kept = await opened(registry, "sql", adapter_files(2))
+    assert callable(die_at)
+    for session in (lost, kept):
+        die_at("publish.version")
+        with pytest.raises(Died):
+            await registry.publisher.finish(session)
+    await registry.store.delete(layout.upload_session(lost.upload_id))
+    await successor.indexer.start()
+    assert await successor.uploads.finished(kept.upload_id) is not None
+    assert await successor.uploads.finished(lost.upload_id) is None
 
 
 async def test_a_stage_that_somebody_overruled_meanwhile_is_not_brought_back(
