@@ -35,11 +35,20 @@ def resolve_device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise InvalidRequest.field("device", name, "must be auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        description = "this torch finds no CUDA device; use cpu, or install a CUDA build of torch"
-        raise InvalidRequest.field("device", name, description)
+        raise InvalidRequest.field("device", name, _no_cuda(torch.version.cuda))
     if name == "cuda":
         require_ieee_float32()
     return torch.device(name)
+
+
+def _no_cuda(cuda: str | None) -> str:
+    """Why there is no device, given the version of CUDA that torch was built for."""
+    if cuda is None:
+        return "this torch finds no CUDA device; use cpu, or install a CUDA build of torch"
+    return (
+        f"this torch finds no CUDA device, although it is built for CUDA {cuda}; check that the "
+        "machine has NVIDIA's driver and that the container was given a GPU, or use cpu"
+    )
 
 
 def resolve_dtype(name: str, device: torch.device, half_wins: bool = False) -> torch.dtype:
