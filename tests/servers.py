@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from loraplex_services.registry.index.metadata_server import find_binary
 
@@ -35,3 +38,15 @@ def running_metadata() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         finally:
             process.kill()
             process.wait()
+
+
+def redis_with_tls() -> str:
+    """A server on PATH that was built with TLS; the one in our wheel is not. Skips without one."""
+    for name in ("redis-server", "valkey-server"):
+        binary = shutil.which(name)
+        if binary is None:
+            continue
+        help_text = subprocess.run(["ldd", binary], capture_output=True, text=True).stdout
+        if "libssl" in help_text:
+            return binary
+    pytest.skip("no redis-server or valkey-server with TLS on PATH")

