@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from tests.deploy.kustomize import Document, render
 
 OVERLAYS = Path(__file__).parents[2] / "deploy/k8s/overlays"
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
-with_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+HELM = shutil.which("helm") or shutil.which("helm", path=Path(sys.executable).parent)
+with_helm = pytest.mark.skipif(
+    HELM is None, reason="there is no helm: run scripts/helm.sh, or have one on PATH"
+)
 
 
 def written(overlay: str, folder: Path) -> dict[str, Any]:
@@ -37,7 +41,8 @@ def by_identity(documents: list[Document]) -> dict[tuple[str, str], Document]:
 
 def rendered(folder: Path, *options: str) -> dict[tuple[str, str], Document]:
     """What Helm makes of the chart."""
-    command = ["helm", "template", "loraplex", str(folder), "--namespace", "loraplex", *options]
+    assert HELM is not None
+    command = [HELM, "template", "loraplex", str(folder), "--namespace", "loraplex", *options]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     return by_identity([each for each in yaml.safe_load_all(out.stdout) if each])
