@@ -89,7 +89,7 @@ number of refusals."""
 USAGE_CALLS = 20
 """Number of calls as which a report of usage counts."""
 
-MAX_STREAMS_PER_CONNECTION = 4096
+MAX_STREAMS_PER_CONNECTION = 256
 """Most open calls of one HTTP/2 connection."""
 MAX_OPEN_STREAMS = 1024
 """Most watches of a server's health, which need no key, and most calls of reflection."""

@@ -24,6 +24,7 @@ from loraplex_services.common.grpc import interceptor as grpc_interceptor
 from loraplex_services.common.grpc.large_messages import LargeMessages
 from loraplex_services.common.grpc.open_calls import OpenCalls
 from loraplex_services.common.grpc.server import LIVENESS, start
+from tests.http2_flood import num_refused
 
 pytestmark = pytest.mark.hostile
 
@@ -203,6 +204,18 @@ async def test_strangers_hold_a_limited_number_of_streams_and_health_is_answered
                 held.append(await opened())
     for watch in held:
         watch.cancel()
+
+
+async def test_streams_beyond_the_limit_of_a_connection_are_refused_before_they_cost_memory() -> (
+    None
+):
+    running = await start([], ["127.0.0.1:0"])
+    most = limits.MAX_STREAMS_PER_CONNECTION
+    try:
+        async with asyncio.timeout(30):
+            assert await num_refused(running.port, most + 1000, expected=1000) == 1000
+    finally:
+        await running.stop(0)
 
 
 def test_counts_of_open_calls_do_not_outlive_the_calls() -> None:
