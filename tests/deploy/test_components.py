@@ -17,6 +17,7 @@ from tests.metrics import exported
 
 K8S = Path(__file__).parents[2] / "deploy" / "k8s"
 BUILT_ON = {
+    "edge": "prod-cpu",
     "keda": "prod-cpu",
     "private-ca": "prod-cpu",
     "tensor-parallel": "prod-gpu",
