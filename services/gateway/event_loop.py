@@ -7,7 +7,6 @@ of a millisecond and the slowest ones by a third.
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 
 
@@ -30,13 +29,3 @@ def new_loop() -> asyncio.AbstractEventLoop:
             return time.monotonic()
 
     return ExactLoop()
-
-
-def calm_collector() -> None:
-    """Exclude the objects that exist now from garbage collection.
-
-    Walking all modules and tables would stop all streams for tens of milliseconds.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 50, 50)

@@ -16,6 +16,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.grpc.channels import channel_opener
 from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
+from loraplex_services.common.processes.process import calm_collector
 from loraplex_services.common.processes.signals import stop_event
 from loraplex_services.common.settings.env import GATEWAY_LISTEN, HTTP_LISTEN
 from loraplex_services.common.telemetry.metrics import MetricsServer
@@ -30,7 +31,7 @@ from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
 from loraplex_services.gateway.console.debug_state import GatewayState
-from loraplex_services.gateway.event_loop import calm_collector, now_s
+from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering

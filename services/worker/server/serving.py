@@ -17,6 +17,7 @@ import msgspec
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.objects.opening import open_store
+from loraplex_services.common.processes.process import calm_collector
 from loraplex_services.common.security.service_token import ServiceAuth
 from loraplex_services.common.settings import env
 from loraplex_services.common.telemetry.metrics import MetricsServer
@@ -163,5 +164,7 @@ async def _report_ready(
     while True:
         await changed.wait()
         changed.clear()
+        if status.is_ready:
+            calm_collector()
         await server.set_ready(status.is_ready)
         logger.info("ready" if status.is_ready else "not ready", extra={"epoch": status.epoch})
