@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.errors import LoraplexError
+from loraplex_services.common.limits import MAX_RUNNING
+from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.http.calls import OpenAICall
 from loraplex_services.gateway.http.collected import CollectedBytes
 from loraplex_services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo
@@ -37,6 +39,9 @@ from loraplex_services.gateway.tools.call_grammar import call_grammar
 _MAX_DELTAS_AT_ONCE = 256
 """Answers of more text deltas, and those with logprobs, are formatted in a thread. Thousands of
 logprobs would stop the event loop for tenths of a second."""
+_NUM_FORMATTING = 2
+"""Answers that are formatted in threads at a time, one of each tenant. The event loop shares
+Python's lock with them, and waits for each of them in turn."""
 
 
 class Answering:
@@ -47,6 +52,7 @@ class Answering:
         self._folders = folders
         self._generation = generation
         self._collected = CollectedBytes()
+        self._formatting = TenantSlots(_NUM_FORMATTING, max_waiting_per_tenant=MAX_RUNNING)
 
     async def answer(
         self,
@@ -74,7 +80,29 @@ class Answering:
             chunks = _with_outcome_counted(_chunks(text_deltas, formatter))
             return EventStream(chunks, info.headers(), stream_format, renamed, formatter.failure)
         with self._collected.counted(request.state.caller) as note:
-            return await _complete_response(request, text_deltas, info, formatter, renamed, note)
+            choices = await _collected(request, text_deltas, renamed, note)
+            return await self._complete(request, choices, info, formatter)
+
+    async def _complete(
+        self,
+        request: Request,
+        choices: Sequence[CollectedChoice],
+        info: ResponseInfo,
+        formatter: Formatter,
+    ) -> Response:
+        """The answer with all choices. A large one is formatted in a thread."""
+        sampling = info.call.calls[0].sampling
+        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        num_deltas = sum(len(choice.text_deltas) for choice in choices)
+        if not has_logprobs and num_deltas <= _MAX_DELTAS_AT_ONCE:
+            return json_response(formatter.full_body([c.sum() for c in choices]), info.headers())
+
+        def formatted() -> bytes:
+            return json_in_parts(formatter.full_body([c.sum() for c in choices])).encode()
+
+        async with self._formatting.held(request.state.caller.tenant, "large answers"):
+            body = await asyncio.to_thread(formatted)
+        return Response(body, media_type="application/json", headers=info.headers())
 
     async def _adopted(self, request: Request, call: OpenAICall) -> OpenAICall:
         """The call for an adapter, if it named a folder."""
@@ -153,14 +181,13 @@ async def _with_outcome_counted(
             REQUESTS.labels("http", outcome).inc()
 
 
-async def _complete_response(
+async def _collected(
     request: Request,
     text_deltas: TextDeltas,
-    info: ResponseInfo,
-    formatter: Formatter,
     renamed: Renamed,
     note: Callable[[TextDelta], None],
-) -> Response:
+) -> list[CollectedChoice]:
+    """All choices in order. Ends early if the client leaves."""
     choices: dict[int, CollectedChoice] = {}
 
     async def collect() -> None:
@@ -176,14 +203,4 @@ async def _complete_response(
     except LoraplexError as error:
         raise renamed(error) from None
     REQUESTS.labels("http", "ok").inc()
-    parts = [choices[index] for index in sorted(choices)]
-    sampling = info.call.calls[0].sampling
-    has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-    if not has_logprobs and sum(len(part.text_deltas) for part in parts) <= _MAX_DELTAS_AT_ONCE:
-        return json_response(formatter.full_body([part.sum() for part in parts]), info.headers())
-
-    def formatted() -> bytes:
-        return json_in_parts(formatter.full_body([part.sum() for part in parts])).encode()
-
-    body = await asyncio.to_thread(formatted)
-    return Response(body, media_type="application/json", headers=info.headers())
+    return [choices[index] for index in sorted(choices)]

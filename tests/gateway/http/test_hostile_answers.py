@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 import threading
@@ -196,6 +197,30 @@ async def test_the_event_loop_goes_on_while_an_answer_with_many_logprobs_is_form
     for more in ({}, {"logprobs": 2}, {"logprobs": 2, "n": 2}):
         await complete(model="base", prompt="hello", max_tokens=4, **more)
     assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+async def test_large_answers_of_one_tenant_are_formatted_one_after_another(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop waits for each thread that computes in Python."""
+    together = threading.Barrier(2)
+    met: list[bool] = []
+
+    def noted(value: object) -> str:
+        try:
+            together.wait(0.2)
+            met.append(True)
+        except threading.BrokenBarrierError:
+            met.append(False)
+            together.reset()
+        return json_in_parts(value)
+
+    monkeypatch.setattr(answering, "json_in_parts", noted)
+    await stack.start()
+    complete = stack.openai().completions.create
+    body = {"model": "base", "prompt": "hello", "max_tokens": 4, "logprobs": 2}
+    await asyncio.gather(*(complete(**body) for _ in range(3)))
+    assert met == [False] * 3
 
 
 async def test_the_event_loop_goes_on_while_prompt_logprobs_become_messages(
