@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -39,9 +39,8 @@ def two_nodes() -> Iterator[tuple[WorkerProcess, WorkerProcess, dict[str, str]]]
         yield first, second, shared
 
 
-async def test_two_nodes_stream_the_tokens_of_one_and_a_killed_rank_is_replaced() -> None:
-    with ExitStack() as stack:
-        first, second, shared = stack.enter_context(two_nodes())
+async def test_a_killed_rank_of_another_machine_is_replaced() -> None:
+    with two_nodes() as (first, second, shared):
         await publish_adapters(first, ["one", "two", "three"])
         second.start(**shared, LORAPLEX_NODE_RANK="1", LORAPLEX_OBJECTS="file:///nowhere")
         first.start(**shared)
@@ -55,10 +54,6 @@ async def test_two_nodes_stream_the_tokens_of_one_and_a_killed_rank_is_replaced(
         assert first.engine().pid != engine.pid
         code, _ = second.stop(signal.SIGTERM)
         assert code == 0
-        alone = stack.enter_context(worker_folder())
-        await publish_adapters(alone, list(first.digests))
-        alone.start()
-        assert await tokens_of(alone) == found
 
 
 @pytest.mark.long
