@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.processes import processes_running
 from tests.worker import tiny
@@ -57,7 +58,7 @@ async def test_a_killed_rank_of_another_machine_is_replaced() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["weights", "config", "ranks", "token"])
+@pytest.mark.parametrize("what", ["weights", "config", "ranks", "token", "tensor"])
 def test_nodes_that_differ_say_what_differs(what: str) -> None:
     with two_nodes() as (first, second, shared):
         theirs = {**shared, "LORAPLEX_NODE_RANK": "1"}
@@ -67,6 +68,10 @@ def test_nodes_that_differ_say_what_differs(what: str) -> None:
         elif what == "config":
             config = second.root / "base" / "config.json"
             config.write_text(config.read_text() + "\n")
+        elif what == "tensor":
+            tensors = load_file(second.root / "base" / "model.safetensors")
+            del tensors["model.norm.weight"]
+            save_file(tensors, second.root / "base" / "model.safetensors")
         elif what == "ranks":
             theirs["LORAPLEX_TENSOR_PARALLEL"] = "4"
         else:
@@ -80,7 +85,8 @@ def test_nodes_that_differ_say_what_differs(what: str) -> None:
         if what == "token":
             assert "LORAPLEX_SERVICE_TOKEN_FILE" in log
             return
-        field = {"ranks": "tensor_parallel"}.get(what, what)
+        fields = {"ranks": "tensor_parallel:tensor_parallel", "tensor": "model.norm.weight"}
+        field = fields.get(what, f"tensor_parallel:{what}")
         code, own_log = first.wait()
         assert code not in (0, -signal.SIGKILL)
-        assert f"tensor_parallel:{field}" in log and f"tensor_parallel:{field}" in own_log
+        assert field in log and field in own_log

@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 HANG_UP_S = 5.0
 """Seconds that a rank may take to notice that its socket was closed."""
+REFUSAL_S = 2.0
+"""Seconds within which the reason of a broken collective may arrive."""
 UNKNOWN_STATUS = 1
 """Stands for the exit status of a rank on another machine."""
 
@@ -92,6 +94,8 @@ class Followers:
         self._build = own_build(num_ranks, nodes)
         self._on_end = on_end
         self._is_closing = False
+        self._has_refused = False
+        """Whether a rank ends because it has refused its part."""
         self._ready: queue.SimpleQueue[tuple[int, RankReady | RankRefused | None]]
         self._ready = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -160,8 +164,18 @@ class Followers:
                 raise ready.error.to_error()
             check_equal(own, ready, rank)
 
+    def refusal(self) -> LoraplexError | None:
+        """Why a rank has refused its part, if this is what broke a collective."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, ready = self._ready.get(timeout=REFUSAL_S)
+                if isinstance(ready, RankRefused):
+                    return ready.error.to_error()
+        return None
+
     def refuse(self, error: LoraplexError) -> None:
-        """Tell the other ranks why the group cannot be."""
+        """Tell the other ranks why the group cannot be. They end."""
+        self._is_closing = True
         with contextlib.suppress(RankLost):
             self.send(Refuse(WireError.of(error)))
 
@@ -231,11 +245,12 @@ class Followers:
             error = None if reply.error is None else reply.error.to_error()
             self._copied(reply.copy_id, error)
         elif not isinstance(reply, Join):
+            self._has_refused |= isinstance(reply, RankRefused)
             self._ready.put((rank, reply))
 
     def _ended(self, rank: int, code: int) -> None:
         self._ready.put((rank, None))
-        if not self._is_closing:
+        if not (self._is_closing or self._has_refused):
             logger.error("a rank has ended", extra={"rank": rank, "exit_code": code})
             self._on_end(rank, code)
 

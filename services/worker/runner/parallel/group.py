@@ -16,7 +16,7 @@ from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.runner.parallel.base_digests import config_digest, weights_digest
 from loraplex_services.worker.runner.parallel.collectives import Meeting, join
 from loraplex_services.worker.runner.parallel.followers import Followers
-from loraplex_services.worker.runner.parallel.messages import RankReady
+from loraplex_services.worker.runner.parallel.messages import RankLost, RankReady
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.sharding import Shard, check_divisible
 
@@ -72,9 +72,15 @@ def lead(
         meeting = followers.meet(dict(settings), timeout_s)
         runner, ready = join_and_build(build, device, shard, meeting, model_dir)
         followers.await_ready(ready, [layout.fingerprint for layout in runner.layout.ranks])
-    except BaseException as error:
-        if isinstance(error, LoraplexError):
-            followers.refuse(error)
+    except LoraplexError as error:
+        followers.refuse(error)
+        followers.close()
+        raise
+    except RankLost as error:
+        refusal = followers.refusal()
+        followers.close()
+        raise refusal or error from None
+    except BaseException:
         followers.close()
         raise
     runner.lead(followers)
