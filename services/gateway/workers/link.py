@@ -16,7 +16,7 @@ from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_services.common.grpc.channels import OpenChannel, open_channel
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.request import WorkerJob
-from loraplex_services.gateway.workers.session import WorkerSession
+from loraplex_services.gateway.workers.session import OPEN_TIMEOUT_S, WorkerSession
 from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer
 from loraplex_services.gateway.workers.view import WorkerView
 
@@ -28,7 +28,8 @@ SILENT_CHECKS = 10
 """Checks, one second apart, without a message in between before a worker counts as lost: its API
 server reports every second, whatever its engine does."""
 _CHECK_S = 1.0
-_MODEL_TIMEOUT_S = 30.0
+_TOKENIZER_TIMEOUT_S = 30.0
+"""Its files may have many megabytes; everything else is answered within the time of a handshake."""
 _RETRY_S = (0.05, 0.1, 0.2, 0.3, 0.5)
 
 ModelSeen = Callable[[worker_pb2.GetModelResponse], Awaitable[bool]]
@@ -173,7 +174,7 @@ class WorkerLink:
         try:
             model: worker_pb2.GetModelResponse = await self._stub.GetModel(
                 worker_pb2.GetModelRequest(include_tokenizer=include_tokenizer),
-                timeout=_MODEL_TIMEOUT_S,
+                timeout=_TOKENIZER_TIMEOUT_S if include_tokenizer else OPEN_TIMEOUT_S,
                 metadata=self._metadata,
             )
         except grpc.RpcError as error:

@@ -13,9 +13,10 @@ import pytest
 from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import LoraplexError
+from loraplex.v1 import worker_pb2
 from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.request import WorkerJob
-from loraplex_services.gateway.workers import session
+from loraplex_services.gateway.workers import link, session
 from loraplex_services.gateway.workers.link import WorkerLink
 from loraplex_services.gateway.workers.session import WorkerLost
 from tests.gateway.scripted_worker import ScriptedWorker, endless, start_worker
@@ -32,6 +33,18 @@ class Rude(ScriptedWorker):
             await asyncio.Event().wait()
         async for message in super().Session(requests, context):
             yield message
+
+
+class Mute(ScriptedWorker):
+    """Does not answer the first question for its model."""
+
+    num_asked = 0
+
+    async def GetModel(self, request: Any, context: Any) -> worker_pb2.GetModelResponse:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            await asyncio.Event().wait()
+        return await super().GetModel(request, context)
 
 
 class Line:
@@ -96,6 +109,15 @@ async def test_a_worker_that_does_not_welcome_is_dialled_again(
     async with _line(tmp_path, worker := Rude()) as line:
         await line.until(connected=True)
         assert worker.num_sessions == 2
+
+
+async def test_a_worker_that_does_not_say_what_it_serves_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "OPEN_TIMEOUT_S", 0.2)
+    async with _line(tmp_path, worker := Mute()) as line:
+        await line.until(connected=True)
+        assert worker.num_asked >= 2
 
 
 async def test_a_surprise_in_reading_a_model_does_not_end_the_line(tmp_path: Path) -> None:
