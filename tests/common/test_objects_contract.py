@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.errors import InvalidRequest
 from loraplex_services.common.objects import (
     ObjectMissing,
     ObjectStore,
@@ -343,3 +344,9 @@ async def test_objects_on_a_read_only_mount_are_read(
         await mounted.put("b", b"x")
     with pytest.raises(ObjectStoreError, match="Read-only file system"):
         FileStore(tmp_path / "missing")
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match=r"LORAPLEX_OBJECTS.*name one .* or a bucket"):
+        open_store(f"file://{tmp_path}/file/objects")

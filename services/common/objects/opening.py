@@ -30,5 +30,8 @@ def open_store(url: str) -> ObjectStore:
     try:
         return FileStore(Path(unquote(parts.path)))
     except ObjectStoreError as error:
-        description = f"the folder cannot be used: {error.message}"
+        description = (
+            f"the folder cannot be used: {error.message}; name one that this user may write to, "
+            "or a bucket"
+        )
         raise InvalidRequest.field(OBJECTS.name, url, description) from None
