@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loraplex_services.common.processes.secret import start_with_secret
@@ -22,14 +22,19 @@ def free_address() -> str:
 
 @contextlib.contextmanager
 def other_node(
-    num_ranks: int, model_dir: Path, token: str = TOKEN
+    num_ranks: int, model_dir: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()
 ) -> Iterator[tuple[Nodes, list[subprocess.Popen[bytes]]]]:
-    """The last half of the ranks, which wait for rank 0."""
-    nodes = Nodes(2, free_address(), TOKEN)
+    """The last half of the ranks, which wait for rank 0.
+
+    Args:
+        host: address of this machine, as the other one reaches it.
+        prefix: what runs a command on the other machine.
+    """
+    port = free_address().rpartition(":")[2]
+    nodes = Nodes(2, f"{host}:{port}", TOKEN)
+    arguments = num_ranks, nodes, str(model_dir)
     ranks = [
-        start_with_secret(
-            rank_command(nodes.master_addr, rank, num_ranks, nodes, str(model_dir)), token
-        )
+        start_with_secret([*prefix, *rank_command(nodes.master_addr, rank, *arguments)], TOKEN)
         for rank in range(num_ranks // 2, num_ranks)
     ]
     try:
