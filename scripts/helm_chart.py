@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+SHARED = "loraplex"
+"""The ConfigMap that all services read. Others are taken as they are."""
 SETTINGS = "settings"
 """The value with the data of the shared ConfigMap."""
 
@@ -67,7 +69,7 @@ class Template:
         self._document, self._values = document, values
         self._expressions: list[str] = []
         document["metadata"]["namespace"] = self._mark("{{ .Release.Namespace }}")
-        if document["kind"] == "ConfigMap":
+        if (document["kind"], self._name) == ("ConfigMap", SHARED):
             values[SETTINGS] = document["data"]
             document["data"] = self._mark(f"{{{{ toJson .Values.{SETTINGS} }}}}")
         elif document["kind"] == "HorizontalPodAutoscaler":

@@ -57,6 +57,17 @@ def test_the_chart_renders_the_objects_of_its_overlay(overlay: str, tmp_path: Pa
     assert rendered(tmp_path) == expected
 
 
+def test_settings_are_those_that_the_services_share(tmp_path: Path) -> None:
+    documents = render(OVERLAYS / "dev")
+    other: Document = {
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "edge"}, "data": {"a": "b"}
+    }  # fmt: skip
+    [shared] = [copy.deepcopy(each) for each in documents if each["kind"] == "ConfigMap"]
+    write_chart([*documents, other], tmp_path)
+    values = yaml.safe_load((tmp_path / "values.yaml").read_text())
+    assert values["settings"] == shared["data"]
+
+
 @with_helm
 def test_values_change_what_they_name_and_nothing_else(tmp_path: Path) -> None:
     written("prod-gpu", tmp_path)
