@@ -51,21 +51,22 @@ _TRANSPOSED = frozenset({"c_attn", "c_fc", "c_proj"})
 """Modules of GPT-2 whose weights are `[in, out]` (transformers' Conv1D)."""
 
 IDENTITY_KEYS = (
-    "activation_function", "attention_bias", "attention_multiplier", "attn_logit_softcapping",
-    "embedding_multiplier",
-    "final_logit_softcapping", "head_dim", "hidden_act", "hidden_activation", "hidden_size",
-    "intermediate_size", "layer_norm_eps", "layer_types", "linear_conv_kernel_dim",
-    "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_value_head_dim", "logits_scaling", "mlp_bias",
-    "model_type", "moe_intermediate_size", "n_embd", "n_head", "n_inner", "n_layer",
-    "norm_topk_prob", "num_attention_heads",
-    "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
-    "num_kv_shared_layers",
-    "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor",
-    "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
-    "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "sliding_window_pattern",
-    "swiglu_alpha", "swiglu_limit",
-    "tie_word_embeddings", "top_k_experts", "use_sliding_window", "vocab_size",
+    "activation", "activation_function", "alibi", "attention_bias", "attention_chunk_size",
+    "attention_multiplier", "attn_logit_softcapping", "attn_scale", "attn_temperature_tuning",
+    "bias", "embedding_multiplier", "ffn_hidden_size", "final_logit_softcapping", "floor_scale",
+    "head_dim", "hidden_act", "hidden_activation", "hidden_size", "interleave_moe_layer_step",
+    "intermediate_size", "intermediate_size_mlp", "layer_norm_eps", "layer_types",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_value_head_dim", "logits_scaling", "mlp_bias", "model_type",
+    "moe_intermediate_size", "moe_layers", "multi_query", "n_embd", "n_head", "n_inner", "n_layer",
+    "new_decoder_architecture", "no_rope_layer_interval", "no_rope_layers", "norm_topk_prob",
+    "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
+    "num_key_value_heads", "num_kv_heads", "num_kv_shared_layers", "num_ln_in_parallel_attn",
+    "num_local_experts", "original_max_position_embeddings", "parallel_attn",
+    "partial_rotary_factor", "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps",
+    "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
+    "sliding_window_pattern", "swiglu_alpha", "swiglu_limit", "tie_word_embeddings",
+    "top_k_experts", "use_qk_norm", "use_sliding_window", "vocab_size",
 )  # fmt: skip
 """Keys of config.json that change what the weights compute. Names, dtypes, token ids and library
 versions are left out: they differ between copies of one model."""

@@ -71,6 +71,17 @@ def is_conv1d(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
+def is_product(module: nn.Module) -> bool:
+    """Whether all that it computes is a linear map: subclasses of `nn.Linear` may do more."""
+    if type(module) is nn.Linear or is_conv1d(module):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    rows = torch.linspace(-1.0, 1.0, 2 * module.in_features).view(1, 2, -1).to(module.weight.dtype)
+    out, product = module(rows), F.linear(rows, module.weight, module.bias)
+    return isinstance(out, Tensor) and torch.allclose(out, product, rtol=0.02, atol=0.02)
+
+
 class SiteLinear(nn.Module):
     """A linear with the adapters of the batch."""
 

@@ -20,12 +20,13 @@ from torch import nn
 from loraplex.adapter_format.geometry import geometry_from_folder
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.library_falcon import add_falcon_attention
 from loraplex_services.worker.layers.library_modules import (
     ATTENTION,
     AttentionCall,
     CurrentPass,
     attend,
-    is_conv1d,
+    is_product,
 )
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.config_reader import eos_token_ids, read_json_object
@@ -37,6 +38,8 @@ from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.model_config import KvHeads, ModelConfig
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+_OWN_ATTENTION = {"falcon": add_falcon_attention}
+"""Model types whose classes call attention in a way of their own, and what changes them."""
 _CHANGING_ROPES = {"dynamic", "longrope", "su"}
 """Their tables depend on the longest sequence of a batch."""
 _NOT_EXPECTED = (
@@ -161,7 +164,9 @@ def _check_config(config: Any, classes: Any) -> None:
     for name in getattr(config, "layer_types", None) or ():
         if name not in _LAYER_TYPES:
             raise _refused("config.json:layer_types", name, "layers of this type are not served")
-    if not classes[type(config)]._supports_attention_backend:
+    if config.model_type in _OWN_ATTENTION:
+        _OWN_ATTENTION[config.model_type](config)
+    elif not classes[type(config)]._supports_attention_backend:
         why = "computes attention in a way that cannot be given another cache"
         raise _refused("config.json:model_type", config.model_type, why)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -208,8 +213,7 @@ def _partial_rows_refused(body: nn.Module) -> Iterator[None]:
     def note(name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
         seen.setdefault(name, []).append(inputs[0].shape[:-1])
 
-    modules = list(body.named_modules())
-    linears = [(name, m) for name, m in modules if type(m) is nn.Linear or is_conv1d(m)]
+    linears = [(name, m) for name, m in body.named_modules() if is_product(m)]
     hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in linears]
     try:
         yield

@@ -19,6 +19,7 @@ from loraplex_services.worker.layers.library_modules import (
     SiteHead,
     SiteLinear,
     is_conv1d,
+    is_product,
 )
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.operators import Operators
@@ -60,7 +61,7 @@ class LibrarySites:
             if module is self.model.get_output_embeddings():
                 head = self._linear(name, module, LM_HEAD)
                 self.model.set_submodule(name, SiteHead(head, self.of_head))
-            elif type(module) is nn.Linear or is_conv1d(module):
+            elif is_product(module):
                 site = SiteLinear(self._linear(name, module, LINEAR), self.current)
                 self.model.set_submodule(name, site)
         if head is None:

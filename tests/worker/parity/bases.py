@@ -306,6 +306,12 @@ LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2": ("GPT2Config", {}),
     "gpt-neox": ("GPTNeoXConfig", {}),
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "falcon": ("FalconConfig", {"bias": True}),
+    "falcon-not-parallel": ("FalconConfig", {"multi_query": False, "parallel_attn": False}),
+    "falcon-new": (
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    ),
     "deepseek-v2": ("DeepseekV2Config", LATENT),
     "deepseek-v3": ("DeepseekV3Config", LATENT),
 }

@@ -27,6 +27,14 @@ OTHER_NAMES = {
         (re.compile("embed_tokens"), "embed_in"),
         (re.compile("lm_head"), "embed_out"),
     ),
+    "falcon": (
+        (re.compile(r"[qkv]_proj"), "query_key_value"),
+        (re.compile(r"(gate|up)_proj"), "dense_h_to_4h"),
+        (re.compile(r"down_proj"), "dense_4h_to_h"),
+        (re.compile(r"o_proj"), "dense"),
+        (re.compile("embed_tokens"), "word_embeddings"),
+        (re.compile("layers"), "h"),
+    ),
     "opt": ((re.compile("o_proj"), "out_proj"), (re.compile("down_proj"), "fc2")),
     "deepseek": (
         (re.compile(r"q_proj"), "q_b_proj"),

@@ -86,7 +86,8 @@ def save(class_name: str, folder: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("class_name", "changes", "reason"),
     [
-        ("FalconConfig", {}, "cannot be given another cache"),
+        ("BloomConfig", {}, "cannot be given another cache"),
+        ("FalconConfig", {"alibi": True}, "add no biases to scores"),
         ("MambaConfig", {}, "layers of this type"),
         ("HunYuanMoEV1Config", {"num_experts": 2, "moe_topk": 1, "head_dim": 16}, "no attribute"),
         ("HeliumConfig", {"head_dim": 32}, "cannot be run in this way: mat1 and mat2"),
