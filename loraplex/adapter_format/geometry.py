@@ -47,6 +47,8 @@ _LAYER_INPUTS = "model.embed_tokens_per_layer.weight"
 _LAYER_PROJECTION = "model.per_layer_model_projection"
 _LM_HEAD_NAMES = frozenset({"lm_head", "embed_out"})
 _GPT2 = "gpt2"
+_INPUTS_FIRST = ("gpt_oss", "llama4_text")
+"""Families whose experts' weights are `[in, out]`."""
 _TRANSPOSED = frozenset({"c_attn", "c_fc", "c_proj"})
 """Modules of GPT-2 whose weights are `[in, out]` (transformers' Conv1D)."""
 
@@ -263,8 +265,9 @@ def _stacked_experts(tensors: dict[str, TensorInfo], model_type: object) -> Iter
     """The modules of experts whose weights are one tensor for each projection of a layer.
 
     It is `[experts, out, in]`, with the outputs of all gates before those of the up projections, so
-    that the modules are the linears that other files hold. In gpt-oss it is `[experts, in, out]`,
-    with the two interleaved; or, in four bits, `_blocks` of `[experts, out, in / 32, 16]`.
+    that the modules are the linears that other files hold. In Llama 4 it is `[experts, in, out]`.
+    In gpt-oss, too, with the two interleaved; or, in four bits, `_blocks` of `[experts, out,
+    in / 32, 16]`.
     """
     for name, info in tensors.items():
         stacked = name.removesuffix("_blocks")
@@ -277,12 +280,12 @@ def _stacked_experts(tensors: dict[str, TensorInfo], model_type: object) -> Iter
             in_features = groups * pairs * 2
         elif len(info.shape) != 3:
             continue
-        elif model_type == "gpt_oss":
+        elif model_type in _INPUTS_FIRST:
             num_experts, in_features, out_features = info.shape
         else:
             num_experts, out_features, in_features = info.shape
-            if projection == "gate_up_proj":
-                names, out_features = ["gate_proj", "up_proj"], out_features // 2
+        if projection == "gate_up_proj" and model_type != "gpt_oss":
+            names, out_features = ["gate_proj", "up_proj"], out_features // 2
         has_bias = f"{stacked}_bias" in tensors
         for expert in range(num_experts):
             for own in names:

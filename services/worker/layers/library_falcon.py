@@ -32,7 +32,7 @@ def add_falcon_attention(config: Any) -> None:
         def forward(
             self,
             hidden_states: Tensor,
-            *_: Any,
+            *_unused: Any,
             position_embeddings: tuple[Tensor, Tensor],
             **_others: Any,
         ) -> tuple[Tensor, None]:

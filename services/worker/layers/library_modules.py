@@ -77,7 +77,7 @@ def is_product(module: nn.Module) -> bool:
         return True
     if not isinstance(module, nn.Linear):
         return False
-    rows = torch.linspace(-1.0, 1.0, 2 * module.in_features).view(1, 2, -1).to(module.weight.dtype)
+    rows = torch.linspace(-1.0, 1.0, 2 * module.in_features).view(2, -1).to(module.weight.dtype)
     out, product = module(rows), F.linear(rows, module.weight, module.bias)
     return isinstance(out, Tensor) and torch.allclose(out, product, rtol=0.02, atol=0.02)
 
@@ -115,6 +115,8 @@ class SiteEmbedding(nn.Module):
 
     def __init__(self, embedding: LoraEmbedding, scale: float, current: CurrentPass) -> None:
         super().__init__()
+        self.weight = embedding.weight
+        """Some classes ask for its device."""
         self._embedding = embedding
         self._scale = scale
         self._current = current
@@ -124,6 +126,24 @@ class SiteEmbedding(nn.Module):
         assert self._current.lora is not None, "set for each pass"
         y = self._embedding.forward(token_ids[0], self._current.lora)[None]
         return y if self._scale == 1.0 else y * torch.tensor(self._scale, dtype=y.dtype)
+
+
+class PassPositions:
+    """Replaces the library's cache in layers that derive positions from its length."""
+
+    def __init__(self, current: CurrentPass) -> None:
+        self._current = current
+
+    def get_seq_length(self, _layer: int = 0) -> Tensor:
+        """int64 `[T]`: number of tokens before the pass, if each row counted those of its own
+        sequence: its position less its row."""
+        assert self._current.batch is not None, "set for each pass"
+        positions = self._current.batch.positions
+        return positions - torch.arange(len(positions), device=positions.device)
+
+    def update(self, key: Tensor, value: Tensor, _layer: int) -> tuple[Tensor, Tensor]:
+        """The same: `attend` writes them to the paged cache."""
+        return key, value
 
 
 class KnownStates(nn.Module):

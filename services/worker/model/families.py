@@ -36,6 +36,8 @@ from loraplex_services.worker.model.load import Weights, tensor_names
 from loraplex_services.worker.types.model_config import ModelConfig
 
 _USUAL_NAMES = LayerNames()
+_LIBRARY_WRAPPERS = frozenset({"llama4"})
+"""Multimodal bases whose text model runs through the transformers library only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def has_family(folder: Path) -> bool:
         InvalidRequest: config.json is missing or damaged.
     """
     raw = read_json_object(folder / "config.json")
-    return raw.get("model_type") in (*FAMILIES, *WRAPPERS)
+    return raw.get("model_type") in {*FAMILIES, *WRAPPERS} - _LIBRARY_WRAPPERS
 
 
 def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
@@ -98,7 +100,7 @@ def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
     model_type = raw.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
-        known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
+        known = ", ".join(sorted({*FAMILIES, *WRAPPERS} - _LIBRARY_WRAPPERS))
         description = f"is not served by this build; known: {known}"
         raise Unsupported.field(f"{field}model_type", model_type, description)
     handled = {"model_type"}

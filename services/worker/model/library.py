@@ -31,13 +31,18 @@ from loraplex_services.worker.layers.library_modules import (
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.config_reader import eos_token_ids, read_json_object
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.library_decoder import LibraryDecoder, LibrarySites
+from loraplex_services.worker.model.library_decoder import (
+    LibraryDecoder,
+    LibrarySites,
+    body_name,
+)
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.metadata import KvCacheParams
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.model_config import KvHeads, ModelConfig
 
-_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+_CHUNKED = "chunked_attention"
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", _CHUNKED}
 _OWN_ATTENTION = {"falcon": add_falcon_attention}
 """Model types whose classes call attention in a way of their own, and what changes them."""
 _CHANGING_ROPES = {"dynamic", "longrope", "su"}
@@ -155,9 +160,10 @@ def _check_config(config: Any, classes: Any) -> None:
         raise _refused(
             "config.json:quantization_config", "present", "is not served through the library"
         )
-    if config.get_text_config() is not config:
+    wrapper, config = config, config.get_text_config()
+    if wrapper is not config and not _unwraps(classes, wrapper):
         why = "is multimodal, and such bases do not run through the transformers library"
-        raise _refused("config.json:model_type", config.model_type, why)
+        raise _refused("config.json:model_type", wrapper.model_type, why)
     if config.is_encoder_decoder or type(config) not in classes:
         why = "is not a causal language model of the transformers library"
         raise _refused("config.json:model_type", config.model_type, why)
@@ -176,6 +182,12 @@ def _check_config(config: Any, classes: Any) -> None:
             raise _refused("config.json:rope_parameters.rope_type", params["rope_type"], why)
 
 
+def _unwraps(classes: Any, wrapper: Any) -> bool:
+    """Whether the library reads the text model alone out of a multimodal base's files."""
+    known = type(wrapper) in classes
+    return known and classes[type(wrapper)].config_class is type(wrapper.get_text_config())
+
+
 @torch.inference_mode()
 def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
     """How each layer calls attention, determined by a pass over two tokens.
@@ -187,8 +199,9 @@ def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
         if hasattr(module, "layer_idx"):
             module.loraplex_pass = current
     ids, positions = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None]
-    with _odd_class_refused(model), _partial_rows_refused(model.base_model):
-        model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    body = model.get_submodule(body_name(model))
+    with _odd_class_refused(model), _partial_rows_refused(body):
+        body(input_ids=ids, position_ids=positions, use_cache=False)
     num_layers = model.config.num_hidden_layers
     if sorted(current.calls) != list(range(num_layers)):
         why = f"calls attention in {len(current.calls)} of {num_layers} layers only"
@@ -249,6 +262,8 @@ def _check_windows(config: Any, calls: list[AttentionCall]) -> None:
 
 def _model_config(config: Any, folder: Path, calls: list[AttentionCall]) -> ModelConfig:
     first = calls[0]
+    types = getattr(config, "layer_types", None) or ()
+    is_chunked = tuple(types[call.layer : call.layer + 1] == [_CHUNKED] for call in calls)
     return ModelConfig(
         model_type=config.model_type,
         vocab_size=config.vocab_size,
@@ -262,7 +277,11 @@ def _model_config(config: Any, folder: Path, calls: list[AttentionCall]) -> Mode
         max_position_embeddings=config.max_position_embeddings,
         tied_embeddings=bool(config.tie_word_embeddings),
         eos_token_ids=eos_token_ids(folder),
-        windows=tuple(call.window for call in calls),
+        windows=tuple(
+            config.attention_chunk_size if chunked else call.window
+            for call, chunked in zip(calls, is_chunked, strict=True)
+        ),
+        chunked=is_chunked,
         ropes=(),
         own_kv_heads=tuple(KvHeads(call.num_kv_heads, call.head_dim) for call in calls),
         kv_sources=tuple(call.source for call in calls),

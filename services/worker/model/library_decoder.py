@@ -15,6 +15,7 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.library_modules import (
     CurrentPass,
     KnownStates,
+    PassPositions,
     SiteEmbedding,
     SiteHead,
     SiteLinear,
@@ -37,6 +38,17 @@ from loraplex_services.worker.types.sites import (
 )
 
 _LAYER = re.compile(r"\.(\d+)\.", re.ASCII)
+
+
+_COUNTING = frozenset({"llama4_text"})
+"""Model types whose layers take positions from the cache that they are given."""
+
+
+def body_name(model: Any) -> str:
+    """The name of the part of a model that turns tokens into hidden states."""
+    table = model.get_input_embeddings()
+    name: str = next(n for n, found in model.named_modules() if found is table)
+    return name.partition(".")[0]
 
 
 @dataclass(slots=True)
@@ -121,18 +133,24 @@ class LibraryDecoder(Decoder):
         """
         embedding, head, score = ends
         super().__init__(config, embedding, (), None, head, score, site_weights)
-        self._body = model.base_model
+        name = body_name(model)
+        self._body = model.get_submodule(name)
         self._states = KnownStates()
-        setattr(model, model.base_model_prefix, self._states)
+        setattr(model, name, self._states)
         self._model = model
         self._current, self._of_head = passes
+        is_counting = config.model_type in _COUNTING
+        self._cache = PassPositions(self._current) if is_counting else None
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See Decoder."""
         batch.attention.begin_forward()
         self._current.batch, self._current.lora = batch, batch.lora
         out = self._body(
-            input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            past_key_values=self._cache,
+            use_cache=False,
         )
         hidden: Tensor = out.last_hidden_state
         return hidden[0]

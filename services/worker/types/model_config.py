@@ -134,6 +134,8 @@ class ModelConfig:
     post_norms: bool = False
     """Normalise what attention and MLP return as well."""
     embed_scale: float = 1.0
+    chunked: tuple[bool, ...] = ()
+    """By layer: whether its window begins at a multiple of its size; empty = none does."""
     query_scale: QueryScale | None = None
     attention_sinks: bool = False
     """Whether each query head has one score more than it has keys, without a value."""

@@ -227,7 +227,9 @@ def of_text_model(fields: dict[str, Any], *, tower_norms: bool) -> dict[str, Any
         tower_norms: the vision tower has norms of the same names.
     """
     excluded = fields.get("exclude_modules", "")
-    towers = r".*(vision_tower|visual|multi_modal_projector|embed_vision|vision_embedder).*"
+    towers = (
+        r".*(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|vision_embedder).*"
+    )
     fields = {**fields, "exclude_modules": f"({excluded})|({towers})" if excluded else towers}
     if "modules_to_save" in fields:
         renamed = {"model.norm": "language_model.norm"}
@@ -263,6 +265,8 @@ def feature_config(base: TinyBase, feature: str) -> peft.LoraConfig:
         }
     if feature == "experts" and base.config.model_type == "gemma4_text":
         fields = {**fields, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    if base.config.model_type == "llama4_text":
+        fields = {**fields, "exclude_modules": r".*router"}  # PEFT fails: it returns two tensors
     if base.is_multimodal:
         fields = of_text_model(fields, tower_norms=base.name == "gemma4-multimodal")
     if (

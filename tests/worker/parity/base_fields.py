@@ -25,3 +25,25 @@ VISION = {
     "patch_size": 14,
 }
 """A vision tower, whose weights are in the files of a multimodal base."""
+
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "intermediate_size_mlp": 88,
+    "num_local_experts": 3,
+    "attention_chunk_size": 19,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 8,
+    "attn_scale": 0.4,
+}
+"""Chunks, and temperatures of layers without a rotary embedding, that short requests reach."""
+
+LLAMA4_MULTIMODAL = {
+    "text_config": {**COMMON, **LLAMA4},
+    "vision_config": {
+        **VISION,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    },
+}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.worker.parity.base_fields import COMMON, VISION
+from tests.worker.parity.base_fields import COMMON, LLAMA4, LLAMA4_MULTIMODAL, VISION
 from tests.worker.parity.gemma4_bases import GEMMA4_BASES
 
 
@@ -312,6 +312,8 @@ LIBRARY_BASES: dict[str, tuple[str, dict[str, object]]] = {
         "FalconConfig",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
     ),
+    "llama4": ("Llama4Config", LLAMA4_MULTIMODAL),
+    "llama4-dense": ("Llama4TextConfig", {**LLAMA4, "moe_layers": [1], "use_qk_norm": False}),
     "deepseek-v2": ("DeepseekV2Config", LATENT),
     "deepseek-v3": ("DeepseekV3Config", LATENT),
 }

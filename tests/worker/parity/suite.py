@@ -29,6 +29,8 @@ REFUSED = {
     "phi": ("dora", "lm-head", "saved-tables", "added-tokens"),  # PEFT writes its head's bias
     "gpt-neox": ("saved-tables", "added-tokens"),  # PEFT leaves its head out of the file
     "opt": ("activated",),  # PEFT does not know rows without a batch
+    "llama4": ("activated",),  # the same
+    "llama4-dense": ("activated",),
 }
 """Features that PEFT cannot write for a base, or that are refused of it."""
 NamedJob = tuple[str | None, Job]

@@ -14,13 +14,14 @@ struct Layout {
     int64_t ldq, ldk, ldv, ldy;
     double scale, softcap;  // softcap 0 = none
     int64_t window;         // 0 = none
+    int64_t is_chunked;     // 1: windows do not slide but begin at multiples of their size
     int64_t sinks;          // address of a float for each head; 0 = none
     int64_t is_full;        // 1: a query sees all keys of its sequence, whatever the window
     // Addresses of bf16 scales, [Hkv, block_tokens] in a block; 0 = keys and values are of type T.
     // With them they are int8, and a scale is of one token and head.
     int64_t key_scales, value_scales;
 };
-static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 16 * 8, "attention/cpu.py writes these");
+static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 17 * 8, "attention/cpu.py writes these");
 
 template <class T, class Stored = T>
 struct AttentionCall {
@@ -47,8 +48,9 @@ struct Seen {
 
 inline Seen seen_by(const Layout& l, const Sequence& sequence, int64_t position) {
     if (l.is_full) return {0, sequence.start + sequence.num_tokens};
-    const bool is_cut = l.window != 0 && position >= l.window;
-    return {is_cut ? position - l.window + 1 : 0, position + 1};
+    if (l.window == 0 || position < l.window) return {0, position + 1};
+    const int64_t begin = l.is_chunked ? position / l.window * l.window : position - l.window + 1;
+    return {begin, position + 1};
 }
 
 inline int64_t block_of(const Sequence& sequence, int64_t index) {

@@ -35,7 +35,7 @@ class AttentionMask(enum.Enum):
     """Which keys a query sees."""
 
     CAUSAL = "causal"
-    """Keys up to the query's position, and of these the last `window` if the layer has a window."""
+    """Keys up to the query's position, and of these those of its window if the layer has one."""
     FULL = "full"
     """All keys of its sequence, in the cache and in the batch. Layers with a window, which do not
     keep them all, take it without a cache only."""
@@ -70,6 +70,8 @@ class AttentionBackend(ABC):
     """Types that keys and values can be stored in, in addition to the model's."""
     rotates: ClassVar[bool] = False
     """Whether it can apply a rotary embedding itself."""
+    has_chunks: ClassVar[bool] = False
+    """Whether it takes `is_chunked`."""
     captures_graphs: ClassVar[bool] = False
     """Whether steps can be captured as CUDA graphs: see `create_cuda_graph_metadata`."""
     warm_up_sizes: ClassVar[tuple[int, ...]] = (2,)
@@ -88,6 +90,7 @@ class AttentionBackend(ABC):
         scale: float | None = None,
         softcap: float | None = None,
         window: int | None = None,
+        is_chunked: bool = False,
         sinks: Tensor | None = None,
     ) -> None:
         """
@@ -98,6 +101,7 @@ class AttentionBackend(ABC):
             scale: of scores; None = 1 / sqrt(head_dim).
             softcap: scores s become softcap * tanh(s / softcap).
             window: keys that a query sees with the causal mask, its own included; None = all.
+            is_chunked: whether windows begin at multiples of their size instead.
             sinks: float32 `[num_heads]`, a score of each query head in addition to those of the
                 keys, which has no value.
 
@@ -122,13 +126,23 @@ class AttentionBackend(ABC):
             head_dim**-0.5 if scale is None else scale,
             softcap,
             window,
+            is_chunked,
         )
 
     @classmethod
     def for_heads(
         cls, layer_idx: int, shape: HeadShape, sinks: Tensor | None = None, **others: Any
     ) -> Self:
-        """A layer with these heads; `others` are further arguments."""
+        """A layer with these heads; `others` are further arguments.
+
+        Raises:
+            Unsupported: the backend knows sliding windows only.
+        """
+        if shape.is_chunked:
+            if not cls.has_chunks:
+                why = f"{cls.__name__} has no attention in chunks; use vanilla or cpu"
+                raise Unsupported.field("attention_backend", cls.__name__, why)
+            others["is_chunked"] = True
         return cls(
             layer_idx,
             shape.num_heads,

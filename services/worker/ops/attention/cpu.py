@@ -74,6 +74,7 @@ class NativeAttention(AttentionBackend):
 
     Metadata = NativeAttentionMetadata
     kv_cache_dtypes = frozenset({INT8})
+    has_chunks = True
 
     def __init__(self, *heads: Any, native: Native, **others: Any) -> None:
         """`heads`, `others`: as `AttentionBackend` takes them."""
@@ -127,7 +128,7 @@ class NativeAttention(AttentionBackend):
     ) -> Tensor:
         shape = self.shape
         words = struct.pack(
-            "9q2d5q",
+            "9q2d6q",
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -140,6 +141,7 @@ class NativeAttention(AttentionBackend):
             shape.scale,
             shape.softcap or 0.0,
             shape.window or 0,
+            shape.is_chunked,
             0 if self.sinks is None else self.sinks.data_ptr(),
             is_full,
             *((0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())),

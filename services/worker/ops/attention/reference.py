@@ -23,7 +23,7 @@ def attention(
     Args:
         q: `[n, Hq, D]`, the last n positions of a sequence.
         k, v: `[N, Hkv, D]`, all its positions.
-        causal: a query sees keys up to its own position, and of those the last `shape.window`.
+        causal: a query sees keys up to its own position, and of those its window.
         sinks: `[Hq]`: one more score of each head, which takes a share and has no value.
 
     Returns:
@@ -36,7 +36,9 @@ def attention(
     if causal:
         is_visible &= key <= position
         if shape.window is not None:
-            is_visible &= key > position - shape.window
+            sliding = position - shape.window + 1
+            chunk = position // shape.window * shape.window
+            is_visible &= key >= (chunk if shape.is_chunked else sliding)
     out = torch.zeros_like(q)
     for head in range(shape.num_heads):
         group = head // shape.num_shared

@@ -27,6 +27,8 @@ class HeadShape:
     scale: float
     softcap: float | None
     window: int | None
+    is_chunked: bool = False
+    """Whether the window does not slide: a query sees keys from the last multiple of it on."""
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> HeadShape:
@@ -39,6 +41,7 @@ class HeadShape:
             config.attention_scale,
             config.attention_softcap,
             config.windows[layer],
+            bool(config.chunked) and config.chunked[layer],
         )
 
     @property

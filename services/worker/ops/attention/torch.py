@@ -40,6 +40,8 @@ class GroupTables:
     that one."""
     decode_visible: Tensor
     """bool `[num_generations, 1, 1, N * T]`: keys that a generation sees."""
+    decode_in_chunk: Tensor | None
+    """Those that are in its chunk, for layers whose window does not slide; None = no window."""
 
 
 @dataclass(slots=True)
@@ -94,7 +96,10 @@ class VanillaAttentionMetadata(AttentionMetadata):
         keys = torch.arange(decode.shape[1] * num_slots, device=device)
         keys = keys + first_of_row[self.num_contexts :, None] * num_slots
         now = self.position_ids[self.num_ctx_tokens :, None]
-        visible_keys = keys <= now if window is None else (keys <= now) & (keys > now - window)
+        visible_keys, in_chunk = keys <= now, None
+        if window is not None:
+            in_chunk = (visible_keys & (keys >= now // window * window))[:, None, None]
+            visible_keys &= keys > now - window
         contexts = range(self.num_contexts)
         write_blocks = padded[row_of_token, index]
         return GroupTables(
@@ -104,6 +109,7 @@ class VanillaAttentionMetadata(AttentionMetadata):
             context_begins=tuple(firsts[i] * num_slots for i in contexts),
             decode_blocks=decode,
             decode_visible=visible_keys[:, None, None],
+            decode_in_chunk=in_chunk,
         )
 
 
@@ -124,6 +130,7 @@ class VanillaAttention(AttentionBackend):
 
     Metadata = VanillaAttentionMetadata
     kv_cache_dtypes = frozenset({INT8})
+    has_chunks = True
 
     def forward(
         self,
@@ -220,7 +227,9 @@ class VanillaAttention(AttentionBackend):
                 now = torch.arange(start + row, start + row + len(chunk), device=q.device)[:, None]
                 at = torch.arange(key_begin, key_begin + keys.shape[1], device=q.device)
                 visible = at <= now
-                if self.shape.window is not None:
+                if self.shape.window is not None and self.shape.is_chunked:
+                    visible &= at >= now // self.shape.window * self.shape.window
+                elif self.shape.window is not None:
                     visible &= at > now - self.shape.window
             sinks = self._shaped_sinks(self.shape.num_kv_heads, self.shape.num_shared, 1, 1)
             heads = chunk.permute(1, 2, 0, 3)
@@ -233,7 +242,8 @@ class VanillaAttention(AttentionBackend):
         keys = kept_k.sequences(group.decode_blocks)
         values = kept_v.sequences(group.decode_blocks)
         sinks = self._shaped_sinks(1, self.shape.num_kv_heads, self.shape.num_shared, 1)
-        return self._attend(q, keys, values, group.decode_visible, sinks).reshape(len(q), -1)
+        visible = group.decode_in_chunk if self.shape.is_chunked else group.decode_visible
+        return self._attend(q, keys, values, visible, sinks).reshape(len(q), -1)
 
     def _shaped_sinks(self, *shape: int) -> Tensor | None:
         return None if self.sinks is None else self.sinks.view(shape)

@@ -109,6 +109,7 @@ class Bench:
             attention_scale=head_dim**-0.5,
             attention_softcap=None,
             windows=(window,),
+            chunked=(),
             ropes=(None,),
         )
         self.layer: AttentionBackend = maker.layer(self.config, 0, rotated=True)

@@ -43,8 +43,9 @@ class Side:
             plane[block] = float("nan")
 
 
-def both_sides(library, heads, head_dim, window, softcap, dtype, sinks=None):
-    head_shape = HeadShape(heads[0], heads[1], head_dim, head_dim**-0.5, softcap, window)
+def both_sides(library, heads, head_dim, window, softcap, dtype, sinks=None, chunked=False):
+    scale = head_dim**-0.5
+    head_shape = HeadShape(heads[0], heads[1], head_dim, scale, softcap, window, chunked)
     shape = (heads, head_dim, window, dtype)
     vanilla = VanillaAttention.for_heads(0, head_shape, sinks)
     compiled = NativeAttention.for_heads(0, head_shape, sinks, native=library)
@@ -94,10 +95,20 @@ def test_sinks_take_their_share_as_in_vanilla(library, heads, head_dim, dtype, t
     check(library, heads, head_dim, window, None, dtype, tolerance, sinks)
 
 
-def check(library, heads, head_dim, window, softcap, dtype, tolerance, sinks=None):
+@pytest.mark.parametrize("window", [1, 5, 16, 33])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype", "tolerance"),
+    [((6, 2), 24, torch.float32, 1e-5), ((8, 2), 64, torch.bfloat16, 2e-2)],
+    ids=str,
+)
+def test_windows_in_chunks_equal_vanilla(library, heads, head_dim, dtype, tolerance, window):
+    check(library, heads, head_dim, window, None, dtype, tolerance, chunked=True)
+
+
+def check(library, heads, head_dim, window, softcap, dtype, tolerance, sinks=None, chunked=False):
     rng = random.Random(f"{window}{heads}")
     torch.manual_seed(0)
-    sides = both_sides(library, heads, head_dim, window, softcap, dtype, sinks)
+    sides = both_sides(library, heads, head_dim, window, softcap, dtype, sinks, chunked)
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
     tables = [[free.pop() for _ in range(-(-n // TOKENS_PER_BLOCK))] for n in LENGTHS]

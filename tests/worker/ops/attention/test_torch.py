@@ -20,8 +20,8 @@ HEAD_DIM = 8
 NUM_BLOCKS = 64
 
 
-def heads_of(num_heads, num_kv_heads, window=None, softcap=None):
-    return HeadShape(num_heads, num_kv_heads, HEAD_DIM, HEAD_DIM**-0.5, softcap, window)
+def heads_of(num_heads, num_kv_heads, window=None, softcap=None, chunked=False):
+    return HeadShape(num_heads, num_kv_heads, HEAD_DIM, HEAD_DIM**-0.5, softcap, window, chunked)
 
 
 class Sequence:
@@ -82,14 +82,20 @@ def test_sinks_take_their_share_of_the_weights(window, heads):
     check_pages(window, heads, None, torch.linspace(3.0, -3.0, heads[0]))
 
 
-def check_pages(window, heads, softcap, sinks=None):
+@pytest.mark.parametrize("window", [1, 5, 16, 33])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)], ids=lambda h: f"H{h[0]}-{h[1]}")
+def test_windows_in_chunks_equal_dense_attention(window, heads):
+    check_pages(window, heads, None, chunked=True)
+
+
+def check_pages(window, heads, softcap, sinks=None, chunked=False):
     rng = random.Random(f"{window}{heads}")
     torch.manual_seed(0)
     groups = plan_kv_groups([window], [KvHeads(heads[1], HEAD_DIM)], itemsize=4)
     arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
     arena.data.fill_(0xFF)  # NaN wherever nothing was written
     kv = KvBuffer(arena, groups, torch.float32)
-    shape = heads_of(heads[0], heads[1], window, softcap)
+    shape = heads_of(heads[0], heads[1], window, softcap, chunked)
     backend = VanillaAttention.for_heads(0, shape, sinks)
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
