@@ -232,7 +232,7 @@ class FileStore:
 
     def _remove_empty_folders(self, folder: Path) -> None:
         with contextlib.suppress(OSError):
-            while folder != self._root:
+            while self._root not in (folder, folder.parent):  # the first level is soon used again
                 folder.rmdir()
                 folder = folder.parent
 

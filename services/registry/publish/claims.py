@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from loraplex.adapter_format import File
 from loraplex_services.common.objects import ObjectStore
@@ -35,9 +35,17 @@ class Claims:
         self._tenants = tenants
 
     async def claim(
-        self, session: UploadSession, inspected: Inspected, files: Sequence[File]
+        self,
+        session: UploadSession,
+        inspected: Inspected,
+        files: Sequence[File],
+        stored: Awaitable[None],
     ) -> tuple[VersionRecord, bool]:
-        """The version of this content: an existing one, or one with a new number."""
+        """The version of this content: an existing one, or one with a new number.
+
+        Args:
+            stored: done when the bytes are in the store, on which the version waits.
+        """
         options = session.options
         wanted = _record(session, inspected, files)
         adapter = options.tenant, options.name
@@ -55,12 +63,14 @@ class Claims:
             if same is not None:
                 intent = Intent(same.digest, same.version, generations)
                 await self._uploads.intend(session, intent)
+                await stored
                 return same, same.upload_id == session.upload_id
             limits = await self._tenants.get(options.tenant)
             await self._tenants.check_quota(limits, wanted.size_bytes)
             intent = Intent(wanted.digest, 0, generations)
             await self._uploads.intend(session, intent)
             failpoint("publish.intent")
+            await stored
             created_s = now_s()
             expires_s = created_s + options.ttl_s if options.ttl_s else 0.0
             spelling = records[0].shown_name if records else options.spelling

@@ -1,7 +1,7 @@
 """Publishing: the only way to create a version.
 
-    session -> parts -> inspect -> blobs -> intent -> version -> visibility, tags
-            -> audit, index and event -> acknowledgement
+    session -> parts -> inspect -> blobs and intent -> version -> visibility
+            -> tags and audit -> index and event -> acknowledgement
 
 Nothing is visible before the version record, which is created only if there is none. After a crash
 beyond this point, the next attempt of the client or of any registry completes the publication from
@@ -162,14 +162,19 @@ class Publisher:
         failpoint("publish.inspected")
         operation = await self._catalog.note_pending(scope_of(options.tenant, options.name))
         failpoint("publish.pending")
-        await self._blobs.keep(sources, inspected, session.damaged)
-        for _ in range(_MAX_TRIES):
-            files = [source.file for source in sources]
-            version, created = await self._claims.claim(session, inspected, files)
-            failpoint("publish.version")
-            finished = await self._make_visible(session, version, created, operation)
-            if finished is not None:
-                return finished
+        files = [source.file for source in sources]
+        # The disk writes the intent at the same time: neither refers to the other.
+        stored = asyncio.create_task(self._blobs.keep(sources, inspected, session.damaged))
+        try:
+            for _ in range(_MAX_TRIES):
+                version, created = await self._claims.claim(session, inspected, files, stored)
+                failpoint("publish.version")
+                finished = await self._make_visible(session, version, created, operation)
+                if finished is not None:
+                    return finished
+        finally:
+            stored.cancel()
+            await asyncio.wait([stored])
         raise Conflict("the version is deleted repeatedly while it is published; try again later")
 
     async def _send_again(
@@ -230,6 +235,37 @@ class Publisher:
         adapter = await self._set_visibility(session, items)
         failpoint("publish.visibility")
         items.append(version_item(version, adapter))
+        action = "version.publish" if created else "version.republish"
+        subject = f"{version.tenant}/{version.name}:v{version.version}"
+        # Either may come first: a publication without an acknowledgement is completed again.
+        moved, _ = await asyncio.gather(
+            self._move_tags(session, version, created, recovering),
+            self._audit.write(
+                session.creator, version.tenant, action, subject, digest=version.digest,
+                details={"tags": " ".join(session.options.tags), "base": version.base_id},
+            ),
+        )  # fmt: skip
+        failpoint("publish.audit")
+        now = await self._versions.read(version.tenant, version.name, version.version)
+        if now is None or now.deleted:
+            return None
+        scope = scope_of(version.tenant, version.name)
+        await self._catalog.apply(scope, items + moved, operation=operation)
+        failpoint("publish.index")
+        finished = Finished(version, adapter, created)
+        await self._uploads.finish(session, finished)
+        UPLOADS.labels("created" if created else "unchanged").inc()
+        return finished
+
+    async def _move_tags(
+        self,
+        session: UploadSession,
+        version: VersionRecord,
+        created: bool,
+        recovering: Intent | None,
+    ) -> list[Item]:
+        """Move or stage the tags of a publication; what of them the index is to have."""
+        items: list[Item] = []
         for tag in session.options.tags:
             if session.options.when_loaded_s:
                 await self._stage_tag(session, tag, version, recovering)
@@ -238,27 +274,7 @@ class Publisher:
                 if record is not None:
                     items += await self._versions.items_of_tag(record, version.version)
             failpoint("publish.tag")
-        now = await self._versions.read(version.tenant, version.name, version.version)
-        if now is None or now.deleted:
-            return None
-        action = "version.publish" if created else "version.republish"
-        subject = f"{version.tenant}/{version.name}:v{version.version}"
-        # Either may come first: a publication without an acknowledgement is completed again.
-        await asyncio.gather(
-            self._audit.write(
-                session.creator, version.tenant, action, subject, digest=version.digest,
-                details={"tags": " ".join(session.options.tags), "base": version.base_id},
-            ),
-            self._catalog.apply(
-                scope_of(version.tenant, version.name), items, operation=operation
-            ),
-        )  # fmt: skip
-        failpoint("publish.audit")
-        failpoint("publish.index")
-        finished = Finished(version, adapter, created)
-        await self._uploads.finish(session, finished)
-        UPLOADS.labels("created" if created else "unchanged").inc()
-        return finished
+        return items
 
     async def _move_tag(
         self,
