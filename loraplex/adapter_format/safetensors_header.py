@@ -1,4 +1,4 @@
-"""Parses and checks the header of a safetensors file.
+"""Parses, checks and writes the header of a safetensors file.
 
 A file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes. The JSON
 maps each tensor to its dtype, shape and byte range; the ranges must cover the rest of the file
@@ -7,7 +7,9 @@ without gaps or overlaps. Format: https://github.com/huggingface/safetensors (RE
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -129,6 +131,19 @@ def parse_header(
     if not table:
         _refuse(source, "0 tensors", "holds no tensors; save the adapter again")
     return Header(_tensors(table, header_bytes, file_size, source, dtypes), header_bytes, metadata)
+
+
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
+    """The header of a file of these tensors, (name, dtype, shape), whose bytes follow in order."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, dtype, shape in tensors:
+        end = begin + math.prod(shape) * DTYPE_BYTES[dtype]
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _refuse(source: str, value: object, description: str) -> NoReturn:

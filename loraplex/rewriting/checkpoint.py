@@ -15,6 +15,7 @@ from loraplex.adapter_format.geometry import refuse_pickled
 from loraplex.adapter_format.safetensors_header import (
     DTYPE_BYTES,
     TensorInfo,
+    encode_header,
     parse_header,
     read_prefix,
 )
@@ -24,6 +25,7 @@ from loraplex.rewriting.tensors import STORED, Array, read_rows, stored_bytes
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _CHUNK_VALUES = 8 << 20
+"""Number of values of a tensor that are in memory at once."""
 
 RowsOf = Callable[[int, int], Array]
 """Rows [begin, end) of a tensor in float32."""
@@ -85,7 +87,8 @@ class CheckpointFolder:
             dtype: F16, BF16 or F32 for all floating-point tensors; "" = each keeps its own.
 
         Raises:
-            InvalidAdapter: a value does not fit the dtype.
+            InvalidAdapter: a value does not fit the dtype, or an edited tensor is not stored in
+                floating point.
         """
         weight_map: dict[str, str] = {}
         total_bytes = 0
@@ -93,8 +96,9 @@ class CheckpointFolder:
             held = {info.name: info for info in infos}
             held |= {new: held[like] for new, like in added.items() if like in held}
             entries = [_entry(name, info, edits, dtype) for name, info in held.items()]
+            total_bytes += sum(math.prod(shape) * DTYPE_BYTES[d] for _, shape, d in entries)
             with (out / file_name).open("wb") as sink:
-                total_bytes += _write_header(entries, sink)
+                sink.write(encode_header((name, d, shape) for name, shape, d in entries))
                 for name, shape, stored in entries:
                     self._write_tensor(name, shape, stored, edits, sink)
             weight_map |= dict.fromkeys(held, file_name)
@@ -140,20 +144,6 @@ def _entry(
         description = f"is stored as {stored}; only {', '.join(STORED)} can be merged into"
         raise InvalidAdapter.of([Violation.of(name, stored, description)])
     return name, edits[name].shape if name in edits else info.shape, stored
-
-
-def _write_header(entries: list[tuple[str, tuple[int, ...], str]], sink: BinaryIO) -> int:
-    """Write the header; returns the number of bytes of the tensors that follow."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, shape, stored in entries:
-        end = begin + math.prod(shape) * DTYPE_BYTES[stored]
-        header[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    sink.write(len(text).to_bytes(8, "little") + text)
-    return begin
 
 
 def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

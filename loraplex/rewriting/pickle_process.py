@@ -24,6 +24,7 @@ from typing import BinaryIO, NoReturn
 import torch
 
 from loraplex.adapter_format.files import PICKLE_FILE
+from loraplex.adapter_format.safetensors_header import encode_header
 
 REFUSED = 3
 SPARE_MEMORY_BYTES = 1 << 30
@@ -128,20 +129,9 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[s
 
 def _write(tensors: dict[str, torch.Tensor], sink: BinaryIO) -> None:
     """One safetensors file, tensor by tensor."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, tensor in sorted(tensors.items()):
-        end = begin + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    sink.write(len(text).to_bytes(8, "little") + text)
-    for _, tensor in sorted(tensors.items()):
+    entries = sorted(tensors.items())
+    sink.write(encode_header((name, _DTYPES[t.dtype], t.shape) for name, t in entries))
+    for _, tensor in entries:
         flat = tensor.contiguous().reshape(-1)
         sink.write(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     sink.flush()

@@ -26,7 +26,12 @@ from loraplex.adapter_format import (
 )
 from loraplex.adapter_format.files import MAX_BYTES
 from loraplex.adapter_format.folder import read_folder
-from loraplex.adapter_format.safetensors_header import DTYPE_BYTES, TensorInfo, read_prefix
+from loraplex.adapter_format.safetensors_header import (
+    DTYPE_BYTES,
+    TensorInfo,
+    encode_header,
+    read_prefix,
+)
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.tensor_scan import scan_file
 from loraplex.client.publishing import read_adapter
@@ -37,7 +42,7 @@ Array = npt.NDArray[np.float32]
 STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """The numpy type of each dtype; bfloat16 is read and written as its bits."""
 _MAX_RANK = 1 << 20
-"""Largest rank while merging; intermediate ranks may be too large to be served."""
+"""Largest rank that is read or written here. It may be more than a registry or a worker accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ def read_tensors(path: Path) -> dict[str, Array]:
 
 
 def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: object) -> Opened:
-    """Read and validate a folder, after applying `changes` to its config.
+    """Read and validate a folder, as if its config had the fields `changes`.
 
     Raises:
         InvalidAdapter: it is not a valid adapter, or not one of the base of `geometry`.
@@ -183,21 +188,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _safetensors(tensors: Mapping[str, Array], dtype: str) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    parts = []
-    begin = 0
-    for name, array in sorted(tensors.items()):
-        data = stored_bytes(array, dtype)
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(array.shape),
-            "data_offsets": [begin, begin + len(data)],
-        }
-        parts.append(data)
-        begin += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+    entries = sorted(tensors.items())
+    header = encode_header((name, dtype, array.shape) for name, array in entries)
+    return b"".join([header, *(stored_bytes(array, dtype) for _, array in entries)])
 
 
 def stored_bytes(array: Array, dtype: str) -> bytes:

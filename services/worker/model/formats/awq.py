@@ -1,5 +1,7 @@
-"""AWQ, version `gemm`: `qweight` and `qzeros` of int32 words that hold eight outputs each, in an
-order that suits a GPU kernel; float `scales`."""
+"""AWQ, version `gemm`: four-bit codes in an order that suits a GPU kernel.
+
+`qweight` and `qzeros` consist of int32 words that hold eight outputs each; `scales` are floats.
+"""
 
 from __future__ import annotations
 

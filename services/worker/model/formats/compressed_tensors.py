@@ -46,7 +46,7 @@ def read_packed(
     if files.has(name := f"{module}.weight_g_idx"):
         groups = stored(files, name, (num_inputs,))
         if not groups.eq(-1).all():  # -1 = not used
-            order, _ = column_order(name, groups, scales.shape[1], group_size)
+            order = column_order(name, groups, scales.shape[1], group_size)
             codes = codes if order is None else codes[:, order]
     if bits == 8:
         zeros = None if zeros is None else zeros - 128

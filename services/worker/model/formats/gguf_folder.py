@@ -1,5 +1,6 @@
-"""Converts a GGUF file to a folder in Hugging Face layout: translates names, config and tokenizer,
-and copies the blocks of tensors unchanged.
+"""Converts a GGUF file to a folder in Hugging Face layout.
+
+Names, config and tokenizer are translated, and the blocks of tensors are copied unchanged.
 
 `python -m loraplex_services.worker.model.formats.gguf_folder FILE FOLDER` writes it, in a process
 of its own: the API server process has neither the gguf library nor transformers.
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from loraplex.adapter_format.quantisation import GGUF_BLOCKS
+from loraplex.adapter_format.safetensors_header import encode_header
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -253,17 +255,9 @@ def write_folder(path: Path, folder: Path) -> None:
 
 
 def _write_tensors(tensors: list[tuple[str, str, tuple[int, ...], Any]], path: Path) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, kind, shape, data in tensors:
-        dtype = PLAIN_TYPES.get(kind, "U8")
-        end = begin + data.nbytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    infos = ((name, PLAIN_TYPES.get(kind, "U8"), shape) for name, kind, shape, _ in tensors)
     with path.open("wb") as sink:
-        sink.write(len(text).to_bytes(8, "little") + text)
+        sink.write(encode_header(infos))
         for _, _, _, data in tensors:
             sink.write(np.ascontiguousarray(data).data)
 

@@ -36,7 +36,7 @@ def read(files: StoredTensors, module: str, shape: tuple[int, int], scheme: Sche
     order = None
     if files.has(name := f"{module}.g_idx"):
         groups = stored(files, name, (num_inputs,))
-        order, _ = column_order(name, groups, num_groups, group_size)
+        order = column_order(name, groups, num_groups, group_size)
     if order is not None:
         codes = codes[:, order]
     table: Tensor | None = INTEGERS

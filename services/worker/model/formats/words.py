@@ -1,4 +1,4 @@
-"""Helpers of all readers: stored tensors, and codes that are packed into words."""
+"""What all readers share: stored tensors, and codes that are packed into words."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stored(files: StoredTensors, name: str, *shapes: Sequence[int]) -> Tensor:
 def stored_scales(files: StoredTensors, name: str, *shapes: Sequence[int]) -> Tensor:
     """`stored`, for scales; those of eight bits become float32.
 
-    Raises InvalidRequest for what can be no scales.
+    Raises InvalidRequest if they are not finite floating-point numbers, or all zero.
     """
     scales = stored(files, name, *shapes)
     if not scales.is_floating_point():
@@ -66,9 +66,9 @@ def stored_scales(files: StoredTensors, name: str, *shapes: Sequence[int]) -> Te
 
 
 def checked(name: str, factors: Tensor) -> Tensor:
-    """Scales or a table of values. Some may be zero: so are scales of groups whose weights are.
+    """Scales, or a table of values. Some may be zero, such as the scale of a group of zeros.
 
-    Raises InvalidRequest if one is infinite or no number, or if all are zero.
+    Raises InvalidRequest if one is infinite or NaN, or if all are zero.
     """
     if not factors.isfinite().all():
         raise InvalidRequest.field(name, "inf or NaN", "scales and tables must be finite numbers")
@@ -105,16 +105,11 @@ def signed(codes: Tensor) -> Tensor:
     return (codes ^ 0x80).view(torch.int8)
 
 
-def column_order(
-    name: str, groups: Tensor, num_groups: int, group_size: int
-) -> tuple[Tensor | None, Tensor]:
-    """Columns sorted by their groups.
+def column_order(name: str, groups: Tensor, num_groups: int, group_size: int) -> Tensor | None:
+    """`CodedWeight.order`: the inputs sorted by their groups; None if they are in order.
 
     Args:
         groups: the group of each input, `[in]`.
-
-    Returns:
-        (`CodedWeight.order`, the group that each run of `group_size` columns belongs to).
 
     Raises:
         InvalidRequest: groups differ in size, or do not exist.
@@ -127,4 +122,4 @@ def column_order(
         why = f"must give {group_size} inputs to each of {num_groups} groups"
         raise InvalidRequest.field(name, "uneven groups", why)
     is_plain = bool((order[1:] > order[:-1]).all())
-    return (None if is_plain else order), ordered
+    return None if is_plain else order
