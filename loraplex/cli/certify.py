@@ -78,7 +78,7 @@ def _nats(text: str) -> float:
 
 async def _certify(args: argparse.Namespace) -> None:
     from loraplex.client.certifier import Certifier
-    from loraplex.client.certifying import PROBE_TEXTS, probe_of
+    from loraplex.client.divergence import PROBE_TEXTS, probe_of
     from loraplex.client.inference_client import InferenceClient
     from loraplex.errors import InvalidRequest
 

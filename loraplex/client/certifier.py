@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loraplex.api.registry import AdapterVersion, Certificate
-from loraplex.client.certifying import measure, probe_sha256, served_quantization
+from loraplex.client.divergence import measure, probe_sha256, served_quantization
 from loraplex.client.inference_client import InferenceClient
 from loraplex.client.registry_client import RegistryClient
 from loraplex.errors import (
@@ -24,11 +24,11 @@ from loraplex.errors import (
 )
 
 GENERATES = "CAUSAL_LM"
-PASSING = (Blocked, DeadlineExceeded, NotFound, ResourceExhausted, Unavailable)
+TRANSIENT = (Blocked, DeadlineExceeded, NotFound, ResourceExhausted, Unavailable)
 """Errors that may be gone later: a gateway that does not know the version yet, no free worker."""
 RETRY_S = 30.0
 Report = Callable[[AdapterVersion, Certificate | LoraplexError], None]
-"""Called with what became of a version."""
+"""Called with the certificate of a version, or the error that prevented it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Certifier:
                 raise
             except LoraplexError as error:
                 outcome = error
-            if not isinstance(outcome, PASSING):
+            if not isinstance(outcome, TRANSIENT):
                 waiting.pop(version.ref, None)
             if isinstance(outcome, Certificate):
                 report(version, outcome)
@@ -136,7 +136,7 @@ class Certifier:
                 report(version, outcome)
 
     async def _try(self, version: AdapterVersion) -> Certificate | None:
-        """None = it has a certificate of this measurement."""
+        """Certify a version, unless it has a certificate of this measurement: then None."""
         quantization = await served_quantization(self.served, version.base_id)
         probe = probe_sha256(self.texts)
         for known in await self.registry.admin.certificates(version.ref):
@@ -161,7 +161,7 @@ class Certifier:
         await self.registry.set_tag(name, self.tag, {version.version: 1}, expect=expect)
 
     async def _measured(self, version: AdapterVersion, theirs: str) -> Certificate:
-        """The certificate as it is kept, of a version that passes."""
+        """Measure a version and store the certificate. Raises InvalidAdapter above `max_kl`."""
         quantization = await served_quantization(self.served, version.base_id)
         found = await measure(self.served, self.reference, version.ref, theirs, self.texts)
         measured = Certificate(

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from loraplex.api.output import TokenLogprob
 from loraplex.api.sampling import Sampling
-from loraplex.client.certifying import LOWEST_PRIORITY
+from loraplex.client.divergence import LOWEST_PRIORITY
 from loraplex.client.generation import Mirrored
 from loraplex.client.inference_client import InferenceClient, collect
 from loraplex.errors import InvalidRequest
@@ -40,7 +40,7 @@ class LogprobComparison:
         self._candidate = candidate
 
     async def difference(self, mirrored: Mirrored) -> float:
-        """In nats per token. Sends two requests of the lowest priority."""
+        """The difference in nats per token. Sends two requests of the lowest priority."""
         ids = (*mirrored.prompt_ids, *mirrored.token_ids)
         num_answer = len(mirrored.token_ids)
         candidate = await self._mean_logprob(self._candidate, ids, num_answer)
@@ -56,7 +56,7 @@ class LogprobComparison:
 
 
 class ScorerComparison:
-    """Compares the answers by a command of the user's.
+    """Compares the answers by a command that the user provides.
 
     The command runs once. For each answer it reads a line of JSON with `prompt`, `answer` and
     `version`, and writes a line with a score from 0 to 1; higher is better.
@@ -71,7 +71,7 @@ class ScorerComparison:
         self._process = process
 
     async def difference(self, mirrored: Mirrored) -> float:
-        """Answers the request with the candidate, at the lowest priority, and scores both."""
+        """The difference of the two scores. Sends one request of the lowest priority."""
         sampling = replace(mirrored.sampling, n=None)
         chunks = [
             chunk

@@ -162,6 +162,7 @@ async def download(
         finish: called with the folder of received files before it appears.
 
     Raises:
+        InvalidRequest: `folder` is a file.
         AlreadyExists: the folder is not empty and `force` is not given.
         DataLoss: bytes do not match their digest. Nothing is written then.
     """
@@ -223,7 +224,8 @@ async def _receive(channel: Channel, ref: str, folder: Path, progress: Progress)
 
 
 def _safe(path: str) -> PurePosixPath:
-    """Check that the path that a server sent is relative and stays inside the folder."""
+    """The path that a server sent. Raises DataLoss unless it is relative and stays inside the
+    folder."""
     parts = PurePosixPath(path)
     if parts.is_absolute() or ".." in parts.parts or not parts.parts or "\\" in path:
         raise DataLoss(f"the registry sent an unsafe path: {path!r}")

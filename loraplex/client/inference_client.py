@@ -144,13 +144,18 @@ class InferenceClient:
         return vectors.embeddings(await self._channel.call(stub.Embed, request))
 
     async def score(self, model: str, inputs: str | Sequence[Prompt]) -> Scores:
-        """The scores of an adapter's classification head for each input: one text, or prompts."""
+        """Compute the scores of an adapter's classification head for each input.
+
+        Args:
+            model: an adapter reference.
+            inputs: one text, or prompts in any form.
+        """
         request = vectors.score_request(model, inputs)
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         return vectors.scores(await self._channel.call(stub.Score, request))
 
     async def models(self) -> AsyncIterator[Model]:
-        """Bases first, then the adapters the caller may run."""
+        """Yield the bases, then the adapters that the caller may run."""
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         request = pb.ListModelsRequest(page_size=PAGE_SIZE)
         while True:
@@ -174,10 +179,10 @@ class InferenceClient:
         return generation_wire.status(await self._channel.call(stub.GetStatus, request))
 
     async def mirrored(self, ref: str, share: float = 1.0) -> AsyncGenerator[Mirrored, None]:
-        """A share of the caller's tenant's requests for a tag, each when it has ended well.
+        """Yield a share of the tenant's requests for a tag, each after it ended without an error.
 
         Needs a key with the scope "admin". Requests that ran with several adapters, choices or
-        versions are left out, and so is what comes while the caller does not read.
+        versions are left out, and so are requests that end while the caller is not reading.
 
         Args:
             ref: such as `upper:prod`.
@@ -197,7 +202,9 @@ class InferenceClient:
         first request.
 
         Raises:
-            NotFound, PermissionDenied, Unavailable: no worker of its base is ready.
+            NotFound: there is no such adapter.
+            PermissionDenied: the caller may not run it.
+            Unavailable: no worker of its base is ready.
         """
         stub = self._channel.stub(admin_pb2_grpc.AdminServiceStub)
         request = admin_pb2.FetchAdapterRequest(ref=ref, num_workers=num_workers)

@@ -29,7 +29,7 @@ def memory_files(state_dict: Mapping[str, Any], config: Any) -> list[MemoryFile]
 
 
 def header_of(tensors: MemoryFile) -> bytes:
-    """The start of the tensor file, as far as validation needs it. Raises: InvalidAdapter."""
+    """The header of the tensor file, which validation reads. Raises: InvalidAdapter."""
     first = tensors.content[:LENGTH_BYTES]
     return tensors.content[: prefix_bytes(first, tensors.size_bytes)]
 
@@ -47,7 +47,7 @@ def _config_json(config: Any) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """PEFT has sets and enums of text in its configs."""
+    """A value as JSON has it. PEFT's configs contain sets."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     raise TypeError(f"a {type(value).__name__} cannot be written as JSON")

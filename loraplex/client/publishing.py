@@ -1,4 +1,4 @@
-"""The options of an upload."""
+"""The options of an upload, its signatures, and the files of a folder that it consists of."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Publication:
     allow_missing: bool = False
     """Accept an adapter without tensors for some modules that its config selects."""
     parent: str = ""
-    """Reference this version was made from."""
+    """Reference of the version from which this one was made; "" = none."""
     when_loaded_s: float = 0.0
     """Above 0: tags move only once gateways have loaded the version, within this time."""
     keep_versions: int = 0
@@ -136,7 +136,7 @@ def _notes(folder: Path, names: Sequence[str]) -> tuple[Violation, ...]:
 
 
 def read_adapter(folder: Path) -> AdapterFolder:
-    """Read and hash the same files for a check on this machine.
+    """Read and hash the files of an adapter, for a check on this machine.
 
     Raises:
         InvalidAdapter: files are missing, or of a refused kind or size.

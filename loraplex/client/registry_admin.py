@@ -91,7 +91,7 @@ class RegistryAdmin:
             request.page_token = page.next_page_token
 
     async def set_certificate(self, ref: str, certificate: Certificate) -> Certificate:
-        """Store a result of `certifying.measure` with a version; returns the certificate as
+        """Store a result of `divergence.measure` with a version; returns the certificate as
         stored."""
         request = pb.SetCertificateRequest(
             ref=ref, certificate=registry_wire.certificate_to_proto(certificate)

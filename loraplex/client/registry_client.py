@@ -260,7 +260,9 @@ class RegistryClient:
 
         Args:
             targets: weight by version number; one entry unless the tag is split.
-            expect: digest the tag must point at now, or "none".
+            expect: digest that the tag must point at now, "none" if it must not exist; None = any.
+            when_loaded_s: above 0: the tag moves only once gateways have loaded the versions,
+                within this time.
             reason: for the audit log.
 
         Raises:
@@ -277,7 +279,7 @@ class RegistryClient:
         return await self._set_tag(request)
 
     async def rollback(self, name: str, tag: str, to_version: int = 0) -> Tag:
-        """Move a tag back to what it pointed at before, or to a version it once had."""
+        """Move a tag back to its previous targets, or to `to_version`, which it once had."""
         request = pb.SetTagRequest(name=name, tag=tag, rollback=True, rollback_version=to_version)
         return await self._set_tag(request)
 
@@ -300,8 +302,12 @@ class RegistryClient:
     ) -> Sequence[AdapterVersion]:
         """Delete one version, or with `every` all versions and tags of the name `ref`.
 
+        Args:
+            force: delete a version even if tags point at it, and these tags as well.
+            purge: let garbage collection remove the files without waiting for the retention time.
+
         Raises:
-            Blocked: a tag other than `latest` points here and `force` is not given.
+            Blocked: a tag other than `latest` points at it, and `force` is not given.
         """
         request = pb.DeleteAdapterVersionRequest(ref=ref, all=every, force=force, purge=purge)
         answer = await self._channel.call(self._stub.DeleteAdapterVersion, request)

@@ -30,7 +30,7 @@ FINISH_TIMEOUT_S = 600.0
 
 _READ_AHEAD_CHUNKS = 8
 _REFUSED_AT_ONCE = ("UNREACHABLE", "NO_BASE")
-"""Reasons why a first attempt fails that do not pass within the attempts."""
+"""Reasons of a failed first attempt for which another attempt is pointless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ SentFile = LocalFile | MemoryFile
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """The sums of a file that was read."""
+    """The checksums of a file that was read."""
 
     spec: pb.FileSpec
     crc32s: Sequence[int]
@@ -80,7 +80,7 @@ class Summed:
 
 
 async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summed]:
-    """The declared form of the files: path, size and sha256; and the sums to send them with."""
+    """Read the files and compute their checksums. Raises DataLoss if one is damaged."""
     loop = asyncio.get_running_loop()
     total_bytes = sum(file.size_bytes for file in files)
     done_bytes = 0

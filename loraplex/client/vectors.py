@@ -1,4 +1,4 @@
-"""Converts requests and responses of embeddings and scores."""
+"""Types of embeddings and scores, and the conversion of their requests and responses."""
 
 from __future__ import annotations
 

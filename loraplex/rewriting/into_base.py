@@ -3,9 +3,8 @@
 Each weight becomes W + sum of weight * scale * B A, computed in float32 and rounded once to the
 dtype of the base. Parts that a plain checkpoint cannot contain are refused by name: an activated
 LoRA, a rotary embedding of the adapter's own, and a bias where the base has none. Parts that
-replace weights
-of the base (DoRA, saved modules, trained biases and token rows) are merged from one adapter of
-weight 1 only, because they cannot be summed.
+replace weights of the base (DoRA, saved modules, trained biases and token rows) are merged from one
+adapter of weight 1 only, because they cannot be summed.
 """
 
 from __future__ import annotations
@@ -58,12 +57,13 @@ def merge_into_base(
     """Write the base with the adapters in its weights.
 
     Args:
-        folders: (folder, weight).
+        folders: (folder, weight) of each adapter.
         base: folder in Hugging Face layout.
         out: new, or an empty folder.
         dtype: F16, BF16 or F32 for all weights; "" = as the base stores them.
 
     Raises:
+        InvalidRequest: the base is quantised, or its folder is incomplete.
         InvalidAdapter: an adapter is not one of this base, or has parts that cannot be merged.
         AlreadyExists: `out` is not empty.
     """
@@ -132,7 +132,8 @@ class _Plan:
             assert end is None or end - begin == num_rows, "halves of one shape"
 
     def _weights(self, name: str) -> Iterator[tuple[str, int, int | None]]:
-        """(tensor, first and last row of the module that it holds) for a module of an adapter."""
+        """The tensors in which the base stores a module, each with the module's rows [begin, end)
+        that it holds; an end of None means all rows."""
         tensor = f"{name}.weight"
         if tensor in self.checkpoint.tensors or name == self._head:
             yield tensor, 0, None
@@ -182,10 +183,10 @@ class _Plan:
         self.edits[tensor] = Edit(own.info.shape, lambda begin, end: total[begin:end])
 
     def settle_tied_head(self, shares: dict[str, list[ModuleShare]]) -> bool:
-        """Keep a tied pair of tables tied if both changed in the same way; returns whether they
-        were untied.
+        """Keep the embedding and a tied head tied if both changed in the same way; returns whether
+        they were untied. Mutates: edits, added.
 
-        Where the files hold a copy of a tied table, the copy is changed in the same way.
+        If the files hold a copy of the tied table, the copy is changed in the same way.
         """
         table, head = f"{self._embedding}.weight", f"{self._head}.weight"
         if not self._tied or not (table in self.edits or head in self.edits):
@@ -221,6 +222,7 @@ def _facts(shares: Sequence[ModuleShare] | None) -> object:
 
 
 def _check_config(folder: Path, adapter: Opened) -> None:
+    """Raises InvalidAdapter for a field of the config that merged weights cannot express."""
     config = adapter.report.config
     if config.alora_invocation_tokens is not None:
         description = "takes effect from its invocation tokens on, which merged weights cannot do"
@@ -233,7 +235,8 @@ def _check_config(folder: Path, adapter: Opened) -> None:
 
 
 def _check_parts(folder: Path, share: ModuleShare, *, is_alone: bool) -> None:
-    """Parts that replace weights of the base can be neither summed nor scaled."""
+    """Raises InvalidAdapter for parts that replace weights of the base, unless the adapter is
+    merged alone: they can be neither summed nor scaled."""
     for part in () if is_alone else _REPLACING:
         info = getattr(share.module, part)
         if info is not None:
@@ -242,7 +245,8 @@ def _check_parts(folder: Path, share: ModuleShare, *, is_alone: bool) -> None:
 
 
 def _check_copies(shares: Sequence[ModuleShare], source: TensorLocation) -> None:
-    """If several adapters are merged, each must have been trained on the base's own table."""
+    """Raises InvalidAdapter if an adapter was trained on a table other than the base's, unless it
+    is merged alone."""
     if len(shares) == 1 and shares[0].weight == 1:
         return
     for share in shares:

@@ -13,6 +13,7 @@ from loraplex.rewriting.checkpoint import RowsOf, TensorLocation
 from loraplex.rewriting.tensors import Array, Opened
 
 COLUMN_CHUNK_ROWS = 8192
+"""Number of rows of a table that are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class ModuleShare:
 
     @property
     def factor(self) -> np.float32:
+        """The adapter's weight times the module's scale."""
         return np.float32(self.weight * self.module.scale)
 
     def source(self, info: TensorInfo) -> TensorLocation:
@@ -35,7 +37,7 @@ class ModuleShare:
 def merged_rows(
     shares: Sequence[ModuleShare], source: TensorLocation, offset: int, *, is_table: bool
 ) -> RowsOf:
-    """Rows of a merged weight, without the gain of DoRA on a table.
+    """A function that computes rows of a merged weight, without DoRA's gain on a table.
 
     Args:
         source: the base's weight.
@@ -71,7 +73,8 @@ def merged_rows(
 
 
 def with_column_gain(shares: Sequence[ModuleShare], rows: RowsOf, num_rows: int) -> RowsOf:
-    """Rows of an embedding with DoRA's gain, which is one factor for each column."""
+    """A function that computes rows of an embedding with DoRA's gain, one factor for each column.
+    Reads all rows once, for the norms of the columns."""
     info = shares[0].module.magnitude
     if info is None:
         return rows

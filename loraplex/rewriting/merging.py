@@ -1,10 +1,11 @@
 """Merges several adapters of one base by the methods of PEFT's `add_weighted_adapter`.
 
-With weight w and scale s of an adapter, A is multiplied by sign(w s) sqrt|w s| and B by sqrt|w s|,
-then the As are combined and the Bs are; `cat` instead stacks them, so that the result is the exact
-sum of the products, and its rank is the sum of the ranks. Sources: peft 0.21
-`tuners/lora/model.py`,
-`utils/merge_utils.py`; TIES (arXiv 2306.01708); DARE (arXiv 2311.03099).
+If an adapter has weight w and scale s, its A is multiplied by sign(w s) sqrt|w s| and its B by
+sqrt|w s|. Then all A are combined, and all B. `cat` stacks them instead, so that the result is the
+exact sum of the products, and its rank is the sum of the ranks.
+
+Sources: peft 0.21 `tuners/lora/model.py` and `utils/merge_utils.py`; TIES (arXiv 2306.01708); DARE
+(arXiv 2311.03099).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Recipe:
     """Seed of the random choice of the values that `dare_*` drop."""
 
     def check(self) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest if the density is out of range."""
         if not 0 < self.density <= 1:
             raise InvalidRequest.field("--density", self.density, "must be above 0, and at most 1")
 
@@ -67,7 +68,7 @@ def merge(
     """Merge adapters into a new folder.
 
     Args:
-        folders: (folder, weight).
+        folders: (folder, weight) of each adapter.
         geometry: of the base of all adapters; None = they must name the same base.
         dtype: F16, BF16 or F32; "" = that of the first adapter.
 
@@ -256,7 +257,7 @@ def _targets(adapters: Sequence[Opened], ranks: Mapping[str, int]) -> dict[str, 
 
 
 def check_one_serving(folders: Sequence[tuple[Path, float]], adapters: Sequence[Opened]) -> None:
-    """Fields that are not sums of matrices must be equal in all adapters."""
+    """Raises InvalidAdapter if the adapters differ in a field that cannot be merged."""
     for name in (ROPE_FIELD, EOS_FIELD):
         first = adapters[0].config.get(name)
         for (folder, _), adapter in zip(folders, adapters, strict=True):

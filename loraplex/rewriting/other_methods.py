@@ -1,5 +1,4 @@
-"""Converts adapters of other PEFT methods to LoRA: LoHa, LoKr, MiSS, VeRA and others that PEFT can
-convert.
+"""Converts adapters of other PEFT methods, such as LoHa, LoKr, MiSS and VeRA, to LoRA.
 
 PEFT does the conversion, in a separate process (see `other_methods_process`), because it has to
 build the base with the adapter on it. The process also measures the error: whatever the method, the
@@ -68,7 +67,7 @@ def to_lora(
 
     Args:
         out: new, or an empty folder.
-        base: its folder.
+        base: folder of the base.
         max_rank: largest rank of a module. A module that needs more gets the best approximation of
             this rank.
         dtype: F16, BF16 or F32; "" = F32.
@@ -76,7 +75,8 @@ def to_lora(
     Raises:
         InvalidRequest: the folder holds no such adapter.
         InvalidAdapter: PEFT cannot convert it, or it does not fit the base.
-        Unsupported: PEFT or transformers are not installed.
+        Unsupported: torch, transformers or PEFT is not installed.
+        LoraplexError: the process that converts it ended without an answer.
     """
     if not is_other_method(folder):
         description = "holds no adapter of a PEFT method other than LoRA; there is nothing to do"
@@ -109,7 +109,7 @@ def _config(path: Path) -> dict[str, object]:
 
 
 def _run(folder: Path, base: Path, target: Path, max_rank: int) -> dict[str, Any]:
-    """Run the process that does the conversion and writes `target`."""
+    """Run the process that does the conversion and writes `target`; returns what it printed."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     module = "loraplex.rewriting.other_methods_process"

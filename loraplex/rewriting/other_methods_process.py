@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _load(folder: Path, base: Path) -> Any:
-    """The base with the adapter on it, float32."""
+    """The base in float32 with the adapter on it. Refuses what is not converted."""
     config = peft.PeftConfig.from_pretrained(str(folder))
     method = config.peft_type.value
     for field in ("modules_to_save", "trainable_token_indices"):
@@ -65,10 +65,10 @@ def _load(folder: Path, base: Path) -> Any:
     if getattr(config, "bias", "none") not in ("none", False):
         _refuse("bias", config.bias, f"is not converted together with {method}; train without")
     loader = getattr(transformers, _class_of(folder, base))
-    whole = loader.from_pretrained(str(base), dtype=torch.float32, local_files_only=True)
+    model_of_base = loader.from_pretrained(str(base), dtype=torch.float32, local_files_only=True)
     warnings.filterwarnings("error", "Found missing adapter keys")  # which PEFT leaves as they are
     try:
-        model = peft.PeftModel.from_pretrained(whole, str(folder), config=config).eval()
+        model = peft.PeftModel.from_pretrained(model_of_base, str(folder), config=config).eval()
     except (RuntimeError, ValueError, TypeError, UserWarning) as error:
         _refuse("peft_type", method, f"cannot be loaded by PEFT on this base: {str(error)[:200]}")
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]

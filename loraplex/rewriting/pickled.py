@@ -1,5 +1,6 @@
-"""Converts adapters that were saved as `adapter_model.bin`, before PEFT wrote safetensors. The
-pickle is read in a separate process (see `pickle_process`). All other files of the adapter are
+"""Converts adapters that older versions of PEFT saved as a pickle, `adapter_model.bin`.
+
+The pickle is read in a separate process (see `pickle_process`). All other files of the adapter are
 copied, and the result is validated like an upload.
 """
 
@@ -56,7 +57,7 @@ def from_pickle(
 
 
 def _convert(source: Path, target: Path, dtype: str) -> None:
-    """Run the process that reads the pickle; returns the safetensors."""
+    """Run the process that reads the pickle and writes the safetensors file `target`."""
     size = source.stat().st_size
     if size > MAX_PICKLE_BYTES:
         description = f"must have at most {MAX_PICKLE_BYTES} bytes"

@@ -78,7 +78,8 @@ def from_tinker(folder: Path, out: Path, geometry: Geometry | None = None) -> Re
         geometry: the base, which says how it lays out its experts.
 
     Raises:
-        InvalidAdapter: a tensor belongs to no module, or a part of `in_proj_qkv` is missing.
+        InvalidAdapter: a tensor belongs to no module, a part of `in_proj_qkv` is missing, or shapes
+            or config fields are invalid.
     """
     pairs = _pairs(folder)
     made = _Rewritten()

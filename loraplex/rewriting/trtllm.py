@@ -82,7 +82,8 @@ def to_trtllm(
         base: its folder; needed for DoRA.
 
     Raises:
-        InvalidAdapter: it adapts a module for which the format has no id.
+        InvalidAdapter: it adapts a module for which the format has no id, or a value does not fit
+            float16.
         InvalidRequest: the base is required and was not given.
     """
     for field in ("alora_invocation_tokens", "rope_scaling"):
@@ -193,6 +194,7 @@ def from_trtllm(
         base: folder of the base, needed for DoRA.
 
     Raises:
+        InvalidRequest: a file cannot be read, or DoRA needs `base` and it was not given.
         InvalidAdapter: a row is invalid or does not fit the base; the error names it.
     """
     weights, config = _load(folder / WEIGHTS_FILE), _load(folder / CONFIG_FILE)
@@ -208,7 +210,8 @@ def from_arrays(
     dtype: str = "",
     base: Path | None = None,
 ) -> Report:
-    """The same for the content of the two files; `dtype` "" = that of the weights."""
+    """Convert the content of the two files, as `from_trtllm` does; `dtype` "" = that of the
+    weights."""
     dtype = dtype or next((d for d, npy in _NPY_DTYPES.items() if weights.dtype == npy), "F32")
     weights, config = _checked(weights, config)
     bases = BaseLinears.of(geometry)
@@ -295,7 +298,8 @@ def _trtllm_module(module: AdapterModule) -> TrtllmModule:
 def _checked(
     weights: npt.NDArray[np.generic], config: npt.NDArray[np.generic]
 ) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Both tensors without their batch dimension: float32 [rows, width] and [rows, 4]."""
+    """Both tensors without their batch dimension: weights, float32 `[rows, width]`, and config,
+    int64 `[rows, 4]`. Raises InvalidAdapter for other shapes and dtypes."""
     weights = weights[0] if weights.ndim == 3 and len(weights) == 1 else weights
     config = config[0] if config.ndim == 3 and len(config) == 1 else config
     if config.ndim != 2 or config.shape[1] not in (3, 4) or config.dtype.kind not in "iu":
@@ -349,20 +353,20 @@ def _split(
     out_features = widths[0] if is_expert else sum(widths)
     cut = count * rank * in_features
     end = cut + count * rank * out_features
-    whole = end + (out_features if is_dora else 0)
-    if rank < 1 or whole > row.size:
-        _refuse(
-            where, f"rank {rank}", f"needs {whole} values for this base, the row has {row.size}"
-        )
-    if row[whole:].any():
-        description = f"is followed by values after the {whole} of this base; is it another base's?"
+    num_values = end + (out_features if is_dora else 0)
+    if rank < 1 or num_values > row.size:
+        why = f"needs {num_values} values for this base, the row has {row.size}"
+        _refuse(where, f"rank {rank}", why)
+    if row[num_values:].any():
+        description = f"is followed by more than the {num_values} values of this base; "
+        description += "is it an adapter of another base?"
         _refuse(where, f"rank {rank}", description)
     experts = (count,) if is_expert else ()
     return _Row(
         rank,
         row[:cut].reshape(*experts, rank, in_features),
         row[cut:end].reshape(*experts, out_features, rank),
-        row[end:whole] if is_dora else None,
+        row[end:num_values] if is_dora else None,
     )
 
 

@@ -75,7 +75,7 @@ class BaseLinears:
 
     @classmethod
     def of(cls, geometry: Geometry) -> BaseLinears:
-        """The modules of one layer."""
+        """The linears of a geometry."""
         found = {}
         for module in geometry.modules:
             match = _LAYER.fullmatch(module.name)
@@ -97,7 +97,7 @@ class BaseLinears:
         return []
 
     def num_experts(self, layer: int) -> int:
-        """The experts of a layer."""
+        """Number of experts of a layer."""
         return len(self._experts(14, layer))
 
     def _experts(self, number: int, layer: int) -> list[Module]:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _RETRY_S = 0.5
-_PASSING = (Unavailable, DeadlineExceeded, ResourceExhausted)
+_TRANSIENT = (Unavailable, DeadlineExceeded, ResourceExhausted)
 """Failures that are worth a retry."""
 
 
@@ -103,7 +103,7 @@ class Stager:
             try:
                 if await self._try(tag, left_s):
                     return ""
-            except _PASSING as error:
+            except _TRANSIENT as error:
                 last = error.message
             except LoraplexError as error:
                 return error.message

@@ -81,6 +81,7 @@ class Builder:
     names: LayerNames = field(default_factory=LayerNames)
     sites: SiteTableBuilder = field(default_factory=SiteTableBuilder)
     linears: dict[int, WeightRows] = field(default_factory=dict)
+    """This and the next three: see `SiteWeights`."""
     biases: dict[int, Tensor] = field(default_factory=dict)
     norm_offsets: dict[int, float] = field(default_factory=dict)
     published: dict[int, WeightRows] = field(default_factory=dict)
@@ -98,11 +99,17 @@ class Builder:
         make_layer: Callable[[Builder, int], Layer] | None = None,
         layer_inputs: LayerInputs | None = None,
     ) -> Decoder:
-        """The whole model. Every tensor of the files must be used.
+        """Build the model.
 
         Args:
-            make_mixer: of a layer; None = all have attention.
-            make_layer: of a family whose layers are not made of a mixer, an MLP and norms.
+            make_mlp: builds the MLP of a layer; None = all have a dense one.
+            make_mixer: builds the mixer of a layer; None = all have attention.
+            make_layer: builds a layer, in families whose layers are not made of a mixer, an MLP
+                and norms.
+            layer_inputs: what layers read in addition to the residual stream.
+
+        Raises:
+            InvalidRequest: a tensor of the files is missing, has another shape, or is not used.
         """
         config, weights = self.config, self.weights
         table = self._token_rows("model.embed_tokens.weight")
@@ -153,7 +160,8 @@ class Builder:
         return site_id
 
     def _rows_of(self, own: BaseLinear, modules: Modules, num_inputs: int) -> WeightRows:
-        """Where packing reads whole rows of a weight: a rank that has a part keeps no more."""
+        """Where packing reads complete rows of a weight. A rank that has a part of it reads them
+        from the files again."""
         if self.shard.size == 1:
             return own
         parts = [(f"{name}.weight", rows) for name, rows in modules]
@@ -182,9 +190,9 @@ class Builder:
         """A site of stacked projections.
 
         Args:
-            num_inputs: of the whole weight, as `modules` tells its outputs.
+            num_inputs: inputs of the complete weight, whose outputs `modules` has.
             cut: how ranks divide it.
-            is_addend: where inputs are divided, leave the sum over the ranks to the caller.
+            is_addend: if ranks divide the inputs, leave the sum over the ranks to the caller.
         """
         base = self.base(modules, num_inputs, cut)
         site_id = self.sites.add(layer, LINEAR, num_inputs, modules, cut)
@@ -207,7 +215,8 @@ class Builder:
         return codes is not None and self.operators.reads_codes(codes)
 
     def base(self, modules: Modules, num_inputs: int, cut: Cut) -> BaseLinear:
-        """Stacked weights that keep the codes, and the scales, that the files have of each."""
+        """The stacked weights of `modules`, in codes where the files have codes that a kernel
+        reads."""
         window = self.own.window(sum(rows for _, rows in modules), cut)
         names = parts_of([(f"{name}.weight", rows) for name, rows in modules], window)
         found = [self.own.codes(name, (rows, num_inputs), own) for name, rows, own in names]
@@ -236,7 +245,7 @@ class Builder:
         return ShardedLora(ranks, is_cut_by_outputs=bool(cut.outputs))
 
     def weight(self, modules: Modules, num_inputs: int, cut: Cut) -> Tensor:
-        """Stacked weights, or what this rank has of them."""
+        """The stacked weights `[out, in]` of `modules`, or the part that this rank has."""
         return self.own.stacked(
             [(f"{name}.weight", rows) for name, rows in modules], num_inputs, cut
         )
@@ -250,7 +259,8 @@ class Builder:
         cut: Cut,
         bias: Tensor | None = None,
     ) -> LoraLinear:
-        """A site of one expert. Its adapters are plain torch on every device: rows come and go."""
+        """A site of one expert. Plain torch computes its adapters on every device, because the
+        number of its rows changes with each step."""
         site_id = self.sites.add(layer, EXPERT, num_inputs, modules, cut)
         self.linears[site_id] = self._rows_of(base, modules, num_inputs)
         if bias is not None:
@@ -342,7 +352,7 @@ class Builder:
         return LoraLinear(site_id, base, None, self.operators.add_lora())
 
     def _head_base(self, site_id: int, name: str, table: Tensor | None) -> BaseLinear:
-        """The head's product; `table` is its weight where that is the embedding."""
+        """The head's product; `table` is its weight if the head is tied to the embedding."""
         shape = self.config.vocab_size, self.config.hidden_size
         if (codes := self.weights.take_codes(f"{name}.weight", shape)) is not None:
             if codes.published is not None:

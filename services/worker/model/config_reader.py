@@ -27,7 +27,10 @@ HARMLESS_KEYS = frozenset(
 
 
 class ModelConfigReader:
-    """Reads keys of one JSON object, remembers which, and refuses what is left over."""
+    """Reads keys of one JSON object, remembers which, and refuses what is left over.
+
+    Methods that check a value raise the error of `refuse`.
+    """
 
     def __init__(self, raw: dict[str, Any], source: str = "config.json:") -> None:
         """`source` begins the names of keys in errors."""

@@ -52,13 +52,20 @@ class Layer(Protocol):
     def forward(
         self, x: Tensor, update: Tensor | None, cos_sin: CosSin, batch: ForwardBatch
     ) -> Tensor | None:
-        """What is still to be added to the residual stream `x`, `[T, H]`, which is mutated; None =
-        nothing. `update`: the same of the layer before."""
+        """Run the layer. Mutates: x.
+
+        Args:
+            x: `[T, H]`, the residual stream, to which `update` is added.
+            update: `[T, H]`, what the layer before left to be added; None = nothing.
+
+        Returns:
+            `[T, H]`, what is left to be added to `x`; None = nothing.
+        """
         ...
 
 
 class LayerInputs(Protocol):
-    """What layers read next to the residual stream."""
+    """What layers read in addition to the residual stream."""
 
     def forward(self, token_ids: Tensor, embedded: Tensor, lora: LoraBatch) -> Tensor:
         """int64 `[T]` and `[T, H]` -> `[T, layers, width]`."""
@@ -209,7 +216,7 @@ class Decoder:
         return self._score.forward(hidden, lora)
 
     def add_to_logits(self, hidden: Tensor) -> None:
-        """What other ranks than 0 do while that one computes `logits`: give their columns."""
+        """Compute this rank's columns of the logits, for `logits` on rank 0."""
         base = self._head.base
         if keeps_float32(hidden):
             base.apply_float32(hidden)
@@ -225,8 +232,8 @@ class Decoder:
     def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
         """Fresh logits, float32 `[n, V]`, of hidden rows `[n, H]`; `lora` runs over these rows.
 
-        V is the base's, or the largest that an adapter of the rows resized it to; tokens that a
-        row's own adapter does not have are -inf.
+        V is the base's vocabulary size, or the largest to which an adapter of these rows resizes
+        it. The logits of tokens that a row's own adapter lacks are -inf.
         """
         resized = lora.resized(self._head.site_id)
         num_own = self._head.base.out_features

@@ -1,6 +1,4 @@
-"""Gemma 3, text: five windowed layers for each full one, with different rotary embeddings, and head
-norms.
-"""
+"""Gemma 3, text: windowed and full layers with different rotary embeddings, and head norms."""
 
 from __future__ import annotations
 
@@ -49,6 +47,5 @@ def _read_ropes(reader: ModelConfigReader) -> dict[str, RopeConfig]:
 
 
 def _used(params: dict[str, Any] | None) -> dict[str, Any]:
-    """transformers looks for `truncate` (of yarn) next to the two, not in them, so it has no effect
-    there."""
+    """The parameters without YaRN's `truncate`, which transformers does not read here."""
     return {key: value for key, value in (params or {}).items() if key != "truncate"}

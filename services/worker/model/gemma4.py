@@ -50,7 +50,9 @@ ROPES: dict[str, Any] = {
 }
 """Defaults of `rope_parameters`."""
 GLOBAL_HEAD_DIM = 512
+"""Default width of the heads of full layers."""
 PERIOD = 6
+"""By default, each sixth layer is full."""
 OF_IMAGES = "vision"
 """Value of `use_bidirectional_attention` under which only the tokens of images see later ones."""
 _OF_LAYER = frozenset({"head_dim", "num_key_value_heads"})
@@ -122,7 +124,7 @@ def _count(reader: ModelConfigReader, key: str, default: int) -> int:
 
 
 def _read_types(reader: ModelConfigReader, num_layers: int) -> tuple[str, ...]:
-    """The last layer is full, whatever the file says, as in transformers."""
+    """The type of each layer. The last is full, whatever the file says, as in transformers."""
     default = [SLIDING if (layer + 1) % PERIOD else FULL for layer in range(num_layers)]
     return (*read_layer_types(reader, num_layers, default)[:-1], FULL)
 
@@ -130,7 +132,8 @@ def _read_types(reader: ModelConfigReader, num_layers: int) -> tuple[str, ...]:
 def _read_heads(
     reader: ModelConfigReader, config: ModelConfig, types: tuple[str, ...], keys_are_values: bool
 ) -> tuple[KvHeads, ...]:
-    """Published files name the heads of full layers, those of transformers 5.23 each layer's."""
+    """The key heads of each layer. Published files have those of full layers, and files of
+    transformers 5.23 those of each layer that differs."""
     count = reader.get("num_global_key_value_heads") if keys_are_values else None
     of_full = {"head_dim": reader.integer("global_head_dim", GLOBAL_HEAD_DIM)}
     if count is not None:
@@ -162,7 +165,8 @@ def _read_heads(
 
 
 def _read_sources(reader: ModelConfigReader, types: tuple[str, ...]) -> tuple[int, ...]:
-    """The last layers read the keys of the last layer of their type that has its own."""
+    """By layer, the layer whose keys and values it reads. The last `num_kv_shared_layers` read
+    those of the last layer before them of the same type."""
     num_own = len(types) - _count(reader, "num_kv_shared_layers", 0)
     last = {name: layer for layer, name in enumerate(types[: max(num_own, 0)])}
     if set(last) != set(types):
@@ -290,8 +294,8 @@ def _attention(builder: Builder, layer: int) -> Gemma4Attention:
 def _take_unused(
     builder: Builder, layer: int, prefix: str, linears: list[tuple[str, int]], head_dim: int
 ) -> None:
-    """What published files, and adapters, hold of layers that read the keys of others. Adapters may
-    name these modules, without an effect, as in transformers."""
+    """Take the weights that published files hold for layers that read the keys of others. They
+    become sites, because adapters may name these modules, without an effect, as in transformers."""
     config = builder.config
     for name, width in linears:
         if builder.weights.has(f"{prefix}.{name}.weight"):

@@ -49,7 +49,7 @@ ROPE: dict[str, Any] = {
 }
 """Used if the config lacks the field."""
 REPEATED = ("initial_context_length", "experts_per_token")
-"""What published files say a second time, under another name."""
+"""Keys that repeat another key of published files."""
 
 
 def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
@@ -154,7 +154,7 @@ def _stacked(builder: Builder, name: str, shape: tuple[int, int, int], cut: Cut)
 
 
 def _transposed(window: TensorWindow) -> TensorWindow:
-    """The window where inputs lie before outputs; one of them is not cut."""
+    """The window of weights whose inputs come before their outputs. It cuts only one of both."""
     if window.columns is None:
         return TensorWindow(window.rows, dim=2)
     return TensorWindow([window.columns], dim=1)

@@ -85,8 +85,8 @@ def build_library_model(
 
 
 def _try(decoder: LibraryDecoder, maker: AttentionMaker) -> None:
-    """Run two tokens without a cache, and the head: a class may ask more of the modules that were
-    replaced than they have."""
+    """Run two tokens without a cache, and the head. A class may use something of the replaced
+    modules that the new ones lack."""
     ids = torch.zeros(2, dtype=torch.int64)
     positions, lora = torch.arange(2), LoraBatch((), {})
     metadata = maker.metadata(

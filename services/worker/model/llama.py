@@ -1,6 +1,4 @@
-"""Llama 2, 3 and 3.x: grouped-query attention, rotary scaling, optional biases, tied or separate
-head.
-"""
+"""Llama 2 to 3.x: grouped-query attention, scaled rotary embeddings, optional biases."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
 HALF_DTYPES = frozenset({"BF16", "F16", "U8", "I8", "I32", "F8_E4M3"})
-"""Types of files whose numbers half precision holds, codes of quantised weights among them."""
+"""Types in files whose values half precision can hold, and the codes of quantised weights."""
 SCALE_SUFFIXES = ("scale", "scale_inv", "scales")
 """Suffixes of tensors that belong to codes."""
 
@@ -64,7 +64,7 @@ class Weights(Protocol):
     """Where a model gets its tensors from."""
 
     dtype: torch.dtype
-    """The model's."""
+    """The dtype of the model."""
 
     def take(
         self,
@@ -76,16 +76,19 @@ class Weights(Protocol):
         """The tensor, or a window of it, in a dtype or else the model's, on the model's device.
 
         Args:
-            shape: of the whole tensor.
+            shape: shape of the complete tensor.
+
+        Raises:
+            InvalidRequest: it is missing, or its shape is another.
         """
         ...
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """A weight `[out, in]` in codes, which every rank has all of; None if it is plain."""
+        """A complete weight `[out, in]` in codes; None if it is plain."""
         ...
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """Whole rows of stacked tensors, (name, rows) each, for ranks that keep only a part."""
+        """Complete rows of stacked tensors, (name, rows) each, for ranks that keep only a part."""
         ...
 
     def has(self, name: str) -> bool:
@@ -93,7 +96,7 @@ class Weights(Protocol):
         ...
 
     def finish(self) -> None:
-        """Refuse tensors that were never taken; release the files."""
+        """Release the files. Raises InvalidRequest if a tensor was never taken."""
         ...
 
 
@@ -116,7 +119,7 @@ def take_window(
 def parts_of(
     parts: Sequence[tuple[str, int]], window: TensorWindow | None
 ) -> list[tuple[str, int, TensorWindow | None]]:
-    """Those of stacked tensors that a window has something of, each with its own window."""
+    """Those of the stacked tensors (name, rows) that a window overlaps, with the window of each."""
     if window is None:
         return [(name, rows, None) for name, rows in parts]
     found: list[tuple[str, int, TensorWindow | None]] = []
@@ -355,7 +358,7 @@ class DummyWeights:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Ones for norms, zeros for biases, normal numbers for the rest. A window is cut from the
-        whole tensor, so that every rank has a part of the same numbers."""
+        complete tensor, so that all ranks have parts of the same numbers."""
         tensor = self._make(name, shape, dtype)
         return tensor if window is None else window.cut(tensor)
 

@@ -26,7 +26,7 @@ def take_mxfp4(
     """The weight `[experts, out, in]` that `name_blocks` and `name_scales` hold, or a window of
     its outputs and inputs.
 
-    Raises InvalidRequest for a scale that is no number.
+    Raises InvalidRequest for a scale that is NaN.
     """
     num_experts, num_outputs, num_inputs = shape
     groups = (num_experts, num_outputs, num_inputs // GROUP)
@@ -36,7 +36,7 @@ def take_mxfp4(
         raise InvalidRequest.field(f"{name}_scales", NO_NUMBER, "is no scale in MXFP4, but NaN")
     own = None if window is None else replace(window, dim=window.dim - 1)
     weight = None
-    for expert in range(num_experts):  # one by one: what lies between takes eight times as much
+    for expert in range(num_experts):  # intermediate tensors are eight times as large
         wide = dequantised(blocks[expert], scales[expert])
         part = wide if own is None else own.cut(wide)
         if weight is None:

@@ -1,8 +1,8 @@
 """Quantises a full-precision base when it is loaded: `--quantization`.
 
 Linears become int8 or float8 with a scale for each row, or int4 with a scale for each group of
-inputs. The head becomes int8 in all of them: it is as sensitive as it is large. Embeddings, norms,
-biases and the routers of mixtures of experts stay.
+inputs. The head becomes int8 in every scheme, because it is both large and sensitive. Embeddings,
+norms, biases and the routers of mixtures of experts stay as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUP_SIZE = 64
 TABLE = "model.embed_tokens.weight"
 _HEADS = ("lm_head.weight", TABLE)
 _ROUTERS = (".gate.weight", ".shared_expert_gate.weight")
-"""Small, and what they choose changes with little."""
+"""Routers are small, and a small error changes which experts they choose."""
 CHUNK_ROWS = 4096
 """Rows that exist in float32 at once."""
 
@@ -72,8 +72,8 @@ class QuantisedOnLoad:
         return SCHEMES[self._scheme](weight)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """See `load.Weights`; refused when they are read, except those of the embedding, because
-        only their codes count."""
+        """See `load.Weights`. Reading rows is refused, except those of the embedding, because only
+        the codes of a weight are served."""
         if [name for name, _ in parts] == [TABLE]:
             return self._files.rows_in_files(parts, num_inputs)
         return NoRows(parts, num_inputs, ("quantization", self._scheme, NEEDS_ROWS))
@@ -97,7 +97,7 @@ def fp8(weight: Tensor) -> CodedWeight:
     largest = torch.finfo(FLOAT8).max
     codes, scales = [], []
     for wide, scale in _row_scales(weight, largest):
-        # Above the largest by a rounding, it would become no number.
+        # A value that rounding has put above the largest one would become NaN.
         codes.append((wide / scale).clamp(-largest, largest).to(FLOAT8))
         scales.append(scale)
     return CodedWeight(FP8, torch.cat(codes), torch.cat(scales), weight.shape[1])
@@ -107,7 +107,7 @@ def _row_scales(weight: Tensor, largest: float) -> Iterator[tuple[Tensor, Tensor
     """(rows, the scale of each that makes its largest magnitude `largest`), float32."""
     for rows in weight.split(CHUNK_ROWS):
         wide = rows.float()
-        yield wide, _some(wide.abs().amax(1, keepdim=True) / largest)
+        yield wide, _without_zeros(wide.abs().amax(1, keepdim=True) / largest)
 
 
 def int4(weight: Tensor) -> CodedWeight:
@@ -118,7 +118,7 @@ def int4(weight: Tensor) -> CodedWeight:
     for rows in weight.split(CHUNK_ROWS):
         wide = torch.nn.functional.pad(rows.float(), (0, padding)).view(len(rows), -1, GROUP_SIZE)
         largest = wide.gather(2, wide.abs().argmax(2, keepdim=True))
-        scale = _some((largest / -8).bfloat16())
+        scale = _without_zeros((largest / -8).bfloat16())
         code = (wide / scale.float()).round().clamp(-8, 7) + 8
         codes.append(code.to(torch.uint8).flatten(1)[:, :num_inputs])
         scales.append(scale[..., 0])
@@ -131,13 +131,14 @@ SCHEMES: Mapping[str, Callable[[Tensor], CodedWeight]] = {INT8: int8, INT4: int4
 """What becomes of a linear, by the setting's value."""
 
 
-def _some(scales: Tensor) -> Tensor:
-    """Replaces zeros by ones; the codes of such rows are all zero."""
+def _without_zeros(scales: Tensor) -> Tensor:
+    """The scales with ones for zeros; the codes of such rows are all zero."""
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 
 def check_library(scheme: str) -> None:
-    """Raises Unsupported: bases that run through the transformers library stay as they are."""
+    """Raises Unsupported for any scheme, because bases that run through the transformers library
+    are not quantised on load."""
     if scheme != NONE:
         why = "is not served for bases that run through the transformers library"
         raise Unsupported.field("quantization", scheme, why)

@@ -22,7 +22,7 @@ class OwnWeights:
     shard: Shard
 
     def window(self, num_outputs: int, cut: Cut, dim: int = 0) -> TensorWindow | None:
-        """What the rank has of a weight whose outputs are a dimension; None = all of it."""
+        """The part that the rank has of a weight whose outputs are dimension `dim`; None = all."""
         if self.shard.size == 1 or cut is WHOLE:
             return None
         rows = self.shard.spans(cut.outputs) or [(0, num_outputs)]
@@ -40,10 +40,10 @@ class OwnWeights:
         self, name: str, shape: tuple[int, int], window: TensorWindow | None
     ) -> CodedWeight | None:
         """A window of a weight `[out, in]` in codes; None if it is plain."""
-        whole = self.weights.take_codes(name, shape)
-        if whole is None or window is None:
-            return whole
-        own = whole.outputs(window.rows)
+        weight = self.weights.take_codes(name, shape)
+        if weight is None or window is None:
+            return weight
+        own = weight.outputs(window.rows)
         return own if window.columns is None else own.inputs(*window.columns)
 
     def bias(self, bias: Tensor, cut: Cut) -> Tensor:

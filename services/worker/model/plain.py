@@ -36,7 +36,10 @@ def read_plain(
     eos_token_ids: tuple[int, ...],
     defaults: Defaults | None = None,
 ) -> ModelConfig:
-    """A decoder without biases, windows or other specialities; one rotary embedding."""
+    """A decoder without biases, windows and other special features, with one rotary embedding.
+
+    Raises Unsupported for a key with a value that is not served.
+    """
     absent = defaults or Defaults()
     num_heads = reader.integer("num_attention_heads")
     hidden_size = reader.integer("hidden_size")

@@ -173,7 +173,7 @@ def _delta_weights(builder: Builder, config: RecurrenceConfig, prefix: str) -> D
 
 
 def _channels(config: RecurrenceConfig) -> Segments:
-    """Those of the convolution, by head."""
+    """The channels of the convolution: q, k and v, each by head."""
     keys = (config.keys_size, config.num_key_heads)
     return keys, keys, (config.values_size, config.num_value_heads)
 
@@ -187,6 +187,7 @@ def _projections(config: RecurrenceConfig) -> tuple[Modules, Cut]:
 
 
 def _split(config: RecurrenceConfig) -> Split:
+    """A function from the outputs of `_projections` to (qkv, gates, b, a)."""
     num_heads = config.num_value_heads
     sizes = (config.conv_size, config.values_size, num_heads, num_heads)
 
@@ -198,7 +199,7 @@ def _split(config: RecurrenceConfig) -> Split:
 
 
 def _next_projections(config: RecurrenceConfig) -> tuple[Modules, Cut]:
-    """With the outputs of each key head side by side."""
+    """The projections of Qwen 3 Next, in which the outputs of each key head are adjacent."""
     widths = _next_widths(config)
     names = ("in_proj_qkvz", "in_proj_ba")
     segments = tuple((width, config.num_key_heads) for width in widths)
@@ -210,6 +211,7 @@ def _next_widths(config: RecurrenceConfig) -> tuple[int, int]:
 
 
 def _split_next(config: RecurrenceConfig) -> Split:
+    """A function from the outputs of `_next_projections` to (qkv, gates, b, a)."""
     num_heads, shared = config.num_key_heads, config.num_value_heads // config.num_key_heads
     keys, values = config.key_dim, shared * config.value_dim
     widths = _next_widths(config)

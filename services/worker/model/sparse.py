@@ -38,7 +38,7 @@ class ExpertNames:
 
 
 def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
-    """The router, a site like any linear, and the experts, two sites each."""
+    """The sparse MLP of a layer. The router is a site like any linear, and each expert has two."""
     config, moe = builder.config, builder.config.moe
     assert moe is not None, config.model_type
     prefix, hidden = f"model.layers.{layer}.{names.block}", config.hidden_size
@@ -99,23 +99,24 @@ class ExpertStack:
         self._num_filled = 0
         self._is_read = False
         self.is_coded = False
-        """Each expert has a weight of its own, in codes or not."""
+        """Whether each expert has a weight of its own, because the files have codes that a kernel
+        reads."""
         self._weights: Tensor | None = None
 
     @property
     def weights(self) -> Tensor:
-        """All of them; every expert was added."""
+        """The weights of all experts, once each was added."""
         assert self._weights is not None and self._num_filled == self._num_experts
         return self._weights
 
     def read(self, name: str, num_outputs: int, num_inputs: int) -> None:
-        """Take all of them at once, where the files hold one tensor."""
+        """Take the weights of all experts, which the files hold in one tensor."""
         shape = self._num_experts, num_outputs, num_inputs
         window = self._builder.own.window(num_outputs, self._cut, dim=1)
         self._weights, self._is_read = self._builder.weights.take(name, shape, window), True
 
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
-        """The next expert's site, whose weight is a view of the stack, or quantised."""
+        """Add the next expert. Its weight becomes a view of the stack, or stays in codes."""
         if not self._is_read and self._num_filled == 0:
             self.is_coded = self._builder.keeps_codes(modules, num_inputs)
         if self.is_coded:

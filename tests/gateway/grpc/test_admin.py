@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.client.certifying import served_quantization
+from loraplex.client.divergence import served_quantization
 from loraplex.client.inference_client import InferenceClient
 from loraplex.errors import AdapterNotFound, Blocked, InvalidRequest, Unavailable
 from tests.gateway.conftest import Stack

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 from safetensors.torch import load_file, save_file
 
-from loraplex.client.certifying import NUM_CANDIDATES, divergence
+from loraplex.client.divergence import NUM_CANDIDATES, divergence
 from tests.e2e.stack import BASE, DEMO, start
 from tests.e2e.test_certificates import following
 from tests.worker.parity.adapters import make_adapter

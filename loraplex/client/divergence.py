@@ -1,5 +1,4 @@
-"""Measures how far an adapter on the served base diverges from the same adapter on a reference
-base.
+"""Measures how far an adapter on the served base diverges from that on a reference base.
 
 Probe texts go to both gateways as ordinary requests of the lowest priority, one at a time. Each
 answers with the most likely tokens at every position of the text. The divergence at a position is

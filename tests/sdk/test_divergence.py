@@ -8,7 +8,7 @@ import random
 import pytest
 
 from loraplex.api.output import Candidate, TokenLogprob
-from loraplex.client.certifying import (
+from loraplex.client.divergence import (
     NUM_CANDIDATES,
     PROBE_TEXTS,
     divergence,
