@@ -76,7 +76,7 @@ class Native:
         self.delta_net = self._library.lpx_delta_net
         """Called by `ops/recurrence/cpu.py`, which says what it takes."""
         self.panel: int = self._library.lpx_packed_items(1, 1)
-        """Outputs that a packed weight holds side by side."""
+        """Number of outputs in a panel of a packed weight."""
         self.task_queries: int = self._library.lpx_task_queries()
         """Queries of one attention task."""
         self.has_tiles: bool = self._library.lpx_tile_items(1, 1) > 0
@@ -94,7 +94,7 @@ class Native:
         return bool(self._library.lpx_choose_pairs(choice))
 
     def set_threads(self, num_threads: int) -> None:
-        """Threads of every later call, the caller included."""
+        """Set the number of threads of every later call; it includes the calling thread."""
         self._library.lpx_set_threads(num_threads)
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class Native:
     ) -> Tensor:
         """As `attend`, in bfloat16, for heads of 32 * n dimensions and blocks of 16 tokens.
 
-        Blocks are laid out otherwise, so a cache must be used by one of the two only.
+        Blocks have another layout, so only one of both functions may use a cache.
         """
         assert self.has_tiles and q.dtype is torch.bfloat16, (self.isa, q.dtype)
         y = torch.empty(q.shape, dtype=q.dtype)

@@ -24,13 +24,13 @@ class PackedCodes:
     in_features: int
     kind: CodeKind
     codes: Tensor
-    """uint8, as `pack_codes` makes it."""
+    """uint8, as `Native.pack_codes` returns it."""
     scales: Tensor
     """Scales of a floating-point type, `[panels, groups, 32]`."""
     zeros: Tensor | None
-    """bfloat16 or float32, likewise; None = every one is `zero`."""
+    """Zero points in bfloat16 or float32, in the same shape; None = all are `zero`."""
     zero: int
-    """Not read with float8."""
+    """The zero point of all codes if `zeros` is None; not used with float8."""
     group_size: int
     block_size: int
     """Inputs that are summed before they are scaled; divides `group_size`."""

@@ -79,7 +79,7 @@ inline void rescale(const bf16* scales, int64_t begin, int64_t end, float* value
     for (int64_t j = begin; j < end; ++j) values[j] *= widened_scale(scales[j]);
 }
 
-// Running softmax of one query: what was summed so far, relative to the maximum.
+// Running softmax of one query: the largest score, and the sum of the weights relative to it.
 struct Running {
     float maximum, sum;
 };

@@ -2,7 +2,7 @@
 // tiles.
 //
 // In a block, a KV head's keys lie as [pair of dimensions][token][2] and its values as [pair of
-// tokens][dimension][2], as both read their right operand; only this file knows. A task is 16
+// tokens][dimension][2], as both read their right operand. No other file knows this layout. A task is 16
 // query rows at most that share a KV head (some queries of one sequence, all heads of the group). It
 // scores all visible keys, takes the softmax of whole rows and multiplies with the values, so a row's
 // result depends neither on its neighbours nor on how its prompt was cut. Hidden positions get weight 0;

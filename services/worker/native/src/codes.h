@@ -10,7 +10,7 @@ constexpr int64_t kAheadBytes = 4096;
 
 enum class Code : int64_t { kInt4, kInt8, kFloat8 };  // `CodeKind` of native/codes.py
 constexpr int bits_of(Code kind) { return kind == Code::kInt4 ? 4 : 8; }
-// Float8 is widened to 2^-8 of its value; scales make up for it.
+// Float8 is widened to 2^-8 of its value. Scales are multiplied by this factor to correct it.
 constexpr float factor_of(Code kind) { return kind == Code::kFloat8 ? 256.0f : 1.0f; }
 
 struct CodedProduct {
@@ -129,10 +129,10 @@ inline Vec decode(const uint8_t* quad, int first, int j) {
         codes = _mm256_and_si256(_mm256_srli_epi16(codes, shift % 8), _mm256_set1_epi8(kMask));
     }
     // Byte `j` of each word, and zeros.
-    const int place = static_cast<int>(0x80808000) + j;
-    const __m256i places = _mm256_add_epi32(_mm256_set1_epi32(place),
+    const int index = static_cast<int>(0x80808000) + j;
+    const __m256i indices = _mm256_add_epi32(_mm256_set1_epi32(index),
                                             _mm256_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12));
-    return {_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, places))};
+    return {_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, indices))};
 #elif defined(LPX_NEON)
     const auto values = [&](const uint8_t* four) {
         const uint32x4_t raw = vreinterpretq_u32_u8(vld1q_u8(four));

@@ -93,17 +93,17 @@ inline void decode_quads<Code::kInt4>(const uint8_t* quad, int first, Quads& qua
                _mm512_shuffle_epi8(table(kInt4Upper), codes), quads);
 }
 
-// Where each code of 16 outputs lies in a quad.
-struct Float8Places {
+// The position in a quad of each code of 16 outputs.
+struct Float8Order {
     alignas(64) uint8_t bytes[64];
-    constexpr Float8Places() : bytes() {
+    constexpr Float8Order() : bytes() {
         for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i % 4 / 2 * 32 + i / 4 * 2 + i % 2);
     }
 };
 
 template <>
 inline void decode_quads<Code::kFloat8>(const uint8_t* quad, int first, Quads& quads) {
-    static constexpr Float8Places kPlaces;
+    static constexpr Float8Order kPlaces;
     // 2^-8 of their values, as `decode` has them.
     static constexpr ByteTables kTables([](int i) {
         float number = static_cast<float>(i < 8 ? i : i % 8 + 8) / 131072.0f;
@@ -243,7 +243,7 @@ private:
         }
         const bf16* in = x + row * ldx + block.first;
         const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
-        // Of the bytes that follow, each pass over the block asks for its share.
+        // Each pass over the block prefetches its share of the bytes that follow.
         constexpr int64_t kStep = block.kQuadBytes * V * kLanes / kPanel;
         const uint8_t* ahead = block.codes + kAheadBytes + first / (V * kLanes) * num_quads * kStep;
         for (int64_t quad = 0; quad < num_quads; ++quad) {

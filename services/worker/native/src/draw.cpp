@@ -97,8 +97,8 @@ struct Best {
 };
 
 // The best of tokens [begin, end), the lowest among equals; -1 where no score is left. Blocks and
-// tokens that cannot win are passed over, which changes nothing: sums round monotonically, and what
-// rounding can add is asked less of the noise.
+// tokens that cannot win are passed over. That changes no result: sums round monotonically, and the
+// noise that a token needs is reduced by what rounding can add.
 Best draw(const float* scores, int64_t begin, int64_t end, Key key, const Logs& tables) {
     Best best;
     uint32_t words[kBlock];

@@ -16,11 +16,11 @@ namespace {
 
 constexpr int kPanel = 2 * kLanes;
 constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
-// Outputs and rows of one task: enough work to outweigh claiming it, few enough to share out.
+// Outputs and rows of one task: enough to outweigh claiming it, few enough for all threads to have one.
 constexpr int64_t kTaskPanels = 4;
 constexpr int64_t kTaskRows = 16 * kMaxRows;
 constexpr int64_t kWidenedRows = 64;  // of one task
-// How far ahead of its use a panel is asked for: the hardware's prefetchers alone reach less than half of
+// How far ahead of its use a panel is prefetched: the hardware's prefetchers alone reach less than half of
 // the bandwidth alongside this many other instructions.
 constexpr int64_t kAheadBytes = 4096;
 

@@ -7,8 +7,8 @@
 // bytes whose high halves are the other 16's. Of float8, the two bytes for the first two inputs of each
 // of the 16 outputs come before those for the other two. Scales and zero points are [panel][group][32].
 //
-// Inputs are taken in blocks that no group's end lies in. In float32, a block is summed in the order of
-// its inputs and then multiplied with the scale. Rows in bfloat16 have two other ways:
+// Inputs are taken in blocks that lie within one group. In float32, a block is summed in the order of
+// its inputs and then multiplied with the scale. There are two other ways for rows in bfloat16:
 //
 // - Where dot products of bfloat16 pairs are fast (see pairs.h), codes become bfloat16 in registers, which
 //   is exact, and a block is summed in float32.
@@ -16,7 +16,7 @@
 //   of eight bits; the sum over a block is then exact, and the factor's rounding 2^-16 of the block's largest
 //   input.
 //
-// In all of them a row's result does not depend on the rows beside it.
+// In all of them a row's result does not depend on the other rows.
 #include "codes.h"
 #include "codes_digits.h"
 #include "codes_pairs.h"
@@ -168,7 +168,7 @@ LPX_EXPORT int64_t lpx_code_bytes(int64_t num_outputs, int64_t num_inputs, int64
     return num_codes * bits_of(static_cast<Code>(kind)) / 8;
 }
 
-// From one byte for each code, [num_outputs, num_inputs].
+// Packs codes [num_outputs, num_inputs] of one byte each.
 LPX_EXPORT void lpx_pack_codes(const void* codes, int64_t num_outputs, int64_t num_inputs, int64_t kind,
                                void* packed) {
     using namespace lpx;

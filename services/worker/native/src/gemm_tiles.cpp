@@ -34,7 +34,7 @@ namespace {
 
 // Bytes of a task's inputs that stay in the second-level cache while the task's panels pass by.
 constexpr int64_t kCachedBytes = 512 << 10;
-// Outputs of one task: few enough to share out, enough to outweigh claiming it.
+// Outputs of one task: few enough for all threads to have one, enough to outweigh claiming it.
 constexpr int64_t kTasksPerThread = 6;
 constexpr int64_t kMaxTaskPanels = 12;
 
@@ -58,9 +58,9 @@ void store_sums(const TileProduct& g, const float* sums, T* y, int64_t row, int6
     }
 }
 
-// What the block of rows number `block` of `num_blocks` asks for. A single block asks for what follows
-// in memory a few tiles later. Of several, the first two ask for half of the next panel each: it
-// arrives while they all compute.
+// What the block of rows number `block` of `num_blocks` prefetches. A single block prefetches what
+// follows in memory a few tiles later. Of several blocks, the first two prefetch half of the next panel
+// each, which arrives while they all compute.
 Ahead ahead_of(const bf16* weights, const bf16* next, int64_t num_tiles, int64_t block,
                int64_t num_blocks) {
     constexpr int64_t kLine = 64, kDistance = 16 * kTileItems;
@@ -69,8 +69,8 @@ Ahead ahead_of(const bf16* weights, const bf16* next, int64_t num_tiles, int64_t
     return {reinterpret_cast<const char*>(next + block * num_tiles * kTileItems), kLine};
 }
 
-// Long inputs are taken in chunks that stay in the cache for all panels; the sums wait in between,
-// in float32, so chunks change no bit.
+// Long inputs are taken in chunks that stay in the cache for all panels. The sums are kept in float32 in
+// between, so that chunks do not change the result.
 template <class T>
 void multiply_panels(const TileProduct& g, T* y, int64_t row, int64_t num_rows, int64_t begin,
                      int64_t end) {

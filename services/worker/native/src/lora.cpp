@@ -89,14 +89,14 @@ void cut(Work& work) {
     }
 }
 
-// Bytes and arithmetic of a segment, roughly.
+// A rough estimate of a segment's bytes and arithmetic.
 int64_t cost_of(const Segment& segment, const Use* used) {
     int64_t rank = 0;
     for (int64_t i = 0; i < segment.count; ++i) rank += used[segment.first + i].entry->rank;
     return rank * (kTaskRows + segment.end - segment.begin);
 }
 
-// Large ones first: a large one that began last would leave the other threads waiting.
+// Large segments first: the other threads would wait for a large one that began last.
 void sort(Work& work) {
     const Use* used = work.used.data();
     std::sort(work.segments.begin(), work.segments.end(),
@@ -177,7 +177,7 @@ void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t n
                   const float* shrunk, int64_t ld) {
     for (int64_t column = 0; column + kLanes <= n; column += kLanes) {
         Vec weights[R];
-        // Past the ends of these rank rows, the beginnings of the next ones.
+        // Near the ends of these rank rows, prefetch the beginnings of the next ones.
         const int64_t ahead = column + kAheadItems < n ? kAheadItems : kAheadItems + (R - 1) * n;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {

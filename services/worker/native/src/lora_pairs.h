@@ -115,7 +115,7 @@ void expand_pair_rows(float* y, int64_t ldy, int64_t num_rows, const bf16* b, in
     const Pairs last_pair = broadcast_pair(all_bits);
     const auto step = [&](int64_t column, auto left) {
         Pairs weights[P][2];
-        // Past the ends of these rows, the beginnings of the next ones.
+        // Near the ends of these rows, prefetch the beginnings of the next ones.
         const int64_t ahead = column + kAheadItems < n ? kAheadItems : kAheadItems + (num_b - 1) * n;
 #pragma GCC unroll 8
         for (int p = 0; p < P; ++p) {

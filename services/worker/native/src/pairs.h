@@ -16,7 +16,7 @@ struct Pairs {
     __m512bh v;
 };
 inline Pairs load_pairs(const bf16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-// The first n of 2 * kLanes items, zeros behind them.
+// The first n of 2 * kLanes items, then zeros.
 inline Pairs load_pairs_n(const bf16* p, int64_t n) {
     const __mmask32 mask = n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1;
     return {(__m512bh)_mm512_maskz_loadu_epi16(mask, p)};
@@ -48,13 +48,13 @@ inline void interleave(Pairs one, Pairs two, Pairs& first, Pairs& last) {
 }
 inline Vec dot(Pairs a, Pairs b, Vec sum) { return {_mm512_dpbf16_ps(sum.v, a.v, b.v)}; }
 
-// Of Vec, only used next to pairs.
+// Functions of Vec that only code with pairs uses.
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 // `value` in the lanes where a > b, zeros elsewhere.
 inline Vec where_greater(Vec a, Vec b, Vec value) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), value.v)};
 }
-// The compiler takes `a` for changed.
+// Makes the compiler assume that `a` has changed.
 inline void touch(Vec& a) { asm volatile("" : "+v"(a.v)); }
 
 }  // namespace lpx

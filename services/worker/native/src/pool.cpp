@@ -1,5 +1,5 @@
-// Threads claim tasks one by one, so a thread that the system takes away delays at most the task
-// in its hands: a loop ends when its tasks are done, not when every thread has come by.
+// Threads claim tasks one by one, so a thread that the system suspends delays at most the task that
+// it has claimed. A loop ends when its tasks are done, not when every thread has taken part.
 #include "pool.h"
 
 #include <atomic>

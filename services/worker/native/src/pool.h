@@ -11,8 +11,8 @@ void set_threads(int num_threads);
 int num_threads();
 
 // Calls task(context, i) once for each i in [0, num_tasks), on any thread in any order, and returns
-// when all are done. Tasks must not depend on which thread runs them, nor begin loops. Callers on
-// several threads take turns.
+// when all are done. Tasks must not depend on which thread runs them, nor begin loops. The loops of
+// several callers run one after another.
 void run_tasks(Task task, const void* context, int64_t num_tasks);
 
 // run_tasks for a lambda.

@@ -221,7 +221,7 @@ void recur(const Inputs<T>& in, const States& states, const Shape& shape, int64_
 }  // namespace
 }  // namespace lpx
 
-// y = what the states of a step say; the states advance. `layout` = int64: the fields of `Shape` in
+// y = the outputs of a step; the states advance. `layout` = int64: the fields of `Shape` in
 // their order, rows of the step, and the distances between rows of qkv, a and b. `taps` are
 // [K, channels], `mixed` is [T, channels] to work in.
 LPX_EXPORT void lpx_delta_net(const void* qkv, const void* a, const void* b, int64_t dtype,

@@ -20,10 +20,10 @@ struct alignas(64) TileConfig {
     }
 };
 
-// The registers are in use from construction to destruction.
-// 16 times the multiplications of a float32 vector in each instruction.
+// An instruction has 16 times the multiplications of one with float32 vectors.
 inline bool prefers_tiles() { return true; }
 
+// The registers are in use from construction to destruction.
 class PanelProduct {
 public:
     static constexpr int64_t kMaxRows = 2 * kTileRows;

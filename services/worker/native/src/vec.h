@@ -290,7 +290,7 @@ inline void load_pair(const T* p, Vec& low, Vec& high) {
     high = load(p + kLanes);
 }
 
-// How far ahead of its use a rank row of an adapter's B is asked for: a tile's rows are too many short
+// How far ahead of its use a rank row of an adapter's B is prefetched: a tile's rows are too many short
 // streams for the hardware's prefetchers.
 constexpr int64_t kAheadItems = 256;
 
