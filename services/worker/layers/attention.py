@@ -13,6 +13,7 @@ from loraplex_services.worker.ops.attention.backend import AttentionBackend
 from loraplex_services.worker.ops.attention.interruptible import forward_interruptibly
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
+from loraplex_services.worker.types.model_config import ModelConfig
 
 
 class SelfAttention:
@@ -84,3 +85,13 @@ class SelfAttention:
         """Normalises each head separately; `[T, heads * D]`."""
         heads = x.view(len(x), -1, self._head_dim)
         return norm.forward(heads, batch.lora).flatten(1)
+
+
+def query_scales(config: ModelConfig, device: torch.device) -> Tensor | None:
+    """The factor of the queries at each position, float32 `[positions, 1]`."""
+    scale = config.query_scale
+    if scale is None:
+        return None
+    positions = torch.arange(config.max_position_embeddings, device=device)
+    num_contexts = (positions // scale.context_len).float()
+    return (1 + scale.beta * torch.log1p(num_contexts))[:, None]

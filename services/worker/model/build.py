@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.worker.layers.attention import SelfAttention
+from loraplex_services.worker.layers.attention import SelfAttention, query_scales
 from loraplex_services.worker.layers.embedding import LoraEmbedding, TokenTable
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.mlp import GatedMlp
@@ -361,16 +361,6 @@ class Builder:
         if table is None:
             table = self._token_rows(f"{name}.weight")
         return self.operators.linear(table)
-
-
-def query_scales(config: ModelConfig, device: torch.device) -> Tensor | None:
-    """The factor of the queries at each position, float32 `[positions, 1]`."""
-    scale = config.query_scale
-    if scale is None:
-        return None
-    positions = torch.arange(config.max_position_embeddings, device=device)
-    num_contexts = (positions // scale.context_len).float()
-    return (1 + scale.beta * torch.log1p(num_contexts))[:, None]
 
 
 def dense_mlp(builder: Builder, layer: int) -> GatedMlp:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -336,54 +335,6 @@ def _weight_files(folder: Path) -> list[Path]:
         why = "must map tensors to names of shards; copy or download the base again"
         raise InvalidRequest.field(f"{index.name}:weight_map", weight_map, why)
     return [folder / name for name in sorted(names)]
-
-
-class DummyWeights:
-    """Random weights of any geometry: seeded, scaled so that activations keep their size."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self._device = device
-        self._generator = torch.Generator(device).manual_seed(0)
-
-    def has(self, name: str) -> bool:
-        """No optional tensor is there."""
-        return False
-
-    def take(
-        self,
-        name: str,
-        shape: Sequence[int],
-        window: TensorWindow | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Ones for norms, zeros for biases, normal numbers for the rest. A window is cut from the
-        complete tensor, so that all ranks have parts of the same numbers."""
-        tensor = self._make(name, shape, dtype)
-        return tensor if window is None else window.cut(tensor)
-
-    def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
-        if len(shape) == 1:
-            fill = 0.0 if name.endswith("bias") else 1.0
-            return torch.full(tuple(shape), fill, dtype=dtype or self.dtype, device=self._device)
-        tensor = torch.empty(tuple(shape), dtype=self.dtype, device=self._device)
-        return tensor.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
-
-    def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """None: there are no codes."""
-        return None
-
-    def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """There are no files."""
-        why = (
-            "this adapter depends on the base's weights (DoRA, trained biases or replaced "
-            "weights), which tensor-parallel ranks read from files; take load-format out of "
-            "LORAPLEX_DEBUG"
-        )
-        return NoRows(parts, num_inputs, ("load_format", "dummy", why))
-
-    def finish(self) -> None:
-        """Does nothing: no tensor can be left over."""
 
 
 class NoRows:

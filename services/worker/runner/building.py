@@ -31,10 +31,11 @@ from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.model.config_reader import read_json_object
 from loraplex_services.worker.model.decoder import Decoder, SiteWeights
 from loraplex_services.worker.model.draft_head import build_draft_head
+from loraplex_services.worker.model.dummy_weights import DummyWeights
 from loraplex_services.worker.model.families import has_family, read_model_config
 from loraplex_services.worker.model.library import build_library_model
 from loraplex_services.worker.model.library_decoder import LibraryDecoder
-from loraplex_services.worker.model.load import Checkpoint, DummyWeights, Weights, published
+from loraplex_services.worker.model.load import Checkpoint, Weights, published
 from loraplex_services.worker.model.on_load import (
     NONE,
     QuantisedOnLoad,

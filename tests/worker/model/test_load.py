@@ -10,14 +10,9 @@ from loraplex.adapter_format import geometry_from_folder
 from loraplex.adapter_format.text_model import PLAIN, WRAPPED, plain_names
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.model.dummy_weights import DummyWeights
 from loraplex_services.worker.model.families import read_model_config
-from loraplex_services.worker.model.load import (
-    Checkpoint,
-    DummyWeights,
-    TensorWindow,
-    take_rows,
-    take_window,
-)
+from loraplex_services.worker.model.load import Checkpoint, TensorWindow, take_rows, take_window
 from tests.worker.parity.bases import make_base
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from loraplex.adapter_format.geometry import geometry_from_folder
 from loraplex.errors import InvalidAdapter, LoraplexError, Unsupported
 from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.model.dummy_weights import DummyWeights
 from loraplex_services.worker.model.families import read_model_config
-from loraplex_services.worker.model.load import DummyWeights
 from loraplex_services.worker.runner.parallel.group import check_group
 from tests.worker.parity.adapters import draw, make_adapter
 from tests.worker.parity.base_fields import COMMON
