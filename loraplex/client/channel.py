@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -13,6 +13,8 @@ from loraplex.allocation import reuse_large_blocks
 from loraplex.api.error_wire import from_rpc_error, has_details
 from loraplex.client.settings import Credentials, check_address
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
+
+S = TypeVar("S")
 
 MAX_RECEIVE_BYTES = 64 << 20
 CHUNK_BYTES = 256 << 10
@@ -42,8 +44,8 @@ class Channel:
         self._server = server
         self._channel: grpc.aio.Channel | None = None
 
-    def stub(self, make: Any) -> Any:
-        """A stub of the generated class `make` (which carries no types) on this channel."""
+    def stub(self, make: Callable[[grpc.aio.Channel], S]) -> S:
+        """A stub of the generated class `make` on this channel."""
         if self._channel is None:
             self._channel = self._opened()
         return make(self._channel)

@@ -29,10 +29,7 @@ class RegistryAdmin:
 
     @property
     def _stub(self) -> registry_pb2_grpc.RegistryServiceStub:
-        stub: registry_pb2_grpc.RegistryServiceStub = self._channel.stub(
-            registry_pb2_grpc.RegistryServiceStub
-        )
-        return stub
+        return self._channel.stub(registry_pb2_grpc.RegistryServiceStub)
 
     async def add_base(
         self,

@@ -78,10 +78,7 @@ class RegistryClient:
 
     @property
     def _stub(self) -> registry_pb2_grpc.RegistryServiceStub:
-        stub: registry_pb2_grpc.RegistryServiceStub = self._channel.stub(
-            registry_pb2_grpc.RegistryServiceStub
-        )
-        return stub
+        return self._channel.stub(registry_pb2_grpc.RegistryServiceStub)
 
     async def upload(
         self, folder: str | Path, publication: Publication, progress: Progress = ignore_progress
@@ -97,8 +94,7 @@ class RegistryClient:
         summed = await hash_files(files, progress)
         specs = [each.spec for each in summed]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
-        # What is wrong with the config or the header is reported before any byte of a large file is
-        # sent.
+        # Errors in the config or the header are reported before any byte of a large file is sent.
         await self._validate(options, files, specs)
         answer = await upload(self._channel, options, files, summed, progress)
         return Published(

@@ -40,5 +40,5 @@ def must_widen(dtype: torch.dtype) -> bool:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is not below `number`, which is above 0."""
+    """The smallest power of two that is at least `number`, which is above 0."""
     return 1 << (number - 1).bit_length()

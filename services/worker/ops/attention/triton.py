@@ -116,7 +116,7 @@ def attend_generations(
     Args:
         items: as `work_items.list_items` fills it for the layer's window.
         first_row: token row of the first generation.
-        partial: holds as many items and rows as there are. Mutated.
+        partial: large enough for the items and rows of the step. Mutated.
     """
     tiling = tiling or generation_tiling(shape, q.itemsize)
     grid = num_programs(q.device, tiling.programs_per_processor)

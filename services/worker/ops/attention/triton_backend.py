@@ -159,7 +159,7 @@ class TritonAttentionMetadata(AttentionMetadata):
         return self._items[window]
 
     def context_tiles(self, block_rows: int) -> Tensor:
-        """int32 `[n, 4]` on the device; made once a step."""
+        """`tiles` of `attend_contexts`, int32 `[n, 5]` on the device; made once a step."""
         if block_rows not in self._context_tiles:
             assert self.position_ids is not None
             rows = kernels.context_tiles(self.spans, block_rows, self.table_rows)
@@ -184,7 +184,7 @@ def _split_limit(cache: KvCache, num_rows: int, device: torch.device) -> int:
 
 
 def _rows_in_order(first: int, num_rows: int, device: torch.device) -> Tensor:
-    """int32 `[num_rows]`."""
+    """int32 `[num_rows]`: first, first + 1 and so on."""
     return torch.arange(first, first + num_rows, dtype=torch.int32, device=device)
 
 

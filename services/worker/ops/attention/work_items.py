@@ -1,5 +1,4 @@
-"""Divides the keys of generations into items of similar size, and has the workspace to combine
-them.
+"""Divides the keys of generations into items of similar size; holds their partial results.
 
 One sequence of 32,768 tokens must not make the step wait for a single program, so programs share
 items instead of sequences. The division depends only on the number of keys of a row and on the
@@ -106,8 +105,8 @@ def empty_items(num_items: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """What the items of a row leave to the one that finishes last. All layers of one size share it,
-    since they run one after another."""
+    """Partial results of the items of a row, which the one that finishes last joins. All layers of
+    one size share the memory, since they run one after another."""
 
     values: Tensor
     """float32 `[items, num_heads, block_dim]`."""

@@ -137,7 +137,7 @@ class CodedLinear:
 
 
 def _kind_of(weight: CodedWeight) -> CodeKind | None:
-    """None = codes of another kind."""
+    """The kind of the codes; None = the kernel does not read them."""
     if weight.table is not None:
         known = (INTEGERS, INTEGERS - 8)
         return CodeKind.INT4 if any(weight.table.equal(table) for table in known) else None
@@ -148,20 +148,20 @@ def _kind_of(weight: CodedWeight) -> CodeKind | None:
 
 
 def _block_size(weight: CodedWeight) -> int | None:
-    """None = no block size divides the groups."""
+    """Number of inputs that are summed before they are scaled; None = none divides the groups."""
     if weight.group_size >= weight.in_features:
         return BLOCK_SIZES[0]
     return next((size for size in BLOCK_SIZES if weight.group_size % size == 0), None)
 
 
 def _in_panels(values: Tensor) -> Tensor:
-    """`[out, groups]` -> `[panels, groups, 32]`, with zeros behind the last output."""
+    """`[out, groups]` -> `[panels, groups, 32]`, with zeros after the last output."""
     padded = F.pad(values, (0, 0, 0, -len(values) % PANEL))
     return padded.view(-1, PANEL, values.shape[1]).transpose(1, 2).contiguous()
 
 
 def _out_of_panels(values: Tensor) -> Tensor:
-    """float32 `[out, groups]`, with what lies behind the last output."""
+    """float32 `[out, groups]`, including the padding after the last output."""
     return values.transpose(1, 2).reshape(-1, values.shape[1]).float()
 
 

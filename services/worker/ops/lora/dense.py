@@ -41,7 +41,7 @@ def add_dense(y: Tensor, x: Tensor, delta: SiteDelta, run: RowRun) -> None:
 
 
 def _shrink(x: Tensor, delta: SiteDelta) -> Tensor:
-    """x A^T, `[n, rank]`, of x's dtype; of integers, with their factors and scales."""
+    """x A^T, `[n, rank]`, of x's dtype. An int8 A is multiplied by its factors and scales."""
     tiles = _joined(delta.a)
     is_cut = any(tile.col_end - tile.col_begin < x.shape[1] for tile in tiles)
     if not is_cut and not delta.is_int8:
@@ -62,7 +62,7 @@ def _shrink(x: Tensor, delta: SiteDelta) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """In float32."""
+    """left @ right, summed and returned in float32."""
     if left.is_cuda and left.dtype is not torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

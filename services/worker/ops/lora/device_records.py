@@ -1,8 +1,7 @@
-"""Encodes an adapter's update of one part of a site as rows of integers that GPU kernels read. No
-torch.
+"""Encodes an adapter as rows of integers that GPU kernels read. No torch.
 
-A part is what one module adds to: outputs [begin, begin + length) of a site. Every record is
-`RECORD_WORDS` int64. Two numbers in a word are the low and the high 32 bits.
+A part of a site is what one module adds to: outputs [begin, begin + length) of a site. Every record
+is `RECORD_WORDS` int64. Two numbers in a word are the low and the high 32 bits.
 
     group   first element of A's rows; element of B's first row that stands for the part's output 0;
             row strides of A and B; inputs [begin, end) of A's rows; outputs [begin, end) of B's
@@ -11,8 +10,8 @@ A part is what one module adds to: outputs [begin, begin + length) of a site. Ev
     vector  0; outputs [begin, end); elements of gain, bias of B and bias delta that stand for
             the part's output 0, or ABSENT
 
-Elements count from the arena's start, in the adapters' dtype, for vectors in float32. A group
-is a rectangle of both matrices: where tiles are cut, groups are.
+Elements count from the arena's start, in the adapters' dtype, for vectors in float32. A group is a
+rectangle of both matrices: where tiles are cut, groups are.
 
 Records are made once, when an adapter is packed, with positions relative to the blocks of its
 image. Entering the adapter adds the positions of the blocks in the arena, in one pass of numpy.

@@ -40,8 +40,8 @@ def num_splits(num_inputs: int) -> int:
 
 
 def num_shrink_programs(num_rows: int, shares_launch: bool) -> int:
-    """Programs that compute the intermediate. Those that share their launch with the base product
-    take its place on the device while it begins, so they are few."""
+    """Number of programs that compute the intermediate. If they share a launch with the base
+    product, they occupy processors that it could use, so they are few."""
     if not shares_launch:
         return 512
     return 8 if num_rows <= MAX_FUSED_ROWS else 32
@@ -54,7 +54,8 @@ def is_fused(num_rows: int, num_outputs: int) -> bool:
 
 
 FUSED_SHARED_BYTES = 128 << 10
-"""Shared memory that a launch with the base product may take; GPUs with less compute it apart."""
+"""Shared memory that a launch with the base product may take. GPUs with less compute the product
+in a launch of its own."""
 
 
 def fused_plan(num_outputs: int) -> LaunchPlan:

@@ -1,10 +1,9 @@
-"""The records that the C++ kernel reads: an adapter as a vector of 64-bit words, and a step's row
-runs.
+"""The records that the C++ kernel reads: those of adapters, and the row runs of a step.
 
-A record is: number of sites; for each site its entry's word offset, or 0. An entry is rank, address
-of the float32 scales, numbers of tiles of each kind, then the tiles, six words each.
-`native/src/lora.cpp` declares the same. Addresses point into the arena and into tensors that the
-table keeps.
+The record of an adapter is a vector of 64-bit words: number of sites; for each site its entry's
+word offset, or 0. An entry is rank, address of the float32 scales, numbers of tiles of each kind,
+then the tiles, six words each. `native/src/lora.cpp` declares the same. Addresses point into the
+arena and into tensors that the table keeps.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Records:
         return slot in self._row_slots
 
     def forget(self, slot: int) -> None:
-        """The slot's adapter is another one now, or none."""
+        """Drop the slot's record, because its adapter has changed or was removed."""
         self._records.pop(slot, None)
         self._norm_slots.discard(slot)
         self._row_slots.discard(slot)

@@ -128,7 +128,7 @@ def work_size(tables: DeviceTables, runs: Sequence[RowRun], num_rows: int) -> Wo
 
 
 def static_work(tables: DeviceTables, max_rows: int, runs: Tensor) -> StepWork:
-    """That of all captured steps of up to `max_rows` token rows, whose runs are in `runs`."""
+    """The work of all captured steps of up to `max_rows` token rows, whose runs are in `runs`."""
     vectors = MAX_RUN_VECTORS * len(runs)
     return StepWork(tables, WorkSize(max_rows, len(runs), GRAPH_GROUPS, vectors), runs)
 

@@ -107,8 +107,8 @@ def _shrink_groups(
             tl.store(lines + split * TILE_NUMBERS + line, total)
             tl.debug_barrier()
             if tl.atomic_add(tickets + number, 1, sem="acq_rel") == SPLITS - 1:
-                # The last to come adds all partial sums, in order whoever it is. The next launch
-                # finds the ticket as this one did.
+                # The program that counts last adds all partial sums, always in the same order. It
+                # resets the ticket for the next launch.
                 tl.store(tickets + number, 0)
                 total = tl.load(lines + line)
                 for p in tl.static_range(1, SPLITS):
@@ -240,7 +240,7 @@ def _expand_tile(
         part_entries = entries + part.to(tl.int64) * max_groups * WORDS
         h_part = h + local.to(tl.int64) * max_groups * (2 * TILE_NUMBERS)
         at, end_rank = first_group * GROUP_ROWS, last_group * GROUP_ROWS
-        # Rows of B are asked for before the intermediate is waited for, later ones a block ahead.
+        # Rows of B are loaded before waiting for the intermediate, later ones a block ahead.
         b_rows = _rows_of_b(part_lanes, at, end_rank, BLOCK_RANKS)
         next_rows = _rows_of_b(part_lanes, at + BLOCK_RANKS, end_rank, BLOCK_RANKS)
         if HAS_BASE:
@@ -292,7 +292,7 @@ def _base_product(
 
 @triton.jit
 def _rows_of_b(lanes, at, end, BLOCK_RANKS: tl.constexpr):
-    """Where the rows of B begin that listed rank rows `at` and following stand for."""
+    """The elements at which the rows of B begin, for the listed rank rows from `at` on."""
     k = at + tl.arange(0, BLOCK_RANKS)
     return tl.load(lanes + k, mask=k < end, other=NO_ROW)
 
@@ -352,7 +352,7 @@ def _with_vectors(total, vector_arena, vectors, num_vectors, row, column):
 
 @triton.jit
 def _with_vector(total, vector_arena, vector, row, column):
-    """`_with_vector` of one adapter, or of one part of its vectors."""
+    """`_with_vectors` for the vectors of one adapter, or for a part of them."""
     rows, cut = tl.load(vector), tl.load(vector + 1)
     gain, lora_bias, bias = tl.load(vector + 2), tl.load(vector + 3), tl.load(vector + 4)
     coef = tl.load(vector + 5).to(tl.int32).to(tl.float32, bitcast=True)

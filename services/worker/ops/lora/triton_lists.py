@@ -36,7 +36,7 @@ def aligned(value, ALIGN: tl.constexpr):
 
 @triton.jit
 def choose(number, value_0, value_1, value_2, value_3):
-    """The value of that number."""
+    """The value with the index `number`, 0 to 3."""
     late = tl.where(number == 2, value_2, value_3)
     return tl.where(number == 0, value_0, tl.where(number == 1, value_1, late))
 

@@ -40,8 +40,8 @@ TILINGS_HALF = (
     GroupedTiling(128, 128, 32, 8, 4, 2),
 )
 """For bfloat16 and float16: few pairs an expert, where weights are what is read; some; many. The
-first is what plain products of one to sixteen rows ran fastest with on an H200; the others are
-reasoned."""
+first is what plain products of one to sixteen rows ran fastest with on an H200; the others were not
+measured."""
 TILINGS_FLOAT32 = (GroupedTiling(16, 32, 64, 4, 3, 2), GroupedTiling(32, 64, 32, 4, 3, 2))
 FEW_PAIRS, SOME_PAIRS = 16, 96
 """An expert's pairs on average up to which the first tiling and the second serve."""

@@ -41,13 +41,13 @@ class StateBatch:
     """float32 `[blocks, cells in a block, items]`: the whole arena."""
     layout: StateLayout
     row_ends: Tensor
-    """int64 `[rows]`: spans of the step's first rows together."""
+    """int64 `[rows]`: number of spans of rows 0 to i."""
     words: Tensor
     """int64 `[spans, 2]`: first token row, and the end."""
     sources: Tensor
     """int64 `[spans, blocks of a state]`; -1 = zeros."""
     targets: Tensor
-    """int64 `[spans, blocks of a state]`; -1 = the state is not kept, which GPUs know only."""
+    """int64 `[spans, blocks of a state]`; -1 = the state is not kept, in idle steps on GPUs."""
     num_single: int
     """Rows at the end of the step with one token, and so one span, each."""
     longest: int
@@ -100,8 +100,8 @@ def blocks_of(
 
 
 def idle_states(arena: Tensor, layout: StateLayout, num_tokens: int) -> StateBatch:
-    """States that nobody keeps, of a row of all tokens but the last, if there are several, and a
-    row of the last."""
+    """States of a warm-up step, which are not kept: those of a row of all tokens but the last, if
+    there are several, and those of a row of the last."""
     nowhere = [-1] * layout.num_blocks
     lens = [num_tokens - 1, 1] if num_tokens > 1 else [1]
     rows = [[StateSpan(count, (), nowhere)] for count in lens]

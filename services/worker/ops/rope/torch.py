@@ -45,7 +45,7 @@ class Rotary:
         self._factors = torch.cat((self._factors, self._factors.new_zeros(num_new)))
 
     def set(self, row: int, config: RopeConfig) -> None:
-        """Fill `row` and the next, for long sequences, which no step reads in the meantime."""
+        """Fill `row`, and the next one for long sequences. No step may read them meanwhile."""
         frequencies, factor = _frequencies(config)
         long = _longrope(config, "long_factor") if config.kind == "longrope" else frequencies
         copy_into(self._frequencies[row : row + 2], torch.stack((frequencies, long)))

@@ -1,6 +1,4 @@
-"""Rotary embedding on GPUs: rotates queries in place and writes keys and values to the cache, in
-one launch.
-"""
+"""Rotary embedding on GPUs: one launch rotates queries and writes keys and values to the cache."""
 
 from __future__ import annotations
 
