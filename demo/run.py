@@ -80,11 +80,11 @@ async def ask(client: InferenceClient, question: Question) -> Answer:
     """Stream one answer."""
     started_s = time.perf_counter()
     first_s = 0.0
-    pieces = []
-    async for piece in client.generate(question.adapter, question.prompt, GREEDY):
+    chunks = []
+    async for chunk in client.generate(question.adapter, question.prompt, GREEDY):
         first_s = first_s or time.perf_counter() - started_s
-        pieces.append(piece)
-    return Answer(question, collect(pieces).text, first_s, time.perf_counter() - started_s)
+        chunks.append(chunk)
+    return Answer(question, collect(chunks).text, first_s, time.perf_counter() - started_s)
 
 
 async def ask_all(stack: Stack, batch: Sequence[Question]) -> tuple[list[Answer], int]:

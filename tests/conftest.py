@@ -64,12 +64,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, or the last one to start would run alone for a minute."""
 
-    def place(item: pytest.Item) -> int:
+    def index(item: pytest.Item) -> int:
         path = item.nodeid.removeprefix("tests/")
         slow = (i for i, head in enumerate(_SLOW_FIRST) if path.startswith(head))
         return next(slow, len(_SLOW_FIRST))
 
-    items.sort(key=place)
+    items.sort(key=index)
 
 
 @pytest.hookimpl(wrapper=True)

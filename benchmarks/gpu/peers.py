@@ -264,7 +264,7 @@ def _of_sglang(
     assert len({delta.rank for delta in deltas}) == 1, "laid out for equal ranks only"
     a = torch.stack([torch.cat([d.a[p].data for p in parts]) for d in deltas])
     b = torch.stack(
-        [torch.cat(pieces) for pieces in zip(*(_turned(deltas, p) for p in parts), strict=True)]
+        [torch.cat(chunks) for chunks in zip(*(_turned(deltas, p) for p in parts), strict=True)]
     )
     info = types.SimpleNamespace(
         use_cuda_graph=False,

@@ -204,8 +204,8 @@ def padded_bmm_s(
         a, b = (torch.zeros(distinct, *s, dtype=dtype, device=bench.device) for s in shapes)
         x = torch.zeros(len(used), num_inputs, 1, dtype=dtype, device=bench.device)
         y = torch.zeros(len(used), num_outputs, 1, dtype=dtype, device=bench.device)
-        places = {adapter: i for i, adapter in enumerate(sorted(set(used), key=str))}
-        index = torch.tensor([places[adapter] for adapter in used], device=bench.device)
+        positions = {adapter: i for i, adapter in enumerate(sorted(set(used), key=str))}
+        index = torch.tensor([positions[adapter] for adapter in used], device=bench.device)
 
         def run(a=a, b=b, x=x, y=y, index=index) -> None:  # type: ignore[no-untyped-def]
             y.baddbmm_(b[index], torch.bmm(a[index], x))

@@ -62,7 +62,7 @@ def sharded(case: Case, num_gpus: int, side: str) -> Roofline:
     """The costs of `num_gpus` ranks. An arena's block is divided among them."""
     gpu, base = case.gpu, case.base
     group = Gpu(*(num_gpus * value for value in dataclasses.astuple(gpu)))
-    whole = roofline(base, group)
+    complete = roofline(base, group)
     sent_share = (num_gpus - 1) / num_gpus
     item_s = ITEM_BYTES / LINK_BYTES_PER_S
     num_collectives = BASE_COLLECTIVES
@@ -72,12 +72,12 @@ def sharded(case: Case, num_gpus: int, side: str) -> Roofline:
         token_items += 5.0 * sent_share * case.rank
     held = (1 + num_gpus) / 2 if side == "one matrix divided" else 1.0
     costs = dataclasses.replace(
-        whole.costs,
-        step_s=whole.costs.step_s + base.num_layers * num_collectives * LATENCY_S,
-        token_s=whole.costs.token_s + base.num_layers * token_items * item_s,
-        adapter_bytes_per_rank=held * whole.costs.adapter_bytes_per_rank,
+        complete.costs,
+        step_s=complete.costs.step_s + base.num_layers * num_collectives * LATENCY_S,
+        token_s=complete.costs.token_s + base.num_layers * token_items * item_s,
+        adapter_bytes_per_rank=held * complete.costs.adapter_bytes_per_rank,
     )
-    return Roofline(costs, whole.arena_bytes)
+    return Roofline(costs, complete.arena_bytes)
 
 
 def throughput(case: Case, num_gpus: int, side: str, rate_per_s: float) -> float:

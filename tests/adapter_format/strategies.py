@@ -53,11 +53,11 @@ def suffixes() -> st.SearchStrategy[list[str]]:
 def name_patterns() -> st.SearchStrategy[str]:
     """Expressions over module names."""
     part = st.sampled_from(_PARTS)
-    piece = st.one_of(
+    chunk = st.one_of(
         part,
         part.map(lambda name: name.replace("_", ".")),
         st.sampled_from([r"\.", ".*", ".", r"\d+", "[01]", ".*?", r"\.\d\.", "^", "$", ".+"]),
         st.lists(part, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
         part.map(lambda name: f"(?!.*{name})"),
     )
-    return st.lists(piece, min_size=1, max_size=6).map("".join)
+    return st.lists(chunk, min_size=1, max_size=6).map("".join)

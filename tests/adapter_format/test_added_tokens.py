@@ -18,8 +18,8 @@ BASE: dict[str, Any] = {
 Change = Callable[[dict[str, Any]], object]
 
 
-def copy_of(whole: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(whole))  # type: ignore[no-any-return]
+def copy_of(complete: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(complete))  # type: ignore[no-any-return]
 
 
 def read(files: dict[str, Any], base: dict[str, Any] = BASE) -> tuple[AddedToken, ...]:

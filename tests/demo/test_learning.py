@@ -46,15 +46,15 @@ def test_exact_match_needs_every_answer_token_and_nothing_else() -> None:
 
 def test_chunked_gradients_step_like_one_whole_batch() -> None:
     examples = list(islice(skill_examples("stutter", BOS_ID, seed=0), 2 * CHUNK_EXAMPLES + 3))
-    chunked, whole = tiny_model(), tiny_model()
+    chunked, complete = tiny_model(), tiny_model()
     loss = optimizer_step(chunked, torch.optim.SGD(chunked.parameters(), lr=0.1), examples)
     batch = collate(examples)
-    whole_loss = whole(input_ids=batch.input_ids, labels=batch.labels).loss
+    whole_loss = complete(input_ids=batch.input_ids, labels=batch.labels).loss
     whole_loss.backward()
-    torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    torch.nn.utils.clip_grad_norm_(complete.parameters(), 1.0)
+    torch.optim.SGD(complete.parameters(), lr=0.1).step()
     assert loss == pytest.approx(whole_loss.item(), rel=1e-6)
-    for ours, theirs in zip(chunked.parameters(), whole.parameters(), strict=True):
+    for ours, theirs in zip(chunked.parameters(), complete.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
 
 

@@ -57,8 +57,8 @@ def prompt_for(name: str | None, rng: random.Random) -> list[int]:
     num_tokens = RESIZED.get(name or "", 300)
     prompt = [rng.randrange(num_tokens) for _ in range(rng.randrange(1, 90))]
     if name == "activated":
-        place = rng.randrange(len(prompt))
-        prompt[place : place + 3] = FEATURES[name]["alora_invocation_tokens"]
+        index = rng.randrange(len(prompt))
+        prompt[index : index + 3] = FEATURES[name]["alora_invocation_tokens"]
     return prompt
 
 

@@ -173,7 +173,7 @@ def test_ended_stack_serves_what_it_had_taken(tmp_path: Path) -> None:
     stack = start(tmp_path / "state")
     stack.publish(ADAPTERS[0])
     asked = bodies()[:NUM_CLIENTS]
-    whole = [stream(stack, body) for body in asked[:4]]
+    complete = [stream(stack, body) for body in asked[:4]]
     got: dict[int, object] = {}
 
     def ask(place: int) -> None:
@@ -190,4 +190,4 @@ def test_ended_stack_serves_what_it_had_taken(tmp_path: Path) -> None:
     assert stack.stop() == 0
     for thread in threads:
         thread.join()
-    assert [got[place] for place in range(4)] == whole, time.monotonic() - began_s
+    assert [got[place] for place in range(4)] == complete, time.monotonic() - began_s

@@ -28,8 +28,8 @@ def test_litellm_chats_streams_calls_tools_and_embeds(
     asked = {"model": f"{provider}/upper", "messages": MESSAGES, "temperature": 0, **line}
     assert litellm.completion(**asked).choices[0].message.content == "KOLIMA 48"
     chunks = list(litellm.completion(**asked, stream=True))
-    whole = litellm.stream_chunk_builder(chunks, messages=MESSAGES)
-    assert whole.choices[0].message.content == "KOLIMA 48"
+    complete = litellm.stream_chunk_builder(chunks, messages=MESSAGES)
+    assert complete.choices[0].message.content == "KOLIMA 48"
     made = asked | {"model": f"{provider}/{BASE_ID}", "tools": [WEATHER], "seed": 7}
     chunks = list(litellm.completion(**made, tool_choice="required", max_tokens=200, stream=True))
     (call,) = litellm.stream_chunk_builder(chunks, messages=MESSAGES).choices[0].message.tool_calls

@@ -35,8 +35,8 @@ def messages(stack: Stack) -> Any:
 def test_an_adapter_answers_alike_in_all_apis(responses: Any, messages: Any) -> None:
     prompt, want = held_out(NAME, 1, seed=12)[0]
     text = prompt.removesuffix("=")
-    whole = responses.create(model=NAME, input=text, temperature=0)
-    assert (whole.output_text, whole.status) == (want, "completed")
+    complete = responses.create(model=NAME, input=text, temperature=0)
+    assert (complete.output_text, complete.status) == (want, "completed")
     with responses.stream(model=NAME, input=text, temperature=0) as stream:
         assert stream.get_final_response().output_text == want
     ask: dict[str, Any] = {"model": NAME, "max_tokens": 64, "extra_body": {"temperature": 0}}
@@ -46,7 +46,7 @@ def test_an_adapter_answers_alike_in_all_apis(responses: Any, messages: Any) -> 
     with messages.stream(**ask) as stream:
         assert stream.get_final_text() == want
     del ask["max_tokens"], ask["extra_body"]
-    assert messages.count_tokens(**ask).input_tokens == whole.usage.input_tokens
+    assert messages.count_tokens(**ask).input_tokens == complete.usage.input_tokens
 
 
 def test_usage_says_what_the_prefix_cache_held(responses: Any, messages: Any) -> None:

@@ -130,9 +130,9 @@ def test_a_base_that_was_told_to_think_may_think_before_it_calls(client: openai.
 
 def test_a_stream_holds_the_same_calls(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
-    whole = _ask(client, "hermes", **fields).choices[0].message.tool_calls[0].function
+    complete = _ask(client, "hermes", **fields).choices[0].message.tool_calls[0].function
     stream = _ask(client, "hermes", stream=True, **fields)
     calls = [call for chunk in stream for call in chunk.choices[0].delta.tool_calls or []]
     assert [(call.function.name, call.function.arguments) for call in calls] == [
-        (whole.name, whole.arguments)
+        (complete.name, complete.arguments)
     ]

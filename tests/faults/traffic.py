@@ -202,8 +202,8 @@ def variant(skill: str, number: int, folder: Path) -> None:
     source = DEMO / "adapters" / skill
     tensors = load_file(source / "adapter_model.safetensors")
     names = sorted(name for name in tensors if "lora_A" in name)
-    for place, name in enumerate(names[: number.bit_length()]):
-        if number >> place & 1:
+    for index, name in enumerate(names[: number.bit_length()]):
+        if number >> index & 1:
             other = name.replace("lora_A", "lora_B")
             tensors[name] = tensors[name] * np.asarray(2, tensors[name].dtype)
             tensors[other] = tensors[other] * np.asarray(0.5, tensors[other].dtype)

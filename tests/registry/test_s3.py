@@ -160,16 +160,16 @@ def _failing(client: object, before: int, after: int, monkeypatch: pytest.Monkey
 async def test_writes_that_the_server_fails_without_a_reason_happen_exactly_once(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = TagAddress("default", "sql", "prod")
+    index = TagAddress("default", "sql", "prod")
 
     def step(current: TagRecord | None) -> TagRecord:
-        return moved(place, current, (), "me", "move")
+        return moved(index, current, (), "me", "move")
 
     for before, after in ((0, 0), (2, 0), (0, 1), (2, 1)):
         with monkeypatch.context() as patch:
             _failing(store._once, before, after, patch)  # type: ignore[attr-defined]
-            await documents.change(store, place.key, TagRecord, step)
-    record = await documents.read(store, place.key, TagRecord)
+            await documents.change(store, index.key, TagRecord, step)
+    record = await documents.read(store, index.key, TagRecord)
     assert record is not None and record.generation == len(record.moves) == 4
 
 
@@ -216,7 +216,7 @@ async def test_a_deletion_by_age_that_is_tried_again_looks_at_the_age_again(
 async def test_the_moves_of_a_tag_tell_whether_a_failed_write_was_one_of_them(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, is_written: bool
 ) -> None:
-    place = TagAddress("default", "sql", "prod")
+    index = TagAddress("default", "sql", "prod")
     put = store.put_if_match
     tried = 0
 
@@ -230,16 +230,16 @@ async def test_the_moves_of_a_tag_tell_whether_a_failed_write_was_one_of_them(
             etag = await put(key, data, etag)
         held = decode(TagRecord, (await store.get(key)).data)
         for move_id in ("theirs", "theirs too"):
-            held = moved(place, held, (), "another", move_id)
+            held = moved(index, held, (), "another", move_id)
         await put(key, encode(held), etag)
         raise WriteUncertain("failed")
 
-    await documents.create(store, place.key, moved(place, None, (), "me", "first"))
+    await documents.create(store, index.key, moved(index, None, (), "me", "first"))
     monkeypatch.setattr(store, "put_if_match", overtaken)
     mine = await documents.change(
-        store, place.key, TagRecord, lambda held: moved(place, held, (), "me", "mine")
+        store, index.key, TagRecord, lambda held: moved(index, held, (), "me", "mine")
     )
-    found = await documents.read(store, place.key, TagRecord)
+    found = await documents.read(store, index.key, TagRecord)
     assert mine is not None and found is not None
     assert mine.moves[-1].move_id == "mine" and mine.moves[-1] in found.moves
     order = ["mine", "theirs", "theirs too"] if is_written else ["theirs", "theirs too", "mine"]

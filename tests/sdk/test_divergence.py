@@ -35,8 +35,8 @@ def test_it_is_at_most_that_of_the_whole_vocabulary_and_zero_for_equals() -> Non
     for _ in range(200):
         p = distribution(rng)
         q = distribution(rng) if rng.random() < 0.5 else _near(p, rng)
-        whole = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-        assert 0 <= divergence_at(answer(p), answer(q)) <= whole + 1e-9
+        complete = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        assert 0 <= divergence_at(answer(p), answer(q)) <= complete + 1e-9
         assert divergence_at(answer(p), answer(p)) < 1e-12
 
 

@@ -109,7 +109,7 @@ def test_keys_come_with_a_private_service_token(state: StateDir) -> None:
 
 
 def test_open_host_is_dialled_over_loopback(state: StateDir) -> None:
-    listeners = {flag: Listener("0.0.0.0", 1 + place) for place, flag in enumerate(LISTENERS)}
+    listeners = {flag: Listener("0.0.0.0", 1 + index) for index, flag in enumerate(LISTENERS)}
     specs = _specs(state, ["--insecure"], {}, addresses_of(listeners))
     assert specs["registry"].environ["LORAPLEX_REGISTRY_LISTEN"] == "0.0.0.0:3"
     assert specs["gateway"].environ["LORAPLEX_REGISTRY_ADDRESS"] == "127.0.0.1:3"

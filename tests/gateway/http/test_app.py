@@ -184,9 +184,9 @@ async def test_models_page_backwards_by_before(stack: Stack) -> None:
     for name in "abcd":
         stack.registry.put(name)
     await stack.start()
-    whole = json.loads((await _send(stack, "/v1/models", method="GET"))[2])
-    ids = [entry["id"] for entry in whole["data"]]
-    assert not whole["has_more"]
+    complete = json.loads((await _send(stack, "/v1/models", method="GET"))[2])
+    ids = [entry["id"] for entry in complete["data"]]
+    assert not complete["has_more"]
     seen: list[str] = []
     before, more = ids[-1], True
     while more:

@@ -86,13 +86,13 @@ async def test_a_body_in_chunks_of_one_byte_is_refused(stack: Stack, path: str) 
 async def test_a_body_in_chunks_of_ordinary_size_is_read(stack: Stack) -> None:
     await stack.start()
     reader, writer = await _connected(stack)
-    pieces = [b" " * limits.MIN_HTTP_CHUNK_BYTES] * (limits.MAX_SMALL_HTTP_CHUNKS + 9)
-    pieces += [b'{"model":"base","prompt":"x"}', b""]
+    chunks = [b" " * limits.MIN_HTTP_CHUNK_BYTES] * (limits.MAX_SMALL_HTTP_CHUNKS + 9)
+    chunks += [b'{"model":"base","prompt":"x"}', b""]
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\n"
     )
-    writer.writelines(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    writer.writelines(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
     async with asyncio.timeout(30):
         assert b"200 OK" in await reader.readline()
     writer.close()

@@ -34,7 +34,7 @@ async def test_completion_has_text_usage_and_the_model_as_asked(stack: Stack) ->
 async def test_stream_adds_up_to_the_text_of_the_whole_answer(stack: Stack) -> None:
     await stack.start()
     client = stack.openai()
-    whole = await client.completions.create(model="base", prompt="abc", max_tokens=64)
+    complete = await client.completions.create(model="base", prompt="abc", max_tokens=64)
     text, usages, reasons = "", [], []
     stream = await client.completions.create(
         model="base",
@@ -48,8 +48,8 @@ async def test_stream_adds_up_to_the_text_of_the_whole_answer(stack: Stack) -> N
         for choice in chunk.choices:
             text += choice.text
             reasons.append(choice.finish_reason)
-    assert text == whole.choices[0].text
-    assert usages[-1] == whole.usage
+    assert text == complete.choices[0].text
+    assert usages[-1] == complete.usage
     assert set(usages[:-1]) == {None}
     assert [reason for reason in reasons if reason] == ["stop"]
 
@@ -345,12 +345,12 @@ async def test_the_http_api_speaks_tls_with_its_own_certificate(stack: Stack) ->
     stack.client = openai.AsyncOpenAI(
         base_url=f"{stack.url}/v1", api_key="none", max_retries=0, http_client=trusting
     )
-    whole = await stack.client.completions.create(model="base", prompt="abc", max_tokens=8)
+    complete = await stack.client.completions.create(model="base", prompt="abc", max_tokens=8)
     stream = await stack.client.completions.create(
         model="base", prompt="abc", max_tokens=8, stream=True
     )
     parts = [choice.text async for chunk in stream for choice in chunk.choices]
-    assert "".join(parts) == whole.choices[0].text
+    assert "".join(parts) == complete.choices[0].text
     stranger = openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.APIConnectionError):
         await stranger.models.list()

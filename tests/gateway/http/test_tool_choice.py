@@ -72,8 +72,8 @@ async def test_calls_and_thoughts_come_parsed_out_of_the_answer(talker: Stack) -
 
 async def test_streamed_deltas_add_up_to_the_whole_answer(talker: Stack) -> None:
     _says(talker, f"let me look\n</think>\n\nOne moment.\n{CALL}\n{CALL}")
-    whole = (await _ask(talker, tools=[WEATHER], n=2)).choices
-    sums = [{"content": "", "reasoning": "", "calls": [], "reasons": []} for _ in whole]
+    complete = (await _ask(talker, tools=[WEATHER], n=2)).choices
+    sums = [{"content": "", "reasoning": "", "calls": [], "reasons": []} for _ in complete]
     async for chunk in await _ask(talker, tools=[WEATHER], n=2, stream=True):
         choice = chunk.choices[0]
         total: dict[str, Any] = sums[choice.index]
@@ -84,7 +84,7 @@ async def test_streamed_deltas_add_up_to_the_whole_answer(talker: Stack) -> None
                 total["calls"].append([call.function.name, ""])
             total["calls"][call.index][1] += call.function.arguments
         total["reasons"] += [choice.finish_reason] if choice.finish_reason else []
-    for total, choice in zip(sums, whole, strict=True):
+    for total, choice in zip(sums, complete, strict=True):
         assert total["content"] == choice.message.content
         assert total["reasoning"] == choice.message.reasoning_content
         calls = choice.message.tool_calls
@@ -145,8 +145,8 @@ async def test_thoughts_on_channels_are_told_apart_and_counted(
             "".join(getattr(d, k, None) or "" for d in deltas) for k in ("reasoning", "content")
         ]
     else:
-        whole = await _ask(stack)
-        usage, message = whole.usage, whole.choices[0].message
+        complete = await _ask(stack)
+        usage, message = complete.usage, complete.choices[0].message
         found = [message.reasoning, message.content]
     assert found == [thought, "Yes."]
     assert usage.completion_tokens_details.reasoning_tokens == num_tokens

@@ -18,9 +18,9 @@ IDS = st.lists(st.one_of(st.sampled_from(b"abc"), st.integers(0, 263)), min_size
 
 
 def _events(ids: list[int], cuts: list[int], finish: FinishReason) -> list[Tokens]:
-    places = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
+    positions = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
     events = []
-    for start, end in itertools.pairwise(places):
+    for start, end in itertools.pairwise(positions):
         last = finish if end == len(ids) else None
         stop_id = ids[-1] if last is FinishReason.STOP else None
         events.append(
@@ -55,14 +55,16 @@ def test_result_does_not_depend_on_how_steps_cut_it(
     finish: FinishReason,
 ) -> None:
     rules = TextRules(tuple(stops), include, True, min_tokens)
-    (whole,), num_tokens = _text_deltas(_events(ids, [], finish), rules)
+    (complete,), num_tokens = _text_deltas(_events(ids, [], finish), rules)
     text_deltas, num_streamed = _text_deltas(_events(ids, cuts, finish), rules)
-    assert "".join(text_delta.text for text_delta in text_deltas) == whole.text
-    assert tuple(i for text_delta in text_deltas for i in text_delta.token_ids) == whole.token_ids
-    assert tuple(o for text_delta in text_deltas for o in text_delta.offsets) == whole.offsets
+    assert "".join(text_delta.text for text_delta in text_deltas) == complete.text
+    assert (
+        tuple(i for text_delta in text_deltas for i in text_delta.token_ids) == complete.token_ids
+    )
+    assert tuple(o for text_delta in text_deltas for o in text_delta.offsets) == complete.offsets
     last = text_deltas[-1]
-    assert (last.finish_reason, last.stop_reason) == (whole.finish_reason, whole.stop_reason)
-    assert num_streamed == num_tokens == len(whole.token_ids)
+    assert (last.finish_reason, last.stop_reason) == (complete.finish_reason, complete.stop_reason)
+    assert num_streamed == num_tokens == len(complete.token_ids)
 
 
 def test_eos_is_counted_and_not_shown() -> None:

@@ -38,8 +38,8 @@ def _scanned(text_deltas: list[str], stops: list[str], include: bool) -> tuple[s
 def test_result_does_not_depend_on_the_cuts(
     text: str, stops: list[str], include: bool, cuts: list[int]
 ) -> None:
-    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    text_deltas = [text[a:b] for a, b in pairwise(places)]
+    positions = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    text_deltas = [text[a:b] for a, b in pairwise(positions)]
     assert _scanned(text_deltas, stops, include) == _reference(text, stops, include)
 
 

@@ -105,13 +105,13 @@ AWAY = Unavailable("gone")
 def test_every_position_comes_once_across_failures(cuts: list[int]) -> None:
     """Each placement begins where the last one ended, as its output_ids say."""
     workers = WorkerPool()
-    places = [0, *sorted(cuts), len(OUTPUT)]
-    for start, end in itertools.pairwise(places):
+    positions = [0, *sorted(cuts), len(OUTPUT)]
+    for start, end in itertools.pairwise(positions):
         last = end == len(OUTPUT)
         workers.feeds.append(_send(start, end) if last else _both(_send(start, end), _fail(AWAY)))
     assert run_virtually(_ids(workers)) == OUTPUT
     emitted = [job.request.output_ids for job in workers.jobs]
-    assert [len(ids) for ids in emitted] == places[: len(emitted)]
+    assert [len(ids) for ids in emitted] == positions[: len(emitted)]
     assert all(ids == OUTPUT[: len(ids)] for ids in emitted)
 
 

@@ -124,7 +124,7 @@ async def test_ids_that_the_library_cannot_give_are_left_aside(
     base["added_tokens"][-1]["id"] += 2
     theirs = json.loads(json.dumps(base))
     theirs["added_tokens"].append({**base["added_tokens"][-1], "id": PAD_ID + 3, "content": "<x>"})
-    own, files = ({"tokenizer.json": json.dumps(whole).encode()} for whole in (base, theirs))
+    own, files = ({"tokenizer.json": json.dumps(complete).encode()} for complete in (base, theirs))
     gapped = ServedBase(MODEL, BaseTokenizer(own, TemplatePool()))
     shelf = Shelf()
     with caplog.at_level(logging.WARNING):

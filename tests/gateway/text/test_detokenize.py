@@ -44,7 +44,7 @@ def _byte_fallback() -> Tokenizer:
     """As SentencePiece models come: ▁ for spaces, <0xNN> for what has no token."""
     words = ["▁the", "▁cat", "▁", "s", "é", "日", "▁▁"]
     vocab = {"<unk>": 0, "<s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    vocab |= {word: len(vocab) + place for place, word in enumerate(words)}
+    vocab |= {word: len(vocab) + index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence(
@@ -68,7 +68,7 @@ def _metaspace() -> Tokenizer:
 
 
 def _characters() -> Tokenizer:
-    vocab = {char: place for place, char in enumerate("abcé日😀 ")}
+    vocab = {char: index for index, char in enumerate("abcé日😀 ")}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
@@ -176,7 +176,7 @@ def test_broken_text_does_not_hold_back_for_ever() -> None:
     )
     assert not TokenBytes(tokenizer).is_exact
     detokenizer = TokenBytes(tokenizer).detokenizer()
-    out = "".join(detokenizer.push(2 + 0x80 + place % 64) for place in range(64))
+    out = "".join(detokenizer.push(2 + 0x80 + index % 64) for index in range(64))
     assert len(out) > 16
 
 

@@ -234,12 +234,12 @@ def test_how_an_answer_was_cut_makes_no_difference(
     """Also for answers that end anywhere."""
     kind, text = answer
     text = (space + thought + text)[:length]
-    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    parts = [text[a:b] for a, b in pairwise(places)]
+    positions = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    parts = [text[a:b] for a, b in pairwise(positions)]
     how = {"thinks": thinks, "is_thinking": is_thinking}
-    whole = _read(kind, [text], **how)
-    assert _read(kind, parts, **how) == whole
-    assert _read(kind, list(text), **how) == whole
+    complete = _read(kind, [text], **how)
+    assert _read(kind, parts, **how) == complete
+    assert _read(kind, list(text), **how) == complete
 
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "{", "}", '"name"', ":"]
@@ -255,10 +255,10 @@ MARKS += ['"now"', '"parameters"', ",", "[", "]", ";", " ", "\n", "x", "\\", '"'
 )
 def test_nonsense_is_read_alike_in_one_piece_and_by_characters(kind: str, marks: list[str]) -> None:
     text = "".join(marks)
-    whole = _read(kind, [text])
-    assert _read(kind, list(text)) == whole
-    if not whole[2]:
-        assert whole[1] == text
+    complete = _read(kind, [text])
+    assert _read(kind, list(text)) == complete
+    if not complete[2]:
+        assert complete[1] == text
 
 
 @pytest.mark.parametrize(
@@ -297,11 +297,11 @@ WHOLE_CALLS = {
 
 @pytest.mark.parametrize("kind", WHOLE_CALLS)
 def test_a_call_that_was_cut_anywhere_is_text_and_never_half_a_call(kind: str) -> None:
-    whole = WHOLE_CALLS[kind]
-    for length in range(1, len(whole)):
-        assert _read(kind, [whole[:length]]) == ("", whole[:length], []), length
-        assert _read(f"{kind}+required", [whole[:length]]) == ("", "", []), length
-    assert _read(kind, [whole]) == ("", "", [("weather", '{"city": "Rome"}')])
+    complete = WHOLE_CALLS[kind]
+    for length in range(1, len(complete)):
+        assert _read(kind, [complete[:length]]) == ("", complete[:length], []), length
+        assert _read(f"{kind}+required", [complete[:length]]) == ("", "", []), length
+    assert _read(kind, [complete]) == ("", "", [("weather", '{"city": "Rome"}')])
 
 
 @pytest.mark.parametrize(

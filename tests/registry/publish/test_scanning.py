@@ -34,9 +34,9 @@ def _fed(data: bytes, step: int, size: int | None = None) -> frozenset[str] | No
 
 @pytest.mark.parametrize("step", [1, 3, 8, 100, 1 << 20])
 def test_chunks_of_any_size_give_the_answer_of_the_whole_file(step: int) -> None:
-    whole = TensorScan(parse_header(FILE[: prefix_bytes(FILE[:8], len(FILE))], len(FILE)))
-    whole.feed(FILE)
-    assert _fed(FILE, step) == whole.finish() == {"zero"}
+    complete = TensorScan(parse_header(FILE[: prefix_bytes(FILE[:8], len(FILE))], len(FILE)))
+    complete.feed(FILE)
+    assert _fed(FILE, step) == complete.finish() == {"zero"}
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,12 @@ class ArenaMachine(RuleBasedStateMachine):
             for block in blocks
             for page in range(block * PAGES_PER_BLOCK, (block + 1) * PAGES_PER_BLOCK)
         ]
-        for num_pages, places in self.parts.values():
-            for place, size in zip(places, extent_sizes(num_pages, PAGES_PER_BLOCK), strict=True):
-                assert place % size == 0, "an extent begins at a multiple of its size"
-                owned += range(place, place + size)
+        for num_pages, positions in self.parts.values():
+            for index, size in zip(
+                positions, extent_sizes(num_pages, PAGES_PER_BLOCK), strict=True
+            ):
+                assert index % size == 0, "an extent begins at a multiple of its size"
+                owned += range(index, index + size)
         assert len(owned) == len(set(owned)), "a page has two owners"
         return set(owned)
 
@@ -81,8 +83,8 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free_pages(self, data: st.DataObject) -> None:
         owner = data.draw(st.sampled_from(sorted(self.parts)))
-        num_pages, places = self.parts.pop(owner)
-        self.arena.free_pages(owner, places, num_pages)
+        num_pages, positions = self.parts.pop(owner)
+        self.arena.free_pages(owner, positions, num_pages)
 
     @rule()
     def plan(self) -> None:
@@ -104,16 +106,16 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.arena.num_free + self.arena.num_retiring + len(owned) == NUM_BLOCKS
         held = {owner: set(blocks) for owner, blocks in self.held.items() if blocks}
         parts = {
-            owner: {place // PAGES_PER_BLOCK for place in places}
-            for owner, (_, places) in self.parts.items()
-            if places
+            owner: {index // PAGES_PER_BLOCK for index in positions}
+            for owner, (_, positions) in self.parts.items()
+            if positions
         }
         assert self.arena.blocks_by_owner() == held | parts
 
     def teardown(self) -> None:
         """Nothing leaks: when all is freed, all blocks are whole again."""
-        for owner, (num_pages, places) in self.parts.items():
-            self.arena.free_pages(owner, places, num_pages)
+        for owner, (num_pages, positions) in self.parts.items():
+            self.arena.free_pages(owner, positions, num_pages)
         for owner, blocks in self.held.items():
             self.arena.free(owner, blocks)
         if self.retired < self.planned:

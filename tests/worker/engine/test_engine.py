@@ -67,11 +67,11 @@ def test_the_adapter_changes_the_output(stage: Stage) -> None:
 
 def test_a_request_resumed_with_its_output_continues_with_the_same_tokens(stage: Stage) -> None:
     penalties = {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
-    whole = list(stage.run(submit("r", A, seed=7, **penalties), *stage.fetched(A))["r"])
+    complete = list(stage.run(submit("r", A, seed=7, **penalties), *stage.fetched(A))["r"])
     for cut in (1, 5, 11):
-        stage.outputs["r"] = whole[:cut]
-        stage.run(submit("r", A, seed=7, output_ids=whole[:cut], **penalties))
-        assert stage.outputs["r"] == whole, f"resumed after {cut} tokens"
+        stage.outputs["r"] = complete[:cut]
+        stage.run(submit("r", A, seed=7, output_ids=complete[:cut], **penalties))
+        assert stage.outputs["r"] == complete, f"resumed after {cut} tokens"
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])

@@ -104,9 +104,9 @@ def test_every_request_gets_the_same_tokens_whether_or_not_steps_overlap(
         runner = make_runner(files, arena_bytes=arena_bytes, overlap=overlap)
         runs.append(run(Stage(runner, files), requests, cancels))
     plain, overlapped = runs
-    whole = set(plain.last) - set(cancels.values())
-    assert len(whole) > NUM_REQUESTS // 2
-    for name in whole:
+    complete = set(plain.last) - set(cancels.values())
+    assert len(complete) > NUM_REQUESTS // 2
+    for name in complete:
         assert overlapped.tokens[name] == plain.tokens[name]
         last, expected = overlapped.last[name], plain.last[name]
         assert last.finish_reason == expected.finish_reason
@@ -116,5 +116,5 @@ def test_every_request_gets_the_same_tokens_whether_or_not_steps_overlap(
         tokens = plain.tokens.get(name, []), overlapped.tokens.get(name, [])
         length = min(map(len, tokens))
         assert tokens[0][:length] == tokens[1][:length]
-    reasons = [plain.last[name].finish_reason for name in whole]
+    reasons = [plain.last[name].finish_reason for name in complete]
     assert min(map(reasons.count, (FinishReason.STOP, FinishReason.LENGTH))) > 3

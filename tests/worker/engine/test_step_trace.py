@@ -86,8 +86,8 @@ def test_an_unloaded_slot_may_be_used_again(tmp_path: Path) -> None:
     folder = tmp_path / "8"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 8}')
-    for num_blocks, places in ((2, (4, 8)), (1, (20,))):
-        stage.load(0, folder, Extents(num_blocks * PAGES_PER_BLOCK, places))
+    for num_blocks, positions in ((2, (4, 8)), (1, (20,))):
+        stage.load(0, folder, Extents(num_blocks * PAGES_PER_BLOCK, positions))
         stage.runner.launch(StepPlan(0, (row("a", slot=0),))).result()
         stage.runner.unload_adapter(0)
     steps = [line["adapter_bytes"] for line in lines(path) if "step_s" in line]

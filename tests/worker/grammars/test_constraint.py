@@ -38,7 +38,7 @@ def follower(vocabulary, grammar, own):
 
 def ids_in(mask: bytes) -> set[int]:
     return {
-        8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1
+        8 * index + bit for index, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1
     }
 
 
@@ -49,23 +49,23 @@ def text_of(ids) -> str:
 
 def test_an_added_token_may_come_where_its_text_may(vocabulary):
     own = GrammarTokens(tuple(ADDED.items()))
-    place = follower(vocabulary, Grammar(regex="(ab){2,4}"), own)
-    assert ids_in(place.bitmask()) == {ord("a"), 303}
-    assert place.consume([ord("a")])
-    assert ids_in(place.bitmask()) == {ord("b"), 305}
-    assert place.consume([305, 303])
-    assert ids_in(place.bitmask()) == {ord("a"), EOS}
-    assert not place.consume([303])
+    index = follower(vocabulary, Grammar(regex="(ab){2,4}"), own)
+    assert ids_in(index.bitmask()) == {ord("a"), 303}
+    assert index.consume([ord("a")])
+    assert ids_in(index.bitmask()) == {ord("b"), 305}
+    assert index.consume([305, 303])
+    assert ids_in(index.bitmask()) == {ord("a"), EOS}
+    assert not index.consume([303])
 
 
 def test_its_own_end_takes_the_place_of_the_base_s(vocabulary):
     own = GrammarTokens(tuple(ADDED.items()), (OWN_EOS, 258))
-    place = follower(vocabulary, Grammar(regex="(ab){2,}"), own)
-    assert not {OWN_EOS, 258, EOS} & ids_in(place.bitmask())
-    assert place.consume([303])
-    assert ids_in(place.bitmask()) == {ord("a"), 303, 258, OWN_EOS}
-    assert place.consume([OWN_EOS])
-    assert place.is_finished
+    index = follower(vocabulary, Grammar(regex="(ab){2,}"), own)
+    assert not {OWN_EOS, 258, EOS} & ids_in(index.bitmask())
+    assert index.consume([303])
+    assert ids_in(index.bitmask()) == {ord("a"), 303, 258, OWN_EOS}
+    assert index.consume([OWN_EOS])
+    assert index.is_finished
     early = follower(vocabulary, Grammar(regex="(ab){2,}"), own)
     assert not early.consume([OWN_EOS])
 

@@ -195,11 +195,11 @@ def test_every_output_is_json_of_its_schema(stage: Stage, schema: Any, seed: int
 
 
 def test_a_resumed_request_continues_with_the_same_tokens(stage: Stage) -> None:
-    whole = list(stage.run(submit("r", OBJECT, repetition_penalty=1.1))["r"])
-    json.loads(text_of(whole))
-    for cut in (1, 7, len(whole) // 2, len(whole) - 1):
-        request = submit("r", OBJECT, output_ids=whole[:cut], repetition_penalty=1.1)
-        assert whole[:cut] + stage.run(request)["r"] == whole
+    complete = list(stage.run(submit("r", OBJECT, repetition_penalty=1.1))["r"])
+    json.loads(text_of(complete))
+    for cut in (1, 7, len(complete) // 2, len(complete) - 1):
+        request = submit("r", OBJECT, output_ids=complete[:cut], repetition_penalty=1.1)
+        assert complete[:cut] + stage.run(request)["r"] == complete
 
 
 def test_output_that_the_grammar_forbids_cannot_be_resumed(stage: Stage) -> None:

@@ -219,13 +219,13 @@ def test_windows_of_stacked_tensors_are_the_parts_of_the_whole(base):
     weights = Checkpoint(base.folder, torch.float32, CPU)
     prefix = "model.layers.0.self_attn"
     parts = [(f"{prefix}.q_proj.weight", 64), (f"{prefix}.k_proj.weight", 32)]
-    whole = take_rows(weights, parts, 64)
+    complete = take_rows(weights, parts, 64)
     window = TensorWindow([(16, 32), (80, 96)], (8, 24))
-    expected = torch.cat([whole[16:32, 8:24], whole[80:96, 8:24]])
+    expected = torch.cat([complete[16:32, 8:24], complete[80:96, 8:24]])
     assert take_window(weights, parts, [64], window).equal(expected)
     rows = weights.rows_in_files(parts, 64)
     assert (rows.out_features, rows.in_features) == (96, 64)
-    assert rows.weight_rows(60, 70).equal(whole[60:70])
+    assert rows.weight_rows(60, 70).equal(complete[60:70])
     assert rows.weight_rows(5, 5).shape == (0, 64)
 
 

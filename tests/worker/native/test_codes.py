@@ -114,9 +114,9 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, kind, dtype):
 def test_rows_of_the_weight_come_back_as_the_codes_mean_them(compiled, kind):
     code, group_size, has_zeros = kind
     weight = weight_in_codes((70, 45), code, group_size, has_zeros=has_zeros)
-    packed, whole = CodedLinear(compiled, weight), weight.dequantised()
+    packed, complete = CodedLinear(compiled, weight), weight.dequantised()
     for begin, end in ((0, 70), (3, 3), (31, 33), (64, 70)):
-        assert packed.weight_rows(begin, end).equal(whole[begin:end])
+        assert packed.weight_rows(begin, end).equal(complete[begin:end])
 
 
 def test_columns_in_another_order_meet_their_inputs(compiled):

@@ -48,12 +48,12 @@ def outputs_of_both(base: TinyBase, root: Path, num_new_tokens: int) -> tuple[Ou
         own = next(iter(request.adapters.digests), None)
         model = reference.model(FEATURES[own] if own else None)
         ids = torch.tensor([list(request.prompt_ids)])
-        whole = model.generate(
+        complete = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_new_tokens,
             do_sample=False,
             eos_token_id=EOS_IDS[own] if own else base.model.config.eos_token_id,
         )
-        theirs[request.request_id] = whole[0, ids.shape[1] :].tolist()
+        theirs[request.request_id] = complete[0, ids.shape[1] :].tolist()
     return ours, theirs

@@ -74,14 +74,16 @@ class Reference:
         self, model: torch.nn.Module, token_ids: Sequence[int], num_prompt: int | None
     ) -> Tensor:
         """The same of a model that is none of these."""
-        whole = model(torch.tensor([token_ids]), **_offsets(model, token_ids, num_prompt)).logits[0]
+        complete = model(
+            torch.tensor([token_ids]), **_offsets(model, token_ids, num_prompt)
+        ).logits[0]
         switch_len = getattr(model.config, "original_max_position_embeddings", None)
         is_switching = num_prompt is not None and switch_len and num_prompt <= switch_len
         if not is_switching or len(token_ids) <= switch_len:
-            return whole
+            return complete
         first = token_ids[:switch_len]
         short = model(torch.tensor([first]), **_offsets(model, first, num_prompt)).logits[0]
-        return torch.cat((short, whole[switch_len:]))
+        return torch.cat((short, complete[switch_len:]))
 
     @property
     def names(self) -> list[str | None]:

@@ -93,8 +93,8 @@ def make_jobs(stage: Stage, seed: int, num_new_tokens: int, *, stagger: bool) ->
             prompt[::3] = [rng.randrange(RESIZED[name]) for _ in prompt[::3]]
         if name in ACTIVATED_FEATURES:  # invoked twice, once, or not at all
             invocation = FEATURES[name]["alora_invocation_tokens"]
-            for place in rng.sample(range(len(prompt)), min(2, len(prompt))):
-                prompt[place : place + len(invocation)] = invocation
+            for index in rng.sample(range(len(prompt)), min(2, len(prompt))):
+                prompt[index : index + len(invocation)] = invocation
         request = greedy(f"{i}-{name}", prompt, num_new_tokens, logprobs=0)
         if name in ACTIVATED_FEATURES:
             request.adapters_from = last_occurrence(prompt, invocation)

@@ -93,9 +93,9 @@ def test_skipping_noise_that_cannot_win_changes_no_draw(monkeypatch):
 def test_chunks_of_the_vocabulary_work_change_nothing(monkeypatch):
     logits = random_logits(10, seed=6)
     requests = [make_request(seed=i, temperature=1.0, logprobs=2) for i in range(10)]
-    whole = choose(logits, requests)
+    complete = choose(logits, requests)
     monkeypatch.setattr(sampler, "MAX_LOGIT_ROWS", 3)
-    assert choose(logits, requests) == whole
+    assert choose(logits, requests) == complete
 
 
 def kept_ids(logits, **params):

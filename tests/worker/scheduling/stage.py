@@ -256,11 +256,11 @@ class Stage:
             for span in spans:
                 assert span.num_tokens > 0 and len(span.target) == self.layout.state_blocks
                 assert bool(span.source) == (position > 0)
-                for place, block in enumerate(span.source):
-                    assert self.states[block] == (place, contents[position - 1]), "another's state"
+                for index, block in enumerate(span.source):
+                    assert self.states[block] == (index, contents[position - 1]), "another's state"
                 position += span.num_tokens
-                for place, block in enumerate(span.target):
-                    self.states[block] = place, contents[position - 1]
+                for index, block in enumerate(span.target):
+                    self.states[block] = index, contents[position - 1]
                     self.content.pop(block, None)
                 assert not written & set(span.target), "two rows write to a block"
                 for step in self.in_flight:

@@ -78,13 +78,13 @@ def test_drafts_are_those_of_a_plain_search():
     rng = random.Random(1)
     for _ in range(200):
         ids = [rng.randrange(4) for _ in range(rng.randrange(2, 60))]
-        places = [i for i in range(len(ids) - 3) if ids[i : i + 3] == ids[-3:]]
+        positions = [i for i in range(len(ids) - 3) if ids[i : i + 3] == ids[-3:]]
         found = drafted(decoding(ids, num_blocks=8))
-        assert bool(found) == bool(places)
+        assert bool(found) == bool(positions)
         for draft in found:
             ids.append(draft)
-        if places:
-            begin = places[-1] + 3
+        if positions:
+            begin = positions[-1] + 3
             assert all(ids[begin + i] == draft for i, draft in enumerate(found))
 
 

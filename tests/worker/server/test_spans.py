@@ -41,8 +41,8 @@ def test_the_phases_of_a_request_follow_one_another_and_name_their_steps(
     ended(open_tracer("worker", {ENDPOINTS[1]: "x"}), "ok", LAST, DIGEST)
     found = collector.wait_for("worker request", "adapter load", "queue", "prefill", "decode")
     spans = {name: span for name, (_, span) in found.items()}
-    whole = spans["worker request"]
-    begin = whole.start_time_unix_nano
+    root = spans["worker request"]
+    begin = root.start_time_unix_nano
     times = {
         name: ((span.start_time_unix_nano - begin) / 1e9, (span.end_time_unix_nano - begin) / 1e9)
         for name, span in spans.items()
@@ -54,8 +54,8 @@ def test_the_phases_of_a_request_follow_one_another_and_name_their_steps(
     assert times["decode"][1] == times["worker request"][1]
     steps = {name: values(spans[name].attributes) for name in ("prefill", "decode")}
     assert steps == {"prefill": {"loraplex.step": 11}, "decode": {"loraplex.step": 13}}
-    assert values(whole.attributes)["loraplex.adapter.digests"] == [DIGEST]
-    assert values(whole.attributes)["gen_ai.usage.output_tokens"] == 3
+    assert values(root.attributes)["loraplex.adapter.digests"] == [DIGEST]
+    assert values(root.attributes)["gen_ai.usage.output_tokens"] == 3
 
 
 def test_a_request_of_the_base_waits_for_no_adapter(collector: Collector) -> None:

@@ -79,7 +79,7 @@ async def test_a_message_has_the_fields_and_types_of_the_official_client(talker:
 async def test_streamed_events_are_those_of_the_official_client_and_add_up(talker: Stack) -> None:
     says(talker, f"let me look\n</think>\n\nOne moment.\n{CALL}\n{CALL}")
     asked: dict[str, Any] = {"tools": [WEATHER], "thinking": THINKING}
-    whole = await _ask(talker, **asked)
+    complete = await _ask(talker, **asked)
     events = await _events(talker, **asked)
     known: Any = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)
     for event in events:
@@ -93,9 +93,9 @@ async def test_streamed_events_are_those_of_the_official_client_and_add_up(talke
     async with _client(talker) as client, client.messages.stream(**_body(asked)) as stream:
         final = await stream.get_final_message()
     assert [_without_id(each) for each in final.content] == [
-        _without_id(each) for each in whole.content
+        _without_id(each) for each in complete.content
     ]
-    assert (final.stop_reason, final.usage) == (whole.stop_reason, whole.usage)
+    assert (final.stop_reason, final.usage) == (complete.stop_reason, complete.usage)
 
 
 async def test_there_is_no_thought_unless_it_is_asked_for(talker: Stack) -> None:

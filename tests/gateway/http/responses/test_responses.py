@@ -66,7 +66,7 @@ async def test_a_response_has_the_fields_and_types_of_the_official_client(talker
 
 async def test_streamed_events_are_those_of_the_official_client_and_add_up(talker: Stack) -> None:
     says(talker, f"let me look\n</think>\n\nOne moment.\n{CALL}\n{CALL}")
-    whole = await _ask(talker, tools=[WEATHER])
+    complete = await _ask(talker, tools=[WEATHER])
     events = [event async for event in await _ask(talker, tools=[WEATHER], stream=True)]
     for event in events:
         EVENT.validate_python(event.to_dict())
@@ -89,7 +89,7 @@ async def test_streamed_events_are_those_of_the_official_client_and_add_up(talke
     ]
     assert [kind.removeprefix("response.") for kind in seen[2:-1]] == expected
     final = events[-1].response
-    assert _without_ids(final) == _without_ids(whole)
+    assert _without_ids(final) == _without_ids(complete)
     done = [event.item for event in events if event.type == "response.output_item.done"]
     assert done == final.output
     deltas = "".join(e.delta for e in events if e.type == "response.output_text.delta")
@@ -110,11 +110,11 @@ async def test_the_clients_own_collector_ends_with_the_same_response(talker: Sta
 
 async def test_an_empty_answer_is_one_empty_message(talker: Stack) -> None:
     says(talker, "</think>")
-    whole = await _ask(talker)
+    complete = await _ask(talker)
     events = [event async for event in await _ask(talker, stream=True)]
-    assert [item.type for item in whole.output] == ["message"] and whole.output_text == ""
+    assert [item.type for item in complete.output] == ["message"] and complete.output_text == ""
     assert events[-1].response.output_text == ""
-    Response.model_validate(whole.to_dict())
+    Response.model_validate(complete.to_dict())
 
 
 @pytest.mark.parametrize("stream", [False, True])

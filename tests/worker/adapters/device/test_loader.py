@@ -111,22 +111,22 @@ def test_gains_do_not_depend_on_their_chunks(monkeypatch):
     base = DenseLinear(torch.randn(50, 12))
     a, b, magnitude = torch.randn(3, 12), torch.randn(40, 3), torch.rand(40, 1) + 0.5
     weight_rows = lambda begin, end: base.weight_rows(7 + begin, 7 + end)  # noqa: E731
-    whole = dora_gain(weight_rows, a, b, 0.5, magnitude)
+    complete = dora_gain(weight_rows, a, b, 0.5, magnitude)
     monkeypatch.setattr(base_values, "GAIN_CHUNK_ROWS", 9)
-    assert dora_gain(weight_rows, a, b, 0.5, magnitude).equal(whole)
+    assert dora_gain(weight_rows, a, b, 0.5, magnitude).equal(complete)
     merged = base.weight_rows(7, 47) + 0.5 * b @ a
-    torch.testing.assert_close(whole, magnitude[:, 0] / merged.norm(dim=1))
+    torch.testing.assert_close(complete, magnitude[:, 0] / merged.norm(dim=1))
 
 
 def test_the_gain_of_an_embedding_is_by_column_and_does_not_depend_on_chunks(monkeypatch):
     torch.manual_seed(0)
     base = DenseLinear(torch.randn(50, 12))
     a, b, magnitude = torch.randn(3, 50), torch.randn(12, 3), torch.rand(12) + 0.5
-    whole = embedding_gain(base.weight_rows, a, b, 0.5, magnitude)
+    complete = embedding_gain(base.weight_rows, a, b, 0.5, magnitude)
     monkeypatch.setattr(base_values, "TABLE_CHUNK_ROWS", 9)
-    assert embedding_gain(base.weight_rows, a, b, 0.5, magnitude).equal(whole)
+    assert embedding_gain(base.weight_rows, a, b, 0.5, magnitude).equal(complete)
     merged = base.weight_rows(0, 50) + 0.5 * (b @ a).T
-    torch.testing.assert_close(whole, magnitude / merged.norm(dim=0))
+    torch.testing.assert_close(complete, magnitude / merged.norm(dim=0))
 
 
 @pytest.mark.parametrize("feature", [*FEATURES, "int8"])

@@ -136,11 +136,11 @@ def test_an_image_that_ends_early_is_not_kept(arena, tier, tmp_path):
     image, data = image_of(1, 3)
     path = tmp_path / "image"
     image.write(path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-50])
+    complete = path.read_bytes()
+    path.write_bytes(complete[:-50])
     with ImageFile(path) as file, pytest.raises(DataLoss, match="cut short"):
         tier.copy(A, file, [0, 1, 2], step_s=0.0)
-    path.write_bytes(whole)
+    path.write_bytes(complete)
     with ImageFile(path) as file:
         assert file.sha256 == image.sha256
         tier.copy(A, file, [0, 1, 2], step_s=0.0)

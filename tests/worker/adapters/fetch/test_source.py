@@ -136,12 +136,12 @@ async def test_a_folder_cut_short_is_dropped_at_the_restart_and_fetched_again(
 ) -> None:
     digest = await stage.publish("one", use_dora=True)
     tensors = (await stage.source.ensure(digest)).path / TENSOR_FILE
-    whole = tensors.read_bytes()
-    tensors.write_bytes(whole[:-1])
+    complete = tensors.read_bytes()
+    tensors.write_bytes(complete[:-1])
     again = stage.restarted()
     assert again.disk.adapters() == []
     await again.source.ensure(digest)
-    assert tensors.read_bytes() == whole
+    assert tensors.read_bytes() == complete
 
 
 async def test_a_fetched_adapter_comes_with_its_image(stage: Stage) -> None:
@@ -212,11 +212,11 @@ async def test_a_file_damaged_on_disk_is_set_aside_and_fetched_again(stage: Stag
     digest = await stage.publish("one", use_dora=True)
     first = await stage.source.ensure(digest)
     tensors = first.path / TENSOR_FILE
-    whole = tensors.read_bytes()
-    tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    complete = tensors.read_bytes()
+    tensors.write_bytes(complete[:-1] + bytes([complete[-1] ^ 1]))
     again = stage.restarted()
     assert (await again.source.ensure(digest)) == first
-    assert tensors.read_bytes() == whole
+    assert tensors.read_bytes() == complete
     assert (stage.root / "cache/quarantine" / first.path.name).is_dir()
 
 
@@ -277,11 +277,11 @@ async def test_a_damaged_manifest_is_data_loss(stage: Stage) -> None:
 async def test_a_failure_is_remembered_for_a_pause_then_tried_again(stage: Stage) -> None:
     digest = await stage.publish("one")
     blob = stage.tensor_blob("one")
-    whole = blob.read_bytes()
+    complete = blob.read_bytes()
     blob.unlink()
     with pytest.raises(DataLoss, match="lost blob"):
         await stage.source.ensure(digest)
-    blob.write_bytes(whole)
+    blob.write_bytes(complete)
     with pytest.raises(DataLoss, match="lost blob"):
         await stage.source.ensure(digest)
     stage.now = 1.0

@@ -116,15 +116,15 @@ def check(library, heads, head_dim, window, softcap, dtype, tolerance, sinks=Non
     q_size, kv_size = heads[0] * head_dim, heads[1] * head_dim
     while active := [i for i, n in enumerate(LENGTHS) if done[i] < n]:
         chosen = rng.sample(active, rng.randrange(1, len(active) + 1))
-        pieces = [(min(rng.choice([1, 1, 7, 20]), LENGTHS[i] - done[i]), i) for i in chosen]
-        pieces.sort(key=lambda piece: piece[0] == 1)
-        lens, order = [num for num, _ in pieces], [i for _, i in pieces]
+        chunks = [(min(rng.choice([1, 1, 7, 20]), LENGTHS[i] - done[i]), i) for i in chosen]
+        chunks.sort(key=lambda piece: piece[0] == 1)
+        lens, order = [num for num, _ in chunks], [i for _, i in chunks]
         qkv = torch.randn(sum(lens), q_size + 2 * kv_size).to(dtype)
         q, k, v = qkv.split((q_size, kv_size, kv_size), dim=-1)
         starts, blocks = [done[i] for i in order], [tables[i] for i in order]
         expected, actual = (side.step(q, k, v, lens, starts, blocks) for side in sides)
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-        for num, i in pieces:
+        for num, i in chunks:
             done[i] += num
             release_behind(sides, tables[i], done[i], window, free)
 
@@ -132,12 +132,12 @@ def check(library, heads, head_dim, window, softcap, dtype, tolerance, sinks=Non
 def release_behind(sides, table, num_done, window, free):
     """Give blocks behind the window back, poisoned."""
     first = 0 if window is None else max(0, num_done - window + 1) // TOKENS_PER_BLOCK
-    for place, block in enumerate(table[:first]):
+    for index, block in enumerate(table[:first]):
         if block != RELEASED_BLOCK:
             for side in sides:
                 side.poison(block)
             free.append(block)
-            table[place] = RELEASED_BLOCK
+            table[index] = RELEASED_BLOCK
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 24), (torch.bfloat16, 64)], ids=str)

@@ -36,24 +36,24 @@ class Sequence:
         self.outputs = []
 
 
-def metadata_of(pieces, kv):
+def metadata_of(chunks, kv):
     """Pieces are (sequence, number of tokens), contexts first."""
-    sequences, lens = zip(*pieces, strict=True)
+    sequences, lens = zip(*chunks, strict=True)
     starts = [sequence.computed for sequence in sequences]
     tables = [sequence.table for sequence in sequences]
     return paged_metadata(VanillaAttentionMetadata, kv, lens, starts, tables)
 
 
-def run_step(backend, kv, pieces):
+def run_step(backend, kv, chunks):
     """Compute pieces and append each sequence's outputs."""
-    metadata = metadata_of(pieces, kv)
-    rows = [slice(sequence.computed, sequence.computed + num) for sequence, num in pieces]
+    metadata = metadata_of(chunks, kv)
+    rows = [slice(sequence.computed, sequence.computed + num) for sequence, num in chunks]
     q, k, v = (
-        torch.cat([getattr(s, name)[row] for (s, _), row in zip(pieces, rows, strict=True)])
+        torch.cat([getattr(s, name)[row] for (s, _), row in zip(chunks, rows, strict=True)])
         for name in "qkv"
     )
     out = backend.forward(q.flatten(1), k.flatten(1), v.flatten(1), metadata)
-    for (sequence, num), part in zip(pieces, out.split([num for _, num in pieces]), strict=True):
+    for (sequence, num), part in zip(chunks, out.split([num for _, num in chunks]), strict=True):
         sequence.outputs.append(part.view(num, -1, HEAD_DIM))
         sequence.computed += num
 
@@ -102,8 +102,8 @@ def check_pages(window, heads, softcap, sinks=None, chunked=False):
     sequences = [Sequence(n, heads[0], heads[1], free) for n in (1, 15, 16, 17, 40, 63)]
     while active := [s for s in sequences if s.computed < len(s.q)]:
         chosen = rng.sample(active, rng.randrange(1, len(active) + 1))
-        pieces = [(s, min(rng.choice([1, 1, 7, 20]), len(s.q) - s.computed)) for s in chosen]
-        run_step(backend, kv, sorted(pieces, key=lambda piece: piece[1] == 1))
+        chunks = [(s, min(rng.choice([1, 1, 7, 20]), len(s.q) - s.computed)) for s in chosen]
+        run_step(backend, kv, sorted(chunks, key=lambda chunk: chunk[1] == 1))
         if window is not None:
             for sequence in chosen:
                 release_behind(sequence, window, kv, free)

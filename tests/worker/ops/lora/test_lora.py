@@ -81,8 +81,8 @@ def random_tiles(rng, rows, columns, row_begin, col_begin, dtype) -> list[Tile]:
         while begin < end and row < rows:
             num = rng.randrange(1, min(16, rows - row) + 1)
             data = torch.randn(num, end - begin).to(dtype) / math.sqrt(columns)
-            place = row_begin + row, row_begin + row + num, col_begin + begin, col_begin + end
-            tiles.append(Tile(*place, data))
+            rectangle = row_begin + row, row_begin + row + num, col_begin + begin, col_begin + end
+            tiles.append(Tile(*rectangle, data))
             row += num
     return tiles
 

@@ -47,19 +47,19 @@ class PackedArena:
         blocks = [self._free.pop() for _ in range(-(-packing.num_pages // per_block))]
         page_bytes = len(self.data[0]) // per_block
         tiles = []
-        for place in packing.tiles[0]:
-            rows, columns = place.row_end - place.row_begin, place.col_end - place.col_begin
-            block, page = divmod(begins[place.extent], per_block)
-            begin = page * page_bytes + place.offset_bytes
+        for tile in packing.tiles[0]:
+            rows, columns = tile.row_end - tile.row_begin, tile.col_end - tile.col_begin
+            block, page = divmod(begins[tile.extent], per_block)
+            begin = page * page_bytes + tile.offset_bytes
             raw = self.data[blocks[block]][begin : begin + rows * columns * matrix.itemsize]
             view = raw.view(matrix.dtype).view(rows, columns)
-            view.copy_(matrix[place.row_begin : place.row_end, place.col_begin : place.col_end])
+            view.copy_(matrix[tile.row_begin : tile.row_end, tile.col_begin : tile.col_end])
             tiles.append(
                 Tile(
-                    row_begin + place.row_begin,
-                    row_begin + place.row_end,
-                    col_begin + place.col_begin,
-                    col_begin + place.col_end,
+                    row_begin + tile.row_begin,
+                    row_begin + tile.row_end,
+                    col_begin + tile.col_begin,
+                    col_begin + tile.col_end,
                     view,
                 )
             )

@@ -57,7 +57,7 @@ def split_keys(num_keys: int, limit: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + span, num_keys)) for begin in range(0, max(num_keys, 1), span)]
 
 
-def make_step(shape, dtype, device, pieces, seed=0):
+def make_step(shape, dtype, device, chunks, seed=0):
     """Sequences with `pieces` = (computed tokens, new tokens) of each, and a cache with NaN where
     nothing was written."""
     torch.manual_seed(seed)
@@ -65,7 +65,7 @@ def make_step(shape, dtype, device, pieces, seed=0):
     groups = plan_kv_groups(
         [shape.window], [KvHeads(shape.num_kv_heads, shape.head_dim)], dtype.itemsize
     )
-    lens = [start + num for start, num in pieces]
+    lens = [start + num for start, num in chunks]
     counts = [-(-num // TOKENS_PER_BLOCK) for num in lens]
     arena = ArenaBuffer(sum(counts) + 2, groups.block_bytes, device)
     arena.data.fill_(0xFF)
@@ -73,7 +73,7 @@ def make_step(shape, dtype, device, pieces, seed=0):
     free = list(range(sum(counts) + 2))
     rng.shuffle(free)
     sequences = []
-    for (start, _), num_tokens, count in zip(pieces, lens, counts, strict=True):
+    for (start, _), num_tokens, count in zip(chunks, lens, counts, strict=True):
         q, k, v = (
             torch.randn(num_tokens, num, shape.head_dim, device=device).to(dtype)
             for num in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -100,8 +100,8 @@ def run_step(shape, kv, sequences, workspace=None, sinks=None):
     return [part.view(-1, shape.num_heads, shape.head_dim) for part in out.split(lens)]
 
 
-def check_step(shape, dtype, device, pieces, tolerance=None, sinks=None):
-    kv, sequences = make_step(shape, dtype, device, pieces)
+def check_step(shape, dtype, device, chunks, tolerance=None, sinks=None):
+    kv, sequences = make_step(shape, dtype, device, chunks)
     outputs = run_step(shape, kv, sequences, sinks=sinks)
     tolerance = tolerance or TOLERANCE[dtype]
     for sequence, found in zip(sequences, outputs, strict=True):
@@ -133,8 +133,8 @@ def short_items(monkeypatch):
     ids=str,
 )
 def test_contexts_and_generations_in_pages_equal_dense_attention(shape, dtype, device):
-    pieces = [(0, 3), (0, 40), (13, 150), (200, 70), (62, 9), (63, 9), (0, 1), (15, 1), (70, 1)]
-    check_step(shape, dtype, device, pieces)
+    chunks = [(0, 3), (0, 40), (13, 150), (200, 70), (62, 9), (63, 9), (0, 1), (15, 1), (70, 1)]
+    check_step(shape, dtype, device, chunks)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_generations_of_any_length_equal_dense_attention(shape, dtype, device):
 )
 def test_sinks_take_their_share_once_whatever_the_number_of_items(shape, dtype, device):
     sinks = torch.linspace(-40.0, 8.0, shape.num_heads, device=device)
-    pieces = [(0, 40), (62, 9), (200, 70), (0, 1), (15, 1), (256, 1), (650, 1)]
-    check_step(shape, dtype, device, pieces, sinks=sinks)
+    chunks = [(0, 40), (62, 9), (200, 70), (0, 1), (15, 1), (256, 1), (650, 1)]
+    check_step(shape, dtype, device, chunks, sinks=sinks)
 
 
 @pytest.mark.parametrize("window", [None, 100, 700])
@@ -179,8 +179,8 @@ def test_scores_that_float32_cannot_exponentiate_are_attended(device):
 
 def test_a_generation_has_the_same_bits_whatever_runs_beside_it(device):
     shape = HeadShape(4, 2, 16, 0.25, None, None)
-    pieces = [(0, 30), (450, 1), (5, 1), (700, 1), (150, 1)]
-    kv, sequences = make_step(shape, torch.float16, device, pieces)
+    chunks = [(0, 30), (450, 1), (5, 1), (700, 1), (150, 1)]
+    kv, sequences = make_step(shape, torch.float16, device, chunks)
     together = run_step(shape, kv, sequences)
     for i in range(1, len(sequences)):
         four_times = run_step(shape, kv, sequences[i : i + 1] * 4)
@@ -272,8 +272,8 @@ def test_nothing_is_compiled_after_the_warm_up_variants(device):
     compiled = []
     knobs.runtime.jit_post_compile_hook = lambda **facts: compiled.append(facts["repr"])
     try:
-        for pieces in ([(0, 1)], [(0, 300), (77, 16)], [(n, 1) for n in range(0, 2000, 7)]):
-            check_step(shape, torch.bfloat16, device, pieces)
+        for chunks in ([(0, 1)], [(0, 300), (77, 16)], [(n, 1) for n in range(0, 2000, 7)]):
+            check_step(shape, torch.bfloat16, device, chunks)
     finally:
         knobs.runtime.jit_post_compile_hook = None
     assert compiled == []

@@ -92,7 +92,7 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
     torch.testing.assert_close(found.hidden[: len(expected)], expected, rtol=1e-4, atol=1e-4)
     num_layers = len(runner._model._layers)
     assert len(recorder.segments) == num_layers + 1
-    sites = [site for piece in recorder.segments for site in piece.sites]
+    sites = [site for chunk in recorder.segments for site in chunk.sites]
     assert sorted(sites) == sorted(gpu._masks[-1]), "each site is waited for in its own segment"
 
 

@@ -185,7 +185,7 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
     folder, slot = folders[1][1], 2
     index = runner._adapters._packer.pack(folder).index
     blocks = [free.pop() for _ in range(adapter_blocks(runner, folder))]
-    _, places = in_blocks(runner, index.num_pages, blocks)
+    _, positions = in_blocks(runner, index.num_pages, blocks)
     load_adapter(runner, slot, folder, blocks)
     request = Request("being-copied", PROMPTS[2], SamplingParams(max_tokens=4, seed=1))
     request.block_tables = [[free.pop(), free.pop()] for _ in runner.kv_group_windows]
@@ -196,10 +196,10 @@ def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, 
     runner.unload_adapter(slot)
 
     sizes = extent_sizes(index.num_pages, runner.arena.pages_per_block)
-    events = [BytesToCome(runner.arena, *e) for e in zip(places, sizes, strict=True)]
+    events = [BytesToCome(runner.arena, *e) for e in zip(positions, sizes, strict=True)]
     assert len(events) > 1
     copy_events = CopyEvents(index, InOrder(events), StallTimer(lambda: events[0]))
-    runner.enter_adapter(slot, CopiedImage(folder, index, places, 0.0, copy_events))
+    runner.enter_adapter(slot, CopiedImage(folder, index, positions, 0.0, copy_events))
     with torch.inference_mode():
         found = forward(runner, plan)
     assert torch.equal(found, expected)
@@ -222,11 +222,11 @@ def test_an_adapter_that_leaves_while_it_lands_is_waited_for(folders, kernel_run
     runner, free = kernel_runner
     folder = folders[1][0]
     index = runner._adapters._packer.pack(folder).index
-    _, places = in_blocks(runner, index.num_pages, free)
+    _, positions = in_blocks(runner, index.num_pages, free)
     sizes = extent_sizes(index.num_pages, runner.arena.pages_per_block)
-    events = [BytesToCome(runner.arena, *e) for e in zip(places, sizes, strict=True)]
+    events = [BytesToCome(runner.arena, *e) for e in zip(positions, sizes, strict=True)]
     copy_events = CopyEvents(index, events, StallTimer(lambda: events[0]))
-    runner.enter_adapter(3, CopiedImage(folder, index, places, 0.0, copy_events))
+    runner.enter_adapter(3, CopiedImage(folder, index, positions, 0.0, copy_events))
     assert not copy_events.is_done
     runner.unload_adapter(3)
     assert copy_events.is_done

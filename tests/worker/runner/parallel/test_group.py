@@ -170,8 +170,8 @@ def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, facto
 def test_divided_pairs_leave_half_of_an_adapter_on_each_of_two_ranks(full):
     rank, folder = 16, full.adapter("all", 16)
     full.runner.pack_adapter(folder).result()
-    whole = tiny.NUM_LAYERS * sum(rank * (o + i) for o, i in tiny.LINEARS.values()) * FLOAT_BYTES
-    assert held_bytes(full, folder) == [whole / 2] * 2
+    complete = tiny.NUM_LAYERS * sum(rank * (o + i) for o, i in tiny.LINEARS.values()) * FLOAT_BYTES
+    assert held_bytes(full, folder) == [complete / 2] * 2
 
 
 def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(mortal):
