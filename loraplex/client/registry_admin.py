@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
 from loraplex.adapter_format import geometry_from_folder
+from loraplex.adapter_format.base_types import check_served_type
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.api import registry_wire
 from loraplex.api.format_wire import geometry_from_proto, geometry_to_proto
@@ -40,10 +41,16 @@ class RegistryAdmin:
         max_lora_rank: int = 0,
         replace: bool = False,
     ) -> BaseModel:
-        """Register the geometry of a base from its folder. No weights are read."""
+        """Register the geometry of a base from its folder. No weights are read.
+
+        Raises:
+            InvalidRequest: a file is damaged, or the base is of a type that is not served.
+        """
+        geometry = geometry_from_folder(Path(folder))
+        check_served_type(geometry.model_type)
         base = pb.Base(
             base_id=base_id,
-            geometry=geometry_to_proto(geometry_from_folder(Path(folder))),
+            geometry=geometry_to_proto(geometry),
             aliases=aliases,
             max_lora_rank=max_lora_rank,
         )

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+DEMO_BASE = Path(__file__).parents[2] / "demo" / "base"
+
 
 @pytest.fixture
 def broken(adapter: Path, tmp_path: Path) -> Path:
@@ -268,6 +270,20 @@ def test_tenants_bases_audit_and_upkeep(registry: Any, adapter: Path) -> None:
     ]
     assert registry.json("gc", "--dry-run")["deleted_objects"] == 0
     assert registry.json("reindex")["bases"] == 1
+
+
+def test_a_base_of_a_type_that_no_worker_serves_is_refused_by_name(
+    registry: Any, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(DEMO_BASE, tmp_path / "base")
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
+    done = registry("base", "add", str(copied), "--id", "odd")
+    assert done.returncode != 0
+    assert "config.json:model_type" in done.stderr
+    assert "nonesuch" in done.stderr
+    assert "start a worker" in done.stderr
+    assert registry.json("base", "list")["name"] == "loraplex-demo"
 
 
 def test_tables_are_for_people(registry: Any, adapter: Path) -> None:

@@ -167,9 +167,12 @@ def _check_config(config: Any, classes: Any) -> None:
     if config.is_encoder_decoder or type(config) not in classes:
         why = "is not a causal language model of the transformers library"
         raise _refused("config.json:model_type", config.model_type, why)
-    for name in getattr(config, "layer_types", None) or ():
+    types = getattr(config, "layer_types", None) or ()
+    for name in types:
         if name not in _LAYER_TYPES:
             raise _refused("config.json:layer_types", name, "layers of this type are not served")
+    if _CHUNKED in types and not getattr(config, "attention_chunk_size", None):
+        raise _refused("config.json:attention_chunk_size", None, f"is required by {_CHUNKED}")
     if config.model_type in _OWN_ATTENTION:
         _OWN_ATTENTION[config.model_type](config)
     elif not classes[type(config)]._supports_attention_backend:
@@ -263,7 +266,7 @@ def _check_windows(config: Any, calls: list[AttentionCall]) -> None:
 def _model_config(config: Any, folder: Path, calls: list[AttentionCall]) -> ModelConfig:
     first = calls[0]
     types = getattr(config, "layer_types", None) or ()
-    is_chunked = tuple(types[call.layer : call.layer + 1] == [_CHUNKED] for call in calls)
+    is_chunked = tuple(_CHUNKED in types[call.layer : call.layer + 1] for call in calls)
     return ModelConfig(
         model_type=config.model_type,
         vocab_size=config.vocab_size,

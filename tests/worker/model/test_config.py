@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from loraplex.adapter_format.base_types import NATIVE_TYPES
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.model.config_reader import eos_token_ids
-from loraplex_services.worker.model.families import read_model_config
+from loraplex_services.worker.model.families import FAMILIES, read_model_config
 
 LLAMA = {
     "model_type": "llama",
@@ -25,6 +26,10 @@ def write(folder, **changes):
 
 def field_of(error) -> str:
     return error.value.violations[0].field
+
+
+def test_the_types_that_can_be_registered_are_those_of_the_families():
+    assert set(FAMILIES) == NATIVE_TYPES
 
 
 def test_absent_fields_have_the_meaning_of_transformers(tmp_path):

@@ -13,11 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from loraplex.adapter_format.base_types import LIBRARY_TYPES
 from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
 from loraplex_services.worker.runner.building import build_runner
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.base_fields import COMMON
-from tests.worker.parity.bases import LIBRARY_BASES, make_base
+from tests.worker.parity.bases import LIBRARY_BASES, config_of, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.suite import (
     MAX_LOGPROB_ERROR,
@@ -88,6 +89,7 @@ def save(class_name: str, folder: Path, **changes: object) -> Path:
     [
         ("BloomConfig", {}, "cannot be given another cache"),
         ("FalconConfig", {"alibi": True}, "add no biases to scores"),
+        ("Llama4TextConfig", {"attention_chunk_size": None}, "is required by chunked_attention"),
         ("MambaConfig", {}, "layers of this type"),
         ("HunYuanMoEV1Config", {"num_experts": 2, "moe_topk": 1, "head_dim": 16}, "no attribute"),
         ("HeliumConfig", {"head_dim": 32}, "cannot be run in this way: mat1 and mat2"),
@@ -105,6 +107,11 @@ def test_classes_that_cannot_be_served_are_refused_naming_the_reason(
 ):
     with pytest.raises(Unsupported, match=reason):
         library_runner(save(class_name, tmp_path, **changes))
+
+
+def test_the_types_that_can_be_registered_are_those_that_are_compared_here():
+    compared = {config_of(name).get_text_config().model_type for name in LIBRARY_BASES}
+    assert compared == LIBRARY_TYPES
 
 
 def test_a_multimodal_base_is_refused_by_name(tmp_path):

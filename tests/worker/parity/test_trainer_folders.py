@@ -26,6 +26,7 @@ UNSLOTH_TARGETS = (
     rf".*?\.(?:(?:{UNSLOTH_LINEARS})))"
 )
 """What it makes of `finetune_language_layers=True` alone."""
+AXOLOTL_TARGETS = r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj"
 UNSLOTH_FIELDS = {
     "auto_mapping": {
         "base_model_class": "Gemma4ForConditionalGeneration",
@@ -94,8 +95,7 @@ def test_an_unsloth_folder_is_served_as_peft_does(base: TinyBase, tmp_path: Path
 def test_an_axolotl_folder_and_its_checkpoint_are_served_as_peft_does(
     base: TinyBase, tmp_path: Path
 ) -> None:
-    targets = r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj"
-    folder = trained(base, tmp_path / "axolotl", target_modules=targets)
+    folder = trained(base, tmp_path / "axolotl", target_modules=AXOLOTL_TARGETS)
     checkpoint = folder / "checkpoint-12"
     checkpoint.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):

@@ -1,0 +1,41 @@
+"""The model types of bases that workers of this version serve.
+
+Whoever registers a base by its folder has no model code to ask. The lists are therefore kept here,
+and a test compares them with that code.
+"""
+
+from __future__ import annotations
+
+from loraplex.errors import InvalidRequest
+
+NATIVE_TYPES = frozenset(
+    """
+    gemma2 gemma3_text gemma4_text gemma4_unified_text gpt_oss llama ministral3 mistral mixtral phi3
+    qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+    """.split()
+)
+"""Text models with model code here."""
+
+LIBRARY_TYPES = frozenset(
+    """
+    apertus cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon gemma glm4 gpt2 gpt_neox
+    granite granitemoe helium hunyuan_v1_dense llama4_text nemotron olmo2 olmo3 opt phi seed_oss
+    smollm3 starcoder2
+    """.split()
+)
+"""Text models that are compared with PEFT through the transformers library."""
+
+
+def check_served_type(model_type: str) -> None:
+    """Refuse a base whose text model may be of a type that no worker serves.
+
+    Raises:
+        InvalidRequest: naming the type.
+    """
+    if model_type not in NATIVE_TYPES | LIBRARY_TYPES:
+        known = ", ".join(sorted(NATIVE_TYPES | LIBRARY_TYPES))
+        why = (
+            f"is not known to be served; known: {known}. If the transformers library runs it, "
+            "start a worker with the base: its gateway registers it"
+        )
+        raise InvalidRequest.field("config.json:model_type", model_type, why)
