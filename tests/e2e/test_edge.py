@@ -192,7 +192,7 @@ async def _ordinary_calls(edge: Edge, until: asyncio.Task[object]) -> tuple[int,
 @pytest.mark.parametrize(
     ("num_hosts", "resets"), [(1, False), (1, True), (254, False), (254, True)]
 )
-def test_connections_that_open_streams_and_leave_cost_the_services_no_memory(
+def test_connections_that_open_streams_and_leave_take_a_bounded_part_of_memory(
     edge: Edge, service: str, num_hosts: int, resets: bool
 ) -> None:
     """Without the edge, they take hundreds of MiB a second. One address hinders nobody else."""
