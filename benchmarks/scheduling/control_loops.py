@@ -30,7 +30,7 @@ from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summariz
 from loraplex_services.common import virtual_counters
 from loraplex_services.gateway.admission import dispatch_window, queue, run_times
 from loraplex_services.gateway.routing import router
-from loraplex_services.simulate import gateway
+from loraplex_services.simulate import gateway, worker
 from loraplex_services.simulate.simulation import Simulation
 from loraplex_services.worker.engine.adapter_loads import AdapterLoads
 from loraplex_services.worker.scheduling import (
@@ -39,10 +39,12 @@ from loraplex_services.worker.scheduling import (
     early_abort,
     limits,
     lookahead,
+    policies,
     scheduler,
 )
 
 Figures = dict[str, float]
+Removal = tuple[Any, str, Any]
 OVERLOAD_S, COLD_S, PAPER_S = 15.0, 60.0, 60.0
 FIRST_TOKEN_S = 6.0
 
@@ -73,13 +75,25 @@ def _oldest(self: Any) -> Any:
     return min(able, key=lambda request: request.number, default=None)
 
 
+def _by_arrival(request: Any, view: Any) -> tuple[float, ...]:
+    return (request.priority, request.arrival_s)
+
+
+def _only_tenants(counters: policies.ServiceCounters) -> policies.Policy:
+    """Fair among tenants, and by arrival among the requests of one tenant."""
+    return dataclasses.replace(policies.fair(counters), own_key=_by_arrival)
+
+
+def _policy(fair: Callable[[policies.ServiceCounters], policies.Policy]) -> list[Removal]:
+    return [(worker, "SIMULATED_POLICIES", {**worker.SIMULATED_POLICIES, "fair": fair})]
+
+
 def _patient(self: Any, *args: Any, **kwargs: Any) -> None:
     _init_limits(self, *args, **{**kwargs, "max_overtaking_s": math.inf})
 
 
 _init_limits = limits.SchedulerLimits.__init__
 
-Removal = tuple[Any, str, Any]
 LOOPS: dict[str, list[Removal]] = {
     "none": [],
     "gateway: fair order": [
@@ -107,6 +121,8 @@ LOOPS: dict[str, list[Removal]] = {
     "gateway: load bound": [(router, "LOAD_BOUND", 1e9)],
     "gateway: loads ahead": [(router, "_LOAD_AHEAD_S", 0.0)],
     "gateway: spare replicas": [(router, "SPARE_REPLICAS", 0)],
+    "worker: fair order": _policy(lambda counters: policies.FIRST_COME),
+    "worker: fair order of a tenant's adapters": _policy(_only_tenants),
     "worker: early abort": [(early_abort, "needed_s", lambda *args: 0.0)],
     "worker: reserved slots": [(admission, "reserved_slots", lambda num: 0)],
     "worker: tenants expected back": [(virtual_counters, "EXPECTED_BACK_S", 0.0)],

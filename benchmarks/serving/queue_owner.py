@@ -9,8 +9,8 @@ Together they ask for twice the capacity (Poisson), which is measured first, by 
 again as soon as they are answered. Every request has a deadline for its whole answer. Each turn
 prints the polite tenants' 95th percentile of first tokens, the share of their requests that were
 done in time, goodput over the capacity, and the share in time of the requests that had a first
-token. To compare two commits, run this script in a worktree of each, in turns and with the same
-`--per-s`. Writes results/<machine kind>/queue_owner_measured.json.
+token. To compare two commits, or the policies of the workers (`--policy fcfs`), run this script in
+turns and with the same `--per-s`. Writes results/<machine kind>/queue_owner_measured.json.
 """
 
 from __future__ import annotations
@@ -212,6 +212,7 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=4.0, help="of whole answers, in seconds")
     parser.add_argument("--per-s", type=float, default=0.0, help="the capacity; 0 = measure it")
     parser.add_argument("--arena", default="96MiB", help="device memory of each worker")
+    parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair", help="of workers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dry-run", action="store_true", help="write no result")
     args = parser.parse_args()
@@ -226,7 +227,7 @@ def main() -> None:
         "LORAPLEX_WORKERS": str(NUM_WORKERS),
         "LORAPLEX_KV_MEMORY": args.arena,
         "LORAPLEX_MAX_NUM_SEQS": str(BATCH),
-        "LORAPLEX_DEBUG": "log-level=warning",
+        "LORAPLEX_DEBUG": f"log-level=warning,policy={args.policy}",
         "OMP_NUM_THREADS": "1",
     }
     with running_stack(base, "base", state_dir, settings) as stack:

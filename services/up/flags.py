@@ -220,6 +220,11 @@ _FLAGS = {
         ("--max-num-seqs", "N", "largest number of requests in one step (default: 256)"),
         ("--max-num-batched-tokens", "N", "largest number of tokens in one step (default: 2048)"),
         ("--max-loras", "N", "largest number of adapters in one step (default: no limit)"),
+        (
+            "--cluster-size",
+            "N",
+            "number of running adapters from which their requests go first (default: never)",
+        ),
         ("--max-lora-rank", "N", "largest rank that is accepted (default: 256)"),
     ),
     "processes and addresses": (

@@ -65,7 +65,7 @@ def test_flags_and_variables_reach_the_worker(state: StateDir) -> None:
     given = {"LORAPLEX_DEVICE": "cpu", "LORAPLEX_MAX_LORAS": "9"}
     argv = ["--kv-memory", "24MiB", "--dtype", "float32", "--max-loras", "3", "--drain-s", "2.5"]
     argv += ["--attention-backend", "vanilla", "--model-impl", "transformers"]
-    argv += ["--served-model-name", "tiny", "--fully-sharded-loras"]
+    argv += ["--served-model-name", "tiny", "--fully-sharded-loras", "--cluster-size", "8"]
     environ = _specs(state, argv, given)["worker-0"].environ
     assert env.FULLY_SHARDED_LORAS.read(environ) and env.DEVICE.read(environ) == "cpu"
     assert env.MODEL.read(environ) == BASE
@@ -73,6 +73,7 @@ def test_flags_and_variables_reach_the_worker(state: StateDir) -> None:
     assert env.KV_MEMORY.read(environ) == Memory(24 << 20)
     assert env.DTYPE.read(environ) == "float32"
     assert env.MAX_LORAS.read(environ) == 3
+    assert env.CLUSTER_SIZE.read(environ) == 8
     assert env.ATTENTION_BACKEND.read(environ) == "vanilla"
     assert env.MODEL_IMPL.read(environ) == "transformers"
     assert env.DRAIN_S.read(environ) == 2.5

@@ -104,6 +104,13 @@ def test_a_base_under_another_name_is_known_by_its_hub_id_too(tmp_path: Path) ->
     assert from_env(GOOD).base_aliases == ()
 
 
+def test_clustering_is_off_unless_a_size_is_given() -> None:
+    assert from_env(GOOD).engine.cluster_size == 0
+    assert from_env({**GOOD, "LORAPLEX_CLUSTER_SIZE": "8"}).engine.cluster_size == 8
+    with pytest.raises(InvalidRequest, match="LORAPLEX_CLUSTER_SIZE"):
+        from_env({**GOOD, "LORAPLEX_CLUSTER_SIZE": "0"})
+
+
 def test_a_request_may_not_name_more_adapters_than_a_step_holds() -> None:
     assert from_env({**GOOD, "LORAPLEX_MAX_LORAS": "3"}).max_request_adapters == 3
     assert from_env(GOOD).max_request_adapters == MAX_RESIDENT // 2

@@ -309,5 +309,11 @@ MAX_NUM_BATCHED_TOKENS: Setting[int] = Setting(
 MAX_LORAS = count_setting(
     "LORAPLEX_MAX_LORAS", "up worker", "Largest number of adapters in one step; unset = no limit."
 )
+CLUSTER_SIZE = count_setting(
+    "LORAPLEX_CLUSTER_SIZE",
+    "up worker",
+    "Number of running adapters from which a tenant's requests for these go first, for at most "
+    "30 s; unset = never.",
+)
 
 ALL_SETTINGS = tuple(value for value in globals().values() if isinstance(value, Setting))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loraplex.units import parse_seconds
 from loraplex_services.common.settings.setting import Switch, choice_switch
-from loraplex_services.common.units import choice, integer, parse_bool, parse_text
+from loraplex_services.common.units import choice, parse_bool, parse_text
 
 LOG_LEVEL: Switch[str] = Switch(
     "log-level",
@@ -68,13 +68,6 @@ POLICY = choice_switch(
     "fair fcfs",
     "worker",
     "Order of waiting requests: fair to tenants and adapters, or first come, first served.",
-)
-CLUSTER_SIZE: Switch[int] = Switch(
-    "cluster-size",
-    integer(),
-    0,
-    "worker",
-    "Number of running adapters from which on their requests go first, as in S-LoRA; 0 = never.",
 )
 FAILPOINT = Switch(
     "failpoint",

@@ -26,7 +26,6 @@ _NOW_A_SWITCH = "it is a switch now: LORAPLEX_DEBUG={}=VALUE"
 GONE = {
     "LORAPLEX_ADAPTER_DTYPE": "it is called LORAPLEX_LORA_DTYPE now",
     "LORAPLEX_CACHE_DIR": "a worker's disk cache is in LORAPLEX_STATE_DIR now",
-    "LORAPLEX_CLUSTER_SIZE": _NOW_A_SWITCH.format("cluster-size"),
     "LORAPLEX_FAILPOINTS": _NOW_A_SWITCH.format("failpoint"),
     "LORAPLEX_FIRST_TOKEN_S": "it is no longer read; set first_token_s in requests",
     "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
