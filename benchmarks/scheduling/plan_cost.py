@@ -32,9 +32,10 @@ from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
-from loraplex_services.worker.engine.engine import COUNTING_POLICIES, POLICIES
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.policies import (
+    COUNTING_POLICIES,
+    POLICIES,
     ServiceCounters,
     clustered,
     reserved_slots,

@@ -22,7 +22,7 @@ from loraplex.cli.workload_flags import parse_lengths
 from loraplex.workload import RANK_MIXES, Arrivals, Summary, Workload, generate, ranks_of, summarize
 from loraplex_services.simulate.rooflines import ROOFLINES
 from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
-from loraplex_services.worker.engine.engine import POLICIES
+from loraplex_services.worker.scheduling.policies import POLICIES
 from loraplex_services.worker.types.messages import EngineConfig
 
 COSTS = ROOFLINES["llama-7b@a10g"].costs

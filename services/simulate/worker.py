@@ -10,8 +10,8 @@ from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex_services.gateway.workers.view import WorkerView
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
-from loraplex_services.worker.engine.engine import POLICIES, Engine, Policies
-from loraplex_services.worker.scheduling.policies import Policy
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.scheduling.policies import POLICIES, Policies, Policy
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Command,

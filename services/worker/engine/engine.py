@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
@@ -27,13 +27,7 @@ from loraplex_services.worker.engine.outputs import residency_change, to_request
 from loraplex_services.worker.engine.stats import EngineStats
 from loraplex_services.worker.grammars.opening import Grammars
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
-from loraplex_services.worker.scheduling.policies import (
-    FIRST_COME,
-    Policy,
-    ServiceCounters,
-    clustered,
-    fair,
-)
+from loraplex_services.worker.scheduling.policies import POLICIES, Policies, make_policy
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.extents import count_pages_per_block
 from loraplex_services.worker.types.messages import (
@@ -63,15 +57,6 @@ MAX_ADAPTER_SHARE = 0.5
 MAX_PINNED_SHARE = 0.5
 """Largest share of the arena for all pinned adapters."""
 
-Policies: TypeAlias = Mapping[str, Callable[[ServiceCounters], Policy]]
-
-POLICIES: Policies = {
-    "fcfs": lambda counters: FIRST_COME,
-    "fair": fair,
-}
-COUNTING_POLICIES = ("fair",)
-"""Policies that read the service counters. For other policies, nothing is counted."""
-
 
 class InFlight(NamedTuple):
     """A step in flight."""
@@ -80,13 +65,6 @@ class InFlight(NamedTuple):
     launched: LaunchedStep
     begin_s: float
     """When its planning began, on the engine's clock."""
-
-
-def _policy(config: EngineConfig, policies: Policies) -> tuple[Policy, ServiceCounters | None]:
-    """The order of waiting requests, and the counters that it reads, if any."""
-    counters = ServiceCounters() if config.policy in COUNTING_POLICIES else None
-    policy = policies[config.policy](counters or ServiceCounters())
-    return (clustered(policy, config.cluster_size) if config.cluster_size else policy), counters
 
 
 def _limits(config: EngineConfig, runner: Runner) -> SchedulerLimits:
@@ -139,7 +117,7 @@ class Engine:
         self._prefixes = PrefixCache(
             self._arena, layout, _base_key(self._info, layout), enabled=config.prefix_cache
         )
-        policy, counters = _policy(config, policies)
+        policy, counters = make_policy(config.policy, config.cluster_size, policies)
         self.scheduler = Scheduler(
             limits,
             layout,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from loraplex_services.common.virtual_counters import Account, VirtualCounters, service
 from loraplex_services.worker.types.request import Request
@@ -166,3 +167,27 @@ def fair(counters: ServiceCounters) -> Policy:
         return (request.priority, counters.accounts(request)[1].served, request.arrival_s)
 
     return Policy(group_key, own_key, num_tenant_parts=3)
+
+
+Policies: TypeAlias = Mapping[str, Callable[[ServiceCounters], Policy]]
+
+POLICIES: Policies = {
+    "fcfs": lambda counters: FIRST_COME,
+    "fair": fair,
+}
+COUNTING_POLICIES = ("fair",)
+"""Policies that read the service counters. For other policies, nothing is counted."""
+
+
+def make_policy(
+    name: str, cluster_size: int, policies: Policies
+) -> tuple[Policy, ServiceCounters | None]:
+    """The order of waiting requests, and the counters that it reads, if any.
+
+    Args:
+        name: a key of `policies`.
+        cluster_size: see `clustered`; 0 = no clustering.
+    """
+    counters = ServiceCounters() if name in COUNTING_POLICIES else None
+    policy = policies[name](counters or ServiceCounters())
+    return (clustered(policy, cluster_size) if cluster_size else policy), counters

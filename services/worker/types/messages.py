@@ -42,7 +42,7 @@ class EngineConfig(RunnerSettings, frozen=True, kw_only=True):
     """Target duration in seconds of steps in which requests decode; see `SchedulerLimits`."""
     max_loras: int | None = None
     policy: str = "fair"
-    """A key of `engine.POLICIES`."""
+    """A key of `policies.POLICIES`."""
     cluster_size: int = 0
     """Number of running adapters from which requests for these go first; 0 = never."""
     prefix_cache: bool = True

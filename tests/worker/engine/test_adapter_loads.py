@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
-from loraplex_services.worker.engine.engine import POLICIES, Engine
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.scheduling.policies import POLICIES
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Cancel,
