@@ -23,7 +23,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,13 @@ class Counting(TorchRunner):
 
     steps: list[tuple[int, int]]
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(
+        self, plan: StepPlan, between_layers: Callable[[], None] | None = None
+    ) -> LaunchedStep:
         """(rows, arena blocks of distinct adapters) of each step."""
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         self.steps.append((len(plan.rows), sum(self.slot_bytes[slot] for slot in slots)))
-        return super().launch(plan)
+        return super().launch(plan, between_layers)
 
     slot_bytes: dict[int, int]
 
