@@ -2,9 +2,9 @@
 
     python -m benchmarks run scheduling.plot_slora
 
-Reads the results of `scheduling.sweep`, `clustering` and `tensor_parallel` in `benchmarks/results/`
-and writes `docs/images/slora.png`. Dashed lines are the paper's numbers, on its GPUs. Needs the
-extra `plots`. `serving.baselines`, which is Figure 9, stores no results.
+Reads the results of `scheduling.sweep`, `clustering` and `tensor_parallel`, and of
+`serving.baselines`, in `benchmarks/results/`, and writes `docs/images/slora.png`. Dashed lines are
+the paper's numbers, on its GPUs. Needs the extra `plots`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ PAPER_RATE = ((1, 2, 4, 6, 8), (1, 1, 1, 0.10, 0.06))
 """Figure 6, S4, n = 400, on an A100 of 80 GB: attainment."""
 PAPER_ARENA = ((1, 2, 3, 4), (1, 1, 0.90, 0.46))
 """Figure 7, S2 on an A10G: attainment."""
+PAPER_MERGED = ((1, 2, 5), (1.13, 0.80, 0.51))
+"""Figure 9, on an A10G at R = 2: throughput of merged weights over that of updates on the fly."""
 PAPER_CV = {"abort": (0.858, 0.636), "lcfs": (0.790, 0.500), "fcfs": (0.270, 0.315)}
 """Figure 10, S2 on an A10G at R = 2, cv = 1 and 8: attainment."""
 PAPER_CLUSTERS = ((1, 8, 32), (0.846, 0.850, 0.679))
@@ -86,6 +88,16 @@ def draw_ranks(axes: Any) -> None:
     axes.set_title("Figure 8: tensor parallelism (simulated)")
 
 
+def draw_merged(axes: Any) -> None:
+    """Figure 9."""
+    points = [(r["adapters"], 1 / r["over_loraplex"]["merged"]) for r in runs(EPYC, "baselines")]
+    axes.plot(*zip(*points, strict=True), marker="o", label="135M, two EPYC cores")
+    paper(axes, PAPER_MERGED, "paper (A10G)")
+    axes.set_xlabel("num_adapters")
+    axes.set_ylabel("merged over on the fly")
+    axes.set_title("Figure 9: merged weights (measured on a CPU)")
+
+
 def draw_cv(axes: Any) -> None:
     """Figure 10."""
     lines(axes, "sweep_cv", "cv", "attainment", SIDES)
@@ -113,9 +125,10 @@ def main() -> None:
     """Write the picture."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(3, 2, figsize=(11, 12), layout="constrained")
-    draws = (draw_adapters, draw_rate, draw_arena, draw_ranks, draw_cv, draw_clusters)
-    for one, draw in zip(axes.flat, draws, strict=True):
+    figure, axes = pyplot.subplots(4, 2, figsize=(11, 16), layout="constrained")
+    draws = (draw_adapters, draw_rate, draw_arena, draw_ranks, draw_merged, draw_cv, draw_clusters)
+    axes.flat[-1].remove()
+    for one, draw in zip(axes.flat, draws, strict=False):
         draw(one)
         one.set_ylim(bottom=0)
         one.title.set_fontsize(10)
