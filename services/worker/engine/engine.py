@@ -96,8 +96,7 @@ class Engine:
         """`policies`: by the names that `config.policy` may have."""
         self._runner = runner
         self._clock = clock
-        self._info = runner.model_info()
-        info = self._info
+        self._info = info = runner.model_info()
         self._base = BaseFacts(info.vocab_size, info.max_model_len, info.caps_context)
         self._arena = Arena(runner.arena_blocks, count_pages_per_block(runner.block_bytes))
         self._reclaimer = Reclaimer(self._arena)
@@ -115,9 +114,8 @@ class Engine:
             limits.max_step_tokens,
             runner.state_blocks,
         )
-        self._prefixes = PrefixCache(
-            self._arena, layout, _base_key(self._info, layout), enabled=config.prefix_cache
-        )
+        base_key = _base_key(info, layout)
+        self._prefixes = PrefixCache(self._arena, layout, base_key, enabled=config.prefix_cache)
         policy, counters = make_policy(config.policy, config.cluster_size, policies)
         self.scheduler = Scheduler(
             limits,
@@ -129,11 +127,8 @@ class Engine:
             policy,
             counters,
         )
-        self._grammars = Grammars(
-            Path(config.model_dir) / "tokenizer.json",
-            self._info.vocab_size,
-            self._info.eos_token_ids,
-        )
+        tokenizer = Path(config.model_dir) / "tokenizer.json"
+        self._grammars = Grammars(tokenizer, info.vocab_size, info.eos_token_ids)
         self._stats = EngineStats(config.max_num_seqs)
         self._outputs = OutputProcessor(self.scheduler, self._grammars, self._info.eos_token_ids)
         self._loads = AdapterLoads(runner, self.cache, self.scheduler.times)
