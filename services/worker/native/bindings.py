@@ -6,10 +6,11 @@ the C++ code does not check them.
 
 from __future__ import annotations
 
-import ctypes
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from loraplex_services.worker.native.build import BuildFailed, build_library
 from loraplex_services.worker.native.check import computes_right
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.native.isa import TORCH, choose_isa
+from loraplex_services.worker.native.library import open_library
+from loraplex_services.worker.native.program import Program, ProgramMemory, Recorder
 from loraplex_services.worker.sampling import fixed_log
 
 logger = logging.getLogger(__name__)
@@ -28,53 +31,15 @@ TILE_ROWS, TILE_INPUTS = 16, 32
 """Outputs and inputs of one tile of a packed weight (`native/src/tiles.h`)."""
 INVERSES, LOGS = torch.tensor(fixed_log.INVERSES), torch.tensor(fixed_log.LOGS)
 
-_I, _P = ctypes.c_int64, ctypes.c_void_p
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "lpx_set_threads": (None, (_I,)),
-    "lpx_packed_items": (_I, (_I, _I)),
-    "lpx_pack": (None, (_P, _I, _I, _I, _P)),
-    "lpx_linear": (None, (_P, _I, _P, _I, _P, _I, _I, _I, _I, _I)),
-    "lpx_code_bytes": (_I, (_I, _I, _I)),
-    "lpx_pack_codes": (None, (_P, _I, _I, _I, _P)),
-    "lpx_linear_codes": (None, (_P, _I, _P, _I, _P, _I, _P, *(_I,) * 4, _P, _I, _I, _I, _I)),
-    "lpx_tile_items": (_I, (_I, _I)),
-    "lpx_prefers_tiles": (_I, ()),
-    "lpx_choose_pairs": (_I, (_I,)),
-    "lpx_pack_tiles": (None, (_P, _I, _I, _P)),
-    "lpx_linear_tiles": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
-    "lpx_add_lora": (None, (_P, _I, _I, _P, _I, _I, _I, _I, _P, _I)),
-    "lpx_task_queries": (_I, ()),
-    "lpx_attend": (None, (_P, _P, _P, _P, _P, _P, _I, _P, _P, _P, _I)),
-    "lpx_attend_tiles": (None, (_P, _P, _P, _P, _P, _P, _P, _P, _I)),
-    "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, ctypes.c_double, _I)),
-    "lpx_rotate": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
-    "lpx_silu_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
-    "lpx_delta_net": (None, (_P, _P, _P, _I, *(_P,) * 11)),
-    "lpx_truncate": (None, (_P, _I, _P, _I)),
-    "lpx_draw": (None, (_P, _I, _P, _P, _P, _I, _P, _I)),
-}
-
 
 class Native:
     """One loaded library."""
 
     def __init__(self, isa: str, path: Path) -> None:
         self.isa = isa
-        self._library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(self._library, name)
-            function.restype, function.argtypes = result, arguments
-        self._linear = self._library.lpx_linear
-        self._linear_codes = self._library.lpx_linear_codes
-        self._linear_tiles = self._library.lpx_linear_tiles
-        self._add_lora = self._library.lpx_add_lora
-        self._attend = self._library.lpx_attend
-        self._attend_tiles = self._library.lpx_attend_tiles
-        self._norm = self._library.lpx_norm
-        self._rotate = self._library.lpx_rotate
-        self._silu_multiply = self._library.lpx_silu_multiply
-        self.delta_net = self._library.lpx_delta_net
-        """Called by `ops/recurrence/cpu.py`, which says what it takes."""
+        self._library = open_library(path)
+        self._kernels: Any = self._library
+        """What passes call; a recorder while one is recorded."""
         self.panel: int = self._library.lpx_packed_items(1, 1)
         """Number of outputs in a panel of a packed weight."""
         self.task_queries: int = self._library.lpx_task_queries()
@@ -121,7 +86,7 @@ class Native:
         """`[T, in]` times a packed weight: fresh `[T, out]`."""
         num_rows, num_inputs = x.shape
         y = torch.empty(num_rows, num_outputs, dtype=x.dtype)
-        self._linear(
+        self._kernels.lpx_linear(
             x.data_ptr(),
             row_stride(x),
             packed.data_ptr(),
@@ -159,7 +124,7 @@ class Native:
         assert x.dtype is torch.bfloat16, x.dtype
         num_rows, num_inputs = x.shape
         y = torch.empty(num_rows, num_outputs, dtype=dtype)
-        self._linear_tiles(
+        self._kernels.lpx_linear_tiles(
             x.data_ptr(),
             row_stride(x),
             packed.data_ptr(),
@@ -183,7 +148,7 @@ class Native:
         """`[T, in]` times a weight in codes: fresh `[T, out]`."""
         num_rows, num_inputs = x.shape
         y = torch.empty(num_rows, weight.out_features, dtype=x.dtype)
-        self._linear_codes(
+        self._kernels.lpx_linear_codes(
             x.data_ptr(),
             row_stride(x),
             weight.codes.data_ptr(),
@@ -205,7 +170,7 @@ class Native:
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, runs: Tensor) -> None:
         """See `ops/lora`. y `[T, out]` is mutated; `runs` as `records.pack_runs` makes them."""
-        self._add_lora(
+        self._kernels.lpx_add_lora(
             x.data_ptr(),
             row_stride(x),
             x.shape[1],
@@ -236,7 +201,7 @@ class Native:
             sequences, task_ends: int64 `[N, 4]` and `[N]`, likewise.
         """
         y = torch.empty(q.shape, dtype=q.dtype)
-        self._attend(
+        self._kernels.lpx_attend(
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
@@ -266,7 +231,7 @@ class Native:
         """
         assert self.has_tiles and q.dtype is torch.bfloat16, (self.isa, q.dtype)
         y = torch.empty(q.shape, dtype=q.dtype)
-        self._attend_tiles(
+        self._kernels.lpx_attend_tiles(
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
@@ -282,19 +247,23 @@ class Native:
     def norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, in_float32: bool
     ) -> Tensor:
-        """Root-mean-square norm of `[T, H]` rows: fresh; x += update first if one is given."""
+        """Root-mean-square norm of each H in `[T, heads * H]`, whose weight is `[H]`: fresh;
+        x += update first if one is given."""
         assert weight.dtype is torch.float32, weight.dtype
-        y = torch.empty(x.shape, dtype=x.dtype)
-        self._norm(
+        num_rows, width = x.shape
+        y = torch.empty(num_rows, width, dtype=x.dtype)
+        self._kernels.lpx_norm(
             x.data_ptr(),
             row_stride(x),
             None if update is None else update.data_ptr(),
             0 if update is None else row_stride(update),
             weight.data_ptr(),
             y.data_ptr(),
-            y.shape[1],
+            width,
             DTYPE_CODES[x.dtype],
-            *x.shape,
+            num_rows,
+            width // len(weight),
+            len(weight),
             eps,
             in_float32,
         )
@@ -303,7 +272,7 @@ class Native:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
         """Rotate every head of `[T, heads * head_dim]` in place; cos, sin `[T, dim / 2]` dense."""
         num_rows, width = x.shape
-        self._rotate(
+        self._kernels.lpx_rotate(
             x.data_ptr(),
             row_stride(x),
             cos.data_ptr(),
@@ -317,9 +286,16 @@ class Native:
 
     def silu_multiply(self, x: Tensor) -> Tensor:
         """silu(first half) * second half of `[T, 2 * width]`: fresh `[T, width]`."""
+        return self._gate(self._kernels.lpx_silu_multiply, x)
+
+    def gelu_tanh_multiply(self, x: Tensor) -> Tensor:
+        """The same with gelu by its tanh formula."""
+        return self._gate(self._kernels.lpx_gelu_tanh_multiply, x)
+
+    def _gate(self, kernel: Callable[..., None], x: Tensor) -> Tensor:
         num_rows, width = x.shape[0], x.shape[1] // 2
         y = torch.empty(num_rows, width, dtype=x.dtype)
-        self._silu_multiply(
+        kernel(
             x.data_ptr(),
             row_stride(x),
             y.data_ptr(),
@@ -329,6 +305,41 @@ class Native:
             width,
         )
         return y
+
+    def add_bias(self, y: Tensor, bias: Tensor) -> None:
+        """Add `bias`, `[out]` of y's dtype, to each row of `[T, out]` in place."""
+        assert bias.dtype is y.dtype and bias.is_contiguous(), (bias.dtype, bias.stride())
+        num_rows, width = y.shape
+        code = DTYPE_CODES[y.dtype]
+        self._kernels.lpx_add_bias(
+            y.data_ptr(), row_stride(y), bias.data_ptr(), code, num_rows, width
+        )
+
+    @property
+    def delta_net(self) -> Callable[..., None]:
+        """Called by `ops/recurrence/cpu.py`, which says what it takes."""
+        kernel: Callable[..., None] = self._kernels.lpx_delta_net
+        return kernel
+
+    def record(
+        self, compute: Callable[[], Tensor], memory: ProgramMemory
+    ) -> tuple[Tensor, Program | None]:
+        """Run a pass and record its calls of kernels.
+
+        Args:
+            compute: the pass. What it reads must stay at the same addresses for later runs.
+            memory: where it computes.
+
+        Returns: its result, and the program; None if the pass also computed in torch, or with a
+        kernel that programs cannot call.
+        """
+        with Recorder(self._library, memory) as recorder:
+            self._kernels = recorder
+            try:
+                result = compute()
+            finally:
+                self._kernels = self._library
+        return result, recorder.program(result)
 
     def truncate(self, scores: Tensor, limits: Tensor) -> None:
         """See `sampling.masks.truncate`, which this does in place."""

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "kernels.h"
 #include "pool.h"
 #include "vec.h"
 

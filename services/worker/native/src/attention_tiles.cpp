@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "kernels.h"
 #include "pairs.h"
 #include "pool.h"
 #include "tiles.h"

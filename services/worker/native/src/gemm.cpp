@@ -8,6 +8,7 @@
 //
 // Every output is summed in the order of k in one accumulator, whatever the number of rows: a row's
 // result does not depend on its neighbours.
+#include "kernels.h"
 #include "pool.h"
 #include "vec.h"
 

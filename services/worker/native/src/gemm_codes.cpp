@@ -20,6 +20,7 @@
 #include "codes.h"
 #include "codes_digits.h"
 #include "codes_pairs.h"
+#include "kernels.h"
 #include "pool.h"
 
 namespace lpx {

@@ -6,6 +6,7 @@
 //
 // Every output is summed in the order of its inputs in one accumulator, whatever the number of rows:
 // a row's result does not depend on its neighbours.
+#include "kernels.h"
 #include "pairs.h"
 #include "pool.h"
 #include "tiles.h"

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels.h"
 #include "lora_pairs.h"
 #include "pool.h"
 #include "vec.h"
@@ -379,7 +380,7 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
     work.uses.clear();
     for (int64_t i = 0; i < num_runs; ++i) {
         const Run& run = static_cast<const Run*>(runs)[i];
-        const Entry* entry = entry_of(run, site);
+        const Entry* entry = run.begin < run.end ? entry_of(run, site) : nullptr;
         if (entry == nullptr) continue;
         work.uses.push_back({entry, run.begin, run.end, static_cast<float>(run.coef)});
     }

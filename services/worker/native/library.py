@@ -1,0 +1,49 @@
+"""The functions of a compiled library and their arguments, as `native/src` exports them."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+_I, _P = ctypes.c_int64, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "lpx_set_threads": (None, (_I,)),
+    "lpx_packed_items": (_I, (_I, _I)),
+    "lpx_pack": (None, (_P, _I, _I, _I, _P)),
+    "lpx_linear": (None, (_P, _I, _P, _I, _P, _I, _I, _I, _I, _I)),
+    "lpx_code_bytes": (_I, (_I, _I, _I)),
+    "lpx_pack_codes": (None, (_P, _I, _I, _I, _P)),
+    "lpx_linear_codes": (None, (_P, _I, _P, _I, _P, _I, _P, *(_I,) * 4, _P, _I, _I, _I, _I)),
+    "lpx_tile_items": (_I, (_I, _I)),
+    "lpx_prefers_tiles": (_I, ()),
+    "lpx_choose_pairs": (_I, (_I,)),
+    "lpx_pack_tiles": (None, (_P, _I, _I, _P)),
+    "lpx_linear_tiles": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
+    "lpx_add_lora": (None, (_P, _I, _I, _P, _I, _I, _I, _I, _P, _I)),
+    "lpx_task_queries": (_I, ()),
+    "lpx_attend": (None, (_P, _P, _P, _P, _P, _P, _I, _P, _P, _P, _I)),
+    "lpx_attend_tiles": (None, (_P, _P, _P, _P, _P, _P, _P, _P, _I)),
+    "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, _I, ctypes.c_double, _I)),
+    "lpx_rotate": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
+    "lpx_silu_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
+    "lpx_gelu_tanh_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
+    "lpx_add_bias": (None, (_P, _I, _P, _I, _I, _I)),
+    "lpx_delta_net": (None, (_P, _P, _P, _I, *(_P,) * 11)),
+    "lpx_truncate": (None, (_P, _I, _P, _I)),
+    "lpx_draw": (None, (_P, _I, _P, _P, _P, _I, _P, _I)),
+    "lpx_kernel_number": (_I, (ctypes.c_char_p,)),
+    "lpx_run_program": (None, (_P, _I)),
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load a library; calls release the GIL.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,42 @@
+// The kernels that a forward pass calls. Each is defined, and explained, in the file named here.
+#pragma once
+#include "abi.h"
+
+// gemm.cpp
+LPX_EXPORT void lpx_linear(const void* x, int64_t ldx, const void* packed, int64_t weight_dtype,
+                           void* y, int64_t ldy, int64_t activation_dtype, int64_t num_rows,
+                           int64_t num_inputs, int64_t num_outputs);
+// gemm_codes.cpp
+LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed, int64_t kind,
+                                 const void* scales, int64_t scale_dtype, const void* zeros,
+                                 int64_t zero_dtype, int64_t zero, int64_t group_size,
+                                 int64_t block_size, void* y, int64_t dtype, int64_t num_rows,
+                                 int64_t num_inputs, int64_t num_outputs);
+// gemm_tiles.cpp
+LPX_EXPORT void lpx_linear_tiles(const void* x, int64_t ldx, const void* packed, void* y,
+                                 int64_t ldy, int64_t dtype, int64_t num_rows, int64_t num_inputs,
+                                 int64_t num_outputs);
+// lora.cpp
+LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, void* y, int64_t ldy,
+                             int64_t num_outputs, int64_t activation_dtype, int64_t site,
+                             const void* runs, int64_t num_runs);
+// attention.cpp
+LPX_EXPORT void lpx_attend(const void* q, const void* k, const void* v, void* keys, void* values,
+                           void* y, int64_t dtype, const void* layout, const void* sequences,
+                           const void* task_ends, int64_t num_sequences);
+// attention_tiles.cpp
+LPX_EXPORT void lpx_attend_tiles(const void* q, const void* k, const void* v, void* keys,
+                                 void* values, void* y, const void* layout, const void* sequences,
+                                 int64_t num_sequences);
+// elementwise.cpp
+LPX_EXPORT void lpx_norm(void* x, int64_t ldx, const void* update, int64_t ldu, const void* weight,
+                         void* y, int64_t ldy, int64_t dtype, int64_t num_rows, int64_t num_heads,
+                         int64_t width, double eps, int64_t in_float32);
+LPX_EXPORT void lpx_rotate(void* x, int64_t ldx, const void* cos, const void* sin, int64_t dtype,
+                           int64_t num_rows, int64_t num_heads, int64_t head_dim, int64_t half);
+LPX_EXPORT void lpx_silu_multiply(const void* x, int64_t ldx, void* y, int64_t ldy, int64_t dtype,
+                                  int64_t num_rows, int64_t width);
+LPX_EXPORT void lpx_gelu_tanh_multiply(const void* x, int64_t ldx, void* y, int64_t ldy,
+                                       int64_t dtype, int64_t num_rows, int64_t width);
+LPX_EXPORT void lpx_add_bias(void* y, int64_t ldy, const void* bias, int64_t dtype, int64_t num_rows,
+                             int64_t width);

@@ -1,0 +1,165 @@
+"""Programs against the pass that they were recorded from."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from loraplex_services.worker.native.program import ProgramMemory
+from tests.worker.native.isas import ISAS, native
+
+WIDTH, MAX_ROWS, EPS = 48, 6, 1e-5
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    """As steps run."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(params=ISAS)
+def compiled(request):
+    return native(request.param)
+
+
+@pytest.fixture
+def compute(compiled):
+    """A norm, a product, and the gate of its result: (x, update) -> y."""
+    torch.manual_seed(0)
+    packed = compiled.pack(torch.randn(2 * WIDTH, WIDTH))
+    weight = torch.rand(WIDTH) + 0.5
+
+    def function(x, update):
+        normed = compiled.norm(x, update, weight, EPS, False)
+        return compiled.silu_multiply(compiled.linear(normed, packed, 2 * WIDTH))
+
+    return function
+
+
+def drawn(num_rows):
+    return torch.randn(num_rows, WIDTH), torch.randn(num_rows, WIDTH)
+
+
+def recorded(compiled, memory, num_rows, compute):
+    """A program over the inputs that come with it."""
+    inputs = drawn(num_rows)
+    memory.begin(num_rows)
+    result, program = compiled.record(lambda: compute(*inputs), memory)
+    assert program is not None
+    assert program.result.data_ptr() == result.data_ptr()
+    return program, inputs
+
+
+def run(program, inputs, values):
+    for ours, new in zip(inputs, values, strict=True):
+        ours.copy_(new)
+    program.run()
+    return program.result.clone()
+
+
+def test_a_program_computes_the_same_bits_from_new_inputs(compiled, compute):
+    program, inputs = recorded(compiled, ProgramMemory(MAX_ROWS), 4, compute)
+    for _ in range(3):
+        values = drawn(4)
+        expected = compute(*(value.clone() for value in values))
+        program.result.fill_(torch.nan)
+        assert run(program, inputs, values).equal(expected)
+
+
+def test_programs_of_all_sizes_share_a_memory(compiled, compute):
+    memory = ProgramMemory(MAX_ROWS)
+    programs = {n: recorded(compiled, memory, n, compute) for n in (2, 1, 6, 3)}
+    assert len(memory.buffers) == 3
+    for num_rows in (6, 1, 2, 3):
+        values = drawn(num_rows)
+        expected = compute(*(value.clone() for value in values))
+        program, inputs = programs[num_rows]
+        assert run(program, inputs, values).equal(expected)
+
+
+def test_a_program_keeps_memory_that_the_workspace_has_replaced(compiled, compute):
+    memory = ProgramMemory(MAX_ROWS)
+    narrow, inputs = recorded(compiled, memory, 2, compute)
+    torch.manual_seed(1)
+    packed = compiled.pack(torch.randn(5 * WIDTH, WIDTH))
+    before = memory.buffers
+    recorded(compiled, memory, 2, lambda x, _: compiled.linear(x, packed, 5 * WIDTH))
+    assert memory.buffers[0].data_ptr() != before[0].data_ptr()
+    del before
+    values = drawn(2)
+    expected = compute(*(value.clone() for value in values))
+    assert run(narrow, inputs, values).equal(expected)
+
+
+@pytest.mark.parametrize(
+    "in_torch",
+    [
+        torch.neg,
+        lambda x: x.add_(1),
+        lambda x: torch.cat((x, x)),
+        lambda x: x.t().contiguous(),
+        lambda x: torch.tensor([1.0]),
+    ],
+    ids=["function", "in place", "joined", "copied", "constant"],
+)
+def test_a_pass_that_computes_in_torch_has_no_program(compiled, compute, in_torch):
+    memory, values = ProgramMemory(MAX_ROWS), drawn(4)
+    memory.begin(4)
+    expected = in_torch(compute(*(value.clone() for value in values)))
+    result, program = compiled.record(lambda: in_torch(compute(*values)), memory)
+    assert program is None
+    assert result.equal(expected)
+
+
+def test_views_are_no_computation(compiled, compute):
+    memory = ProgramMemory(MAX_ROWS)
+    memory.begin(4)
+    x, update = torch.cat(drawn(4), dim=1).split(WIDTH, dim=1)
+    result, program = compiled.record(
+        lambda: compute(x.view(4, WIDTH), update[:, :]).view(2, -1), memory
+    )
+    assert program is not None
+    assert result.shape == (2, 2 * WIDTH)
+
+
+def test_a_kernel_that_programs_cannot_call_prevents_one(compiled):
+    memory, scores = ProgramMemory(MAX_ROWS), torch.randn(2, WIDTH)
+    no_rows = torch.zeros(14, dtype=torch.int64)
+    memory.begin(2)
+
+    def compute():
+        compiled.delta_net(*[None] * 3, 0, *[None] * 10, no_rows.data_ptr())
+        return scores
+
+    assert compiled.record(compute, memory)[1] is None
+
+
+def test_calls_of_other_threads_are_not_recorded(compiled, compute):
+    memory, others = ProgramMemory(MAX_ROWS), drawn(5)
+    with ThreadPoolExecutor(1) as pool:
+
+        def while_another_computes(x, update):
+            pool.submit(compute, *others).result()
+            return compute(x, update)
+
+        program, inputs = recorded(compiled, memory, 4, while_another_computes)
+    values = drawn(4)
+    expected = compute(*(value.clone() for value in values))
+    before = [other.clone() for other in others]
+    assert run(program, inputs, values).equal(expected)
+    assert all(other.equal(was) for other, was in zip(others, before, strict=True))
+
+
+def test_a_recording_that_fails_leaves_the_library_as_it_was(compiled, compute):
+    memory = ProgramMemory(MAX_ROWS)
+    memory.begin(4)
+
+    def fail():
+        raise ValueError("no result")
+
+    with pytest.raises(ValueError, match="no result"):
+        compiled.record(fail, memory)
+    values = drawn(4)
+    expected = compute(*(value.clone() for value in values))
+    assert compute(*values).equal(expected)
