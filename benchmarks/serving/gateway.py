@@ -46,7 +46,7 @@ LOAD_TOKENS = 1 << 12
 that the gateway does not refuse it for its deadline."""
 
 
-class Processes:
+class House:
     """The processes of one run and where they listen."""
 
     def __init__(self, folder: Path, step_s: float) -> None:
@@ -58,7 +58,7 @@ class Processes:
         self.gateway: subprocess.Popen[bytes]
 
     @contextmanager
-    def running(self) -> Iterator[Processes]:
+    def running(self) -> Iterator[House]:
         """Worker and gateway; the registry is the caller's."""
         worker = _python(
             str(HERE / "gateway_worker.py"), "--listen", self.worker, "--step-s", str(self._step_s)
@@ -163,16 +163,16 @@ class StraightProbe:
 
 async def added_latency(folder: Path, streams: int, num_probes: int) -> dict[str, float]:
     """Added milliseconds alongside `streams` other streams, and alongside none."""
-    with Processes(folder, IDLE_STEP_S).running() as processes:
-        await processes.ready()
+    with House(folder, IDLE_STEP_S).running() as house:
+        await house.ready()
         async with (
-            grpc.aio.insecure_channel(processes.grpc) as channel,
-            grpc.aio.insecure_channel(processes.worker) as worker_channel,
+            grpc.aio.insecure_channel(house.grpc) as channel,
+            grpc.aio.insecure_channel(house.worker) as worker_channel,
         ):
             ways = Ways(channel, worker_channel)
             await ways.open()
             alone = await ways.probe(num_probes)
-            load = processes.load("ids", streams, LOAD_TOKENS)
+            load = house.load("ids", streams, LOAD_TOKENS)
             await asyncio.sleep(6.0)
             alongside = await ways.probe(num_probes)
             load.kill()
@@ -224,15 +224,15 @@ def _p99(values: list[float]) -> float:
 
 async def relayed(folder: Path, kind: str, streams: int, tokens: int) -> dict[str, float]:
     """Tokens for each second of the gateway's CPU, and for each second of the clock."""
-    with Processes(folder, LOADED_STEP_S).running() as processes:
-        await processes.ready()
-        warm = processes.load(kind, 8, 50)
+    with House(folder, LOADED_STEP_S).running() as house:
+        await house.ready()
+        warm = house.load(kind, 8, 50)
         await asyncio.to_thread(warm.communicate)
-        cpu_s, start_s = processes.cpu_s(), time.monotonic()
-        load = processes.load(kind, streams, tokens)
+        cpu_s, start_s = house.cpu_s(), time.monotonic()
+        load = house.load(kind, streams, tokens)
         out, _ = await asyncio.to_thread(load.communicate)
         wall_s = time.monotonic() - start_s
-        used_s = processes.cpu_s() - cpu_s
+        used_s = house.cpu_s() - cpu_s
     assert int(out) == streams * tokens, f"{int(out)} of {streams * tokens} tokens arrived"
     return {"tokens_per_cpu_s": int(out) / used_s, "tokens_per_s": int(out) / wall_s}
 

@@ -56,20 +56,18 @@ class SelfAttention:
         if self._takes_fused:
             attended = forward_interruptibly(self._backend, qkv, None, None, batch.attention)
             return self._o.forward(attended, batch.lora)
-        sizes = (self._q_size, self._kv_size)
         gates = None
         if self._is_gated:
             qkv, gates = self._without_gates(qkv)
-        qk, v = qkv.split((sum(sizes), self._kv_size), dim=-1)
+        q, k, v = qkv.split((self._q_size, self._kv_size, self._kv_size), dim=-1)
         if self._head_norms is not None:
-            parts = zip(qk.split(sizes, dim=-1), self._head_norms, strict=True)
-            qk = torch.cat([self._normed(x, norm, batch) for x, norm in parts], dim=-1)
+            q, k = (
+                self._normed(x, n, batch) for x, n in zip((q, k), self._head_norms, strict=True)
+            )
         if self._query_scales is not None:
-            q, k = qk.split(sizes, dim=-1)
-            qk = torch.cat((q * self._query_scales[batch.positions].to(q.dtype), k), dim=-1)
+            q = q * self._query_scales[batch.positions].to(q.dtype)
         if not self._backend_rotates:
-            qk = self._rotate(qk, cos_sin, self._head_dim)
-        q, k = qk.split(sizes, dim=-1)
+            q, k = (self._rotate(x, cos_sin, self._head_dim) for x in (q, k))
         attended = forward_interruptibly(self._backend, q, k, v, batch.attention)
         if gates is not None:
             attended = attended * gates.sigmoid()

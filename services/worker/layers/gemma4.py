@@ -61,16 +61,13 @@ class Gemma4Attention:
         """`[T, H]` -> `[T, H]`."""
         y = self._qkv.forward(x, batch.lora)
         q, others = y[:, : self._q_size], y[:, self._q_size :]
-        q = self._normed(q, self._q_norm, batch)
+        q = self._rotate(self._normed(q, self._q_norm, batch), cos_sin, self._head_dim)
         if self._k_norm is None:
             k, v = batch.shared_kv[self._source]
-            q = self._rotate(q, cos_sin, self._head_dim)
         else:
             k, v = others[:, : self._kv_size], others[:, -self._kv_size :]
             v = self._normed(v, self._v_norm, batch)
-            qk = torch.cat((q, self._normed(k, self._k_norm, batch)), dim=-1)
-            qk = self._rotate(qk, cos_sin, self._head_dim)
-            q, k = qk[:, : self._q_size], qk[:, self._q_size :]
+            k = self._rotate(self._normed(k, self._k_norm, batch), cos_sin, self._head_dim)
             batch.shared_kv[self._layer] = k, v
         attended = forward_interruptibly(self._backend, q, k, v, batch.attention)
         return self._o.forward(attended, batch.lora)

@@ -9,7 +9,7 @@ from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, Loope
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.native.bindings import Native
-from loraplex_services.worker.ops.activation.torch import Gate
+from loraplex_services.worker.ops.activation.torch import GELU_TANH, Gate
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.cpu import NativeAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
@@ -46,6 +46,7 @@ class NativeOperators:
             layer_fields={"native": native},
             metadata_fields={"task_queries": native.task_queries},
         )
+        self.add_bias = native.add_bias
         self.draws = DrawOperators(native.truncate, native.draw)
         self._torch = TorchOperators()
 
@@ -80,7 +81,11 @@ class NativeOperators:
 
     def gate(self, activation: str) -> Gate:
         """See Operators."""
-        return self.native.silu_multiply if activation == "silu" else self._torch.gate(activation)
+        if activation == "silu":
+            return self.native.silu_multiply
+        if activation in GELU_TANH:
+            return self.native.gelu_tanh_multiply
+        return self._torch.gate(activation)
 
     def experts(
         self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts

@@ -30,6 +30,10 @@ AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
 """(y, x, site id, batch): see `ops/lora`."""
 
 
+AddBias = Callable[[Tensor, Tensor], object]
+"""(y, bias): y, `[T, out]`, is mutated."""
+
+
 class Operators(Protocol):
     """Makers of the components of layers."""
 
@@ -45,6 +49,11 @@ class Operators(Protocol):
     @property
     def rotate(self) -> Rotate:
         """Rotates the heads of queries and keys, in place or not."""
+        ...
+
+    @property
+    def add_bias(self) -> AddBias:
+        """Adds a bias in place."""
         ...
 
     @property
@@ -99,6 +108,7 @@ class TorchOperators:
 
     name = "torch"
     rotate: Rotate = staticmethod(rotate_heads)
+    add_bias: AddBias = staticmethod(Tensor.add_)
     draws = TORCH_DRAWS
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
-from loraplex_services.worker.layers.operators import AddLora, TorchOperators
+from loraplex_services.worker.layers.operators import AddBias, AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.ops.activation.torch import Gate
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
@@ -33,6 +33,7 @@ class TritonOperators:
 
     name = "triton"
     rotate: Rotate = staticmethod(rotate_heads)
+    add_bias: AddBias = staticmethod(Tensor.add_)
     draws = DrawOperators(truncate, draw)
 
     def __init__(self) -> None:

@@ -206,7 +206,8 @@ class Builder:
         is_summed = bool(cut.inputs) and self.shard.size > 1 and not is_addend
         assert not (is_addend and has_bias), "each rank would add the bias"
         sum_ranks = self.operators.ranks.all_reduce if is_summed else None
-        return LoraLinear(site_id, base, bias, self._add_lora(cut), sum_ranks)
+        add_bias = self.operators.add_bias
+        return LoraLinear(site_id, base, bias, self._add_lora(cut), sum_ranks, add_bias)
 
     def keeps_codes(self, modules: Modules, num_inputs: int) -> bool:
         """Whether products read the codes that the files have of these weights."""

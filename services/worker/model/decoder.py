@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -62,6 +62,10 @@ class Layer(Protocol):
             `[T, H]`, what is left to be added to `x`; None = nothing.
         """
         ...
+
+
+LayersPass = Callable[[Tensor, Sequence[CosSin], ForwardBatch], Tensor]
+"""See `Decoder.forward_layers`."""
 
 
 class LayerInputs(Protocol):
@@ -154,6 +158,8 @@ class Decoder:
         self._score = score
         self._layer_inputs = layer_inputs
         self.ropes = Ropes(config.ropes, embedding.weight.device)
+        self.pass_layers: LayersPass = self.forward_layers
+        """What computes the layers: `forward_layers`, or something that gives the same."""
         self.draft_head: DraftHead | None = None
         """What proposes drafts, if the files have it and it is wanted."""
 
@@ -174,7 +180,6 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states `[T, H]` after the last norm."""
         batch.attention.begin_forward()
-        assert self._norm is not None, "subclasses without one have a pass of their own"
         x = self._embedding.forward(batch.input_ids, batch.lora)
         if self.config.embed_scale != 1.0:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
@@ -182,6 +187,18 @@ class Decoder:
             inputs = self._layer_inputs.forward(batch.input_ids, x, batch.lora)
             batch = replace(batch, layer_inputs=inputs)
         rotations = self.ropes.by_layer(batch.positions, x.dtype, batch.rope_rows)
+        return self.pass_layers(x, rotations, batch)
+
+    def forward_layers(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> Tensor:
+        """All layers and the last norm.
+
+        Args:
+            x: `[T, H]`, what the first layer reads. Mutated.
+            rotations: by layer.
+
+        Returns: fresh `[T, H]`.
+        """
+        assert self._norm is not None, "subclasses without one have a pass of their own"
         batch.attention.rotations = rotations
         update = None
         for layer, cos_sin in zip(self._layers, rotations, strict=True):

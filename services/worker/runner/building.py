@@ -47,6 +47,7 @@ from loraplex_services.worker.ops.attention.backend import AUTO
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
+from loraplex_services.worker.runner.decode_programs import DecodePrograms
 from loraplex_services.worker.runner.memory import (
     ArenaSize,
     default_host_cache_bytes,
@@ -171,6 +172,9 @@ def _build(
     info = replace(info, verifies_drafts=is_alike, proposal_cost=model.proposal_cost)
     limits = settings.max_resident, settings.max_lora_rank, *largest
     batches = _batch_maker(model, operators, kv, loader.table, layout, torch_device, limits)
+    if isinstance(operators, NativeOperators) and ranks.shard.size == 1:
+        programs = DecodePrograms(operators.native, model.forward_layers, settings.max_num_seqs)
+        model.pass_layers = programs.forward
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     draws = operators.draws
     return TorchRunner(

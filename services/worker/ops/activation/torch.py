@@ -11,14 +11,17 @@ from torch import Tensor
 
 from loraplex_services.worker.types.model_config import ClampedSwiglu
 
+GELU_TANH = frozenset(
+    {"gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "gelu_fast", "gelu_new"}
+)
+"""Names of gelu by its tanh formula."""
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
     "gelu_python": F.gelu,
-    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"), _gelu_tanh),
-    **dict.fromkeys(("gelu_fast", "gelu_new"), _gelu_tanh),
+    **dict.fromkeys(GELU_TANH, _gelu_tanh),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu_10": lambda x: F.gelu(x).clamp(-10, 10),
     "relu": F.relu,

@@ -80,6 +80,7 @@ class NativeAttention(AttentionBackend):
         """`heads`, `others`: as `AttentionBackend` takes them."""
         super().__init__(*heads, **others)
         self._native = native
+        self._layouts: dict[tuple[Any, ...], Tensor] = {}
 
     def forward(
         self,
@@ -126,6 +127,22 @@ class NativeAttention(AttentionBackend):
         *,
         is_full: bool,
     ) -> Tensor:
+        """Kept, because steps have few layouts, and programs hold their addresses."""
+        strides = plane.stride(0), row_stride(q), row_stride(k), row_stride(v), q.shape[1]
+        addresses = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
+        key = block_tokens, strides, is_full, addresses
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = self._new_layout(*key)
+        return layout
+
+    def _new_layout(
+        self,
+        block_tokens: int,
+        strides: tuple[int, ...],
+        is_full: bool,
+        scales: tuple[int, int],
+    ) -> Tensor:
         shape = self.shape
         words = struct.pack(
             "9q2d6q",
@@ -133,17 +150,13 @@ class NativeAttention(AttentionBackend):
             shape.num_kv_heads,
             shape.head_dim,
             block_tokens,
-            plane.stride(0),
-            row_stride(q),
-            row_stride(k),
-            row_stride(v),
-            q.shape[1],
+            *strides,
             shape.scale,
             shape.softcap or 0.0,
             shape.window or 0,
             shape.is_chunked,
             0 if self.sinks is None else self.sinks.data_ptr(),
             is_full,
-            *((0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())),
+            *scales,
         )
         return torch.frombuffer(bytearray(words), dtype=torch.int64)

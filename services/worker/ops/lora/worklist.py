@@ -50,6 +50,8 @@ class LoraBatch:
     """Runs that library products compute."""
     pending_copies: tuple[PendingCopy, ...] = ()
     """Adapters whose bytes are not all on the device yet."""
+    runs_at: Tensor | None = None
+    """Where C++ is to read the runs; None = in `packed_runs` of their own."""
 
     def await_site(self, site_id: int) -> None:
         """Let what is launched next read the adapters at a site."""
@@ -64,6 +66,8 @@ class LoraBatch:
     @cached_property
     def packed_runs(self) -> Tensor:
         """The runs as C++ reads them."""
+        if self.runs_at is not None:
+            return self.runs_at
         assert self.records is not None, "C++ kernels need records"
         address = self.records.address
         return pack_runs([(address(r.slot), r.begin, r.end, r.coef) for r in self.runs])
@@ -73,6 +77,11 @@ class LoraBatch:
         """Whether some adapter replaces a norm's weight."""
         facts = self.tables or self.records
         return facts is not None and any(facts.trains_norms(run.slot) for run in self.runs)
+
+    @property
+    def adds_only(self) -> bool:
+        """Whether no adapter replaces any weight of the base."""
+        return not (self.trains_norms or self._may_replace_rows)
 
     @cached_property
     def _may_replace_rows(self) -> bool:

@@ -23,8 +23,7 @@ class NativeNorm:
         """See `Norm`."""
         if lora.trains_norms:
             return self._portable.forward(x, lora, update)
-        # Heads of one row are contiguous and those of several are not: the bits must be the same.
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(1)  # heads lie side by side
         assert update is None or rows.data_ptr() == x.data_ptr(), "the update belongs to x"
         y = self._native.norm(rows, update, self._weight, self._eps, self._in_float32)
         return y.view(x.shape)

@@ -1,0 +1,152 @@
+"""Decode steps on CPUs as programs of kernel calls: see `native/program.py`.
+
+There is one program for each number of rows, with adapters and without. Steps that are not recorded
+give the same results, more slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.model.decoder import LayersPass
+from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.native.program import Program, ProgramMemory
+from loraplex_services.worker.ops.attention.cpu import GroupSequences, NativeAttentionMetadata
+from loraplex_services.worker.ops.lora.records import RUN_WORDS
+from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.rope.torch import CosSin
+
+MAX_ROWS = 64
+"""Rows of a step up to which Python takes a share of it that is worth saving."""
+
+
+class DecodePrograms:
+    """Computes the layers of a model, by programs where it can."""
+
+    def __init__(self, native: Native, compute: LayersPass, max_rows: int) -> None:
+        """`compute`: the layers in Python; `max_rows`: the most rows of a step."""
+        self._native = native
+        self._compute = compute
+        self._memory = ProgramMemory(min(max_rows, MAX_ROWS))
+        self._inputs = _Inputs(self._memory.max_rows)
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._uses_torch: set[bool] = set()
+        """Whether steps with adapters, and those without, cannot be recorded."""
+
+    def forward(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> Tensor:
+        """See `Decoder.forward_layers`."""
+        has_adapters = bool(batch.lora.runs)
+        if has_adapters in self._uses_torch or not self._can_record(len(x), batch):
+            return self._compute(x, rotations, batch)
+        self._inputs.write(x, rotations, batch)
+        program = self._programs.get((len(x), has_adapters))
+        if program is not None:
+            program.run()
+            return program.result.clone()
+        return self._record(len(x), has_adapters, rotations, batch)
+
+    def _can_record(self, num_rows: int, batch: ForwardBatch) -> bool:
+        """Whether each row is a sequence with one new token, and programs have all the inputs."""
+        metadata, lora = batch.attention, batch.lora
+        return (
+            num_rows <= self._memory.max_rows
+            and len(metadata.seq_lens) == num_rows
+            and isinstance(metadata, NativeAttentionMetadata)
+            and metadata.kv_cache_params.use_cache
+            and not metadata.is_dummy_attention
+            and batch.states is None
+            and batch.layer_inputs is None
+            and len(lora.runs) <= num_rows
+            and lora.adds_only
+        )
+
+    def _record(
+        self, num_rows: int, has_adapters: bool, rotations: Sequence[CosSin], batch: ForwardBatch
+    ) -> Tensor:
+        x, fixed_rotations, fixed_batch = self._inputs.read(num_rows, rotations, batch)
+        self._memory.begin(num_rows)
+        result, program = self._native.record(
+            lambda: self._compute(x, fixed_rotations, fixed_batch), self._memory
+        )
+        if program is None:
+            self._uses_torch.add(has_adapters)
+        else:
+            self._programs[num_rows, has_adapters] = program
+        return result.clone()
+
+
+class _Inputs:
+    """What programs read, at addresses that stay: the first rows of tensors."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._task_ends = torch.arange(1, max_rows + 1)
+        self._runs = torch.zeros(max_rows, RUN_WORDS, dtype=torch.int64)
+        self._x = torch.empty(0)
+        self._rotations: list[CosSin] = []
+        """One for each kind of layer."""
+        self._sequences: list[Tensor] = []
+        """Those of each KV group."""
+
+    def write(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> None:
+        """Take over the inputs of a step."""
+        metadata = batch.attention
+        assert isinstance(metadata, NativeAttentionMetadata)
+        kinds = _kinds(rotations)
+        if not self._rotations:
+            self._allocate(x, kinds, metadata)
+        num_rows = len(x)
+        self._x[:num_rows] = x
+        for ours, kind in zip(self._rotations, kinds, strict=True):
+            for fixed, values in zip(ours, kind, strict=True):
+                fixed[:num_rows] = values
+        for fixed, group in zip(self._sequences, metadata.groups, strict=True):
+            fixed[:num_rows] = group.words
+        self._write_runs(num_rows, batch.lora)
+
+    def _write_runs(self, num_rows: int, lora: LoraBatch) -> None:
+        """LibraryFunctions skip runs without rows."""
+        if lora.runs:
+            runs = lora.packed_runs
+            self._runs[: len(runs)] = runs
+            self._runs[len(runs) : num_rows] = 0
+
+    def _allocate(
+        self, x: Tensor, kinds: Sequence[CosSin], metadata: NativeAttentionMetadata
+    ) -> None:
+        def room_for(values: Tensor) -> Tensor:
+            return values.new_empty(self._max_rows, *values.shape[1:])
+
+        self._x = room_for(x)
+        self._rotations = [(room_for(cos), room_for(sin)) for cos, sin in kinds]
+        self._sequences = [room_for(group.words) for group in metadata.groups]
+
+    def read(
+        self, num_rows: int, rotations: Sequence[CosSin], batch: ForwardBatch
+    ) -> tuple[Tensor, Sequence[CosSin], ForwardBatch]:
+        """The inputs that were written last, as a pass takes them. The batch's metadata is
+        mutated."""
+        kinds = _kinds(rotations)
+        metadata, lora = batch.attention, batch.lora
+        assert isinstance(metadata, NativeAttentionMetadata)
+        ours = [(cos[:num_rows], sin[:num_rows]) for cos, sin in self._rotations]
+        of_kind = {id(kind): mine for kind, mine in zip(kinds, ours, strict=True)}
+        metadata.task_ends = self._task_ends[:num_rows]
+        metadata.groups = tuple(
+            GroupSequences(words[:num_rows], group.block_ids)
+            for words, group in zip(self._sequences, metadata.groups, strict=True)
+        )
+        if lora.runs:
+            lora = replace(lora, runs_at=self._runs[:num_rows])
+        fixed = [of_kind[id(kind)] for kind in rotations]
+        return self._x[:num_rows], fixed, replace(batch, lora=lora)
+
+
+def _kinds(rotations: Sequence[CosSin]) -> list[CosSin]:
+    """Each only once, in order."""
+    return list({id(rotation): rotation for rotation in rotations}.values())
