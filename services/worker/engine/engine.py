@@ -247,8 +247,9 @@ class Engine:
                     break
             self._handle(self._held.pop(0), now)
             for digest in digests if self.scheduler.has_room else ():
-                requests, spared = self.scheduler.waiting_for(digest), self._reclaimer.spared
-                self.scheduler.lookahead.load(requests, dict.fromkeys(spared), now)
+                spared = dict.fromkeys(self._reclaimer.spared)
+                self.scheduler.lookahead.load(self.scheduler.waiting_for(digest), spared, now)
+                self._reclaimer.spared = frozenset(spared)
         self._loads.carry_out(self._stats.step_s)
 
     def _collect_oldest(self) -> list[TokenOutput]:
