@@ -53,10 +53,10 @@ class TimedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def launch(self, plan: StepPlan, between_layers: Any = None) -> DoneStep:
+    def launch(self, plan: StepPlan) -> DoneStep:
         """Timed."""
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-        rows: list[SampledRow] = self.runner.launch(plan, between_layers).result()
+        rows: list[SampledRow] = self.runner.launch(plan).result()
         elapsed = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         self.steps.append((plan.num_tokens, *elapsed))
         return DoneStep(rows)

@@ -5,11 +5,11 @@
 2,000 adapters of ranks 64, 32, 16 and 8 on one worker, lengths U[8,512], first come, first served,
 at shares of the capacity, which is measured first. Two bases at roofline costs: on a 24 GB GPU
 memory bounds the batch, and with 16 slots the slots do. Copies come from host memory (12 GB/s) or
-from a disk (1 GB/s). Steps do not overlap, as on a CPU. Prints, with the adapters of the next K
-requests loaded ahead, and those of requests that arrive during a step within it (0 = neither): the
+from a disk (1 GB/s). Prints, with the adapters of the next K requests loaded ahead (0 = none): the
 slot seconds that were idle because an adapter was being copied, over those without prefetching; the
-part of them for requests that came while the batch was not full; the rest over the rest without
-prefetching; the mean first token; and copies per request.
+part of them that no prefetching by the queue can avoid, since these requests came while the batch
+was not full; the rest over the rest without prefetching; the mean first token; and copies per
+request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import dataclasses
 import itertools
 import statistics
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 
@@ -29,7 +28,6 @@ from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
 from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 from loraplex_services.worker.scheduling import lookahead
-from loraplex_services.worker.scheduling.scheduler import Scheduler
 
 NUM_ADAPTERS = 2000
 COPY_BYTES_PER_S = {"host": 12e9, "disk": 1e9}
@@ -49,15 +47,10 @@ def setting(bound: str, source: str) -> SimulatedFleet:
     return dataclasses.replace(base, engine=engine, costs=costs)
 
 
-def measure(fleet_: SimulatedFleet, workload: Workload, num_ahead: int) -> dict[str, float]:
-    """One run that prefetches for `num_ahead` requests."""
+def measure(fleet_: SimulatedFleet, workload: Workload) -> dict[str, float]:
+    """One run."""
     simulation = Simulation(fleet_, RANKS)
-    has_room = Scheduler.has_room if num_ahead else property(lambda scheduler: False)
-    with (
-        patch.object(lookahead, "NUM_REQUESTS", num_ahead),
-        patch.object(Scheduler, "has_room", has_room),
-    ):
-        outcomes = simulation.run(generate(workload))
+    outcomes = simulation.run(generate(workload))
     summary, tally = summarize(outcomes), simulation.tally
     return {
         "idle_row_s": tally.idle_row_s,
@@ -85,12 +78,9 @@ def main() -> None:
         for share in map(float, args.shares.split(",")):
             idle_s = avoidable_s = 0.0
             for num_requests in map(int, args.requests.split(",")):
+                lookahead.NUM_REQUESTS = num_requests
                 found = [
-                    measure(
-                        fleet_,
-                        Workload(NUM_ADAPTERS, share * per_s, args.duration, seed=seed),
-                        num_requests,
-                    )
+                    measure(fleet_, Workload(NUM_ADAPTERS, share * per_s, args.duration, seed=seed))
                     for seed in range(args.seeds)
                 ]
                 run = {key: statistics.fmean(each[key] for each in found) for key in found[0]}

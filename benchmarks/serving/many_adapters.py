@@ -23,7 +23,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,13 +75,11 @@ class Counting(TorchRunner):
 
     steps: list[tuple[int, int]]
 
-    def launch(
-        self, plan: StepPlan, between_layers: Callable[[], None] | None = None
-    ) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """(rows, arena blocks of distinct adapters) of each step."""
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         self.steps.append((len(plan.rows), sum(self.slot_bytes[slot] for slot in slots)))
-        return super().launch(plan, between_layers)
+        return super().launch(plan)
 
     slot_bytes: dict[int, int]
 

@@ -5,8 +5,7 @@
 One engine process with the base and adapter files of `many_adapters` (made once), an arena that
 holds a part of the adapters, and a batch of few slots. Requests, each for an adapter drawn at
 random, arrive in an open loop at a share of the capacity, which is measured first. Turns alternate
-between prefetching, that is loading the adapters of the next requests ahead and those of requests
-that arrive during a step within it, and not. Prints medians over turns: slot
+between loading the adapters of the next requests ahead and not. Prints medians over turns: slot
 seconds that were idle because an adapter was being copied, as a share of the turn, mean first
 token, and requests per second.
 """
@@ -37,19 +36,15 @@ def arrivals(bench: Bench, rate_per_s: float, num_requests: int) -> Iterator[flo
         yield at_s
 
 
-def turn(
-    bench: Bench, rate_per_s: float, args: argparse.Namespace, num_ahead: int
-) -> dict[str, float]:
-    """One open loop that prefetches for `num_ahead` requests."""
-    lookahead.NUM_REQUESTS = num_ahead
+def turn(bench: Bench, rate_per_s: float, args: argparse.Namespace) -> dict[str, float]:
+    """One open loop."""
     due = list(arrivals(bench, rate_per_s, args.requests))
     came_s: dict[str, float] = {}
     waits_s: dict[str, float] = {}
     scheduler, num_copies, idle_s = bench.engine.scheduler, 0, 0.0
     gc.collect()
     begin_s = last_s = time.perf_counter()
-
-    def come() -> list[Command]:
+    while due or bench.engine.has_requests:
         commands: list[Command] = []
         now_s = time.perf_counter()
         while due and begin_s + due[0] <= now_s:
@@ -57,11 +52,7 @@ def turn(
             request = bench.request(adapter, args.tokens)
             commands += [bench.fetched(adapter), request]
             came_s[request.request.request_id] = begin_s + due.pop(0)
-        return commands
-
-    bench.engine.poll = come if num_ahead else tuple
-    while due or bench.engine.has_requests:
-        output = bench.step(come())
+        output = bench.step(commands)
         now_s = time.perf_counter()
         for token in output.tokens:
             waits_s.setdefault(token.request_id, now_s - came_s[token.request_id])
@@ -94,13 +85,14 @@ def main() -> None:
         for i in range(args.adapters)
     ]
     bench = make_bench(base, folders, args.arena_bytes)
-    ahead = lookahead.NUM_REQUESTS
-    per_s = turn(bench, 0.0, args, ahead)["requests_per_s"]
+    per_s = turn(bench, 0.0, args)["requests_per_s"]
     print(f"capacity {per_s:.0f} requests/s")
+    ahead = lookahead.NUM_REQUESTS
     runs: dict[int, list[dict[str, float]]] = {0: [], ahead: []}
     for _ in range(args.turns):
         for num_requests, found in runs.items():
-            found.append(turn(bench, args.share * per_s, args, num_requests))
+            lookahead.NUM_REQUESTS = num_requests
+            found.append(turn(bench, args.share * per_s, args))
     results: list[dict[str, Any]] = []
     for num_requests, found in runs.items():
         medians = {key: statistics.median(each[key] for each in found) for key in found[0]}

@@ -15,7 +15,7 @@ from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.own_rope import BaseRopes
-from loraplex_services.worker.types.runner_protocol import Copied, ModelInfo
+from loraplex_services.worker.types.runner_protocol import Copied, DoneStep, ModelInfo
 from loraplex_services.worker.types.sites import SiteTable
 from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 
@@ -32,6 +32,11 @@ class VirtualClock:
 
     def __call__(self) -> float:
         return self.now_s
+
+    def advance(self, elapsed_s: float) -> None:
+        """Let time pass."""
+        assert elapsed_s >= 0, elapsed_s
+        self.now_s += elapsed_s
 
     def advance_to(self, moment_s: float) -> None:
         """Let time pass until `moment_s`, if that is not past."""
@@ -67,23 +72,6 @@ class SimulatedCopy:
         """Nothing sleeps here that would have to be woken."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedStep:
-    """A step that ends at a time of the virtual clock."""
-
-    rows: list[SampledRow]
-    end_s: float
-    clock: VirtualClock
-
-    def choose_tokens(self) -> None:
-        """They are chosen."""
-
-    def result(self) -> list[SampledRow]:
-        """Lets time pass until the end."""
-        self.clock.advance_to(self.end_s)
-        return self.rows
-
-
 class TimedRunner:
     """The `Runner` of a simulated worker: steps move the clock by their cost; copies overlap."""
 
@@ -110,11 +98,6 @@ class TimedRunner:
         """Nothing is packed here."""
         nothing = SiteTable((), {}), BaseRopes((), (), 0)
         return AdapterLayout(self.block_bytes, "F32", False, 0, "simulated", *nothing)
-
-    @property
-    def step_end_s(self) -> float:
-        """When the last step ends."""
-        return self._step_end_s
 
     @property
     def next_copy_s(self) -> float:
@@ -149,11 +132,8 @@ class TimedRunner:
         """Takes no time."""
         del self._slot_bytes[slot]
 
-    def launch(
-        self, plan: StepPlan, between_layers: Callable[[], None] | None = None
-    ) -> SimulatedStep:
-        """Its result takes the time of the step; every token is 0. What comes between is the
-        caller's business."""
+    def launch(self, plan: StepPlan) -> DoneStep:
+        """Takes the time of the step; every token is 0."""
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         step_s = self._costs.step(
             idle=self._clock.now_s > self._step_end_s,
@@ -163,9 +143,11 @@ class TimedRunner:
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
             adapter_bytes=sum(self._slot_bytes[slot] for slot in slots),
         )
-        self._step_end_s = self._clock.now_s + step_s * self._costs.spread(self._rng)
-        rows = [SampledRow(r.request.request_id, 0 if r.needs_logits else None) for r in plan.rows]
-        return SimulatedStep(rows, self._step_end_s, self._clock)
+        self._clock.advance(step_s * self._costs.spread(self._rng))
+        self._step_end_s = self._clock.now_s
+        return DoneStep(
+            [SampledRow(r.request.request_id, 0 if r.needs_logits else None) for r in plan.rows]
+        )
 
     def model_info(self) -> ModelInfo:
         """A base without modules."""

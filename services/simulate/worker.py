@@ -19,7 +19,6 @@ from loraplex_services.worker.types.messages import (
     StepOutput,
     Submit,
 )
-from loraplex_services.worker.types.step_plan import StepPlan
 
 STALLED_WAIT_S = 0.1
 """Sleep of the engine's loop while every request waits for something."""
@@ -62,18 +61,14 @@ class SimulatedWorker:
         """Their sum."""
         self._asked: frozenset[str] = frozenset()
         """Adapters of those in flight."""
-        self._plan: StepPlan | None = None
-        """The current step."""
-        self._end_s = 0.0
-        """When it ends."""
-        self._takes_early = False
-        """Whether it takes in what arrives before that."""
+        self._output: StepOutput | None = None
+        """Output of the current step."""
         self._view: WorkerView | None = None
         self.idle_row_s = 0.0
         """Over all slots: how long one was free for a request that waited for a copy."""
         self.new_idle_s = 0.0
-        """The part for requests that came after the batch was last full: their copies could begin
-        only in the step during which they came."""
+        """The part for requests that came after the batch was last full: there was no time at
+        which their copies could have begun before they could have started."""
         self._full_s = -math.inf
 
     def submit(self, moment_s: float, command: Submit, ranks: dict[str, int]) -> None:
@@ -112,56 +107,40 @@ class SimulatedWorker:
 
     @property
     def next_event_s(self) -> float:
-        """When the current step takes something in or ends, or the next one begins."""
-        if self._plan is None:
-            return self.next_step_s
-        if not (self._takes_early and self._inbox):
-            return self._end_s
-        return min(self._end_s, max(self.clock.now_s, self._inbox[0][0]))
+        """When the current step ends or the next one begins."""
+        return self.next_step_s if self._output is None else self.clock.now_s
 
     def advance(self) -> StepOutput | None:
-        """Take in what arrives during a step; or end it, which yields its output, and begin the
-        next one if it is time."""
-        now_s, output = self.next_event_s, None
-        if self._plan is not None:
-            if now_s < self._end_s:
-                self.clock.advance_to(now_s)
-                self.engine.take_early(self._arrived(now_s))
-                return None
-            output, self._plan = self.engine.end(self._plan), None
+        """End the current step, which yields its output, and begin the next one if it is time."""
+        output, now_s = self._output, self.next_event_s
+        if output is not None:
             self._take_in(output)
-            self._stalls = 0 if output.tokens or output.failures else self._stalls + 1
-            assert self._stalls < DEADLOCK_STALLS, "requests wait for something that never comes"
+            self._output = None
         if self.next_step_s <= now_s:
-            self._begin(now_s)
+            self._output = self._step(now_s)
         return output
 
-    def _begin(self, now_s: float) -> None:
-        """Begin a step."""
+    def _step(self, now_s: float) -> StepOutput:
+        """Run one step; its output belongs to the time of the clock afterwards."""
         self._count_idle_rows(now_s - self.clock.now_s)
         self.clock.advance_to(now_s)
-        commands = self._arrived(now_s)
-        self._stalls = 0 if commands else self._stalls
-        self._plan = self.engine.begin(commands)
-        self._end_s = self._runner.step_end_s if self._plan.rows else self.clock.now_s
-        self._takes_early = self.engine.scheduler.has_room
-        self._count_idle_rows(self._end_s - now_s)
-
-    def _arrived(self, now_s: float) -> list[Command]:
-        """What has come until now, and has not been taken in."""
         commands: list[Command] = []
         while self._inbox and self._inbox[0][0] <= now_s:
             commands.append(heapq.heappop(self._inbox)[2])
-        return commands
+        begin_s = self.clock.now_s
+        output = self.engine.step(commands)
+        self._count_idle_rows(self.clock.now_s - begin_s)
+        self._stalls = 0 if commands or output.tokens or output.failures else self._stalls + 1
+        assert self._stalls < DEADLOCK_STALLS, "requests wait for something that never comes"
+        return output
 
     def _count_idle_rows(self, elapsed_s: float) -> None:
-        """Note for how long slots are idle in the state that the last plan left."""
         scheduler = self.engine.scheduler
         num_free = self._max_running - scheduler.num_running
         if scheduler.is_full:  # memory holds for one of them at least
             num_free = min(num_free, 1)
         if scheduler.is_full or not num_free:
-            self._full_s = self.clock.now_s + elapsed_s
+            self._full_s = self.clock.now_s
         num_idle = min(num_free, scheduler.num_awaiting_copies)
         if num_idle and elapsed_s > 0.0:
             num_new = sum(request.arrival_s > self._full_s for request in scheduler.waiting)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,10 +138,6 @@ class Engine:
         self._collected_s = 0.0
         self._has_acted = False
         """Whether the step that is being planned has begun loads or evicted adapters."""
-        self._held: list[Command] = []
-        """Commands that came while a step ran and are handled before the next one."""
-        self.poll: Callable[[], Sequence[Command]] = tuple
-        """Returns commands that have come while a step runs."""
         self.announce: Callable[[list[str]], None] = lambda request_ids: None
         """Called with the requests whose first step is about to run."""
 
@@ -178,13 +173,8 @@ class Engine:
         Raises:
             Exception: the runner failed; the engine's state is unknown and it must be replaced.
         """
-        return self.end(self.begin(commands))
-
-    def begin(self, commands: Iterable[Command]) -> StepPlan:
-        """The first half of `step`: handle `commands` and launch the planned step."""
         begin_s = self._clock()
-        held, self._held = self._held, []
-        for command in chain(held, commands):
+        for command in commands:
             self._handle(command, begin_s)
         self._collect(begin_s)
         self._take_opened(begin_s)
@@ -196,10 +186,6 @@ class Engine:
         self._carry_out(begin_s)
         if plan.rows:
             self._launch(plan, begin_s)
-        return plan
-
-    def end(self, plan: StepPlan) -> StepOutput:
-        """The second half: collect the oldest step, and return what has changed."""
         tokens: list[TokenOutput] = []
         is_collecting = len(self._in_flight) > (self._runner.overlaps and bool(plan.rows))
         if is_collecting:
@@ -224,33 +210,8 @@ class Engine:
     def _launch(self, plan: StepPlan, now: float) -> None:
         if entered := [r.request.request_id for r in plan.rows if _enters(r, now)]:
             self.announce(entered)
-        between_layers = self._poll if self.scheduler.has_room else None
-        self._in_flight.append(InFlight(plan, self._runner.launch(plan, between_layers), now))
+        self._in_flight.append(InFlight(plan, self._runner.launch(plan), now))
         self.scheduler.on_step_launched(plan)
-
-    def _poll(self) -> None:
-        if commands := self.poll():
-            self.take_early(commands)
-
-    def take_early(self, commands: Iterable[Command]) -> None:
-        """Take in what arrives while a step runs: new requests and fetched adapters, whose copies
-        can then end before the next step. Everything else is handled before that step, in order."""
-        self._held += commands
-        now = self._clock()
-        while self._held:
-            match self._held[0]:
-                case Submit(request=request):
-                    digests = request.adapters.digests
-                case AdapterFetched(digest):
-                    digests = (digest,)
-                case _:
-                    break
-            self._handle(self._held.pop(0), now)
-            for digest in digests if self.scheduler.has_room else ():
-                spared = dict.fromkeys(self._reclaimer.spared)
-                self.scheduler.lookahead.load(self.scheduler.waiting_for(digest), spared, now)
-                self._reclaimer.spared = frozenset(spared)
-        self._loads.carry_out(self._stats.step_s)
 
     def _collect_oldest(self) -> list[TokenOutput]:
         """Wait for the oldest step in flight, and process its tokens."""

@@ -121,14 +121,6 @@ def run(engine: Engine, server: ServerSocket) -> NoReturn:
     is_checked = True
     engine.adapter_loads.wake = server.wake
     engine.announce = lambda request_ids: server.send(Entered(request_ids))
-    early: list[Command] = []
-
-    def poll() -> list[Command]:
-        commands = server.commands(0.0) or []
-        early.extend(commands)
-        return commands
-
-    engine.poll = poll
     while True:
         patience_s = _patience_s(engine, is_checked)
         commands = server.commands(patience_s)
@@ -138,9 +130,8 @@ def run(engine: Engine, server: ServerSocket) -> NoReturn:
         output = engine.step(commands or [])
         has_news = bool(output.tokens or output.failures or output.residency)
         is_checked = is_checked and not has_news
-        if commands or early or has_news:
+        if commands or has_news:
             server.send(output)
-        early.clear()
 
 
 def _patience_s(engine: Engine, is_checked: bool) -> float | None:

@@ -106,14 +106,12 @@ class TracedRunner:
         """See `Runner`."""
         return self._runner.overlaps
 
-    def launch(
-        self, plan: StepPlan, between_layers: Callable[[], None] | None = None
-    ) -> TracedStep:
+    def launch(self, plan: StepPlan) -> TracedStep:
         """See `Runner`."""
         begin_s = self._clock()
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         num_bytes = sum(self._slot_bytes[slot] for slot in slots)
-        return TracedStep(self, plan, begin_s, num_bytes, self._runner.launch(plan, between_layers))
+        return TracedStep(self, plan, begin_s, num_bytes, self._runner.launch(plan))
 
     def ended(self, plan: StepPlan, begin_s: float, adapter_bytes: int) -> None:
         """Write down a step that has just ended.

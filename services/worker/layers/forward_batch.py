@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -30,7 +29,5 @@ class ForwardBatch:
     layer_inputs: Tensor | None = None
     """`[T, layers, width]`: set by the model before its first layer, if layers have inputs of their
     own."""
-    between_layers: Callable[[], None] | None = None
-    """Called after each layer."""
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values of this pass by layer, for layers that share them. Layers fill it."""

@@ -203,8 +203,6 @@ class Decoder:
         update = None
         for layer, cos_sin in zip(self._layers, rotations, strict=True):
             update = layer.forward(x, update, cos_sin, batch)
-            if batch.between_layers is not None:
-                batch.between_layers()
         return self._norm.forward(x, batch.lora, update)
 
     def foresee(self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:

@@ -6,7 +6,6 @@ decisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -185,9 +184,7 @@ class TorchRunner:
         return self._order.overlaps
 
     @torch.inference_mode()
-    def launch(
-        self, plan: StepPlan, between_layers: Callable[[], None] | None = None
-    ) -> StepUnderWay:
+    def launch(self, plan: StepPlan) -> StepUnderWay:
         """Begin one forward pass and sampling: see `runner_protocol` and `step_results`."""
         step, gpu = self._batches.read(plan), self._batches.gpu
         graph = None if gpu is None else gpu.graph_of(step)
@@ -195,10 +192,7 @@ class TorchRunner:
             forward = partial(self._replay, step, gpu, graph)
         else:
             message = None if self._followers is None else self._followers.write(step)
-            batch = self._batches.make(step)
-            if between_layers is not None and not self.overlaps:
-                batch = replace(batch, between_layers=between_layers)
-            forward = partial(self._forward, step, batch, message)
+            forward = partial(self._forward, step, self._batches.make(step), message)
         return self._order.launch(forward, partial(self._choose, step), not plan.awaits_masks)
 
     @torch.inference_mode()

@@ -11,8 +11,8 @@ Source: S-LoRA section 5.2 (prefetching by the waiting queue), with a bound on m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 
 from loraplex.api.residency import Tier
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
@@ -46,12 +46,14 @@ class Lookahead:
         self._reclaimer = reclaimer
         self._running = running
 
-    def load(self, requests: Iterable[Request], protected: dict[str, None], now: float) -> None:
-        """Load for the first of `requests`, none of which can start, in the order in which they
+    def load(
+        self, first: Request, others: Iterator[Request], protected: dict[str, None], now: float
+    ) -> None:
+        """Load for `first`, which cannot start, and for the `others` in the order in which they
         will. Only free and idle blocks are used, and none of an adapter that is `protected`.
         Mutates: protected, which gets the adapters of these requests."""
         spare_blocks: int | None = None
-        for request in islice(requests, NUM_REQUESTS):
+        for request in islice(chain([first], others), NUM_REQUESTS):
             digests = request.adapters.digests
             if not self._cache.known(digests):
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
@@ -43,7 +43,8 @@ from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 MAX_SPARED = 64
 """Number of the first waiting requests whose adapters are evicted only if nothing else is idle."""
 REWALK_S = 0.1
-"""The queue is searched again after this many seconds, because ages and estimates change."""
+"""The queue is searched again at least this often, in seconds, because ages and estimates
+change."""
 
 
 class Scheduler:
@@ -73,7 +74,7 @@ class Scheduler:
         self._admission = AdmissionTest(limits, layout, arena, cache, self._running, counters)
         self._allocator = BlockAllocator(layout, arena, prefixes, reclaimer, self._running)
         self._reclaimer = reclaimer
-        self.lookahead = Lookahead(layout, arena, cache, reclaimer, self._running)
+        self._lookahead = Lookahead(layout, arena, cache, reclaimer, self._running)
         self._idle_walk: tuple[int, float] | None = None
         """State and time of the last walk over the queue that started nothing."""
         self._num_changes = 0
@@ -142,11 +143,6 @@ class Scheduler:
             if self._counters is not None:
                 self._counters.leave(request, now)
         return request
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the last plan has left room for a request that arrives now."""
-        return not self.is_full and len(self._running) < self._limits.max_running
 
     def waiting_for(self, digest: str) -> list[Request]:
         """Requests that cannot start without this adapter."""
@@ -280,7 +276,8 @@ class Scheduler:
     def _admit(self, now: float, budget: int) -> list[PlannedRow]:
         """Start waiting requests in the policy's order, and the loads that they wait for.
 
-        A walk that started nothing is repeated only after a relevant change, or after `REWALK_S`.
+        A walk over the queue that started nothing is repeated only after a relevant change, or
+        after `REWALK_S`.
         """
         if not self._waiting and not self._cache.has_prefetches:
             self.is_full, self.num_awaiting_copies, self._reclaimer.spared = False, 0, ()
@@ -312,7 +309,7 @@ class Scheduler:
     def _visit(self, request: Request, queue_pass: QueuePass, now: float) -> bool:
         """Start a request, begin its loads, or leave it waiting. False ends the walk."""
         if not self._admission.has_slot(request, now):
-            self.lookahead.load(chain([request], queue_pass.walk), queue_pass.ahead, now)
+            self._lookahead.load(request, queue_pass.walk, queue_pass.ahead, now)
             return False
         digests = request.adapters.digests
         is_ready = self._cache.ready(digests)
@@ -325,7 +322,7 @@ class Scheduler:
         request.without_cache = self._uncached.accepts(request)
         if not self._admission.has_memory(request):
             self.is_full = True
-            self.lookahead.load(chain([request], queue_pass.walk), queue_pass.ahead, now)
+            self._lookahead.load(request, queue_pass.walk, queue_pass.ahead, now)
             return False
         queue_pass.ahead.update(dict.fromkeys(digests))
         if not is_ready:

@@ -169,14 +169,9 @@ class Runner(Protocol):
         """Whether a step may be launched while the previous one runs."""
         ...
 
-    def launch(
-        self, plan: StepPlan, between_layers: Callable[[], None] | None = None
-    ) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Begin one forward pass and sampling; where the plan awaits masks, the forward pass alone.
         The caller then takes in the tokens of the step before, and calls `choose_tokens`.
-
-        A launch that returns only after the forward pass may call `between_layers` during it.
-        It may begin copies and take idle adapters out of the tables.
 
         Steps and changes of the adapters' tables take effect in the order of these calls. A plan
         may follow outputs of the step before. The plan's requests may change afterwards.

@@ -30,7 +30,7 @@ class Traced:
     def load(self, slot: int, folder: Path, extents: Extents) -> None:
         pending = self.runner.copy_adapter(folder, extents)
         while not pending.done():
-            self.clock.advance_to(self.clock.now_s + 1.0)
+            self.clock.advance(1.0)
         self.runner.enter_adapter(slot, pending.result())
 
 
