@@ -84,6 +84,12 @@ class Recorder(TorchDispatchMode):
         self._words: list[int] = []
         self._is_complete = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks when it makes the class. To skip its compiler it would import it at the first
+        operator, which takes a second."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -1,5 +1,7 @@
 """Programs against the pass that they were recorded from."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -163,3 +165,13 @@ def test_a_recording_that_fails_leaves_the_library_as_it_was(compiled, compute):
     values = drawn(4)
     expected = compute(*(value.clone() for value in values))
     assert compute(*values).equal(expected)
+
+
+def test_recording_imports_no_compiler():
+    code = (
+        "import sys, torch; from loraplex_services.worker.native.program import *\n"
+        "with Recorder(None, memory := ProgramMemory(1)):\n"
+        "    memory.begin(1); torch.empty(1, dtype=torch.float32).view(1, 1)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
