@@ -37,6 +37,7 @@ up: ## Run the whole stack in the foreground: make up MODEL=DIR ARGS='--http-por
 
 test: ## Run the tests (up to 10 minutes on 2 cores)
 	@GOAL=$@ scripts/setup.sh run test
+	@[ "$$(uname -sm)" != "Linux x86_64" ] || [ -x $(BIN)/helm ] || scripts/helm.sh || echo "tests of the chart are skipped"
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: ## Run the fuzzers, soaks and kill loops
