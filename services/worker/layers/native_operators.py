@@ -87,11 +87,15 @@ class NativeOperators:
             return self.native.gelu_tanh_multiply
         return self._torch.gate(activation)
 
+    def expert_linear(self, weight: Tensor) -> BaseLinear:
+        """Packed: nothing keeps the tensor of all experts."""
+        return self.linear(weight)
+
     def experts(
         self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
         """See Operators."""
-        return looped
+        return LoopedExperts(looped.experts, gate)
 
     def delta_net(
         self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights

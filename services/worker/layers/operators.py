@@ -85,6 +85,10 @@ class Operators(Protocol):
         """act(first half) * second half."""
         ...
 
+    def expert_linear(self, weight: Tensor) -> BaseLinear:
+        """The product of one expert; its weight is a part of `ExpertWeights`."""
+        ...
+
     def experts(
         self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
@@ -92,7 +96,7 @@ class Operators(Protocol):
 
         Args:
             gate: theirs, as `gate` makes it or a family has it.
-            looped: what computes them on any device, over views of these weights.
+            looped: what computes them on any device, by `expert_linear` of these weights.
         """
         ...
 
@@ -139,6 +143,10 @@ class TorchOperators:
     def gate(self, activation: str) -> Gate:
         """See Operators."""
         return plain_gate(activation)
+
+    def expert_linear(self, weight: Tensor) -> BaseLinear:
+        """See Operators."""
+        return DenseLinear(weight)
 
     def experts(
         self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts

@@ -67,6 +67,10 @@ class TritonOperators:
         """See Operators."""
         return silu_and_multiply if activation == "silu" else self._torch.gate(activation)
 
+    def expert_linear(self, weight: Tensor) -> BaseLinear:
+        """See Operators."""
+        return self._torch.expert_linear(weight)
+
     def experts(
         self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:

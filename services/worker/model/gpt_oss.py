@@ -32,7 +32,6 @@ from loraplex_services.worker.model.plain import (
 )
 from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.ops.activation.torch import clamped_gate
-from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
 from loraplex_services.worker.types.sharding import Cut
 
@@ -118,7 +117,7 @@ def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> Exper
         builder.own.bias(gate_up_bias, by_neurons),
         builder.own.bias(down_bias, by_inputs),
     )
-    experts = []
+    experts, product = [], builder.operators.expert_linear
     for i in range(num):
         gate_up = [(f"{prefix}.{i}.gate_up_proj", 2 * width)]
         down = [(f"{prefix}.{i}.down_proj", hidden)]
@@ -128,12 +127,12 @@ def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> Exper
                     layer,
                     hidden,
                     gate_up,
-                    DenseLinear(weights.gate_up[i]),
+                    product(weights.gate_up[i]),
                     by_neurons,
                     gate_up_bias[i],
                 ),
                 builder.expert_linear(
-                    layer, width, down, DenseLinear(weights.down[i]), by_inputs, down_bias[i]
+                    layer, width, down, product(weights.down[i]), by_inputs, down_bias[i]
                 ),
             )
         )

@@ -23,7 +23,6 @@ from loraplex_services.worker.model.build import (
     inner_outputs,
 )
 from loraplex_services.worker.ops.activation.torch import plain_gate
-from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.types.sharding import Cut
 
 
@@ -116,7 +115,7 @@ class ExpertStack:
         self._weights, self._is_read = self._builder.weights.take(name, shape, window), True
 
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
-        """Add the next expert. Its weight becomes a view of the stack, or stays in codes."""
+        """Add the next expert. Its weight becomes a part of the stack, or stays in codes."""
         if not self._is_read and self._num_filled == 0:
             self.is_coded = self._builder.keeps_codes(modules, num_inputs)
         if self.is_coded:
@@ -128,9 +127,9 @@ class ExpertStack:
             if self._weights is None:
                 self._weights = weight.new_empty(self._num_experts, *weight.shape)
             self._weights[self._num_filled].copy_(weight)
-        view = DenseLinear(self._of(self._num_filled))
+        base = self._builder.operators.expert_linear(self._of(self._num_filled))
         self._num_filled += 1
-        return self._builder.expert_linear(layer, num_inputs, modules, view, self._cut)
+        return self._builder.expert_linear(layer, num_inputs, modules, base, self._cut)
 
     def _of(self, number: int) -> Tensor:
         assert self._weights is not None
