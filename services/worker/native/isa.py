@@ -12,7 +12,7 @@ from loraplex.errors import InvalidRequest
 
 _X86_64, _AARCH64 = ("x86_64", "AMD64"), ("aarch64",)
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
-_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16")
+_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
 ARM_BF16 = "-march=armv8.2-a+bf16"
 
 
@@ -45,13 +45,13 @@ LEVELS = {
     ),
     "avx512_bf16": Level(
         _BF16,
-        "AMD Zen 4 and later, Intel Xeons whose AMX is hidden",
+        "AMD Zen 4 and later, Intel Cooper Lake, Intel Xeons whose AMX is hidden",
         half_wins=True,
         products=_FASTER,
         updates=_FASTER,
         attention="dot products",
     ),
-    "avx512": Level(_AVX512, "Intel Skylake-SP to Ice Lake, Cooper Lake"),
+    "avx512": Level(_AVX512, "Intel Skylake-SP to Ice Lake"),
     "avx2": Level(("-mavx2", "-mfma", "-mf16c"), "other x86-64 since 2013"),
     "neon_bf16": Level(
         (ARM_BF16,),

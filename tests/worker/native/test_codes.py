@@ -69,7 +69,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (70, 300), (40, 1100)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (70, 300)], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_product_is_that_of_the_weight_which_the_codes_mean(compiled, kind, shape, dtype):
     code, group_size, has_zeros = kind

@@ -1,6 +1,5 @@
 // Weights in codes as they lie in memory (see gemm_codes.cpp), and how a code is widened.
 #pragma once
-#include "pool.h"
 #include "vec.h"
 
 namespace lpx {
@@ -29,51 +28,34 @@ struct CodedProduct {
     int64_t num_groups() const { return ceil_div(num_inputs, group_size); }
 };
 
-// Scales and zero points of a panel in float32, [group][32].
-struct PanelFactors {
-    float* scales;
-    float* zeros;
-    int64_t zero_stride = kPanel;  // 0: of every group the same
-
-    PanelFactors(const CodedProduct& g, int64_t panel, Code kind) {
-        const int64_t size = g.num_groups() * kPanel, first = panel * size;
-        scales = scratch(1, 2 * size + kPanel);
-        zeros = scales + size;
-        with_weight(g.scale_dtype, [&](auto s) {
-            const auto* from = static_cast<const decltype(s)*>(g.scales) + first;
-            for (int64_t i = 0; i < size; i += kLanes) {
-                store(scales + i, mul(load(from + i), set1(factor_of(kind))));
-            }
-        });
-        if (g.zeros == nullptr) {
-            zero_stride = 0;
-            for (int64_t i = 0; i < kPanel; ++i) zeros[i] = static_cast<float>(g.zero);
-            return;
-        }
-        with_weight(g.zero_dtype, [&](auto z) {
-            const auto* from = static_cast<const decltype(z)*>(g.zeros) + first;
-            for (int64_t i = 0; i < size; i += kLanes) store(zeros + i, load(from + i));
-        });
-    }
-};
-
 // One block of a panel.
 template <Code Kind>
 struct Block {
     const uint8_t* codes;
-    const float* scales;  // of 32 outputs
-    const float* zeros;
+    float scales[kPanel], zeros[kPanel];
     int64_t first, num_inputs;  // inputs
 
     static constexpr int64_t kQuadBytes = kPanel * kQuad * bits_of(Kind) / 8;
 
-    Block(const CodedProduct& g, const PanelFactors& factors, int64_t panel, int64_t block) {
+    Block(const CodedProduct& g, int64_t panel, int64_t block) {
         first = block * g.block_size;
         num_inputs = smaller(g.block_size, g.num_inputs - first);
         codes = g.codes + (panel * g.num_quads() + first / kQuad) * kQuadBytes;
-        const int64_t group = first / g.group_size;
-        scales = factors.scales + group * kPanel;
-        zeros = factors.zeros + group * factors.zero_stride;
+        const int64_t at = (panel * g.num_groups() + first / g.group_size) * kPanel;
+        with_weight(g.scale_dtype, [&](auto s) {
+            const auto* from = static_cast<const decltype(s)*>(g.scales) + at;
+            for (int64_t i = 0; i < kPanel; i += kLanes) {
+                store(scales + i, mul(load(from + i), set1(factor_of(Kind))));
+            }
+        });
+        if (g.zeros == nullptr) {
+            for (int64_t i = 0; i < kPanel; ++i) zeros[i] = static_cast<float>(g.zero);
+            return;
+        }
+        with_weight(g.zero_dtype, [&](auto z) {
+            const auto* from = static_cast<const decltype(z)*>(g.zeros) + at;
+            for (int64_t i = 0; i < kPanel; i += kLanes) store(zeros + i, load(from + i));
+        });
     }
 };
 

@@ -124,10 +124,9 @@ void multiply(const CodedProduct& g, const Rows& rows) {
         const int64_t end = smaller(begin + kTaskRows, g.num_rows);
         float* totals = scratch(0, (end - begin) * kPanel);
         for (int64_t panel = first; panel < smaller(first + kTaskPanels, num_panels); ++panel) {
-            const PanelFactors factors(g, panel, Kind);
             std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
             for (int64_t b = 0; b < g.num_blocks(); ++b) {
-                const Block<Kind> block(g, factors, panel, b);
+                const Block<Kind> block(g, panel, b);
                 int64_t row = begin;
                 for (int64_t left = ceil_div(end - begin, Rows::kMaxRows); left > 0; --left) {
                     const int64_t n = ceil_div(end - row, left);
