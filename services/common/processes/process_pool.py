@@ -31,6 +31,8 @@ MAX_PAUSE_S = 10.0
 MAX_REFUSED = 1024
 END_S = 5.0
 """Seconds that a process may take to end after it has closed its pipe."""
+CLOSE_S = 10.0
+"""Seconds for which `close` waits for processes that were killed."""
 
 
 class JobFailed(Exception):
@@ -108,14 +110,18 @@ class ProcessPool:
             self._release(tenant, process, _now_s() - begin_s)
 
     async def close(self) -> None:
-        """End all processes and wait until they are gone."""
+        """End all processes, and wait for at most `CLOSE_S` until they are gone."""
         self._is_closed = True
         while self._idle:
             self._kill(self._idle.pop())
         for process in self._all:
             process.kill()  # the caller that waits for its answer collects it
         if self._all or self._tasks:
-            await self._gone.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._gone.wait()
+        for task in self._tasks:
+            task.cancel()
 
     def _known(self, key: Hashable) -> bytes | None:
         """The answer, if it is remembered. Raises: JobFailed."""
