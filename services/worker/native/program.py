@@ -56,7 +56,7 @@ class ProgramMemory:
 
 
 class Program:
-    """Calls of kernels."""
+    """The calls of one pass, which read and write at the addresses of that pass."""
 
     def __init__(
         self, library: ctypes.CDLL, words: Sequence[int], buffers: Sequence[Tensor], result: Tensor
@@ -74,7 +74,7 @@ class Program:
 
 
 class Recorder(TorchDispatchMode):
-    """Calls kernels and lists the calls. Within the context, torch allocates in the memory."""
+    """Calls kernels and lists the calls. While it is entered, torch allocates in `memory`."""
 
     def __init__(self, library: ctypes.CDLL, memory: ProgramMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no type here
@@ -86,8 +86,8 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch asks when it makes the class. To skip its compiler it would import it at the first
-        operator, which takes a second."""
+        """False, because torch would import its compiler at the first operator, only to skip it.
+        That takes a second."""
         return False
 
     def __torch_dispatch__(
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         number = self._library.lpx_kernel_number(name.encode())
 
         def call(*args: float | None) -> None:
-            if threading.get_ident() == self._thread:  # others compute something else
+            if threading.get_ident() == self._thread:  # other threads are not part of the pass
                 self._words += [number, *map(_word, args, kernel.argtypes)]
                 self._is_complete &= number >= 0
             kernel(*args)
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _share_memory(result: Any, source: Any) -> bool:
-    """Operators such as `reshape` return a view or a copy."""
+    """Whether a result is a view of its source. Operators such as `reshape` may return a copy."""
     parts = [result] if isinstance(result, Tensor) else result
     address = source.untyped_storage().data_ptr()
     return all(part.untyped_storage().data_ptr() == address for part in parts)
