@@ -56,6 +56,14 @@ class TenantSlots:
                 self._remove(tenant, future)
             raise
 
+    def take_free(self, tenant: str) -> bool:
+        """Take a slot if the tenant may have one at once; whether it did."""
+        is_free = self._num_free > 0 and self._held[tenant] < self._most_held
+        if is_free:
+            self._num_free -= 1
+            self._held[tenant] += 1
+        return is_free
+
     def give(self, tenant: str) -> None:
         """Return a slot."""
         self._num_free += 1

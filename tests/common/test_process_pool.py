@@ -74,6 +74,30 @@ async def test_beside_a_long_job_another_process_is_started_before_a_tenant_need
     assert sorted(started) == sorted([busy.decode(), other.decode()])
 
 
+async def test_close_collects_a_process_that_became_ready_in_the_moment_in_which_it_was_killed(
+    pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_pool, "CLOSE_S", 600.0)
+    exchange = process_pool._exchange
+    closing: list[asyncio.Task[None]] = []
+
+    async def close_after_ready(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
+        answer = await exchange(process, frame)
+        if frame != b"die":
+            closing.append(asyncio.create_task(pool.close()))
+            await asyncio.sleep(0)  # now it is killed
+        return answer
+
+    await pool.ask("a", b"pid")
+    monkeypatch.setattr(process_pool, "_exchange", close_after_ready)
+    with pytest.raises(JobFailed):
+        await pool.ask("a", b"die")  # another is started
+    async with asyncio.timeout(30):
+        while not closing:
+            await asyncio.sleep(0.01)
+        await closing[0]
+
+
 @pytest.mark.hostile
 async def test_a_tenant_whose_job_cost_a_process_waits_before_its_next_one(
     pool: ProcessPool, monkeypatch: pytest.MonkeyPatch

@@ -150,18 +150,11 @@ class ProcessPool:
             spare.cancel()
 
     def _add_spare(self) -> None:
-        if self._limits.keeps_processes and not self.has_idle and not self._is_closed:
-            self._run(self._started_spare())
-
-    async def _started_spare(self) -> None:
-        """Start a process that waits for a job, if there is a slot for it and none waits already.
-        The tenant without a name holds the slot in the meantime."""
-        with contextlib.suppress(LoraplexError):
-            await self._slots.take("", self._limits.work)
-            if self.has_idle:
-                self._slots.give("")
-            else:
-                await self._replace("")
+        """Start a process that waits for a job, if none waits already and a slot is free. The
+        tenant without a name holds the slot in the meantime."""
+        is_needed = self._limits.keeps_processes and not self.has_idle and not self._is_closed
+        if is_needed and self._slots.take_free(""):
+            self._run(self._replace(""))
 
     def _idle_one(self) -> asyncio.subprocess.Process | None:
         """A process that waited for a job, and no longer counts as idle; None if there is none."""
@@ -183,6 +176,8 @@ class ProcessPool:
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):
                 await _exchange(process, self._setup)
+            if self._is_closed:  # killed after it had answered
+                raise EOFError
         except (TimeoutError, EOFError, OSError):
             self._kill(process)
             raise Unavailable(
