@@ -31,6 +31,7 @@ from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_g
 from loraplex_services.worker.adapters.pack.site_plan import ItemBytes, plan_sites
 from loraplex_services.worker.adapters.pack.tiles import TileLayout
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.adapter_limits import AdapterLimits
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_layout import plan_kv_groups
 from loraplex_services.worker.cache.reclaimer import Reclaimer
@@ -183,8 +184,8 @@ def left_empty(adapter: Adapter, block_bytes: int) -> float:
     arena = Arena(max(NUM_ARENA_BLOCKS, 20 * adapter.num_blocks), pages_per_block)
     reclaimer = Reclaimer(arena)
     num_adapters = 4 * arena.num_blocks * pages_per_block // adapter.num_pages
-    limits = {"max_resident": num_adapters, "max_adapter_blocks": arena.num_blocks}
-    cache = AdapterCache(arena, reclaimer, max_pinned_blocks=0, **limits)
+    limits = AdapterLimits(num_adapters, arena.num_blocks, max_pinned_blocks=0)
+    cache = AdapterCache(arena, reclaimer, limits)
     kv: list[int] = []
     for number in range(max(NUM_REQUESTS, 2 * num_adapters)):
         digest, now = str(int(num_adapters * rng.random() ** 3)), number / 20

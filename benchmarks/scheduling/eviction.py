@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.adapter_limits import AdapterLimits
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.eviction import LeastExpectedLoss
 from loraplex_services.worker.cache.reclaimer import Reclaimer
@@ -85,8 +86,8 @@ def run(order: LeastExpectedLoss, trace: str, seed: int) -> tuple[float, float]:
     """Misses a request and seconds of copies a request, after the first fifth."""
     num_blocks = [RANKS[i % len(RANKS)] // RANKS_PER_BLOCK for i in range(NUM_ADAPTERS)]
     arena = Arena(sum(num_blocks) // 10)
-    limits = {"max_resident": 4096, "max_adapter_blocks": 64, "max_pinned_blocks": 0}
-    cache = AdapterCache(arena, Reclaimer(arena), order=order, **limits)
+    limits = AdapterLimits(4096, max_adapter_blocks=64, max_pinned_blocks=0)
+    cache = AdapterCache(arena, Reclaimer(arena), limits, order)
     rng = random.Random(f"holds/{seed}")
     held: list[tuple[float, int, str]] = []
     requests = misses = 0

@@ -28,6 +28,7 @@ from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex.cli.output import print_table
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.adapter_limits import AdapterLimits
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
@@ -77,9 +78,7 @@ class Engine:
         self.num_live = NUM_RUNNING + num_waiting
         self.arena = Arena(NUM_BLOCKS)
         reclaimer = Reclaimer(self.arena)
-        self.cache = AdapterCache(
-            self.arena, reclaimer, max_resident=512, max_adapter_blocks=64, max_pinned_blocks=64
-        )
+        self.cache = AdapterCache(self.arena, reclaimer, AdapterLimits(512, 64, 64))
         layout = KvLayout(TOKENS_PER_BLOCK, (None,), 2 * NUM_RUNNING * NUM_PROMPT)
         limits = SchedulerLimits(layout.max_step_tokens, NUM_RUNNING)
         prefixes = PrefixCache(self.arena, layout)

@@ -34,6 +34,7 @@ from loraplex.workload import TracedRequest, UniformLengths, Workload, generate,
 from loraplex_services.simulate import worker as simulated_worker
 from loraplex_services.simulate.simulation import Simulation
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.adapter_limits import AdapterLimits
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.engine.adapter_loads import AdapterLoads
@@ -114,9 +115,11 @@ class SplitEngine(Engine):
         self.cache = AdapterCache(
             arena,
             Reclaimer(arena),
-            max_resident=config.max_resident,
-            max_adapter_blocks=int(total * MAX_ADAPTER_SHARE),
-            max_pinned_blocks=int(total * MAX_PINNED_SHARE),
+            AdapterLimits(
+                config.max_resident,
+                max_adapter_blocks=int(total * MAX_ADAPTER_SHARE),
+                max_pinned_blocks=int(total * MAX_PINNED_SHARE),
+            ),
         )
         kv_reclaimer = Reclaimer(self._arena)
         self.scheduler = SplitScheduler(

@@ -215,6 +215,7 @@ _FLAGS = {
             "BYTES|PERCENT",
             "KV cache and adapters: 24MiB, or 85%% of the free memory",
         ),
+        ("--lora-memory", "BYTES|PERCENT", "most of that for adapters (default: all of it)"),
         ("--gpu-memory-utilization", "SHARE", "share of a GPU's memory to use (default: 0.9)"),
         ("--max-model-len", "N", "longest context in tokens (default: that of the base)"),
         ("--max-num-seqs", "N", "largest number of requests in one step (default: 256)"),

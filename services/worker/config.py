@@ -119,7 +119,7 @@ def _nodes(environ: Mapping[str, str], token: str) -> Nodes:
 
 
 def _engine(environ: Mapping[str, str], nodes: Nodes) -> EngineConfig:
-    kv_memory = env.KV_MEMORY.read(environ)
+    kv_memory, lora_memory = env.KV_MEMORY.read(environ), env.LORA_MEMORY.read(environ)
     max_num_batched_tokens = env.MAX_NUM_BATCHED_TOKENS.read(environ)
     return EngineConfig(
         device=env.DEVICE.read(environ),
@@ -134,6 +134,8 @@ def _engine(environ: Mapping[str, str], nodes: Nodes) -> EngineConfig:
         max_lora_rank=env.MAX_LORA_RANK.read(environ),
         max_resident=MAX_RESIDENT,
         max_loras=env.MAX_LORAS.read(environ),
+        lora_bytes=lora_memory.num_bytes,
+        lora_share=lora_memory.share or 1.0,
         max_model_len=env.MAX_MODEL_LEN.read(environ) or 0,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=min(env.MAX_NUM_SEQS.read(environ), max_num_batched_tokens),

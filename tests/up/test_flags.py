@@ -168,6 +168,7 @@ def test_the_arena_is_given_in_bytes_or_percent() -> None:
     assert env.KV_MEMORY.read(_worker("--kv-memory", "24MiB")) == Memory(24 << 20)
     with pytest.raises(InvalidRequest, match="LORAPLEX_KV_MEMORY"):
         parse(MODEL, {"LORAPLEX_KV_MEMORY": "120%"})
+    assert env.LORA_MEMORY.read(_worker("--lora-memory", "25%")) == Memory(share=0.25)
 
 
 def test_the_cache_is_kept_as_computed_or_in_int8() -> None:

@@ -62,6 +62,7 @@ class Stage:
     max_step_tokens: int = 64
     prefix_cache: bool = True
     drafts: bool = True
+    lora_bytes: int = 0
     now: float = 0.0
     outputs: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, TokenOutput] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Stage:
             max_num_seqs=min(16, self.max_step_tokens),
             prefix_cache=self.prefix_cache,
             drafts=self.drafts,
+            lora_bytes=self.lora_bytes,
         )
         self.engine = Engine(self.runner, config, lambda: self.now)
 

@@ -104,6 +104,16 @@ def test_a_base_under_another_name_is_known_by_its_hub_id_too(tmp_path: Path) ->
     assert from_env(GOOD).base_aliases == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, (0, 1.0)), ("25%", (0, 0.25)), ("24MiB", (24 << 20, 1.0))]
+)
+def test_the_share_of_adapters_is_given_in_bytes_or_percent(
+    text: str | None, expected: tuple[int, float]
+) -> None:
+    engine = from_env(GOOD | ({"LORAPLEX_LORA_MEMORY": text} if text else {})).engine
+    assert (engine.lora_bytes, engine.lora_share) == expected
+
+
 def test_clustering_is_off_unless_a_size_is_given() -> None:
     assert from_env(GOOD).engine.cluster_size == 0
     assert from_env({**GOOD, "LORAPLEX_CLUSTER_SIZE": "8"}).engine.cluster_size == 8

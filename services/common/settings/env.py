@@ -276,6 +276,13 @@ GPU_MEMORY_UTILIZATION: Setting[float | None] = Setting(
     "up worker",
     "Share of a GPU's memory for weights, activations, KV cache and adapters; unset = 0.9.",
 )
+LORA_MEMORY: Setting[Memory] = Setting(
+    "LORAPLEX_LORA_MEMORY",
+    parse_memory,
+    Memory(),
+    "up worker",
+    "Most of that memory for adapters: bytes, or percent of it; unset = all that is needed.",
+)
 MAX_LORA_RANK: Setting[int] = Setting(
     "LORAPLEX_MAX_LORA_RANK", integer(1, 4096), 256, "up worker", "Largest rank that is accepted."
 )

@@ -8,12 +8,12 @@ actions, which the engine carries out in that order before the next step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from loraplex.api.residency import Tier
 from loraplex.errors import LoraplexError, ResourceExhausted
+from loraplex_services.worker.cache.adapter_limits import AdapterLimits
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.backoff import Backoff
 from loraplex_services.worker.cache.block_use import BlockUse
@@ -25,30 +25,25 @@ from loraplex_services.worker.types.residency import CachedAdapter, Evict, Load,
 
 
 class AdapterCache:
-    """Decides residency. `max_adapter_blocks` bounds one adapter, `max_pinned_blocks` all pins."""
+    """Decides residency, within the limits that `AdapterLimits` explains."""
 
     def __init__(
         self,
         arena: Arena,
         reclaimer: Reclaimer,
-        *,
-        max_resident: int,
-        max_adapter_blocks: int,
-        max_pinned_blocks: int,
+        limits: AdapterLimits,
         order: LeastExpectedLoss | None = None,
     ) -> None:
         self._arena = arena
         self._reclaimer = reclaimer
         reclaimer.add(self)
-        self._max_adapter_blocks = max_adapter_blocks
-        self._max_pinned_blocks = max_pinned_blocks
-        self._max_pinned = max_resident // 2
+        self._limits = limits
         self._order = order or LeastExpectedLoss()
         self._adapters: dict[str, CachedAdapter] = {}
         self._idle: dict[str, CachedAdapter] = {}
         self._in_use: set[str] = set()
         self._prefetches: dict[str, None] = {}
-        self._free_slots = list(range(max_resident - 1, -1, -1))
+        self._free_slots = list(range(limits.max_resident - 1, -1, -1))
         self._use = BlockUse(arena)
         self._pinned_blocks = 0
         self._copies = CopyTimes()
@@ -92,16 +87,8 @@ class AdapterCache:
         return self._adapters.values()
 
     def fetched(self, digest: str, path: Path, num_pages: int, max_rank: int) -> None:
-        """Note that an adapter has been verified on disk. Raises ResourceExhausted if it is too
-        large."""
-        num_blocks = math.ceil(num_pages / self._arena.pages_per_block)
-        if num_blocks > self._max_adapter_blocks:
-            raise ResourceExhausted(
-                f"adapter {digest} needs {num_blocks} arena blocks, but one adapter may "
-                f"hold at most {self._max_adapter_blocks}: lower its rank or raise "
-                "LORAPLEX_KV_MEMORY",
-                reason="ADAPTER_TOO_LARGE",
-            )
+        """Note that an adapter is verified on disk. Raises ResourceExhausted if it is too large."""
+        self._limits.check_size(digest, num_pages / self._arena.pages_per_block)
         adapter = self._adapters.get(digest)
         if adapter is None:
             self._adapters[digest] = CachedAdapter(digest, path, num_pages, max_rank)
@@ -140,6 +127,12 @@ class AdapterCache:
         adapters = (self._adapters[digest] for digest in digests)
         return sum(self._use.most_of(a) for a in adapters if not a.pinned)
 
+    def beyond_share(self, digests: Iterable[str]) -> ResourceExhausted | None:
+        """Why `digests` could never be resident together; None if they could."""
+        adapters = (self._adapters[digest] for digest in digests)
+        num_blocks = sum(self._num_blocks(a) for a in adapters if not a.pinned)
+        return self._limits.beyond_share(num_blocks, self._pinned_blocks)
+
     def acquire(self, digests: Iterable[str], now: float) -> tuple[int, ...]:
         """Let a running request use `digests`, all of which are ready. Returns their slots."""
         return tuple(self._acquire(self._adapters[digest], now) for digest in digests)
@@ -176,9 +169,11 @@ class AdapterCache:
         adapter = self._adapters[digest]
         if adapter.tier != Tier.DISK:
             return True
+        kept = ({*protected, *self._reclaimer.spared}, protected)
+        if not self._has_share(adapter, kept):
+            return False
         if not self._reclaimer.reclaim_pages(adapter.num_pages, now, protected):
             return False
-        kept = ({*protected, *self._reclaimer.spared}, protected)
         if not self._free_slots and not any(map(self._evict_one, kept)):
             return False
         adapter.tier = Tier.LOADING
@@ -190,6 +185,17 @@ class AdapterCache:
         self._actions.append(Load(adapter.slot, digest, adapter.path, extents))
         self._note(digest)
         return True
+
+    def _has_share(self, adapter: CachedAdapter, kept: Iterable[Collection[str]]) -> bool:
+        """True once all adapters and this one are within their share of the arena. Evicts idle ones
+        for it, if those that may be evicted are enough."""
+        most = self._limits.max_blocks * self._arena.pages_per_block - adapter.num_pages
+        for protected in kept:
+            spared = (self._idle[d].num_pages for d in protected if d in self._idle)
+            if self._use.held_pages + sum(spared) <= most:
+                while self._use.num_pages > most:
+                    self._evict_one(protected)
+        return self._use.num_pages <= most
 
     def load_prefetches(self, protected: Collection[str], now: float) -> None:
         """Load prefetches as far as memory and slots allow."""
@@ -246,14 +252,8 @@ class AdapterCache:
         if adapter.pinned:
             return
         wanted_blocks = self._pinned_blocks + self._use.most_of(adapter)
-        num_pinned = sum(a.pinned for a in self._adapters.values())
-        if wanted_blocks > self._max_pinned_blocks or num_pinned >= self._max_pinned:
-            raise ResourceExhausted(
-                f"pinning {digest} would pin {num_pinned + 1} adapters with {wanted_blocks} arena "
-                f"blocks; pins may hold {self._max_pinned} adapters with "
-                f"{self._max_pinned_blocks} blocks: unpin another one first",
-                reason="PIN_LIMIT",
-            )
+        num_pinned = 1 + sum(a.pinned for a in self._adapters.values())
+        self._limits.check_pins(digest, num_pinned, wanted_blocks)
         self._leave_idle(adapter)
         adapter.pinned = True
         adapter.last_used_s = now
@@ -351,7 +351,7 @@ class AdapterCache:
         self.num_changes += 1
 
     def _num_blocks(self, adapter: CachedAdapter) -> float:
-        """Size of an adapter in blocks, rounded up."""
+        """Size of an adapter in blocks."""
         return adapter.num_pages / self._arena.pages_per_block
 
     def _evict_one(self, protected: Collection[str]) -> bool:

@@ -18,6 +18,10 @@ class BlockUse:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self.num_pages = 0
+        """Pages of all resident adapters."""
+        self.held_pages = 0
+        """Pages of those that are not idle."""
         self._held_whole = 0
         self._idle_whole = 0
         self._held_parts: Counter[int] = Counter()
@@ -37,12 +41,14 @@ class BlockUse:
 
     def add(self, adapter: CachedAdapter) -> None:
         """Add a new resident adapter, which is not idle."""
+        self.num_pages += adapter.num_pages
         self._hold(adapter)
         for block in self._parts(adapter):
             self._sharers.setdefault(block, set()).add(adapter.digest)
 
     def drop(self, adapter: CachedAdapter) -> None:
         """Remove an adapter that was not idle and whose blocks have been given back."""
+        self.num_pages -= adapter.num_pages
         self._held_whole -= self._num_whole(adapter)
         self._release(adapter)
         for block in {*self._parts(adapter)}:
@@ -94,6 +100,7 @@ class BlockUse:
             if adapter.is_idle:
                 expected.enter_idle(adapter)
         assert (expected.held, expected.idle) == (self.held, self.idle)
+        assert (expected.num_pages, expected.held_pages) == (self.num_pages, self.held_pages)
         assert expected._held_parts == self._held_parts
         assert expected._sharers == self._sharers
         split = {block for adapter in residents for block in self._parts(adapter)}
@@ -103,6 +110,7 @@ class BlockUse:
         return adapter.num_pages // self._arena.pages_per_block
 
     def _hold(self, adapter: CachedAdapter) -> None:
+        self.held_pages += adapter.num_pages
         self._held_whole += self._num_whole(adapter)
         self._held_parts.update(self._parts(adapter))
 
@@ -112,6 +120,7 @@ class BlockUse:
         return [first_page // self._arena.pages_per_block for first_page in first_pages]
 
     def _release(self, adapter: CachedAdapter) -> None:
+        self.held_pages -= adapter.num_pages
         for block in self._parts(adapter):
             self._held_parts[block] -= 1
             if not self._held_parts[block]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from loraplex.errors import LoraplexError
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.adapter_limits import AdapterLimits
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 MAX_ADAPTER_SHARE = 0.5
 """Largest share of the arena for one adapter."""
 MAX_PINNED_SHARE = 0.5
-"""Largest share of the arena for all pinned adapters."""
+"""Largest share for all pinned adapters, of what adapters may hold."""
 
 
 class InFlight(NamedTuple):
@@ -82,6 +83,19 @@ def _limits(config: EngineConfig, runner: Runner) -> SchedulerLimits:
     )
 
 
+def _adapter_limits(config: EngineConfig, runner: Runner) -> AdapterLimits:
+    num_blocks = config.lora_bytes // runner.block_bytes
+    if not config.lora_bytes:
+        num_blocks = int(runner.arena_blocks * config.lora_share)
+    max_blocks = min(max(1, num_blocks), runner.arena_blocks)
+    return AdapterLimits(
+        config.max_resident,
+        max_adapter_blocks=int(runner.arena_blocks * MAX_ADAPTER_SHARE),
+        max_pinned_blocks=int(max_blocks * MAX_PINNED_SHARE),
+        max_blocks=max_blocks,
+    )
+
+
 class Engine:
     """Turns commands into tokens, one step at a time."""
 
@@ -99,13 +113,7 @@ class Engine:
         self._base = BaseFacts(info.vocab_size, info.max_model_len, info.caps_context)
         self._arena = Arena(runner.arena_blocks, count_pages_per_block(runner.block_bytes))
         self._reclaimer = Reclaimer(self._arena)
-        self.cache = AdapterCache(
-            self._arena,
-            self._reclaimer,
-            max_resident=config.max_resident,
-            max_adapter_blocks=int(runner.arena_blocks * MAX_ADAPTER_SHARE),
-            max_pinned_blocks=int(runner.arena_blocks * MAX_PINNED_SHARE),
-        )
+        self.cache = AdapterCache(self._arena, self._reclaimer, _adapter_limits(config, runner))
         limits = _limits(config, runner)
         layout = KvLayout(
             runner.tokens_per_block,

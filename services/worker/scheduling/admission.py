@@ -67,7 +67,9 @@ class AdmissionTest:
         count as nothing."""
         known = [digest for digest in request.adapters.digests if self._cache.known([digest])]
         left = self._arena.num_blocks - self._cache.pinned_blocks
-        return too_large(request, self._layout, self._cache.unpinned_blocks(known), left)
+        adapter_blocks = self._cache.unpinned_blocks(known)
+        error = too_large(request, self._layout, adapter_blocks, left)
+        return error or self._cache.beyond_share(known)
 
 
 def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:

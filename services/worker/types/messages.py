@@ -41,6 +41,10 @@ class EngineConfig(RunnerSettings, frozen=True, kw_only=True):
     max_step_s: float = 0.0
     """Target duration in seconds of steps in which requests decode; see `SchedulerLimits`."""
     max_loras: int | None = None
+    lora_bytes: int = 0
+    """Most bytes of the arena for adapters; 0 = set by the next field."""
+    lora_share: float = 1.0
+    """Most of the arena for adapters, as a share of it."""
     policy: str = "fair"
     """A key of `policies.POLICIES`."""
     cluster_size: int = 0

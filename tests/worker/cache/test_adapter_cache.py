@@ -1,5 +1,7 @@
 """Residency decisions under every order of events, with the engine's side played straight."""
 
+import dataclasses
+import math
 import random
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from loraplex.api.residency import Tier
 from loraplex.errors import DataLoss, ResourceExhausted
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.adapter_limits import AdapterLimits
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.types.residency import Evict, Load
@@ -22,9 +25,9 @@ SIZES = {
 DIGESTS = st.sampled_from(sorted(SIZES))
 
 
-def make_cache(reclaimer: Reclaimer, arena: Arena, **overrides: int) -> AdapterCache:
-    limits = {"max_resident": MAX_RESIDENT, "max_adapter_blocks": 8, "max_pinned_blocks": 10}
-    return AdapterCache(arena, reclaimer, **{**limits, **overrides})
+def make_cache(reclaimer: Reclaimer, arena: Arena, **overrides: float) -> AdapterCache:
+    limits = AdapterLimits(MAX_RESIDENT, max_adapter_blocks=8, max_pinned_blocks=10)
+    return AdapterCache(arena, reclaimer, dataclasses.replace(limits, **overrides))
 
 
 def fetch(cache: AdapterCache, digest: str) -> None:
@@ -43,12 +46,13 @@ class CacheMachine(RuleBasedStateMachine):
     """Drives the cache as scheduler and engine do and mirrors the device's slot table."""
 
     pages_per_block = 1
+    max_blocks: float = math.inf
 
     def __init__(self) -> None:
         super().__init__()
         self.arena = Arena(NUM_BLOCKS // self.pages_per_block, self.pages_per_block)
         self.reclaimer = Reclaimer(self.arena)
-        self.cache = make_cache(self.reclaimer, self.arena)
+        self.cache = make_cache(self.reclaimer, self.arena, max_blocks=self.max_blocks)
         self.now = 0.0
         self.residency: dict[str, tuple[Tier, bool]] = {}
         self.table: dict[int, str] = {}
@@ -60,8 +64,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(digest=DIGESTS)
     def fetched(self, digest: str) -> None:
-        if SIZES[digest] > 8 * self.pages_per_block:
-            with pytest.raises(ResourceExhausted, match="needs 9 arena blocks"):
+        num_blocks = SIZES[digest] / self.pages_per_block
+        if num_blocks > min(8, self.max_blocks):
+            with pytest.raises(ResourceExhausted, match=f"needs {math.ceil(num_blocks)} arena"):
                 fetch(self.cache, digest)
         else:
             fetch(self.cache, digest)
@@ -160,6 +165,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.arena.check_integrity()
         self.cache.check_integrity()
         assert self.cache.pinned_blocks <= 10
+        resident = sum(a.num_pages for a in self.cache.adapters() if a.slot >= 0)
+        assert resident <= self.max_blocks * self.pages_per_block
         assert self.cache.held_blocks + self.cache.idle_blocks(()) + len(self.kv) == (
             self.arena.num_blocks - self.arena.num_free
         )
@@ -177,6 +184,17 @@ class SharingCacheMachine(CacheMachine):
 
 SharingCacheMachine.TestCase.settings = CacheMachine.TestCase.settings
 TestSharingCache = SharingCacheMachine.TestCase
+
+
+class BoundedCacheMachine(CacheMachine):
+    """Of adapters that may hold a part of the arena only."""
+
+    pages_per_block = 2
+    max_blocks = 3
+
+
+BoundedCacheMachine.TestCase.settings = CacheMachine.TestCase.settings
+TestBoundedCache = BoundedCacheMachine.TestCase
 
 
 @pytest.mark.parametrize(("block_s", "victim"), [(0.0, "sha256:c"), (1.0, "sha256:b")])
@@ -211,6 +229,16 @@ def test_an_adapter_in_use_is_never_evicted() -> None:
     assert not reclaimer.reclaim(1, 9.0)
     cache.release(["sha256:c"], 2.0)
     assert reclaimer.reclaim(1, 9.0)
+
+
+def test_one_that_exceeds_the_share_of_adapters_is_refused_by_its_setting() -> None:
+    arena = Arena(NUM_BLOCKS)
+    cache = make_cache(Reclaimer(arena), arena, max_blocks=4)
+    fetch(cache, "sha256:d")
+    with pytest.raises(
+        ResourceExhausted, match="at most 4: lower its rank or raise LORAPLEX_LORA_"
+    ):
+        fetch(cache, "sha256:e")
 
 
 def test_an_unload_waits_for_the_last_request() -> None:

@@ -266,6 +266,19 @@ def test_an_adapter_over_its_share_of_the_arena_is_refused_with_the_number(files
     assert stage.failures == {"r": "ADAPTER_TOO_LARGE"}
 
 
+def test_adapters_that_share_a_part_of_the_arena_in_turns_change_no_token(
+    files: Path, stage: Stage
+) -> None:
+    requests = [r for r in mixed() if len(r.request.adapters.adapters) < 2]
+    expected = dict(stage.run(*requests, *stage.fetched(A, B)))
+    runner = make_runner(files)
+    most = max(adapter_blocks(runner, files / name) for name in (A, B))
+    bounded = Stage(runner, files, lora_bytes=most * runner.block_bytes)
+    outputs = bounded.run(*requests, *mixed()[3:], *bounded.fetched(A, B))
+    assert bounded.failures == {"ab": "REQUEST_TOO_LARGE"}
+    assert outputs == expected
+
+
 def test_deadlines_end_requests(stage: Stage) -> None:
     stage.run(submit("r", max_tokens=100, remaining_s=0.2))
     assert stage.failures == {"r": "DEADLINE_EXCEEDED"}

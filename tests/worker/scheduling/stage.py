@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
+from loraplex_services.worker.cache.adapter_limits import AdapterLimits
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
@@ -83,15 +85,15 @@ class Stage:
         overlaps: bool = False,
         state_blocks: int = 0,
         copy_steps: int = 0,
+        adapter_blocks: float = math.inf,
         **limits: int,
     ) -> None:
         bounds = SchedulerLimits(**{"max_step_tokens": 16, "max_running": 6, **limits})
         self.layout = KvLayout(4, windows, bounds.max_step_tokens, state_blocks)
         self.arena = Arena(num_blocks)
         self.reclaimer = Reclaimer(self.arena)
-        self.cache = AdapterCache(
-            self.arena, self.reclaimer, max_resident=8, max_adapter_blocks=8, max_pinned_blocks=4
-        )
+        adapter_limits = AdapterLimits(8, 8, 4, adapter_blocks)
+        self.cache = AdapterCache(self.arena, self.reclaimer, adapter_limits)
         self.prefixes = PrefixCache(self.arena, self.layout, enabled=prefix_cache)
         self.scheduler = Scheduler(
             bounds,

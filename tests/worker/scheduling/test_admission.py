@@ -1,4 +1,4 @@
-"""The peak forecast against a brute-force replay."""
+"""The peak forecast against a brute-force replay, and adapters with a limit of their own."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +7,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.scheduling.admission import peak_kv_blocks
 from loraplex_services.worker.types.request import Request
+from tests.worker.scheduling.stage import Stage, make_request
 
 LENGTHS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(1, 30), st.integers(0, 29)), min_size=1, max_size=6
@@ -52,3 +53,24 @@ def test_the_forecast_is_never_below_what_decoding_together_holds(
 def test_one_request_is_forecast_exactly() -> None:
     [request] = make_requests([(9, 8, 0)])
     assert peak_kv_blocks([request], KvLayout(4, (None,), 8)) == 5
+
+
+def test_adapters_take_turns_in_their_share_of_the_arena() -> None:
+    stage = Stage(adapter_blocks=4)
+    stage.fetch("sha256:a", "sha256:b", "sha256:c", "sha256:d")
+    names = [f"{number}/{digest}" for number in range(3) for digest in "abcd"]
+    stage.submit(*(make_request(name, digests=(f"sha256:{name[-1]}",)) for name in names))
+    while stage.scheduler.has_work:
+        stage.step()
+        assert stage.cache.held_blocks + stage.cache.idle_blocks(()) <= 4
+    assert sorted(stage.finished) == sorted(names) and not stage.lost
+
+
+def test_adapters_of_one_request_that_exceed_their_share_are_refused() -> None:
+    stage = Stage(adapter_blocks=4)
+    stage.fetch("sha256:a", "sha256:b", "sha256:c")
+    stage.submit(make_request("both", digests=("sha256:b", "sha256:c")))
+    stage.submit(make_request("fits", digests=("sha256:a", "sha256:c")))
+    while stage.scheduler.has_work:
+        stage.step()
+    assert (stage.finished, stage.reasons) == (["fits"], {"both": "REQUEST_TOO_LARGE"})
