@@ -81,6 +81,17 @@ async def test_only_the_first_creator_of_a_document_wins(store: ObjectStore) -> 
     assert (await store.get("docs/a.json")).data == b"first"
 
 
+async def test_an_object_that_need_not_be_durable_is_visible_and_replaces_nothing(
+    store: ObjectStore,
+) -> None:
+    await store.put_if_absent("blobs/a", b"first", durable=False)
+    with pytest.raises(PreconditionFailed):
+        await store.put_if_absent("blobs/a", b"second", durable=False)
+    assert await store.make_durable("blobs/a")
+    assert (await store.get("blobs/a")).data == b"first"
+    assert not await store.make_durable("blobs/b")
+
+
 async def test_of_many_racing_creators_exactly_one_wins(store: ObjectStore) -> None:
     async def create(racer: int) -> int | None:
         try:

@@ -80,8 +80,11 @@ class S3Store:
     async def put(self, key: str, data: bytes) -> None:
         await self._run(self._put, key, data)
 
-    async def put_if_absent(self, key: str, data: bytes) -> str:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> str:
         return await self._run(self._put_conditional, key, data, {"IfNoneMatch": "*"})
+
+    async def make_durable(self, key: str) -> bool:
+        return await self.head(key) is not None
 
     async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
         wanted = f'"{etag}"' if self.quote_etags else etag

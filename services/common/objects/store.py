@@ -96,7 +96,8 @@ class BlobWriter(Protocol):
 
 class ObjectStore(Protocol):
     """Keys are '/'-separated, ASCII, without '.' or '..' parts. Every method may raise
-    ObjectStoreError; a write that returned is durable and visible to every reader."""
+    ObjectStoreError; a write that returned is visible to every reader, and durable unless its
+    caller waived that."""
 
     lists_etags: bool
     """Whether listings contain etags."""
@@ -120,9 +121,17 @@ class ObjectStore(Protocol):
     async def put(self, key: str, data: bytes) -> None:
         """Write a small blob, replacing equal bytes and renewing its age."""
 
-    async def put_if_absent(self, key: str, data: bytes) -> str:
-        """Create a document and return its etag. Raises PreconditionFailed if one exists, and
-        WriteUncertain."""
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> str:
+        """Create an object and return its etag. Raises PreconditionFailed if one exists, and
+        WriteUncertain.
+
+        Without `durable`, a power failure of the store within seconds may damage the object. That
+        is for blobs only, whose readers notice it.
+        """
+
+    async def make_durable(self, key: str) -> bool:
+        """Make an object durable that may have been created without that; False if there is
+        none."""
 
     async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
         """Replace a document that still has `etag`, and return the new etag. Raises

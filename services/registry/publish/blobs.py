@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 from loraplex.adapter_format import File
 from loraplex.errors import Blocked, InvalidAdapter, LoraplexError
-from loraplex_services.common.objects import ObjectStore, Segment
+from loraplex_services.common.objects import (
+    ObjectStore,
+    PreconditionFailed,
+    Segment,
+    WriteUncertain,
+)
 from loraplex_services.registry import layout
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.inspection import FileSource, Inspected
@@ -67,33 +72,48 @@ class Blobs:
         return known
 
     async def keep(
-        self, sources: Sequence[FileSource], inspected: Inspected, damaged: Sequence[str]
+        self, sources: Sequence[FileSource], inspected: Inspected, session: UploadSession
     ) -> None:
         """Store all bytes as content-addressed blobs, then check those that were there before.
 
         All are stored concurrently, because the cost is waiting for the disk: nothing refers to the
-        manifest before there is a version. Blobs with a sha256 in `damaged` are overwritten.
+        manifest before there is a version. Damaged blobs are overwritten. The blobs of an ephemeral
+        version need not be durable. Another version that has one of them sees to that.
         """
+        damaged, durable = session.damaged, not session.options.ttl_s
         found = await asyncio.gather(
-            *(self._keep_one(source, source.file.sha256 in damaged) for source in sources),
-            self._keep_manifest(inspected),
+            *(self._keep_one(each, each.file.sha256 in damaged, durable) for each in sources),
+            self._keep_manifest(inspected, durable),
         )
         failpoint("publish.manifest")
         for key in filter(None, found):
-            if await self._store.head(key) is None:
+            stored = self._store.make_durable(key) if durable else self._store.head(key)
+            if not await stored:
                 raise LoraplexError(f"blob {key} vanished while it was being published")
 
-    async def _keep_manifest(self, inspected: Inspected) -> str:
+    async def _keep_manifest(self, inspected: Inspected, durable: bool) -> str:
         """Returns as `_keep_one` does."""
         key = layout.blob(inspected.digest)
+        if not durable and await self._created(key, inspected.manifest):
+            return ""
         if await self._is_fresh(key, len(inspected.manifest)):
             return key
         await self._store.put(key, inspected.manifest)
         return ""
 
-    async def _keep_one(self, source: FileSource, is_damaged: bool) -> str:
+    async def _created(self, key: str, content: bytes) -> bool:
+        """Create a blob that need not be durable; False if there is one, which may have to be."""
+        try:
+            await self._store.put_if_absent(key, content, durable=False)
+        except (PreconditionFailed, WriteUncertain):
+            return False
+        return True
+
+    async def _keep_one(self, source: FileSource, is_damaged: bool, durable: bool) -> str:
         """Returns the key of a blob that was there and is not written again; else ""."""
         key = layout.blob(source.file.sha256)
+        if not durable and source.content is not None and await self._created(key, source.content):
+            return ""
         is_fresh = not is_damaged and await self._is_fresh(key, source.file.size)
         if is_fresh and source.content is not None:
             is_fresh = await self._store.get_range(key, 0, source.file.size) == source.content

@@ -164,7 +164,7 @@ class Publisher:
         failpoint("publish.pending")
         files = [source.file for source in sources]
         # The disk writes the intent at the same time: neither refers to the other.
-        stored = asyncio.create_task(self._blobs.keep(sources, inspected, session.damaged))
+        stored = asyncio.create_task(self._blobs.keep(sources, inspected, session))
         try:
             for _ in range(_MAX_TRIES):
                 version, created = await self._claims.claim(session, inspected, files, stored)

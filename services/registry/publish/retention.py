@@ -7,6 +7,7 @@ request with a deleted version can still move to another worker."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 from loraplex.errors import AdapterNotFound, LoraplexError
@@ -23,6 +24,8 @@ ACTOR = "registry"
 RETIRE_PAUSE_S = 1.0
 """Seconds after an update before older ones are retired: workers fetch the new one in the meantime,
 and several updates of a fast trainer are handled together."""
+_NUM_EXPIRED_AT_ONCE = 4
+"""Each waits for the disk, and a file store writes four objects at a time."""
 
 
 class Retention:
@@ -71,10 +74,13 @@ class Retention:
 
     async def expire(self) -> None:
         """Delete the ephemeral versions whose time is over, with their tags."""
-        for scope, number in await self._catalog.expired(now_s()):
-            tenant, _, name = scope.partition("/")
-            try:
-                await self._deletion.version(tenant, name, number, ACTOR, force=True, purge=True)
-                self.num_retired += 1
-            except AdapterNotFound:
-                continue  # Another registry was first.
+        ended = await self._catalog.expired(now_s())
+        for at in range(0, len(ended), _NUM_EXPIRED_AT_ONCE):
+            some = ended[at : at + _NUM_EXPIRED_AT_ONCE]
+            await asyncio.gather(*(self._expire(*version) for version in some))
+
+    async def _expire(self, scope: str, number: int) -> None:
+        tenant, _, name = scope.partition("/")
+        with contextlib.suppress(AdapterNotFound):  # Another registry was first.
+            await self._deletion.version(tenant, name, number, ACTOR, force=True, purge=True)
+            self.num_retired += 1

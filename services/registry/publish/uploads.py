@@ -79,6 +79,13 @@ class UploadSession:
     while it is published."""
 
     @property
+    def has_intent(self) -> bool:
+        """Whether a publication that died is completed by another registry. A version that is
+        ephemeral and came in one call is not worth that: without its acknowledgement it may stay
+        without a tag until it expires."""
+        return not (self.in_one_call and self.options.ttl_s)
+
+    @property
     def fingerprint(self) -> str:
         """A fingerprint that equal uploads of one caller share."""
         return self.upload_id.partition("-")[0]
@@ -280,6 +287,8 @@ class Uploads:
 
     async def intend(self, session: UploadSession, intent: Intent) -> None:
         """Record what is about to become visible, replacing an earlier intent."""
+        if not session.has_intent:
+            return
         if session.in_one_call:
             intent = replace(intent, session=session)
         await self._store.put(layout.upload_intent(session.upload_id), encode(intent))
@@ -289,7 +298,8 @@ class Uploads:
         left: if the client asks again, the version has its content."""
         upload_id = session.upload_id
         if session.in_one_call:
-            await self._store.delete(layout.upload_intent(upload_id))
+            if session.has_intent:
+                await self._store.delete(layout.upload_intent(upload_id))
             failpoint("publish.finished")
             return
         await documents.create(self._store, layout.upload_finished(upload_id), finished)

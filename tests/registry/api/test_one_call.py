@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -55,6 +59,32 @@ async def test_it_becomes_the_same_version_as_in_parts_and_leaves_no_upload(
     found = await served.registry.lookup.resolve(parse_ref("sql"), ROOT)
     assert found.version.digest == version.digest
     assert {file.path for file in found.version.files} == {CONFIG, TENSORS}
+
+
+async def test_blobs_wait_for_the_disk_only_for_versions_that_are_not_ephemeral(
+    served: ServedRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blobs are those of the ephemeral version, so the other one has nothing to write."""
+    fsync, synced = os.fsync, Counter[int]()
+
+    def counting(descriptor: int) -> None:
+        synced[os.fstat(descriptor).st_ino] += 1
+        fsync(descriptor)
+
+    request = _first(adapter_files(1))
+    request.options.ttl_s = 60.0
+    monkeypatch.setattr(os, "fsync", counting)
+    ephemeral = await _send(served, request)
+    assert await _keys(served, layout.UPLOADS) == []
+    hashes = [file.sha256 for file in ephemeral.files]
+    keys = [layout.blob(sha256) for sha256 in (*hashes, ephemeral.digest)]
+    root = Path(urlsplit(served.registry.store.url).path)
+    inodes = [(root / key).stat().st_ino for key in keys]
+    assert [synced[inode] for inode in inodes] == [0, 0, 0]
+    lasting = await _send(served, _first(adapter_files(1)))
+    assert (lasting.version, lasting.digest) == (2, ephemeral.digest)
+    assert [(root / key).stat().st_ino for key in keys] == inodes
+    assert all(synced[inode] for inode in inodes)
 
 
 async def test_the_bytes_may_come_in_any_number_of_messages(served: ServedRegistry) -> None:
