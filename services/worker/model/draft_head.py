@@ -9,7 +9,9 @@ the token after that. Adapters act on the layers before it, not on itself. Tenso
 
 The base's own head turns y into logits.
 
-Source: Gloeckle et al., Better & Faster Large Language Models via Multi-token Prediction, 2024.
+Sources: Gloeckle et al., Better & Faster Large Language Models via Multi-token Prediction, 2024.
+For "after the last norm": `qwen3_next.py` and `qwen3_next_mtp.py` of vLLM (002d6073) and of SGLang
+(0201bc80), whose heads take what their models return. Transformers does not run this layer.
 """
 
 from __future__ import annotations
