@@ -62,7 +62,9 @@ class Registry:
     validations: Validations
 
 
-def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
+def assemble(
+    store: ObjectStore, catalog: Catalog, max_ephemeral_bytes: int | None = None
+) -> Registry:
     """Build the parts around one store and one index."""
     audit = Audit(store)
     bases = Bases(store, catalog)
@@ -106,7 +108,7 @@ def assemble(store: ObjectStore, catalog: Catalog) -> Registry:
         blobs=blobs,
         publisher=publisher,
         deletion=deletion,
-        retention=Retention(catalog, deletion),
+        retention=Retention(catalog, deletion, max_ephemeral_bytes),
         signatures=signatures,
         certificates=certificates,
         rules=rules,

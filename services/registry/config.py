@@ -33,6 +33,8 @@ class RegistryConfig:
     admin_key_file: Path | None
     service_token_file: Path | None
     drain_s: float
+    max_ephemeral_bytes: int | None
+    """Bytes of one tenant's ephemeral versions; None = no limit."""
     gc_interval_s: float
     """Seconds between collections; 0 = no automatic collection."""
     failpoint: str
@@ -57,6 +59,7 @@ def from_env(environ: Mapping[str, str]) -> RegistryConfig:
         admin_key_file=env.ADMIN_KEY_FILE.read(environ),
         service_token_file=env.SERVICE_TOKEN_FILE.read(environ),
         drain_s=env.DRAIN_S.read(environ),
+        max_ephemeral_bytes=env.EPHEMERAL_BYTES.read(environ),
         gc_interval_s=switches.GC_INTERVAL_S.read(environ),
         failpoint=switches.FAILPOINT.read(environ),
     )

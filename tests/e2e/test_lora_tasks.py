@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,12 @@ import pytest
 
 from loraplex import InferenceClient, RegistryClient, Sampling
 from loraplex.adapter_format import geometry_from_folder
+from loraplex.api.registry import UsageEntry
 from loraplex.errors import InvalidAdapter, InvalidRequest, NotFound
 from loraplex.lora_tasks import LoraTask, LoraTasks
 from loraplex.rewriting.tensors import open_adapter
 from loraplex.rewriting.trtllm import CONFIG_FILE, WEIGHTS_FILE, to_trtllm
-from tests.e2e.stack import BASE_ID, DEMO, Stack
+from tests.e2e.stack import BASE_ID, DEMO, Stack, start
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 
@@ -52,6 +55,48 @@ async def test_weights_sent_again_replace_those_of_the_task(
         assert (await tasks.complete(task, "hello 12=", GREEDY)).choices[0].text == answer
     later = (await tasks.complete(LoraTask(number), "qoha 688=", GREEDY)).choices[0].text
     assert later == "886 ahoq"
+
+
+@pytest.mark.long
+async def test_the_task_used_least_recently_leaves_and_is_sent_again(tmp_path: Path) -> None:
+    """The limit holds two tasks and a half. HTTP clients name the same tasks."""
+    sent = task_of("upper", 1, tmp_path / "trt")
+    limit = {"LORAPLEX_EPHEMERAL_BYTES": str(int(2.6 * sent.weights.nbytes))}
+    stack = start(tmp_path / "state", "--lora-memory", "25%", environment=limit)
+    try:
+        async with (
+            RegistryClient(stack.registry) as registry,
+            InferenceClient(stack.grpc) as inference,
+        ):
+            tasks = LoraTasks(registry, inference, BASE_ID)
+
+            async def answer(task: LoraTask) -> None:
+                completion = await tasks.complete(task, "hello 12=", GREEDY)
+                assert completion.choices[0].text == "HELLO 12"
+
+            async def reported(number: int, num_requests: int) -> None:
+                entries: Sequence[UsageEntry] = ()
+                while sum(entry.requests for entry in entries) < num_requests:
+                    await asyncio.sleep(0.1)
+                    entries = await registry.usage(model=f"default/task-{number}")
+
+            await answer(sent)
+            await answer(replace(sent, task_id=2))
+            await reported(2, 1)
+            await answer(LoraTask(1))
+            await reported(1, 2)
+            await answer(replace(sent, task_id=3))
+            with pytest.raises(NotFound, match="send its weights") as caught:
+                while True:
+                    await tasks.complete(LoraTask(2), "hello 12=", GREEDY)
+            assert caught.value.reason == "LORA_TASK_NOT_CACHED"
+            assert stack.post("/v1/completions", {"model": "task-2", "prompt": "a"})[0] == 404
+            assert stack.complete("task-1", "hello 12=")["choices"][0]["text"] == "HELLO 12"
+            await answer(LoraTask(3))
+            await answer(replace(sent, task_id=2))
+            await answer(LoraTask(2))
+    finally:
+        assert stack.stop() == 0
 
 
 async def test_an_id_without_weights_is_refused_until_they_are_sent(tasks: LoraTasks) -> None:

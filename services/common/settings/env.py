@@ -133,6 +133,12 @@ METADATA = text_setting(
     "Redis or Valkey: redis://, rediss://, redis+sentinel://, or `embedded` for a private server.",
     "embedded",
 )
+EPHEMERAL_BYTES = bytes_setting(
+    "LORAPLEX_EPHEMERAL_BYTES",
+    "registry",
+    "Largest size of a tenant's ephemeral adapters, such as those of task ids; those used least "
+    "recently are deleted first; unset = no limit.",
+)
 
 # Gateway: which requests are accepted
 GATEWAY_LISTEN = listen_setting(

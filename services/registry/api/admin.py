@@ -30,6 +30,7 @@ from loraplex_services.registry.api.usage import (
     entries_to_proto,
     report_from_proto,
     since_from_proto,
+    used_adapters,
 )
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index.redis_calls import CatalogDown
@@ -276,7 +277,9 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         self, request: pb.RecordUsageRequest, context: Any
     ) -> pb.RecordUsageResponse:
         caller_access().require_service_or_root()
-        await self._registry.usage.add(request.report_id, report_from_proto(request))
+        days = report_from_proto(request)
+        await self._registry.retention.used(used_adapters(request))
+        await self._registry.usage.add(request.report_id, days)
         return pb.RecordUsageResponse()
 
     async def ListUsage(self, request: pb.ListUsageRequest, context: Any) -> pb.ListUsageResponse:

@@ -55,7 +55,7 @@ async def serve() -> None:
         metadata_url = await _metadata_url(config, stack)
         catalog = Catalog(connect_redis(metadata_url))
         stack.push_async_callback(catalog.close)
-        registry = assemble(store, catalog)
+        registry = assemble(store, catalog, config.max_ephemeral_bytes)
         stack.push_async_callback(registry.validations.close)
         running = await grpc_server.start(
             [service(registry)],

@@ -44,6 +44,16 @@ def report_from_proto(request: pb.RecordUsageRequest) -> dict[str, Counts]:
     return days
 
 
+def used_adapters(request: pb.RecordUsageRequest) -> set[str]:
+    """`tenant/name` of those that their own tenant used. A model of several joins these by +."""
+    return {
+        scope
+        for entry in request.entries
+        for scope in entry.model.split("+")
+        if scope.startswith(f"{entry.tenant}/")
+    }
+
+
 def since_from_proto(since: str, today: datetime.date) -> datetime.date:
     """The first requested day. Raises: InvalidRequest."""
     if not since:

@@ -44,6 +44,7 @@ from loraplex_services.registry.index.feed import EventFeed
 from loraplex_services.registry.index.gathering import RequestBatcher
 from loraplex_services.registry.index.items import Item, arguments_of
 from loraplex_services.registry.index.open_uploads import OpenUploads
+from loraplex_services.registry.index.recent_uses import RecentUses
 from loraplex_services.registry.index.redis_calls import (
     CatalogDown,
     NoIndex,
@@ -104,6 +105,7 @@ class Catalog:
         other calls are answered between two pages."""
         self.usage_counters = UsageCounters(client, PREFIX)
         self.open_uploads = OpenUploads(client, PREFIX)
+        self.recent_uses = RecentUses(client, PREFIX)
         self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
         self._scripts = {
             name: client.register_script(
@@ -221,6 +223,20 @@ class Catalog:
         values = await self._run("read", ["ZRANGEBYSCORE", "expiring", "-inf", time_s])
         split = (text(value).partition(" ") for value in values)
         return [(scope, int(number)) for number, _, scope in split]
+
+    async def ephemeral_versions(self, tenant: str) -> list[VersionRecord]:
+        """The ephemeral versions of a tenant that are not deleted."""
+        members: set[str] = set()
+        cursor: Any = 0
+        while True:
+            question = ["ZSCAN", "expiring", cursor, "MATCH", f"* {tenant}/*", "COUNT", 1000]
+            cursor, pairs = await self._run("read", question)
+            members.update(text(member) for member in pairs[::2])
+            if not int(cursor):
+                break
+        wanted = (member.partition(" ") for member in members)
+        found = await asyncio.gather(*(self.find(s, "version", n) for n, _, s in wanted))
+        return [version for one in found for version in one.versions if not version.deleted]
 
     async def position(self) -> tuple[str, int]:
         """(epoch, number of its last event) of the current index."""

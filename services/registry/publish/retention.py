@@ -1,4 +1,5 @@
-"""Deletes old versions of adapters with `keep_versions`, and expired ephemeral versions.
+"""Deletes old versions of adapters with `keep_versions`, and ephemeral versions whose time is over
+or whose tenant has too many bytes of them.
 
 No caller waits for it. Versions that remain after a crash are deleted after the next publication of
 the same name, or at the next regular check. The bytes are collected later, so that a running
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+from collections.abc import Awaitable, Collection
 
 from loraplex.errors import AdapterNotFound, LoraplexError
 from loraplex_services.registry.index.catalog import Catalog
@@ -26,14 +29,23 @@ RETIRE_PAUSE_S = 1.0
 and several updates of a fast trainer are handled together."""
 _NUM_EXPIRED_AT_ONCE = 4
 """Each waits for the disk, and a file store writes four objects at a time."""
+_SPARE_SHARE = 0.1
+"""Share of a tenant's limit that is free after ephemeral versions were counted. They are counted
+again once as much was published."""
 
 
 class Retention:
     """Deletes versions that were published to be replaced."""
 
-    def __init__(self, catalog: Catalog, deletion: Deletion) -> None:
+    def __init__(
+        self, catalog: Catalog, deletion: Deletion, max_ephemeral_bytes: int | None = None
+    ) -> None:
+        """`max_ephemeral_bytes`: of one tenant; None = no limit."""
         self._catalog = catalog
         self._deletion = deletion
+        self._max_ephemeral_bytes = max_ephemeral_bytes
+        self._added_bytes: dict[str, float] = {}
+        """By tenant: bytes of ephemeral versions published here since they were last counted."""
         self._updated: dict[tuple[str, str], int] = {}
         """Adapters with a new update, and how many of their updates are kept."""
         self._wake = asyncio.Event()
@@ -45,6 +57,15 @@ class Retention:
         if version.keep_versions:
             self._updated[version.tenant, version.name] = version.keep_versions
             self._wake.set()
+        if version.expires_s and self._max_ephemeral_bytes is not None:
+            added = self._added_bytes.get(version.tenant, math.inf) + version.size_bytes
+            self._added_bytes[version.tenant] = added
+            self._wake.set()
+
+    async def used(self, scopes: Collection[str]) -> None:
+        """Note that adapters were used, in the order of which ephemeral versions are deleted."""
+        if self._max_ephemeral_bytes is not None:
+            await self._catalog.recent_uses.note(scopes)
 
     async def run(self) -> None:
         """Retire what `published` named, one adapter after another, until cancelled."""
@@ -54,12 +75,11 @@ class Retention:
             self._wake.clear()
             while self._updated:
                 (tenant, name), kept = self._updated.popitem()
-                try:
-                    await self.retire(tenant, name, kept)
-                except LoraplexError as error:
-                    logger.warning("versions not retired", extra={"problem": error.message})
-                except Exception:
-                    logger.exception("versions not retired")
+                await _logged(self.retire(tenant, name, kept))
+            for tenant, added in list(self._added_bytes.items()):
+                if added >= _SPARE_SHARE * (self._max_ephemeral_bytes or 0):
+                    self._added_bytes[tenant] = 0
+                    await _logged(self.make_room(tenant))
 
     async def retire(self, tenant: str, name: str, kept: int) -> None:
         """Delete all but the newest `kept` of the versions that were published as updates. Versions
@@ -72,15 +92,40 @@ class Retention:
             await self._deletion.retire(tenant, name, old, ACTOR)
             self.num_retired += len(old)
 
+    async def make_room(self, tenant: str) -> None:
+        """Delete the ephemeral versions of a tenant that were used least recently, until the others
+        leave a tenth of its limit free. The one that was used last stays, however large it is."""
+        held = await self._catalog.ephemeral_versions(tenant)
+        used_s = await self._catalog.recent_uses.of_tenant(tenant)
+        held.sort(key=lambda v: max(v.created_s, used_s.get(scope_of(v.tenant, v.name), 0.0)))
+        most = (1 - _SPARE_SHARE) * (self._max_ephemeral_bytes or 0)
+        num_bytes = sum(version.size_bytes for version in held)
+        for version in held[:-1]:
+            if num_bytes <= most:
+                break
+            await self._end(scope_of(tenant, version.name), version.version)
+            num_bytes -= version.size_bytes
+
     async def expire(self) -> None:
         """Delete the ephemeral versions whose time is over, with their tags."""
         ended = await self._catalog.expired(now_s())
         for at in range(0, len(ended), _NUM_EXPIRED_AT_ONCE):
             some = ended[at : at + _NUM_EXPIRED_AT_ONCE]
-            await asyncio.gather(*(self._expire(*version) for version in some))
+            await asyncio.gather(*(self._end(*version) for version in some))
 
-    async def _expire(self, scope: str, number: int) -> None:
+    async def _end(self, scope: str, number: int) -> None:
+        """Delete one ephemeral version."""
         tenant, _, name = scope.partition("/")
         with contextlib.suppress(AdapterNotFound):  # Another registry was first.
             await self._deletion.version(tenant, name, number, ACTOR, force=True, purge=True)
             self.num_retired += 1
+
+
+async def _logged(work: Awaitable[None]) -> None:
+    """Await work whose failure is logged: the next publication repeats it."""
+    try:
+        await work
+    except LoraplexError as error:
+        logger.warning("versions not retired", extra={"problem": error.message})
+    except Exception:
+        logger.exception("versions not retired")

@@ -1,0 +1,49 @@
+"""When adapters were last used, in Redis: one set for each tenant, filled from reports of usage.
+
+If Redis loses them, adapters count as used when they were published.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import redis.asyncio
+
+from loraplex_services.common.limits import EPHEMERAL_S
+from loraplex_services.registry.index.redis_calls import text, translated, wait
+
+
+class RecentUses:
+    """Every method raises CatalogDown if Redis is unavailable."""
+
+    def __init__(
+        self, client: redis.asyncio.Redis, prefix: str, now: Callable[[], float] = time.time
+    ) -> None:
+        self._redis = client
+        self._prefix = prefix
+        self._now = now
+
+    async def note(self, scopes: Iterable[str]) -> None:
+        """Note that adapters were used now. Those that no ephemeral version can have are
+        forgotten."""
+        now_s = self._now()
+        by_tenant: dict[str, dict[str, float]] = {}
+        for scope in scopes:
+            by_tenant.setdefault(scope.partition("/")[0], {})[scope] = now_s
+        async with translated(), self._redis.pipeline(transaction=False) as pipe:
+            for tenant, used in by_tenant.items():
+                key = self._key(tenant)
+                pipe.zadd(key, used)
+                pipe.zremrangebyscore(key, "-inf", now_s - EPHEMERAL_S.most)
+                pipe.expire(key, int(EPHEMERAL_S.most))
+            await pipe.execute()
+
+    async def of_tenant(self, tenant: str) -> dict[str, float]:
+        """Unix time of the last use of each adapter that was used."""
+        async with translated():
+            pairs = await wait(self._redis.zrange(self._key(tenant), 0, -1, withscores=True))
+        return {text(scope): used_s for scope, used_s in pairs}
+
+    def _key(self, tenant: str) -> str:
+        return f"{self._prefix}uses:{tenant}"
