@@ -7,8 +7,9 @@ attention projections (as in the S-LoRA paper) and on every linear, are laid out
 packer does it, from headers of files without values. Prints for each rank
 
 - the share of their pages that no value fills,
-- the share that is empty of all blocks that such adapters are in, after requests for four times as
-  many adapters as fit, while KV cache takes blocks and returns them,
+- the share that is empty of all blocks that such adapters are in, as a mean over requests for four
+  times as many adapters as fit, while KV cache takes blocks and returns them, and the same for
+  adapters of all these ranks together,
 - the share that would be empty if every adapter filled whole blocks of its own.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ HALF_BYTES = 2
 RANKS = (1, 2, 4, 8, 16, 64)
 NUM_ARENA_BLOCKS = 100
 NUM_REQUESTS = 4000
+SAMPLE_EVERY = 25
 KV_EVERY = 10
 """Requests for each block that KV cache takes or returns."""
 KV_OWNER = "kv"
@@ -176,21 +179,25 @@ def adapters(
     return groups.block_bytes, made
 
 
-def left_empty(adapter: Adapter, block_bytes: int) -> float:
-    """Share that is empty of the blocks that adapters are in, after requests for many adapters and
-    while KV cache takes and returns blocks."""
-    rng = random.Random(adapter.num_pages)
+def left_empty(adapters: Sequence[Adapter], block_bytes: int) -> float:
+    """Share that is empty of the blocks that adapters of these sizes are in: the mean over the
+    second half of requests for many of them, while KV cache takes and returns blocks."""
+    rng = random.Random(adapters[0].num_pages)
     pages_per_block = count_pages_per_block(block_bytes)
-    arena = Arena(max(NUM_ARENA_BLOCKS, 20 * adapter.num_blocks), pages_per_block)
+    arena = Arena(max(NUM_ARENA_BLOCKS, 20 * adapters[-1].num_blocks), pages_per_block)
     reclaimer = Reclaimer(arena)
-    num_adapters = 4 * arena.num_blocks * pages_per_block // adapter.num_pages
+    mean_pages = statistics.fmean(adapter.num_pages for adapter in adapters)
+    num_adapters = int(4 * arena.num_blocks * pages_per_block / mean_pages)
     limits = AdapterLimits(num_adapters, arena.num_blocks, max_pinned_blocks=0)
     cache = AdapterCache(arena, reclaimer, limits)
+    made = [adapters[number % len(adapters)] for number in range(num_adapters)]
+    for number, adapter in enumerate(made):
+        cache.fetched(str(number), Path("/"), adapter.num_pages, max_rank=64)
     kv: list[int] = []
-    for number in range(max(NUM_REQUESTS, 2 * num_adapters)):
+    shares = []
+    num_requests = max(NUM_REQUESTS, 2 * num_adapters)
+    for number in range(num_requests):
         digest, now = str(int(num_adapters * rng.random() ** 3)), number / 20
-        if not cache.known([digest]):
-            cache.fetched(digest, Path("/"), adapter.num_pages, max_rank=64)
         cache.load([digest], (), now)
         for action in cache.take_actions():
             if isinstance(action, Load):
@@ -202,9 +209,11 @@ def left_empty(adapter: Adapter, block_bytes: int) -> float:
                 arena.free(KV_OWNER, [kv.pop(rng.randrange(len(kv)))])
             elif len(kv) < arena.num_blocks // 4 and reclaimer.reclaim(1, now):
                 kv += arena.allocate(KV_OWNER, 1)
-    num_resident = sum(bool(held.first_pages) for held in cache.adapters())
-    num_blocks = arena.num_blocks - arena.num_free - len(kv)
-    return 1 - num_resident * adapter.num_bytes / (num_blocks * block_bytes)
+        if number % SAMPLE_EVERY == 0 and number >= num_requests // 2:
+            held = (made[int(a.digest)] for a in cache.adapters() if a.first_pages)
+            num_blocks = arena.num_blocks - arena.num_free - len(kv)
+            shares.append(1 - sum(a.num_bytes for a in held) / (num_blocks * block_bytes))
+    return statistics.fmean(shares)
 
 
 def main() -> None:
@@ -217,15 +226,22 @@ def main() -> None:
             page_bytes = block_bytes // count_pages_per_block(block_bytes)
             waste = {
                 "pages": [1 - a.num_bytes / (a.num_pages * page_bytes) for a in sizes],
-                "shared blocks": [left_empty(a, block_bytes) for a in sizes],
+                "shared blocks": [left_empty([a], block_bytes) for a in sizes],
                 "whole blocks": [1 - a.num_bytes / (a.num_blocks * block_bytes) for a in sizes],
             }
+            waste["shared blocks"].append(left_empty(sizes, block_bytes))
             runs.append({"base": base, "targets": name, "ranks": RANKS, "waste": waste})
             rows += [
-                [base, name, kind, *(f"{share:.1%}" for share in shares)]
+                [
+                    base,
+                    name,
+                    kind,
+                    *(f"{s:.1%}" for s in shares),
+                    *[""] * (1 + len(RANKS) - len(shares)),
+                ]
                 for kind, shares in waste.items()
             ]
-    print_table(["BASE", "TARGETS", "EMPTY OF", *(f"RANK {rank}" for rank in RANKS)], rows)
+    print_table(["BASE", "TARGETS", "EMPTY OF", *(f"RANK {rank}" for rank in RANKS), "ALL"], rows)
     print(f"wrote {write_results('arena_waste', {'runs': runs})}")
 
 

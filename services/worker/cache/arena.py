@@ -62,6 +62,11 @@ class Arena:
         return len(self._used)
 
     @property
+    def num_loose(self) -> int:
+        """Free pages of split blocks."""
+        return sum(size * len(first) for size, first in self._free_extents.items())
+
+    @property
     def last_planned(self) -> int:
         """The last step that was given blocks; -1 = there was none."""
         return self._last_planned

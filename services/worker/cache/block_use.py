@@ -78,9 +78,13 @@ class BlockUse:
 
     def co_residents(self, adapter: CachedAdapter, protected: Collection[str]) -> Collection[str]:
         """The other adapters in that split block of an idle adapter which the fewest evictions
-        would free. Empty if the adapter has a block of its own, or if all of its split blocks also
-        hold adapters that are in use or `protected`."""
-        if self._num_whole(adapter):
+        would free. Empty if all of its split blocks also hold adapters that are in use or
+        `protected`.
+
+        An adapter with a block of its own frees that one, and its parts of split blocks stay empty
+        until an adapter is loaded for which another block is free. The result is therefore empty
+        for it as well, until these empty parts are together as large as a block."""
+        if self._num_whole(adapter) and self._arena.num_loose < self._arena.pages_per_block:
             return ()
         blocks = {*self._parts(adapter)}.difference(self._held_parts)
         sharers = (self._sharers[block] for block in blocks)

@@ -314,3 +314,24 @@ def test_a_block_for_others_costs_only_the_adapters_that_share_it() -> None:
         cache.release([digest], float(now))
     assert arena.num_free == 0 and reclaimer.reclaim(1, 99.0)
     assert len(carry_out(cache)) <= 4
+
+
+def test_empty_parts_of_blocks_do_not_add_up_while_others_take_blocks() -> None:
+    """Each block that is taken from an adapter of 1.6 blocks leaves its other parts empty."""
+    arena, rng = Arena(60, pages_per_block=8), random.Random(0)
+    reclaimer = Reclaimer(arena)
+    cache = make_cache(reclaimer, arena, max_resident=100)
+    names = [f"sha256:{number}" for number in range(60)]
+    for digest in names:
+        cache.fetched(digest, Path("/"), 13, max_rank=8)
+    for now in range(400):
+        digest = rng.choice(names)
+        assert cache.load([digest], (), float(now))
+        carry_out(cache)
+        cache.acquire([digest], float(now))
+        cache.release([digest], float(now))
+        if now % 20 == 0:
+            assert reclaimer.reclaim(1, float(now))
+            arena.allocate("kv", 1)
+    assert arena.num_free <= 1 and arena.num_loose <= 2 * arena.pages_per_block
+    cache.check_integrity()
