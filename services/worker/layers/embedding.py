@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from loraplex_services.worker.layers.ranks import Ranks
-from loraplex_services.worker.ops.lora.torch import add_lora_embedding
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
@@ -36,9 +37,16 @@ class TokenTable:
 class LoraEmbedding:
     """The embedding of a base. What adapters add to it is computed on every rank."""
 
-    def __init__(self, site_id: int, table: TokenTable) -> None:
+    def __init__(
+        self,
+        site_id: int,
+        table: TokenTable,
+        add_lora: Callable[[Tensor, Tensor, int, LoraBatch], None],
+    ) -> None:
+        """`add_lora`: `Operators.add_lora_embedding`."""
         self.site_id = site_id
         self._table = table
+        self._add_lora = add_lora
 
     @property
     def weight(self) -> Tensor:
@@ -51,5 +59,5 @@ class LoraEmbedding:
         if lora.resized(self.site_id):  # tokens that only adapters know get their rows below
             known_ids = token_ids.clamp(max=self._table.vocab_size - 1)
         y = self._table.look_up(known_ids)
-        add_lora_embedding(y, token_ids, self.site_id, lora)
+        self._add_lora(y, token_ids, self.site_id, lora)
         return y

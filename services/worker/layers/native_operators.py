@@ -75,6 +75,10 @@ class NativeOperators:
         """See Operators."""
         return NativeLora(self.native).add_lora
 
+    def add_lora_embedding(self) -> AddLora:
+        """See Operators."""
+        return NativeLora(self.native).add_lora_embedding
+
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""
         return NativeNorm(self.native, site_id, weight)

@@ -77,6 +77,10 @@ class Operators(Protocol):
         """The low-rank update, and rows of weights that adapters replace."""
         ...
 
+    def add_lora_embedding(self) -> AddLora:
+        """The same at the embedding, for int64 token ids `[T]` in place of x."""
+        ...
+
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """A root-mean-square norm."""
         ...
@@ -135,6 +139,10 @@ class TorchOperators:
     def add_lora(self) -> AddLora:
         """See Operators."""
         return portable.add_lora
+
+    def add_lora_embedding(self) -> AddLora:
+        """See Operators."""
+        return portable.add_lora_embedding
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""

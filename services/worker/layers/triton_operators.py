@@ -59,6 +59,10 @@ class TritonOperators:
         """See Operators."""
         return TritonLora(self)
 
+    def add_lora_embedding(self) -> AddLora:
+        """See Operators."""
+        return self._torch.add_lora_embedding()
+
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""
         return TritonNorm(site_id, weight)

@@ -114,7 +114,9 @@ class Builder:
         config, weights = self.config, self.weights
         table = self._token_rows("model.embed_tokens.weight")
         tokens = TokenTable(table, config.vocab_size, self.operators.ranks)
-        embedding = LoraEmbedding(self._embedding_site(table), tokens)
+        embedding = LoraEmbedding(
+            self._embedding_site(table), tokens, self.operators.add_lora_embedding()
+        )
         self.device = table.device
         self._query_scales = query_scales(config, self.device)
         makers = make_mixer or Builder.attention, make_mlp or dense_mlp

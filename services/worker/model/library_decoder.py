@@ -98,7 +98,11 @@ class LibrarySites:
         weight = module.weight.data.clone()
         site_id = self.table.add(-1, EMBEDDING, len(weight), [(name, weight.shape[1])])
         self.linears[site_id] = DenseLinear(weight)
-        embedding = LoraEmbedding(site_id, TokenTable(weight, len(weight), self.operators.ranks))
+        embedding = LoraEmbedding(
+            site_id,
+            TokenTable(weight, len(weight), self.operators.ranks),
+            self.operators.add_lora_embedding(),
+        )
         self.model.set_submodule(name, SiteEmbedding(embedding, scale or 1.0, self.current))
         return embedding
 

@@ -315,10 +315,9 @@ class Native:
             y.data_ptr(), row_stride(y), bias.data_ptr(), code, num_rows, width
         )
 
-    @property
-    def delta_net(self) -> Callable[..., None]:
-        """Called by `ops/recurrence/cpu.py`, which says what it takes."""
-        kernel: Callable[..., None] = self._kernels.lpx_delta_net
+    def kernel(self, name: str) -> Callable[..., None]:
+        """A kernel that one operation calls, which says what it takes."""
+        kernel: Callable[..., None] = getattr(self._kernels, f"lpx_{name}")
         return kernel
 
     def record(

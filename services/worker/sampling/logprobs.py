@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from loraplex.api.output import Candidate, TokenLogprob
@@ -78,6 +79,21 @@ def logprobs_of(logprobs: Tensor, padded: Tensor) -> Tensor:
     return to_host(values.masked_fill_(padded >= logprobs.shape[1], MINUS_INF))
 
 
+def _most_likely(logprobs: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The largest values of each row and their ids, `[N, n]`; lower ids first among equal values,
+    as tokens are chosen. On a GPU the order of equal ones is open: to count them would stop the
+    host."""
+    values, ids = logprobs.topk(num_tokens, dim=-1)
+    if num_tokens == 0 or logprobs.is_cuda:
+        return values, ids
+    rows, candidates = (~(logprobs < values[:, -1:])).nonzero(as_tuple=True)
+    order = logprobs[rows, candidates].sort(descending=True, stable=True).indices
+    order = order[rows[order].sort(stable=True).indices]
+    counts = rows.bincount(minlength=len(logprobs))
+    begins = counts.cumsum(0) - counts
+    return values, candidates[order[begins[:, None] + torch.arange(num_tokens)]]
+
+
 def logprob_rows(logprobs: Tensor, token_ids: Tensor, tops: Sequence[int]) -> LogprobRows:
     """Pick each row's token and its `tops[i]` most likely tokens from log-softmax rows `[N, V]`.
 
@@ -86,5 +102,5 @@ def logprob_rows(logprobs: Tensor, token_ids: Tensor, tops: Sequence[int]) -> Lo
     """
     token_ids = token_ids if token_ids.is_cuda else to_device(token_ids, logprobs.device)
     chosen = logprobs.gather(-1, token_ids[:, None])[:, 0]
-    values, ids = logprobs.topk(min(max(tops), logprobs.shape[-1]), dim=-1)
+    values, ids = _most_likely(logprobs, min(max(tops), logprobs.shape[-1]))
     return LogprobRows(to_host(token_ids), to_host(chosen), to_host(ids), to_host(values), tops)

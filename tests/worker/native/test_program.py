@@ -131,7 +131,7 @@ def test_a_kernel_that_programs_cannot_call_prevents_one(compiled):
     memory.begin(2)
 
     def compute():
-        compiled.delta_net(*[None] * 3, 0, *[None] * 10, no_rows.data_ptr())
+        compiled.kernel("delta_net")(*[None] * 3, 0, *[None] * 10, no_rows.data_ptr())
         return scores
 
     assert compiled.record(compute, memory)[1] is None

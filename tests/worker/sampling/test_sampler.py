@@ -10,6 +10,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.ops.sampling.reference import gumbel_scalar
 from loraplex_services.worker.sampling import drawing, sampler
 from loraplex_services.worker.sampling.edits import edits_of
+from loraplex_services.worker.sampling.logprobs import logprob_rows
 from loraplex_services.worker.sampling.masks import limits_of, truncate
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.sampling.sampler import sample, score_tokens
@@ -259,3 +260,16 @@ def test_known_tokens_are_scored_in_order():
         assert score.token_id == token_id
         assert score.logprob == pytest.approx(expected[row, token_id].item(), abs=1e-6)
         assert score.top[0][0] == int(expected[row].argmax())
+
+
+def test_equally_likely_tokens_are_listed_by_id():
+    scores = torch.tensor([[0, 2, 1, 2, 2, 0, 1], [0, 0, 0, 0, 0, 0, 3], [1, 1, 1, 1, 1, 1, 1]])
+    rows = logprob_rows(scores.float(), torch.tensor([0, 0, 0]), [2, 4, 3])
+    listed = [[candidate.token_id for candidate in entry.top] for entry in rows.read()]
+    assert listed == [[1, 3], [6, 0, 1, 2], [0, 1, 2]]
+
+
+def test_rows_that_are_not_numbers_have_top_tokens_beside_rows_that_are():
+    scores = torch.tensor([[float("nan")] * 5, [1.0, 3.0, 3.0, 0.0, 2.0]])
+    _, entry = logprob_rows(scores, torch.tensor([0, 0]), [2, 2]).read()
+    assert [candidate.token_id for candidate in entry.top] == [1, 2]

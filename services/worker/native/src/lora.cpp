@@ -304,12 +304,29 @@ void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const f
 }
 
 template <class T>
-void add_product(const Use& use, Inputs<T>& in, float* y, int64_t ldy) {
+void shrink(Inputs<T>& in, const Entry& entry, float* shrunk) {
+    std::memset(shrunk, 0, in.num_rows * entry.rank * sizeof(float));
+    for (int64_t i = 0; i < entry.num_a; ++i) shrink(in, entry.a()[i], shrunk, entry.rank);
+}
+
+// Rows of a segment at the embedding, whose A x is a column of A for each token.
+template <class T>
+struct Columns {
+    const float* values;
+    int64_t num_rows;
+};
+
+template <class T>
+void shrink(Columns<T>& in, const Entry& entry, float* shrunk) {
+    std::memcpy(shrunk, in.values, in.num_rows * entry.rank * sizeof(float));
+}
+
+template <template <class> class In, class T>
+void add_product(const Use& use, In<T>& in, float* y, int64_t ldy) {
     const Entry& entry = *use.entry;
     const int64_t rank = entry.rank, num_rows = in.num_rows;
     float* shrunk = scratch(0, num_rows * rank);
-    std::memset(shrunk, 0, num_rows * rank * sizeof(float));
-    for (int64_t i = 0; i < entry.num_a; ++i) shrink(in, entry.a()[i], shrunk, rank);
+    shrink(in, entry, shrunk);
     for (int64_t row = 0; row < num_rows; ++row) {
         for (int64_t r = 0; r < rank; ++r) shrunk[row * rank + r] *= entry.scale()[r] * use.coef;
     }
@@ -331,8 +348,8 @@ void each_output(const Tile* tiles, int64_t num_tiles, float* y, int64_t ldy, in
     }
 }
 
-template <class T>
-void add_segment(const Segment& segment, const Use* used, Inputs<T>& in, float* y, int64_t ldy) {
+template <template <class> class In, class T>
+void add_segment(const Segment& segment, const Use* used, In<T>& in, float* y, int64_t ldy) {
     const Use* begin = used + segment.first;
     const Use* end = begin + segment.count;
     for (const Use* use = begin; use < end; ++use) {
@@ -350,13 +367,15 @@ void add_segment(const Segment& segment, const Use* used, Inputs<T>& in, float* 
     }
 }
 
-void add_rows(const Segment& segment, const Use* used, Inputs<float>& in, float* y, int64_t ldy,
+template <template <class> class In>
+void add_rows(const Segment& segment, const Use* used, In<float>& in, float* y, int64_t ldy,
               int64_t) {
     add_segment(segment, used, in, y, ldy);
 }
 
 // bfloat16 rows are summed as floats and rounded once.
-void add_rows(const Segment& segment, const Use* used, Inputs<bf16>& in, bf16* y, int64_t ldy,
+template <template <class> class In>
+void add_rows(const Segment& segment, const Use* used, In<bf16>& in, bf16* y, int64_t ldy,
               int64_t num_outputs) {
     float* out = scratch(2, in.num_rows * num_outputs);
     widen(y, ldy, in.num_rows, num_outputs, out);
@@ -396,6 +415,55 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
                          segment.end - segment.begin, num_inputs);
             add_rows(segment, plan.used.data(), in, static_cast<T*>(y) + segment.begin * ldy, ldy,
                      num_outputs);
+        });
+    });
+}
+
+// The same at the embedding for one run over all rows; `columns` are A's, float32 [rows, rank].
+LPX_EXPORT void lpx_add_lora_embedding(const void* columns, int64_t rank, void* y, int64_t ldy,
+                                       int64_t num_outputs, int64_t activation_dtype, int64_t site,
+                                       const void* only_run) {
+    using namespace lpx;
+    const Run& run = *static_cast<const Run*>(only_run);
+    const Entry* entry = entry_of(run, site);
+    if (entry == nullptr) return;
+    const Use use{entry, 0, run.end, static_cast<float>(run.coef)};
+    with_activation(activation_dtype, [&](auto t) {
+        using T = decltype(t);
+        parallel_for((run.end + kTaskRows - 1) / kTaskRows, [&](int64_t i) {
+            const int64_t begin = i * kTaskRows, end = std::min(begin + kTaskRows, run.end);
+            Columns<T> in{static_cast<const float*>(columns) + begin * rank, end - begin};
+            add_rows(Segment{begin, end, 0, 1}, &use, in, static_cast<T*>(y) + begin * ldy, ldy,
+                     num_outputs);
+        });
+    });
+}
+
+// products[row][i] += x[row] . weights[i], in float32.
+LPX_EXPORT void lpx_add_products(const void* x, int64_t ldx, int64_t activation_dtype,
+                                 int64_t num_rows, const void* weights, int64_t weights_dtype,
+                                 int64_t num_weights, int64_t num_columns, void* products,
+                                 int64_t ldp) {
+    using namespace lpx;
+    constexpr int64_t kTaskWeights = 64;
+    with_activation(activation_dtype, [&](auto t) {
+        using T = decltype(t);
+        parallel_for((num_weights + kTaskWeights - 1) / kTaskWeights, [&](int64_t i) {
+            const int64_t first = i * kTaskWeights;
+            const Tile tile{reinterpret_cast<int64_t>(weights), first,
+                            std::min(first + kTaskWeights, num_weights), 0, num_columns,
+                            weights_dtype};
+            for (int64_t row = 0; row < num_rows; row += kTaskRows) {
+                Inputs<T> in(static_cast<const T*>(x) + row * ldx, ldx,
+                             std::min(kTaskRows, num_rows - row), num_columns);
+                float* out = static_cast<float*>(products) + row * ldp;
+                with_tile(weights_dtype, [&](auto w) {
+                    using W = decltype(w);
+                    Tile own = tile;
+                    own.address += first * num_columns * static_cast<int64_t>(sizeof(W));
+                    shrink_tile<W>(in.wide(), in.wide_stride(), in.num_rows, own, out, ldp);
+                });
+            }
         });
     });
 }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from loraplex_services.worker.native.bindings import Native
-from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.native.bindings import DTYPE_CODES, Native, row_stride
+from loraplex_services.worker.ops.lora.records import pack_runs
+from loraplex_services.worker.ops.lora.tables import SiteDelta
+from loraplex_services.worker.ops.lora.torch import look_up, replace_looked_up
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 
 
 class NativeLora:
-    """`add_lora` of one loaded library."""
+    """The updates of one loaded library. The result of a row does not depend on the other rows."""
 
     def __init__(self, native: Native) -> None:
         self._native = native
@@ -20,6 +23,56 @@ class NativeLora:
         if not lora.runs:
             return
         if lora.replaces_rows(site_id):
-            portable.add_lora(y, x, site_id, lora)
-        else:
-            self._native.add_lora(y, x, site_id, lora.packed_runs)
+            self._replace_outputs(y, x, site_id, lora)
+        self._native.add_lora(y, x, site_id, lora.packed_runs)
+
+    def add_lora_embedding(
+        self, y: Tensor, token_ids: Tensor, site_id: int, lora: LoraBatch
+    ) -> None:
+        """See `torch.add_lora_embedding`; y float32 or bfloat16."""
+        for run in lora.runs:
+            delta = lora.table.get((run.slot, site_id))
+            if delta is None:
+                continue
+            assert lora.records is not None, "C++ kernels need records"
+            out, ids = y[run.begin : run.end], token_ids[run.begin : run.end]
+            if delta.row_ids is not None:
+                replace_looked_up(out, ids, delta.rows, delta.row_ids)
+            own = pack_runs([(lora.records.address(run.slot), 0, len(ids), run.coef)])
+            columns = look_up(ids, delta)
+            self._native.kernel("add_lora_embedding")(
+                columns.data_ptr(),
+                delta.rank,
+                out.data_ptr(),
+                row_stride(out),
+                out.shape[1],
+                DTYPE_CODES[out.dtype],
+                site_id,
+                own.data_ptr(),
+            )
+
+    def _replace_outputs(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+        for run in lora.runs:
+            delta = lora.table.get((run.slot, site_id))
+            if delta is not None and delta.row_ids is not None:
+                own = self._own_outputs(x[run.begin : run.end], delta, len(delta.row_ids))
+                y[run.begin : run.end, delta.row_ids] = own.to(y.dtype)
+
+    def _own_outputs(self, x: Tensor, delta: SiteDelta, num_rows: int) -> Tensor:
+        """Float32 `[T, n]`: the outputs of the adapter's own rows of the weight."""
+        products = torch.zeros(len(x), num_rows)
+        for tile in delta.rows:
+            assert tile.data.is_contiguous(), tile.data.stride()
+            columns, sums = x[:, tile.col_begin :], products[:, tile.row_begin :]
+            self._native.kernel("add_products")(
+                columns.data_ptr(),
+                row_stride(x),
+                DTYPE_CODES[x.dtype],
+                len(x),
+                tile.data.data_ptr(),
+                DTYPE_CODES[tile.data.dtype],
+                *tile.data.shape,
+                sums.data_ptr(),
+                row_stride(products),
+            )
+        return products

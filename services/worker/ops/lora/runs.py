@@ -7,7 +7,6 @@ last), so an adapter has at most two runs unless requests combine several. Rows 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 from loraplex_services.worker.ops.lora.plan import TILE_ROWS
@@ -25,26 +24,23 @@ class RowRun(NamedTuple):
     end: int
 
 
-_BY_FIRST_ROW = attrgetter("begin", "slot")
-
-
 def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[RowRun, ...]:
-    """Merge neighbours into runs.
+    """Merge neighbours with the same adapters into runs, sorted by first row. Runs of the same rows
+    are in the order in which requests list their adapters, so sums do not depend on other requests.
 
     Args:
         rows: in batch order, (number of token rows, [(slot, coefficient), ...]) of each request.
     """
-    begins: dict[tuple[int, float], int] = {}
     runs: list[RowRun] = []
-    row = 0
+    begin = end = 0
+    last: Sequence[tuple[int, float]] = ()
     for num_tokens, adapters in rows:
-        for key in [key for key in begins if key not in adapters]:
-            runs.append(RowRun(*key, begins.pop(key), row))
-        for key in adapters:
-            begins.setdefault(key, row)
-        row += num_tokens
-    runs += [RowRun(*key, begin, row) for key, begin in begins.items()]
-    return tuple(sorted(runs, key=_BY_FIRST_ROW))
+        if adapters != last:
+            runs += [RowRun(*key, begin, end) for key in last]
+            last, begin = adapters, end
+        end += num_tokens
+    runs += [RowRun(*key, begin, end) for key in last]
+    return tuple(runs)
 
 
 def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:

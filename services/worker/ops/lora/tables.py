@@ -55,7 +55,7 @@ class SiteDelta:
 
     @property
     def replaces_rows(self) -> bool:
-        """Whether the weight under the update is not the base's, which only torch can do."""
+        """Whether the weight under the update is not the base's."""
         return self.row_ids is not None or self.num_rows > 0
 
     @property

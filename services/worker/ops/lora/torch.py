@@ -46,9 +46,9 @@ def add_lora_embedding(y: Tensor, token_ids: Tensor, site_id: int, lora: LoraBat
         if delta is not None:
             out, ids = y[run.begin : run.end], token_ids[run.begin : run.end]
             if delta.row_ids is not None:
-                _replace_rows(out, ids, delta.rows, delta.row_ids)
+                replace_looked_up(out, ids, delta.rows, delta.row_ids)
             if delta.a:
-                expand(out, _look_up(ids, delta), delta, run.coef)
+                expand(out, look_up(ids, delta), delta, run.coef)
             apply_vectors(out, delta, run.coef)
 
 
@@ -60,7 +60,7 @@ def replace_outputs(y: Tensor, x: Tensor, rows: Sequence[Tile], row_ids: Tensor)
     y[:, row_ids] = products.to(y.dtype)
 
 
-def _replace_rows(y: Tensor, token_ids: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
+def replace_looked_up(y: Tensor, token_ids: Tensor, rows: Sequence[Tile], row_ids: Tensor) -> None:
     """y[t] = rows[i] where token_ids[t] == row_ids[i]."""
     indices = torch.searchsorted(row_ids, token_ids).clamp_(max=len(row_ids) - 1)
     is_changed = row_ids[indices] == token_ids
@@ -85,7 +85,7 @@ def _shrink_tile(shrunk: Tensor, x: Tensor, tile: Tile) -> None:
     shrunk[:, tile.row_begin : tile.row_end].addmm_(columns, tile.data.float().T)
 
 
-def _look_up(token_ids: Tensor, delta: SiteDelta) -> Tensor:
+def look_up(token_ids: Tensor, delta: SiteDelta) -> Tensor:
     """Rows of A^T, float32 `[n, rank]`."""
     found = torch.zeros(len(token_ids), delta.rank, dtype=torch.float32, device=token_ids.device)
     for tile in delta.a:

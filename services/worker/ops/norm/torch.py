@@ -25,6 +25,11 @@ class NormWeight:
     half precision only."""
 
 
+def scaling_weight(norm: NormWeight) -> Tensor:
+    """What the normalized values are multiplied by, in the dtype of that product."""
+    return norm.weight.float() + norm.offset if norm.in_float32 else norm.weight
+
+
 class Norm(Protocol):
     """x / rms(x) * (weight + offset), computed in float32; adapters may replace the weight."""
 
@@ -43,7 +48,7 @@ class RmsNorm:
         self.site_id = site_id
         self._eps = norm.eps
         self._in_float32 = norm.in_float32
-        self.weight = norm.weight.float() + norm.offset if norm.in_float32 else norm.weight
+        self.weight = scaling_weight(norm)
 
     def forward(self, x: Tensor, lora: LoraBatch, update: Tensor | None = None) -> Tensor:
         """See `Norm`."""

@@ -34,7 +34,7 @@ class NativeDeltaNet:
         assert all(x.dtype is torch.int64 and x.is_contiguous() for x in tables)
         mixed = torch.empty(qkv.shape, dtype=torch.float32)
         y = torch.empty(len(qkv), self._config.values_size, dtype=qkv.dtype)
-        self._native.delta_net(
+        self._native.kernel("delta_net")(
             *(x.data_ptr() for x in (qkv, a, b)),
             DTYPE_CODES[qkv.dtype],
             *(x.data_ptr() for x in (*weights, mixed, y, states.cells, *tables, layout)),

@@ -253,12 +253,15 @@ def test_neighbours_with_the_same_adapter_share_a_run():
     )
 
 
-def test_rows_that_combine_adapters_extend_each_ones_run():
-    rows = [(1, [(1, 0.5), (2, 1.0)]), (1, [(2, 1.0)]), (1, [(2, 0.7)])]
+def test_rows_that_combine_adapters_have_their_runs_in_the_order_of_the_request():
+    both = [(2, 1.0), (1, 0.5)]
+    rows = [(1, [(1, 0.5)]), (1, both), (3, both), (1, [(2, 1.0)]), (1, [(2, 0.7)])]
     assert row_runs(rows) == (
         RowRun(1, 0.5, 0, 1),
-        RowRun(2, 1.0, 0, 2),
-        RowRun(2, 0.7, 2, 3),
+        RowRun(2, 1.0, 1, 5),
+        RowRun(1, 0.5, 1, 5),
+        RowRun(2, 1.0, 5, 6),
+        RowRun(2, 0.7, 6, 7),
     )
 
 

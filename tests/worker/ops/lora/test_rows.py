@@ -1,16 +1,35 @@
-"""Rows of its own and LoRA at the embedding: the portable path against the reference."""
+"""Rows of its own and LoRA at the embedding: the fast paths against the reference."""
 
 import pytest
 import torch
 
 from loraplex_services.worker.ops.lora import reference
 from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora.cpu import NativeLora
+from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from tests.worker.native.isas import ISAS, PAIRED, native_choosing
 
 SITE, VOCAB, WIDTH, RANK = 0, 50, 12, 5
 ROW_IDS = [3, 4, 17, 49]
+
+
+@pytest.fixture(params=["torch", *ISAS, *PAIRED])
+def fast(request):
+    """`add_lora` and `add_lora_embedding`."""
+    if request.param == "torch":
+        yield portable.add_lora, portable.add_lora_embedding
+        return
+    with native_choosing(request.param) as library:
+        lora = NativeLora(library)
+        yield lora.add_lora, lora.add_lora_embedding
+
+
+def batch_of(runs, delta):
+    table = {(run.slot, SITE): delta for run in runs[:1]}
+    return LoraBatch(runs, table, Records(table, SITE + 1))
 
 
 def tiles_of(matrix: torch.Tensor, num_rows: int) -> tuple[Tile, ...]:
@@ -43,31 +62,31 @@ def own_rows(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_rows", [False, True], ids=["lora", "lora-and-rows"])
-def test_the_embedding_equals_the_naive_truth(dtype, has_rows):
+def test_the_embedding_equals_the_naive_truth(fast, dtype, has_rows):
     torch.manual_seed(1)
     a = torch.randn(VOCAB, RANK).to(dtype)
     delta = delta_of(a, WIDTH, dtype, **(own_rows(dtype) if has_rows else {}))
     token_ids = torch.tensor([0, 3, 3, 17, 18, 49, 4, 5, 49, 2])
-    lora = LoraBatch((RowRun(1, 0.5, 1, 7), RowRun(2, 1.0, 7, 9)), {(1, SITE): delta})
+    lora = batch_of((RowRun(1, 0.5, 1, 7), RowRun(2, 1.0, 7, 9)), delta)
     expected = torch.randn(len(token_ids), WIDTH).to(dtype)
     actual = expected.clone()
     reference.add_lora_embedding(expected, token_ids, SITE, lora)
-    portable.add_lora_embedding(actual, token_ids, SITE, lora)
+    fast[1](actual, token_ids, SITE, lora)
     tolerance = 1e-5 if dtype is torch.float32 else 4e-2
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_head_equals_the_naive_truth(dtype):
+def test_the_head_equals_the_naive_truth(fast, dtype):
     torch.manual_seed(2)
     a = torch.randn(RANK, WIDTH).to(dtype)
     delta = delta_of(a, VOCAB, dtype, **own_rows(dtype))
     x = torch.randn(6, WIDTH).to(dtype)
-    lora = LoraBatch((RowRun(1, 1.0, 2, 5),), {(1, SITE): delta})
+    lora = batch_of((RowRun(1, 1.0, 2, 5),), delta)
     expected = torch.randn(6, VOCAB).to(dtype)
     before, actual = expected.clone(), expected.clone()
     reference.add_lora(expected, x, SITE, lora)
-    portable.add_lora(actual, x, SITE, lora)
+    fast[0](actual, x, SITE, lora)
     tolerance = 1e-5 if dtype is torch.float32 else 8e-2
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     assert actual[[0, 1, 5]].equal(before[[0, 1, 5]])
