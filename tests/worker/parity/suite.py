@@ -135,3 +135,25 @@ def judge(stage: Stage, jobs: list[NamedJob]) -> Iterator[tuple[str | None, Verd
             errors = [e for e, limit in pairs if not MAX_LOGPROB_ERROR <= e < limit]
             verdict.num_sensitive += len(pairs) - len(errors)
         yield name, verdict, max(errors, default=0.0)
+
+
+def check_mixed_batch(
+    stage: Stage, near_ties: Verdict, num_new_tokens: int, *, seed: int = 1
+) -> None:
+    """Run all adapters in one batch and compare its tokens and logprobs with PEFT's."""
+    jobs = make_jobs(stage, seed, num_new_tokens, stagger=True)
+    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
+    for name, verdict, logprob_error in judge(stage, jobs):
+        near_ties.add(verdict)
+        assert logprob_error < MAX_LOGPROB_ERROR, name
+
+
+def check_sampled_tokens(stage: Stage) -> None:
+    """Compare the sampled tokens of ranks with those of one rank."""
+    prompt = random_prompt(random.Random(5))
+    alone = parity_runner(stage.base.folder, arena_bytes=16 << 20)
+    outputs = []
+    for driver in (stage.driver, Driver(alone)):
+        request = greedy("r", prompt, 12, temperature=1.0, top_p=0.9, top_k=40, seed=11)
+        outputs += driver.run([Job(request)])
+    assert outputs[0] == outputs[1]

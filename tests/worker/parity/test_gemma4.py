@@ -26,7 +26,7 @@ from tests.worker.parity.bases import TinyBase, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.gemma4_bases import GEMMA4_SMALL
 from tests.worker.parity.runners import parity_runner
-from tests.worker.parity.suite import MAX_LOGPROB_ERROR, Stage, judge, make_jobs, stage_of
+from tests.worker.parity.suite import Stage, check_mixed_batch, stage_of
 
 FEATURES = ("rank-8-all-linear", "dora-rslora-attention", "experts", "saved-norms", "activated")
 ARENA_BYTES = 16 << 20
@@ -45,11 +45,7 @@ def base(stage: Stage) -> TinyBase:
 
 
 def test_a_mixed_batch_with_every_part_equals_peft(stage: Stage, near_ties) -> None:
-    jobs = make_jobs(stage, 1, 24, stagger=True)
-    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
-    for name, verdict, logprob_error in judge(stage, jobs):
-        near_ties.add(verdict)
-        assert logprob_error < MAX_LOGPROB_ERROR, name
+    check_mixed_batch(stage, near_ties, 24)
 
 
 def test_layers_that_read_the_keys_of_others_have_none_in_the_cache(stage: Stage) -> None:

@@ -21,7 +21,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.server.base_files import GGUF_MODULE, find_model, read_tokenizer
 from tests.worker.parity.adapters import features_of
 from tests.worker.parity.gguf_files import MIXTURES, finish, gguf_base, gguf_model, write_gguf
-from tests.worker.parity.suite import MAX_LOGPROB_ERROR, judge, make_jobs, stage_of
+from tests.worker.parity.suite import check_mixed_batch, stage_of
 from tests.worker.parity.test_quantised import FEATURES, check_ranks
 
 LONGROPE, ONES = gguf.RopeScalingType.LONGROPE, np.ones(4, np.float32)
@@ -44,11 +44,7 @@ def test_a_mixed_batch_equals_peft_token_for_token(kind, mixture, near_ties, tmp
     if (kind, mixture) in SHORT:
         features = [name for name in features if name in ("rank-4-attention", "dora", "lm-head")]
     stage = stage_of(base, features, tmp_path)
-    jobs = make_jobs(stage, 1, 16, stagger=True)
-    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
-    for name, verdict, logprob_error in judge(stage, jobs):
-        near_ties.add(verdict)
-        assert logprob_error < MAX_LOGPROB_ERROR, name
+    check_mixed_batch(stage, near_ties, 16)
 
 
 @pytest.mark.parametrize(

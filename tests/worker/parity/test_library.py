@@ -21,9 +21,8 @@ from tests.worker.parity.base_fields import COMMON
 from tests.worker.parity.bases import LIBRARY_BASES, config_of, make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.suite import (
-    MAX_LOGPROB_ERROR,
     Stage,
-    judge,
+    check_mixed_batch,
     make_jobs,
     random_prompt,
     set_library_stage,
@@ -55,11 +54,7 @@ def stage(request, tmp_path_factory) -> Stage:
 
 
 def test_mixed_batch_equals_peft_token_for_token(stage, near_ties):
-    jobs = make_jobs(stage, 1, 24, stagger=True)
-    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
-    for name, verdict, logprob_error in judge(stage, jobs):
-        near_ties.add(verdict)
-        assert logprob_error < MAX_LOGPROB_ERROR, name
+    check_mixed_batch(stage, near_ties, 24)
 
 
 def test_mixed_batch_equals_each_request_alone(stage):

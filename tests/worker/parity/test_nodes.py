@@ -1,6 +1,5 @@
 """Ranks of two machines, which share no files, give the tokens of transformers + peft."""
 
-import random
 import shutil
 from collections.abc import Iterator
 
@@ -8,15 +7,11 @@ import pytest
 
 from tests.worker.nodes import other_node
 from tests.worker.parity.bases import make_base
-from tests.worker.parity.driving import Job, greedy
-from tests.worker.parity.runners import parity_runner
 from tests.worker.parity.suite import (
-    MAX_LOGPROB_ERROR,
     Stage,
+    check_mixed_batch,
+    check_sampled_tokens,
     features_of,
-    judge,
-    make_jobs,
-    random_prompt,
     stage_of,
 )
 
@@ -50,18 +45,8 @@ def stage(request, tmp_path_factory) -> Iterator[Stage]:
 
 @pytest.mark.timeout(300)
 def test_mixed_adapters_equal_peft_token_for_token(stage, near_ties):
-    jobs = make_jobs(stage, 1, NUM_NEW_TOKENS, stagger=True)
-    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
-    for name, verdict, logprob_error in judge(stage, jobs):
-        near_ties.add(verdict)
-        assert logprob_error < MAX_LOGPROB_ERROR, name
+    check_mixed_batch(stage, near_ties, NUM_NEW_TOKENS)
 
 
 def test_sampled_tokens_are_those_of_one_rank(stage):
-    prompt = random_prompt(random.Random(5))
-    alone = parity_runner(stage.base.folder, arena_bytes=16 << 20)
-    outputs = []
-    for driver in (stage.driver, type(stage.driver)(alone)):
-        request = greedy("r", prompt, 12, temperature=1.0, top_p=0.9, top_k=40, seed=11)
-        outputs += driver.run([Job(request)])
-    assert outputs[0] == outputs[1]
+    check_sampled_tokens(stage)

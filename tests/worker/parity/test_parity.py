@@ -6,14 +6,7 @@ import pytest
 
 from tests.worker.parity.bases import BASES
 from tests.worker.parity.driving import Job, greedy
-from tests.worker.parity.suite import (
-    MAX_LOGPROB_ERROR,
-    Stage,
-    judge,
-    make_jobs,
-    random_prompt,
-    set_stage,
-)
+from tests.worker.parity.suite import Stage, check_mixed_batch, make_jobs, random_prompt, set_stage
 
 NUM_NEW_TOKENS = 24
 LONG = {
@@ -37,11 +30,7 @@ def stage(request, tmp_path_factory) -> Stage:
 
 
 def test_mixed_batch_equals_peft_token_for_token(stage, near_ties):
-    jobs = make_jobs(stage, 1, NUM_NEW_TOKENS, stagger=True)
-    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
-    for name, verdict, logprob_error in judge(stage, jobs):
-        near_ties.add(verdict)
-        assert logprob_error < MAX_LOGPROB_ERROR, name
+    check_mixed_batch(stage, near_ties, NUM_NEW_TOKENS)
 
 
 def test_mixed_batch_equals_each_request_alone(stage):

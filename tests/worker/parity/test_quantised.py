@@ -11,7 +11,7 @@ from tests.worker.loading import adapter_blocks
 from tests.worker.parity.adapters import features_of, make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.quantised import LAYOUTS, quantised_base, quantised_on_load
-from tests.worker.parity.suite import MAX_LOGPROB_ERROR, judge, make_jobs, stage_of
+from tests.worker.parity.suite import check_mixed_batch, stage_of
 
 FEATURES = (
     "rank-4-attention", "rank-64-all-linear", "rslora", "dora", "patterns", "lm-head", "embedding",
@@ -43,11 +43,7 @@ def test_a_mixed_batch_equals_peft_token_for_token(base_name, layout, near_ties,
     base = quantised_base(make_base(base_name, tmp_path / "plain"), layout, tmp_path / "base")
     features = [name for name in FEATURES if name in features_of(base)]
     stage = stage_of(base, features, tmp_path)
-    jobs = make_jobs(stage, 1, 16, stagger=True)
-    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
-    for name, verdict, logprob_error in judge(stage, jobs):
-        near_ties.add(verdict)
-        assert logprob_error < MAX_LOGPROB_ERROR, name
+    check_mixed_batch(stage, near_ties, 16)
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +102,7 @@ def check_ranks(base, folder, near_ties, features=OF_RANKS, **settings):
     features = [name for name in features if name in features_of(base)]
     stage = stage_of(base, features, folder, **settings)
     try:
-        jobs = make_jobs(stage, 1, 16, stagger=True)
-        stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
-        for name, verdict, logprob_error in judge(stage, jobs):
-            near_ties.add(verdict)
-            assert logprob_error < MAX_LOGPROB_ERROR, name
+        check_mixed_batch(stage, near_ties, 16)
         dora = make_adapter(base, "dora-tables", folder / "dora")
         with pytest.raises(Unsupported, match="depends on the base's weights"):
             stage.driver.load(90, dora)
@@ -146,11 +138,7 @@ def test_a_base_quantised_on_load_equals_peft_over_what_its_codes_mean(
     features = ("rank-8-all-linear", "dora", "lm-head", "experts")
     features = [name for name in features if name in features_of(meant)]
     stage = stage_of(meant, features, tmp_path, quantization=scheme)
-    jobs = make_jobs(stage, 2, 16, stagger=True)
-    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
-    for name, verdict, logprob_error in judge(stage, jobs):
-        near_ties.add(verdict)
-        assert logprob_error < MAX_LOGPROB_ERROR, name
+    check_mixed_batch(stage, near_ties, 16, seed=2)
 
 
 def test_what_a_base_becomes_on_load_is_part_of_the_arithmetic_and_not_of_the_base(tmp_path):

@@ -8,12 +8,10 @@ import pytest
 
 from tests.worker.parity.bases import BASES
 from tests.worker.parity.driving import Job, greedy
-from tests.worker.parity.runners import parity_runner
 from tests.worker.parity.suite import (
-    MAX_LOGPROB_ERROR,
     Stage,
-    judge,
-    make_jobs,
+    check_mixed_batch,
+    check_sampled_tokens,
     random_prompt,
     set_stage,
 )
@@ -52,11 +50,7 @@ def stage(request, tmp_path_factory) -> Iterator[Stage]:
 
 @pytest.mark.timeout(300)
 def test_ranks_with_mixed_adapters_equal_peft_token_for_token(stage, near_ties):
-    jobs = make_jobs(stage, 1, NUM_NEW_TOKENS, stagger=True)
-    stage.driver.run([job for _, job in jobs], chunk=19, overlaps=True)
-    for name, verdict, logprob_error in judge(stage, jobs):
-        near_ties.add(verdict)
-        assert logprob_error < MAX_LOGPROB_ERROR, name
+    check_mixed_batch(stage, near_ties, NUM_NEW_TOKENS)
 
 
 def test_a_slot_serves_another_adapter_after_it_was_unloaded(stage):
@@ -70,14 +64,8 @@ def test_a_slot_serves_another_adapter_after_it_was_unloaded(stage):
     stage.driver.load(stage.slots[first], _folder(stage, first))
 
 
-def test_sampled_tokens_do_not_depend_on_the_number_of_ranks(stage, tmp_path):
-    prompt = random_prompt(random.Random(5))
-    alone = parity_runner(stage.base.folder, arena_bytes=16 << 20)
-    outputs = []
-    for driver in (stage.driver, type(stage.driver)(alone)):
-        request = greedy("r", prompt, 12, temperature=1.0, top_p=0.9, top_k=40, seed=11)
-        outputs += driver.run([Job(request)])
-    assert outputs[0] == outputs[1]
+def test_sampled_tokens_do_not_depend_on_the_number_of_ranks(stage):
+    check_sampled_tokens(stage)
 
 
 def _folder(stage: Stage, name: str) -> Path:
