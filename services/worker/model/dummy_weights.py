@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.model.load import NoRows, TensorWindow
+from loraplex.errors import Unsupported
+from loraplex_services.worker.model.load import TensorWindow
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
@@ -49,13 +50,25 @@ class DummyWeights:
         return None
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """There are no files."""
+        """There are no files, so adapters that depend on the base's weights are refused."""
+        return _NoRows(parts, num_inputs)
+
+    def finish(self) -> None:
+        """Does nothing: no tensor can be left over."""
+
+
+class _NoRows:
+    """Implements `WeightRows` for random weights, of which ranks keep parts."""
+
+    def __init__(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> None:
+        self.in_features = num_inputs
+        self.out_features = sum(rows for _, rows in parts)
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Raises Unsupported."""
         why = (
             "this adapter depends on the base's weights (DoRA, trained biases or replaced "
             "weights), which tensor-parallel ranks read from files; take load-format out of "
             "LORAPLEX_DEBUG"
         )
-        return NoRows(parts, num_inputs, ("load_format", "dummy", why))
-
-    def finish(self) -> None:
-        """Does nothing: no tensor can be left over."""
+        raise Unsupported.field("load_format", "dummy", why)

@@ -22,7 +22,7 @@ from loraplex.adapter_format.geometry import refuse_pickled
 from loraplex.adapter_format.quantised_tensors import FLOAT_DTYPES
 from loraplex.adapter_format.text_model import FURTHER_TOKENS, is_wrapper, plain_names
 from loraplex.client.progress import Progress, ignore_progress
-from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.errors import InvalidRequest
 from loraplex_services.worker.model.config_reader import read_json_object, unreadable
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
@@ -141,6 +141,7 @@ class Checkpoint:
         progress: Progress = ignore_progress,
     ) -> None:
         self.dtype = dtype
+        self._folder = folder
         self._device = device
         self._progress = progress
         self._stack = ExitStack()
@@ -232,13 +233,21 @@ class Checkpoint:
         """See `Weights`; the files are opened again for each read."""
         return FileRows(self._file_of, parts, num_inputs, self.dtype)
 
+    def reopened(self) -> Checkpoint:
+        """The same files, which the caller closes, for tensors in the host's memory."""
+        return Checkpoint(self._folder, self.dtype, torch.device("cpu"))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
     def finish(self) -> None:
         """Close the files.
 
         Raises:
             InvalidRequest: naming the first tensor that the model did not take.
         """
-        self._stack.close()
+        self.close()
         self._ignore_further_tokens()
         if self._left:
             name = min(self._left)
@@ -335,19 +344,3 @@ def _weight_files(folder: Path) -> list[Path]:
         why = "must map tensors to names of shards; copy or download the base again"
         raise InvalidRequest.field(f"{index.name}:weight_map", weight_map, why)
     return [folder / name for name in sorted(names)]
-
-
-class NoRows:
-    """Implements `WeightRows` for weights of which ranks keep parts that cannot be read again."""
-
-    def __init__(
-        self, parts: Sequence[tuple[str, int]], num_inputs: int, refusal: tuple[str, str, str]
-    ) -> None:
-        """`refusal`: field, value and reason, for adapters that depend on these weights."""
-        self.in_features = num_inputs
-        self.out_features = sum(rows for _, rows in parts)
-        self._refusal = refusal
-
-    def weight_rows(self, begin: int, end: int) -> Tensor:
-        """Raises Unsupported."""
-        raise Unsupported.field(*self._refusal)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.worker.model.load import NoRows, TensorWindow, Weights
-from loraplex_services.worker.model.quantised import NEEDS_ROWS
+from loraplex_services.worker.model.load import TensorWindow, Weights
 from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
@@ -72,15 +71,30 @@ class QuantisedOnLoad:
         return SCHEMES[self._scheme](weight)
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """See `load.Weights`. Reading rows is refused, except those of the embedding, because only
-        the codes of a weight are served."""
-        if [name for name, _ in parts] == [TABLE]:
-            return self._files.rows_in_files(parts, num_inputs)
-        return NoRows(parts, num_inputs, ("quantization", self._scheme, NEEDS_ROWS))
+        """See `load.Weights`. Rows are those that the codes mean, except of the embedding."""
+        rows, names = self._files.rows_in_files(parts, num_inputs), {name for name, _ in parts}
+        if names == {TABLE}:
+            return rows
+        return _QuantisedRows(rows, int8 if names <= {*_HEADS} else SCHEMES[self._scheme])
 
     def finish(self) -> None:
         """See `load.Weights`."""
         self._files.finish()
+
+
+class _QuantisedRows:
+    """Implements `WeightRows`: rows of a weight as they are once it is quantised, each by
+    itself."""
+
+    def __init__(self, rows: WeightRows, quantise: Callable[[Tensor], CodedWeight]) -> None:
+        self._rows = rows
+        self._quantise = quantise
+        self.in_features, self.out_features = rows.in_features, rows.out_features
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        rows = self._rows.weight_rows(begin, end)
+        return self._quantise(rows).dequantised() if begin < end else rows
 
 
 def int8(weight: Tensor) -> CodedWeight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +23,7 @@ from loraplex.adapter_format.quantisation import (
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.model.formats import awq, bitsandbytes, compressed_tensors, gguf, gptq
 from loraplex_services.worker.model.formats.words import ReadWeight
-from loraplex_services.worker.model.load import Checkpoint, NoRows, TensorWindow
+from loraplex_services.worker.model.load import Checkpoint, TensorWindow, parts_of
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
@@ -43,11 +44,6 @@ READERS: Mapping[str, ReadWeight] = {
     PACKED: compressed_tensors.read_packed,
     PLAIN: compressed_tensors.read_plain,
 }
-NEEDS_ROWS = (
-    "this adapter depends on the base's weights (DoRA or whole weights), of which tensor-parallel "
-    "ranks have parts in codes; serve the base by one rank"
-)
-"""Why ranks of a quantised base refuse an adapter."""
 _PACKED_NAMES = ("qweight", "weight_packed")
 _UNUSED = (
     ".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".q_scale", ".output_scale",
@@ -63,6 +59,8 @@ class QuantisedCheckpoint:
         self.dtype = files.dtype
         self._files = files
         self._quantisation = quantisation
+        self._read_again: tuple[str, CodedWeight] | None = None
+        """The last weight of `read_again`, whose rows are asked for a few at a time."""
 
     def has(self, name: str) -> bool:
         """Whether the files hold it, in codes or not."""
@@ -113,11 +111,24 @@ class QuantisedCheckpoint:
         return module if is_coded else None
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """See `load.Weights`; those in codes are refused when they are read."""
+        """See `load.Weights`; codes are dequantised."""
         if all(self._module_in_codes(name) is None for name, _ in parts):
             return self._files.rows_in_files(parts, num_inputs)
-        refusal = "config.json:quantization_config", self._quantisation.method, NEEDS_ROWS
-        return NoRows(parts, num_inputs, refusal)
+        plain = {
+            name: self._files.rows_in_files([(name, rows)], num_inputs)
+            for name, rows in parts
+            if self._module_in_codes(name) is None
+        }
+        return _CodedRows(self, parts, num_inputs, plain)
+
+    def read_again(self, name: str, shape: Sequence[int]) -> CodedWeight:
+        """A weight in codes, from files that `finish` has closed."""
+        if self._read_again is None or self._read_again[0] != name:
+            with contextlib.closing(self._files.reopened()) as files:
+                coded = QuantisedCheckpoint(files, self._quantisation).take_codes(name, shape)
+            assert coded is not None, name
+            self._read_again = name, coded
+        return self._read_again[1]
 
     def finish(self) -> None:
         """See `load.Weights`."""
@@ -130,3 +141,33 @@ class QuantisedCheckpoint:
         if last == "bias" and self._files.has(f"{module}.qweight"):
             return not self._files.stored(name).any()
         return name.endswith(_UNUSED)
+
+
+class _CodedRows:
+    """Implements `WeightRows` over stacked weights in files, some of them in codes."""
+
+    def __init__(
+        self,
+        files: QuantisedCheckpoint,
+        parts: Sequence[tuple[str, int]],
+        num_inputs: int,
+        plain: Mapping[str, WeightRows],
+    ) -> None:
+        """`plain`: the rows of weights that are not in codes, by name."""
+        self._files = files
+        self._parts = parts
+        self._plain = plain
+        self.in_features = num_inputs
+        self.out_features = sum(rows for _, rows in parts)
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        read = [torch.empty(0, self.in_features)]
+        for name, num_rows, window in parts_of(self._parts, TensorWindow([(begin, end)])):
+            assert window is not None
+            if plain := self._plain.get(name):
+                read += [plain.weight_rows(*span) for span in window.rows]
+            else:
+                coded = self._files.read_again(name, (num_rows, self.in_features))
+                read.append(coded.outputs(window.rows).dequantised())
+        return torch.cat(read)

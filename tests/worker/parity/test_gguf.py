@@ -57,7 +57,7 @@ def test_a_mixed_batch_equals_peft_token_for_token(kind, mixture, near_ties, tmp
 )
 def test_ranks_equal_peft_token_for_token(kind, mixture, num_ranks, near_ties, tmp_path):
     base = gguf_base(kind, mixture, tmp_path / "gguf", tmp_path / "base")
-    features = "rank-64-all-linear", "bias-all"  # the embedding and the head are in codes, too
+    features = "rank-64-all-linear", "bias-all", "dora", "saved-linears", "lm-head", "embedding"
     check_ranks(base, tmp_path, near_ties, features, num_ranks=num_ranks)
 
 
