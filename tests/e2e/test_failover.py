@@ -125,6 +125,11 @@ def workers(stack: Stack) -> list[psutil.Process]:
     return list(processes_running(stack.process.pid, "loraplex_services.worker"))
 
 
+def kill_worker(stack: Stack, number: int) -> None:
+    """One worker and the other in turn."""
+    workers(stack)[number % 2].kill()
+
+
 def metric(stack: Stack, name: str) -> float:
     """One counter or gauge of the gateway; 0 until it has a value."""
     found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", stack.get("/metrics")[1], re.MULTILINE)
@@ -150,10 +155,15 @@ def running(load: Load) -> Iterator[None]:
             thread.join()
 
 
-def kill_under_load(load: Load, num_kills: int) -> None:
+def kill_under_load(
+    load: Load, num_kills: int, kill: Callable[[Stack, int], None] = kill_worker
+) -> None:
     """Kill the workers one after the other, each while the other serves and streams run.
 
     A worker may be without streams when it is killed, so kills go on until one has hit some.
+
+    Args:
+        kill: what is killed; it gets the number of the kill.
     """
     stack = load.stack
     with running(load):
@@ -162,7 +172,7 @@ def kill_under_load(load: Load, num_kills: int) -> None:
                 break
             done = load.num_done
             eventually(lambda done=done: load.num_done > done + 2)  # type: ignore[misc]
-            workers(stack)[number % 2].kill()
+            kill(stack, number)
             eventually(lambda: not both_ready(stack))
             eventually(lambda: both_ready(stack), timeout_s=600)
     assert load.failures == []
@@ -190,14 +200,7 @@ RANK_MODULE = "loraplex_services.worker.runner.parallel.rank_process"
 @pytest.mark.parametrize("pair", [("--tensor-parallel", "2")], indirect=True)
 def test_a_killed_rank_is_hidden(pair: Stack) -> None:
     """Each worker is two ranks; the one that dies takes its worker's streams along."""
-    load = Load(pair, undisturbed(pair))
-    with running(load):
-        eventually(lambda: load.num_done > 2)
-        pair.service(RANK_MODULE).kill()
-        eventually(lambda: not both_ready(pair))
-        eventually(lambda: both_ready(pair), timeout_s=300)
-    assert load.failures == []
-    assert metric(pair, "loraplex_gateway_continuations_total") > 0
+    kill_under_load(Load(pair, undisturbed(pair)), 1, lambda *_: pair.service(RANK_MODULE).kill())
 
 
 @pytest.mark.long

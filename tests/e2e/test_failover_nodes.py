@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.stack import ADAPTERS, BASE, BASE_ID, REPO, Stack, clean_environment, eventually
-from tests.e2e.test_failover import CONTINUATIONS, Load, both_ready, metric, running, undisturbed
+from tests.e2e.test_failover import (
+    RANK_MODULE,
+    Load,
+    both_ready,
+    kill_under_load,
+    undisturbed,
+)
 from tests.processes import processes_running
 from tests.worker.nodes import free_address
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
-RANK_MODULE = "loraplex_services.worker.runner.parallel.rank_process"
 
 
 @contextmanager
@@ -94,14 +99,9 @@ def is_up(stack: Stack) -> bool:
 @pytest.mark.timeout(400)
 def test_a_killed_rank_of_another_machine_is_hidden(stack) -> None:
     served, other = stack
-    load = Load(served, undisturbed(served))
-    with running(load):
-        eventually(lambda: load.num_done > 2)
+
+    def kill_rank(*_: object) -> None:
         [rank] = processes_running(other.pid, RANK_MODULE)
         rank.kill()
-        eventually(lambda: not both_ready(served))
-        eventually(lambda: both_ready(served), timeout_s=300)
-        done = load.num_done
-        eventually(lambda: load.num_done > done + 2)
-    assert load.failures == []
-    assert metric(served, CONTINUATIONS) > 0
+
+    kill_under_load(Load(served, undisturbed(served)), 1, kill_rank)
