@@ -86,6 +86,14 @@ def test_secret_may_come_from_a_file(tmp_path: Path) -> None:
     assert env.API_KEY.read({"LORAPLEX_API_KEY_FILE": str(path)}) == "lpx_a_b"
 
 
+def test_a_bad_value_is_shown_unless_it_is_secret() -> None:
+    with pytest.raises(InvalidRequest, match=r"LORAPLEX_DEVICE: expected .*, got 'tpu'"):
+        env.DEVICE.read({"LORAPLEX_DEVICE": "tpu"})
+    with pytest.raises(InvalidRequest) as refused:
+        env.API_KEY.read({"LORAPLEX_API_KEY": " "})
+    assert "got" not in str(refused.value)
+
+
 def test_missing_secret_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="LORAPLEX_API_KEY_FILE"):
         env.API_KEY.read({"LORAPLEX_API_KEY_FILE": str(tmp_path / "none")})

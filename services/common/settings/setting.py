@@ -21,6 +21,9 @@ from loraplex_services.common.units import (
 
 T = TypeVar("T")
 
+MAX_SHOWN = 100
+"""Characters of a bad value that a message shows."""
+
 DEBUG_LIST = "LORAPLEX_DEBUG"
 """The variable that lists switches for developers."""
 
@@ -58,7 +61,9 @@ class Setting(Generic[T]):
         return environ.get(self.name) or (self._from_file(environ) if self.secret else None)
 
     def _error(self, text: str, why: str) -> InvalidRequest:
-        return InvalidRequest.field(self.name, "(secret)" if self.secret else text, why)
+        if self.secret:
+            return InvalidRequest.field(self.name, "(secret)", why)
+        return InvalidRequest.field(self.name, text, f"{why}, got {text[:MAX_SHOWN]!r}")
 
     def _from_file(self, environ: Mapping[str, str]) -> str | None:
         path = environ.get(f"{self.name}_FILE", "")
@@ -77,7 +82,9 @@ class Switch(Setting[T]):
         return debug_switches(environ).get(self.name)
 
     def _error(self, text: str, why: str) -> InvalidRequest:
-        return InvalidRequest.field(DEBUG_LIST, f"{self.name}={text}", f"{self.name}: {why}")
+        return InvalidRequest.field(
+            DEBUG_LIST, f"{self.name}={text}", f"{self.name}: {why}, got {text!r}"
+        )
 
 
 def debug_switches(environ: Mapping[str, str]) -> dict[str, str]:
