@@ -6,12 +6,12 @@ no line here. A field that is 0 or empty in a message has the default of its typ
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from google.protobuf.message import Message
 
+from loraplex.api.fields import field_names
 from loraplex.api.pooling import Pooling
 from loraplex.api.request import (
     AdapterSet,
@@ -170,9 +170,10 @@ def worker_request_from_proto(message: worker_pb2.WorkerRequest) -> WorkerReques
 
 def _given(request: GenerateRequest | WorkerRequest) -> Iterable[tuple[str, Any]]:
     """Names and values of the fields that are not None or empty."""
-    for each in dataclasses.fields(request):
-        if (value := getattr(request, each.name)) is not None and value != ():
-            yield each.name, value
+    kind: Any = type(request)
+    for name in field_names(kind):
+        if (value := getattr(request, name)) is not None and value != ():
+            yield name, value
 
 
 def _put(message: Message, name: str, value: object) -> None:

@@ -69,5 +69,3 @@ RETRIES = Counter(
 CONTINUATIONS = Counter(
     "loraplex_gateway_continuations_total", "Streams continued on another worker."
 )
-RUNNING = Gauge("loraplex_gateway_running_requests", "Requests past admission.")
-WAITING = Gauge("loraplex_gateway_waiting_requests", "Requests waiting for admission.")

@@ -6,6 +6,7 @@ that clients behind the same address as an attacker keep working.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import time
 from collections.abc import Callable
@@ -72,6 +73,7 @@ def peer_of_host(host: str) -> str:
     return str(ipaddress.ip_network((address, _IPV6_NETWORK_BITS), strict=False))
 
 
+@functools.lru_cache(maxsize=1024)
 def peer_of_grpc(peer: str) -> str:
     """The address in gRPC's name of a peer, such as `ipv4:127.0.0.1:4711`."""
     _, _, address = unquote(peer).partition(":")

@@ -18,7 +18,6 @@ from loraplex_services.gateway.admission.queue import (
 )
 from loraplex_services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
 from loraplex_services.gateway.event_loop import now_s
-from loraplex_services.gateway.metrics import RUNNING, WAITING
 
 
 class Permit:
@@ -106,6 +105,7 @@ class AdmissionController:
     @property
     def background_limit(self) -> int:
         """Sequences of background requests that may run now."""
+        self._look_at_workers()
         return self._queue.background_limit
 
     def run_s(self, min_tokens: int, max_tokens: int) -> float:
@@ -169,18 +169,15 @@ class AdmissionController:
             self._run_times.observe_latency(latency, permit.num_tokens, permit.predicted)
 
     async def _enter(self, request: AdmissionRequest) -> None:
-        try:
-            if self._share is not None:
-                self._share.seen(request.tenant, now_s())
-            self._look_at_workers()
-            if not self._queue.num_waiting:
-                self._dispatch_window.begin(now_s())
-            decision = self._queue.offer(request, now_s())
-            self._refuse_dropped()
-            if decision is Decision.WAIT:
-                await self._wait(request)
-        finally:
-            self._publish()
+        if self._share is not None:
+            self._share.seen(request.tenant, now_s())
+        self._look_at_workers()
+        if not self._queue.num_waiting:
+            self._dispatch_window.begin(now_s())
+        decision = self._queue.offer(request, now_s())
+        self._refuse_dropped()
+        if decision is Decision.WAIT:
+            await self._wait(request)
 
     def _refuse_dropped(self) -> None:
         """Refuse the waiting requests that the queue dropped."""
@@ -194,7 +191,6 @@ class AdmissionController:
 
     async def _wait(self, request: AdmissionRequest) -> None:
         waiter = self._waiters[request.number] = asyncio.get_running_loop().create_future()
-        self._publish()
         try:
             async with asyncio.timeout(request.start_by_s - now_s()):
                 await waiter
@@ -217,6 +213,8 @@ class AdmissionController:
             self._queue.withdraw(request)
 
     def _start_ready(self) -> None:
+        if not self._queue.num_waiting:
+            return
         self._look_at_workers()
         while started := self._queue.take_ready():
             for request in started:
@@ -227,7 +225,6 @@ class AdmissionController:
                     self._queue.release(request, 0.0)
                 else:
                     waiter.set_result(None)
-        self._publish()
 
     def _look_at_workers(self) -> None:
         """Set the queue's limits from the free capacity of the workers."""
@@ -238,7 +235,3 @@ class AdmissionController:
         self._queue.window = self._dispatch_window.window(ready)
         if self._share is not None:
             self._queue.tenant_share = self._share.of_tenant(ready.batch_capacity, now_s())
-
-    def _publish(self) -> None:
-        RUNNING.set(self._queue.num_running)
-        WAITING.set(self._queue.num_waiting)

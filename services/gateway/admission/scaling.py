@@ -1,4 +1,4 @@
-"""Gauges for autoscalers, which exist for a base even if it has no worker."""
+"""Gauges for autoscalers and operators, computed when they are scraped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from loraplex_services.gateway.routing.router import RoutingRequest, first_token
 from loraplex_services.gateway.workers.fleet import Fleet
 from loraplex_services.gateway.workers.view import WorkerView
 
+_PREFIX = "loraplex_gateway_"
 _FRESH = RoutingRequest(key="", digests=(), num_prompt_tokens=0, num_replicas=0)
 
 
 class ScalingSignals(Collector):
-    """Computes the gauges from fleet and admission when they are scraped."""
+    """Reads the fleet and the admission queue."""
 
     def __init__(self, fleet: Fleet, controller: AdmissionController) -> None:
         self._fleet = fleet
@@ -36,7 +37,8 @@ class ScalingSignals(Collector):
         return ()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """One sample for each base that was ever seen."""
+        """The requests of this gateway, and one sample for each base that was ever seen, even if it
+        has no worker now."""
         ready = _by_base("ready_workers", "Workers that take requests.")
         queued = _by_base("queued_tokens", "Prompt tokens not yet computed at workers.")
         wait = _by_base("estimated_wait_seconds", "Expected wait of a new request.")
@@ -46,7 +48,14 @@ class ScalingSignals(Collector):
             ready.add_metric([base_id], len(taking))
             queued.add_metric([base_id], sum(view.load.queued_tokens for view in views))
             wait.add_metric([base_id], self._controller.expected_wait_s + _soonest_s(taking))
-        return ready, queued, wait
+        return ready, queued, wait, *self._requests()
+
+    def _requests(self) -> Iterable[GaugeMetricFamily]:
+        running, waiting = self._controller.num_running, self._controller.num_waiting
+        yield GaugeMetricFamily(f"{_PREFIX}running_requests", "Requests past admission.", running)
+        yield GaugeMetricFamily(
+            f"{_PREFIX}waiting_requests", "Requests waiting for admission.", waiting
+        )
 
 
 def _soonest_s(views: Iterable[WorkerView]) -> float:
@@ -54,4 +63,4 @@ def _soonest_s(views: Iterable[WorkerView]) -> float:
 
 
 def _by_base(name: str, text: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"loraplex_gateway_{name}", text, labels=["base"])
+    return GaugeMetricFamily(f"{_PREFIX}{name}", text, labels=["base"])

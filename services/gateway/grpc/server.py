@@ -6,13 +6,12 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import grpc
 
-from loraplex.api.fields import shared_fields
-from loraplex.api.request import ChatPrompt
+from loraplex.api.fields import same_fields
+from loraplex.api.request import ChatPrompt, GenerateRequest
 from loraplex.api.request_wire import generate_request_from_proto
 from loraplex.api.wire import (
     finish_reason_to_proto,
@@ -219,17 +218,11 @@ def call_from_wire(
 ) -> GenerateCall:
     """Convert a request of the current caller. Raises: InvalidRequest without a prompt."""
     asked = generate_request_from_proto(request)
-    named = replace(
-        asked,
-        request_id=asked.request_id or secrets.token_hex(12),
-        split_key=asked.split_key or beginning_hash(asked.prompt),
-    )
-    return GenerateCall(
-        **shared_fields(named, GenerateCall),
-        tenant=current_caller.get().tenant,
-        timeout_s=timeout_s,
-        trace=trace,
-    )
+    values = same_fields(asked, GenerateRequest)
+    values["request_id"] = asked.request_id or secrets.token_hex(12)
+    values["split_key"] = asked.split_key or beginning_hash(asked.prompt)
+    tenant = current_caller.get().tenant
+    return GenerateCall(**values, tenant=tenant, timeout_s=timeout_s, trace=trace)
 
 
 def _model(model: ServedModel | Version, tenant: str) -> inference_pb2.Model:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 from loraplex.adapter_format.added_tokens import AddedToken
 from loraplex.api.output import FinishReason, Usage
@@ -250,21 +250,21 @@ class Generation:
         Raises: ResourceExhausted, DeadlineExceeded.
         """
         limits, usage = prepared.limits, prepared.usage
-        async with AsyncExitStack() as stack:
-            enter = stack.enter_async_context
-            try:
-                await enter(
-                    self._rates.charged(limits, prepared.max_tokens, lambda: usage.total_tokens)
-                )
-                request = self._admission_request(prepared)
-                await enter(self._concurrency.held(limits, request.cost))
-                offered_s = now_s()
-                permit = await enter(self._controller.admit(request))
+        request = self._admission_request(prepared)
+        offered_s, is_admitted = now_s(), False
+        try:
+            async with (
+                self._rates.charged(limits, prepared.max_tokens, lambda: usage.total_tokens),
+                self._concurrency.held(limits, request.cost),
+                self._controller.admit(request) as permit,
+            ):
+                is_admitted = True
                 prepared.span.child("queue", offered_s, now_s())
-            except LoraplexError as error:
+                yield permit
+        except LoraplexError as error:
+            if not is_admitted:
                 REJECTIONS.labels(error.reason).inc()
-                raise
-            yield permit
+            raise
 
     def _admission_request(self, prepared: PreparedRequest) -> AdmissionRequest:
         views = self._fleet.views(prepared.base.base_id)

@@ -139,8 +139,9 @@ class LoadHistory:
 
     def _current(self) -> Iterable[_Step]:
         """The step of this moment, of each range. Mutates: begins it."""
+        now_s = self._now()
         for name, steps in self._steps.items():
-            number = int(self._now() // RANGES[name].step_s)
+            number = int(now_s // RANGES[name].step_s)
             if not steps or steps[-1].number != number:
                 steps.append(_Step(number))
             yield steps[-1]

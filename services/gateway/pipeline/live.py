@@ -143,6 +143,8 @@ class LiveRequests:
         return any(scope in self._paused for scope in live.scopes)
 
     async def _until_not_paused(self, live: LiveRequest) -> None:
+        if not self._is_paused(live):
+            return
         try:
             async with asyncio.timeout(max(live.prepared.deadline_s - now_s(), 0.0)):
                 while self._is_paused(live):
