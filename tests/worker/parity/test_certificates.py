@@ -61,6 +61,7 @@ def off_by_one_block(folder, seed, target):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_a_scale_off_by_one_block_is_caught_in_100_of_100_and_a_good_one_passes(tmp_path):
     base = quantised_base(make_base("llama", tmp_path / "plain"), "ct-int4", tmp_path / "base")
     adapters = {name: make_adapter(base, name, tmp_path / name) for name in ADAPTERS}
