@@ -10,37 +10,47 @@ namespace lpx {
 struct DigitRows {
     static constexpr int kMaxRows = 6;
     static constexpr float kLargest = 32639.0f;  // both digits of it fit into eight bits
-    static constexpr float kLargestZero = 256.0f;  // times 128 inputs, it fits into 32 bits
     int8_t* digits;   // [row][high, low][padded inputs]
     float* factors;   // [row][block]
-    int32_t* sums;    // [row][block]: of the integers
+    float* sums;      // [row][block]: of the integers, if outputs have zero points of their own
+    int32_t* starts;  // [row][block], otherwise: what subtracts the zero point from a sum of products
     int64_t padded, num_blocks;
 
     DigitRows(const CodedProduct& g, const bf16* x, int64_t ldx) {
         padded = ceil_div(g.num_inputs, 128) * 128;
         num_blocks = g.num_blocks();
         const int64_t row_words = padded / 2 + 2 * num_blocks;
-        float* buffer = scratch(3, g.num_rows * row_words);
-        factors = buffer;
-        sums = reinterpret_cast<int32_t*>(factors + g.num_rows * num_blocks);
+        factors = scratch(3, g.num_rows * row_words);
+        sums = factors + g.num_rows * num_blocks;
+        starts = reinterpret_cast<int32_t*>(sums);
         digits = reinterpret_cast<int8_t*>(sums + g.num_rows * num_blocks);
         parallel_for(g.num_rows, [&](int64_t row) {
             int8_t* high = digits + row * 2 * padded;
             std::memset(high, 0, 2 * padded);
             for (int64_t block = 0; block < num_blocks; ++block) {
-                const int64_t first = block * g.block_size;
-                split(x + row * ldx + first, smaller(g.block_size, g.num_inputs - first), high + first,
-                      row * num_blocks + block);
+                const int64_t first = block * g.block_size, at = row * num_blocks + block;
+                const int32_t sum = split(x + row * ldx + first, smaller(g.block_size, g.num_inputs - first),
+                                          high + first, factors[at]);
+                if (g.zeros == nullptr) {
+                    starts[at] = -static_cast<int32_t>(g.zero) * sum;
+                } else {
+                    sums[at] = static_cast<float>(sum);
+                }
             }
         });
     }
 
     template <int R, Code Kind>
     void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
+        const int64_t at = row * num_blocks + block.first / g.block_size;
+        const bool has_zeros = g.zeros != nullptr;
+        // Loops over these arrays are unrolled, so that they stay in registers.
         __m512i high[R][2], low[R][2];
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            for (int v = 0; v < 2; ++v) high[r][v] = low[r][v] = _mm512_setzero_si512();
+            const int32_t* start = starts + at + r * num_blocks;
+            high[r][0] = high[r][1] = _mm512_setzero_si512();
+            low[r][0] = low[r][1] = has_zeros ? _mm512_setzero_si512() : _mm512_set1_epi32(*start);
         }
         const int8_t* in = digits + row * 2 * padded + block.first;
         const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
@@ -61,39 +71,41 @@ struct DigitRows {
             for (int r = 0; r < R; ++r) {
                 const int8_t* own = in + r * 2 * padded + quad * kQuad;
                 const __m512i first = broadcast(own), second = broadcast(own + padded);
-                high[r][0] = _mm512_dpbusd_epi32(high[r][0], codes[0], first);
-                high[r][1] = _mm512_dpbusd_epi32(high[r][1], codes[1], first);
-                low[r][0] = _mm512_dpbusd_epi32(low[r][0], codes[0], second);
-                low[r][1] = _mm512_dpbusd_epi32(low[r][1], codes[1], second);
+                add_dots(high[r][0], codes[0], first);
+                add_dots(high[r][1], codes[1], first);
+                add_dots(low[r][0], codes[0], second);
+                add_dots(low[r][1], codes[1], second);
             }
         }
-        const int64_t at = row * num_blocks + block.first / g.block_size;
+#pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
-            const Vec scale = load(block.scales + v * 16);
-            // Zero points are subtracted as integers, which is exact, and what is left of others as floats.
-            const Vec exact = load(block.zeros + v * 16);
-            const Vec rounded_zero = round(min(max(exact, set1(-kLargestZero)), set1(kLargestZero)));
-            const __m512i zero = _mm512_cvtps_epi32(rounded_zero.v);
-            const Vec rest = sub(rounded_zero, exact);
+            const Vec scale = load(block.scales + v * 16), zero = load(block.zeros + v * 16);
+#pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
+                const int64_t own = at + r * num_blocks;
                 const __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]);
-                const __m512i inputs = _mm512_set1_epi32(sums[at + r * num_blocks]);
-                const __m512i shifted = _mm512_sub_epi32(product, _mm512_mullo_epi32(zero, inputs));
-                const Vec sum = fma(rest, {_mm512_cvtepi32_ps(inputs)}, {_mm512_cvtepi32_ps(shifted)});
+                Vec sum{_mm512_cvtepi32_ps(product)};
+                if (has_zeros) sum = sub(sum, mul(zero, set1(sums[own])));
                 float* total = totals + r * kPanel + v * 16;
-                store(total, fma(mul(sum, set1(factors[at + r * num_blocks])), scale, load(total)));
+                store(total, fma(mul(scale, set1(factors[own])), sum, load(total)));
             }
         }
     }
 
 private:
+    // With the builtin, GCC 12 copies sums between registers and to the stack.
+    static void add_dots(__m512i& sum, __m512i codes, __m512i inputs) {
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(inputs));
+    }
+
     static __m512i broadcast(const int8_t* p) {
         int32_t quad;
         std::memcpy(&quad, p, sizeof quad);
         return _mm512_set1_epi32(quad);
     }
 
-    void split(const bf16* x, int64_t n, int8_t* high, int64_t at) const {
+    // Returns the sum of the integers.
+    int32_t split(const bf16* x, int64_t n, int8_t* high, float& factor) const {
         __m512 largest = _mm512_setzero_ps();
         for (int64_t i = 0; i < n; i += 16) {
             largest = _mm512_max_ps(largest, _mm512_abs_ps(load_n(x + i, n - i).v));
@@ -111,8 +123,8 @@ private:
                              _mm512_cvtepi32_epi8(rest));
             sum = _mm512_add_epi32(sum, rounded);
         }
-        factors[at] = top / kLargest;
-        sums[at] = _mm512_reduce_add_epi32(sum);
+        factor = top / kLargest;
+        return _mm512_reduce_add_epi32(sum);
     }
 };
 
