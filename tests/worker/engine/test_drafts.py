@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from loraplex_services.worker.scheduling import drafts as drafting
-from loraplex_services.worker.types.messages import Cancel, Command, Submit, TokenOutput
+from loraplex_services.worker.types.messages import (
+    Cancel,
+    Command,
+    Submit,
+    TokenOutput,
+    UnloadAdapter,
+)
 from tests.worker.engine_stage import A, B, Stage, make_runner, submit, write_files
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import BASES, LIBRARY_BASES, make_base
@@ -91,6 +97,33 @@ def test_outputs_and_logprobs_are_bit_for_bit_those_without_drafts(
     plain, drafted = said
     for name in plain.keys() - set(cancelled):
         assert flat(drafted[name]) == flat(plain[name])
+
+
+@pytest.mark.parametrize(("dtype", "drafts"), [("float32", False), ("bfloat16", True)])
+def test_outputs_are_bit_for_bit_those_of_each_request_alone(
+    files: Path, dtype: str, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "FIXED_ROWS", 1000)
+    rng = random.Random(11)
+    requests = [random_request(rng, str(i)) for i in range(40)]
+    stage = Stage(make_runner(files, 96 * 1024, dtype=dtype), files, drafts=drafts)
+    said: dict[str, list[TokenOutput]] = {}
+    left = list(requests)
+    while left or stage.engine.has_requests:
+        num_new = rng.choice((0, 0, 1, 4))
+        commands: list[Command] = [*left[:num_new], *stage.fetched(A, B)]
+        left = left[num_new:]
+        if rng.random() < 0.1:
+            commands.append(UnloadAdapter(rng.choice((A, B))))
+        for token in stage.step(*commands).tokens:
+            said.setdefault(token.request_id, []).append(token)
+    stage.close()
+    alone = Stage(make_runner(files, dtype=dtype), files, prefix_cache=False, drafts=False)
+    for request in requests:
+        own = run(alone, [request])
+        [(name, outputs)] = own.items()
+        assert flat(said[name]) == flat(outputs)
+    alone.close()
 
 
 @pytest.fixture(scope="module")
