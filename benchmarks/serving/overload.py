@@ -38,7 +38,7 @@ from demo.stack import Stack, running_stack
 from loraplex.api.error_wire import from_rpc_error
 from loraplex.v1 import inference_pb2 as pb
 from loraplex.v1 import inference_pb2_grpc
-from loraplex_services.gateway.event_loop import new_loop
+from loraplex_services.common.processes.event_loop import new_loop
 
 BASE_ID = "base"
 TENANTS = ("polite", "greedy", "crowd")

@@ -45,7 +45,7 @@ from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.v1 import inference_pb2 as pb
 from loraplex.v1 import inference_pb2_grpc
-from loraplex_services.gateway.event_loop import new_loop
+from loraplex_services.common.processes.event_loop import new_loop
 
 SHARES = {"greedy": 10.0, "a": 1.0, "b": 1.0, "c": 1.0}
 NUM_ADAPTERS, NUM_WORKERS = 64, 2

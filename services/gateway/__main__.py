@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from loraplex_services.common.processes.event_loop import new_loop
 from loraplex_services.common.processes.process import run_service
-from loraplex_services.gateway.event_loop import new_loop
 
 
 async def _serve() -> None:

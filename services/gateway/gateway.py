@@ -27,11 +27,11 @@ from loraplex_services.gateway.admission.dispatch_window import ready_workers
 from loraplex_services.gateway.admission.rate_limit_store import open_rate_limit_store
 from loraplex_services.gateway.admission.rates import TenantRates
 from loraplex_services.gateway.admission.scaling import ScalingSignals
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.config import GatewayConfig, from_env
 from loraplex_services.gateway.console.adapters import AdapterEndpoints
 from loraplex_services.gateway.console.app import ConsoleEndpoints
 from loraplex_services.gateway.console.debug_state import GatewayState
-from loraplex_services.gateway.event_loop import now_s
 from loraplex_services.gateway.grpc import admin, server
 from loraplex_services.gateway.http.aliases import AliasEndpoints
 from loraplex_services.gateway.http.answering import Answering

@@ -17,7 +17,7 @@ from loraplex_services.gateway.admission.queue import (
     queue_full,
 )
 from loraplex_services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 
 
 class Permit:

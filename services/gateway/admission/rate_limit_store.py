@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.gateway.admission.token_buckets import Bucket, Grant, capacity_of
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 
 logger = logging.getLogger(__name__)
 

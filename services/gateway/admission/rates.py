@@ -14,7 +14,7 @@ from loraplex.api.tenants import TenantLimits
 from loraplex.errors import LoraplexError, ResourceExhausted
 from loraplex_services.gateway.admission.rate_limit_store import RateLimitStore
 from loraplex_services.gateway.admission.token_buckets import Grant, Lease
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 
 _MAX_LEASES = 200_000
 

@@ -22,7 +22,7 @@ from loraplex_services.gateway.batches.ending import delete_results
 from loraplex_services.gateway.batches.records import BatchRecord
 from loraplex_services.gateway.batches.run import BatchRun, LostBatch
 from loraplex_services.gateway.batches.sending import RunContext
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.metrics import RUNNING_BATCHES
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.rate_limit_store import RateLimitStore
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.pipeline.live import LiveRequest, LiveRequests
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.resolve import Resolver

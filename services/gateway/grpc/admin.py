@@ -18,7 +18,7 @@ from loraplex.v1 import admin_pb2, admin_pb2_grpc
 from loraplex_services.common.callers import current_caller
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.gateway.admission.controller import AdmissionController
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.pipeline.mirror import Mirrors
 from loraplex_services.gateway.pipeline.recent import RecentRequests
 from loraplex_services.gateway.registry.keyring import sees_all_adapters

@@ -20,7 +20,7 @@ from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
 from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.admission.rates import TenantRates
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.metrics import (
     COMPLETION_TOKENS,
     FIRST_TOKEN_S,

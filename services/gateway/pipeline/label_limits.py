@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client import Counter
 
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 
 OTHER = "other"
 MAX_LABELS = 100

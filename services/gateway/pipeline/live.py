@@ -16,7 +16,7 @@ from loraplex.api.request import UpdatePolicy
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex.refs import parse_ref
 from loraplex_services.common.limits import MAX_PAUSED_PER_TENANT
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.pipeline.held_prompts import HeldPrompts
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest, adapter_set, scaled
 from loraplex_services.gateway.registry.resolve import Resolver

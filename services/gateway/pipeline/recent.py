@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loraplex.api.load import ModelLoad, RecentLoad
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.pipeline.history import LoadHistory
 
 WINDOW_S = 60.0

@@ -10,7 +10,7 @@ from typing import Any
 from loraplex.api.request import ChatPrompt
 from loraplex.errors import LoraplexError
 from loraplex_services.common.telemetry.tracing import Span
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import GenerateCall
 

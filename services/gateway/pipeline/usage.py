@@ -7,7 +7,7 @@ import logging
 import time
 
 from loraplex.errors import LoraplexError
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.metrics import (
     ADAPTER_REQUESTS,
     ADAPTER_TOKENS,

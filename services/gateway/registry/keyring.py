@@ -19,7 +19,7 @@ from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import MAX_UNCHECKED_KEY_S
 from loraplex_services.common.recent import Recent
 from loraplex_services.common.security.wrong_keys import WrongKeys
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 
 FRESH_S = 2.0
 CHECK_AGAIN_S = 1.0

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from loraplex.api.tenants import TenantLimits
 from loraplex.errors import LoraplexError
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 
 logger = logging.getLogger(__name__)
 

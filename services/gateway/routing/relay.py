@@ -17,7 +17,7 @@ from typing import Protocol
 from loraplex.api.output import FinishReason
 from loraplex.api.request import KeptPrefix, WorkerRequest
 from loraplex.errors import DeadlineExceeded, LoraplexError, Unavailable
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.metrics import CONTINUATIONS, RETRIES
 from loraplex_services.gateway.request import Tokens, WorkerJob
 from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from loraplex.api.request import AdapterSet
 from loraplex.errors import DeadlineExceeded, LoraplexError
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 
 
 class Interrupted(LoraplexError):

@@ -14,7 +14,7 @@ from loraplex.api.wire import load_from_proto, residency_from_proto
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_services.common.grpc.channels import OpenChannel, open_channel
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.request import WorkerJob
 from loraplex_services.gateway.workers.session import OPEN_TIMEOUT_S, WorkerSession
 from loraplex_services.gateway.workers.token_stream import TokenStream, WakeupPacer

@@ -16,7 +16,7 @@ from loraplex.api.error_wire import from_detail, from_rpc_error
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_services.common.limits import limits_of
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.request import WorkerJob, with_names
 from loraplex_services.gateway.workers.convert import job_to_wire, tokens_from_wire
 from loraplex_services.gateway.workers.outbox import Outbox, QueuedJob

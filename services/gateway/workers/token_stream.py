@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from loraplex.errors import LoraplexError
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.request import Tokens
 
 _FREE_LAG_S = 0.002

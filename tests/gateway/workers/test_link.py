@@ -14,7 +14,7 @@ from loraplex.api.request import WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex.v1 import worker_pb2
-from loraplex_services.gateway.event_loop import now_s
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.request import WorkerJob
 from loraplex_services.gateway.workers import link, session
 from loraplex_services.gateway.workers.link import WorkerLink

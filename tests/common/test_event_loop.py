@@ -1,11 +1,11 @@
-"""The event loop of the gateway's process."""
+"""The event loop of the servers' processes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from loraplex_services.gateway.event_loop import new_loop
+from loraplex_services.common.processes.event_loop import new_loop
 
 
 def test_the_loops_clock_moves_while_a_callback_runs() -> None:
