@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from loraplex_services.common.processes.event_loop import new_loop
 from loraplex_services.common.processes.process import run_service
 
 
@@ -16,7 +17,7 @@ async def _serve() -> None:
 
 def main() -> int:
     """Returns the exit status."""
-    return run_service("worker", _serve)
+    return run_service("worker", _serve, new_loop=new_loop)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The event loop of the servers.
 
 uvloop is used if it is installed. With 200 streams, it shortens the median first token of a gateway
-by a quarter of a millisecond and the slowest ones by a third.
+by a quarter of a millisecond and the slowest ones by a third. Publications of small adapters cost a
+registry and a worker a fifth less processor time.
 """
 
 from __future__ import annotations
