@@ -1,7 +1,8 @@
 """Renders the part of kustomize that deploy/k8s uses, so that the tests need no kubectl.
 
-Understands resources, components, namespace, images and JSON6902 patches; anything else in a
-kustomization is an error. Where kubectl is installed a test compares both renderings.
+Understands resources, components, namespace, images, JSON6902 patches and ConfigMaps made of files
+under names of their own; anything else in a kustomization is an error. Where kubectl is installed a
+test compares both renderings.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import yaml
 
 Document = dict[str, Any]
 CLUSTER_SCOPED = {"Namespace"}
-KNOWN = {"apiVersion", "kind", "namespace", "resources", "components", "images", "patches"}
+KNOWN = {
+    *("apiVersion", "kind", "namespace", "resources", "configMapGenerator"),
+    *("components", "images", "patches"),
+}
 
 
 def render(folder: Path) -> list[Document]:
@@ -44,6 +48,7 @@ def _build(folder: Path, documents: list[Document]) -> None:
             _build(path.resolve(), documents)
         else:
             documents += [doc for doc in yaml.safe_load_all(path.read_text()) if doc]
+    documents += [_config_map(folder, made) for made in spec.get("configMapGenerator", [])]
     for entry in spec.get("components", []):
         _build((folder / entry).resolve(), documents)
     for patch in spec.get("patches", []):
@@ -54,6 +59,18 @@ def _build(folder: Path, documents: list[Document]) -> None:
         for document in documents:
             if document["kind"] not in CLUSTER_SCOPED:
                 document["metadata"]["namespace"] = spec["namespace"]
+
+
+def _config_map(folder: Path, made: dict[str, Any]) -> Document:
+    options = made["options"]
+    if set(made) != {"name", "files", "options"} or not options["disableNameSuffixHash"]:
+        raise ValueError(f"{folder}: this renderer does not know the ConfigMap {made}")
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": made["name"], "labels": options["labels"]},
+        "data": {name: (folder / name).read_text() for name in made["files"]},
+    }
 
 
 def _patch(documents: list[Document], patch: dict[str, Any]) -> None:

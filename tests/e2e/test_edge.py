@@ -128,9 +128,7 @@ async def _publish(registry: str, admin_key: str) -> None:
 def _start(
     folder: Path, edge: Edge, house: Authority, upstreams: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Run the command of the manifest with its ConfigMap, its variables, and these addresses."""
-    config = yaml.safe_load((COMPONENT / "haproxy.yaml").read_text())["data"]["haproxy.cfg"]
-    (folder / "haproxy.cfg").write_text(config)
+    """Run the command of the manifest with its settings, its variables, and these addresses."""
     pair = house.issue("edge")
     shutil.copy(pair.key, f"{pair.cert}.key")
     [deployment] = [
@@ -150,7 +148,7 @@ def _start(
         "EDGE_HEALTH_PORT": str(health),
         "EDGE_MAX_PODS": "1",  # an address takes the place of a name with one for each pod
     }
-    command = [*container["command"][:-1], str(folder / "haproxy.cfg")]
+    command = [*container["command"][:-1], str(COMPONENT / "haproxy.cfg")]
     process = subprocess.Popen(command, env=os.environ | variables)
     while not _answers(f"http://127.0.0.1:{health}/healthz"):
         assert process.poll() is None, "haproxy did not start"
