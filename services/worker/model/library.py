@@ -41,6 +41,7 @@ from loraplex_services.worker.ops.attention.metadata import KvCacheParams
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.model_config import KvHeads, ModelConfig
 
+_MODEL_TYPE = "config.json:model_type"
 _CHUNKED = "chunked_attention"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention", _CHUNKED}
 _OWN_ATTENTION = {"falcon": add_falcon_attention}
@@ -106,6 +107,8 @@ def _try(decoder: LibraryDecoder, maker: AttentionMaker) -> None:
 
 
 def _refused(field_name: str, value: object, why: str) -> Unsupported:
+    if field_name == _MODEL_TYPE:
+        why = f"{value!r} {why}; docs/reference/bases.md lists the types that are served"
     return Unsupported.field(field_name, value, why)
 
 
@@ -118,7 +121,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
             "runs through the transformers library only, which is not installed; run "
             ".venv/bin/pip install 'transformers>=5'"
         )
-        raise _refused("config.json:model_type", model_type, why) from None
+        raise _refused(_MODEL_TYPE, model_type, why) from None
     library: Any = transformers  # parts of it have no types
     library.AttentionInterface.register(ATTENTION, attend)
     library.utils.logging.disable_progress_bar()
@@ -163,10 +166,10 @@ def _check_config(config: Any, classes: Any) -> None:
     wrapper, config = config, config.get_text_config()
     if wrapper is not config and not _unwraps(classes, wrapper):
         why = "is multimodal, and such bases do not run through the transformers library"
-        raise _refused("config.json:model_type", wrapper.model_type, why)
+        raise _refused(_MODEL_TYPE, wrapper.model_type, why)
     if config.is_encoder_decoder or type(config) not in classes:
         why = "is not a causal language model of the transformers library"
-        raise _refused("config.json:model_type", config.model_type, why)
+        raise _refused(_MODEL_TYPE, config.model_type, why)
     types = getattr(config, "layer_types", None) or ()
     for name in types:
         if name not in _LAYER_TYPES:
@@ -177,7 +180,7 @@ def _check_config(config: Any, classes: Any) -> None:
         _OWN_ATTENTION[config.model_type](config)
     elif not classes[type(config)]._supports_attention_backend:
         why = "computes attention in a way that cannot be given another cache"
-        raise _refused("config.json:model_type", config.model_type, why)
+        raise _refused(_MODEL_TYPE, config.model_type, why)
     rope = getattr(config, "rope_parameters", None) or {}
     for params in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if params.get("rope_type") in _CHANGING_ROPES:
@@ -208,15 +211,15 @@ def _attention_calls(model: Any, current: CurrentPass) -> list[AttentionCall]:
     num_layers = model.config.num_hidden_layers
     if sorted(current.calls) != list(range(num_layers)):
         why = f"calls attention in {len(current.calls)} of {num_layers} layers only"
-        raise _refused("config.json:model_type", model.config.model_type, why)
+        raise _refused(_MODEL_TYPE, model.config.model_type, why)
     current.keys.clear()
     calls = [current.calls[layer] for layer in range(num_layers)]
     if len({(call.num_heads, call.scale, call.softcap) for call in calls}) != 1:
         why = "has layers whose attention differs in query heads or scale"
-        raise _refused("config.json:model_type", model.config.model_type, why)
+        raise _refused(_MODEL_TYPE, model.config.model_type, why)
     if any(call.window != calls[call.source].window for call in calls):
         why = "has layers that read the keys of layers with another window"
-        raise _refused("config.json:model_type", model.config.model_type, why)
+        raise _refused(_MODEL_TYPE, model.config.model_type, why)
     _check_windows(model.config, calls)
     return calls
 
@@ -248,7 +251,7 @@ def _odd_class_refused(model: Any) -> Iterator[None]:
         yield
     except _NOT_EXPECTED as error:
         why = f"{type(model).__name__} cannot be run in this way: {error}"
-        raise _refused("config.json:model_type", model.config.model_type, why) from error
+        raise _refused(_MODEL_TYPE, model.config.model_type, why) from error
 
 
 def _check_windows(config: Any, calls: list[AttentionCall]) -> None:
