@@ -1,4 +1,4 @@
-"""Two ranks on a tiny base: what they send each other, what each holds, and how they end."""
+"""Ranks on a tiny base: what they send each other, what each holds, and how they end."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ READY = RankReady(
 
 @dataclass
 class Group:
-    """A runner of two ranks, and who of the other ranks has ended."""
+    """A runner of several ranks, and who of the other ranks has ended."""
 
     root: Path
     fully_sharded: bool = False
+    num_ranks: int = 2
     num_adapters: int = 0
     ended: list[tuple[int, int]] = field(default_factory=list)
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -58,7 +59,7 @@ class Group:
             device="cpu",
             dtype="float32",
             arena_bytes=1 << 20,
-            num_ranks=2,
+            num_ranks=self.num_ranks,
             fully_sharded_loras=self.fully_sharded,
             on_rank_end=self.note_end,
         )
@@ -82,10 +83,12 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     group.runner.close()
 
 
-@pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
+def full(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Group]:
     """Ranks that divide both matrices of each pair, and outlive each test."""
-    group = Group(tmp_path_factory.mktemp("full"), fully_sharded=True)
+    group = Group(tmp_path_factory.mktemp("full"), fully_sharded=True, num_ranks=request.param)
     yield group
     assert not group.ended
     group.runner.close()
@@ -163,15 +166,21 @@ def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, facto
     for slot, rank in enumerate(ranks):
         sent = sent_bytes(full, num_tokens, ((slot, 1.0),)) - base
         full.runner.unload_adapter(slot)
-        expected = tiny.NUM_LAYERS * factor * (2 - 1) * num_tokens * rank / 2
+        others = full.num_ranks - 1
+        expected = tiny.NUM_LAYERS * factor * others * num_tokens * rank / full.num_ranks
         assert sent == expected * FLOAT_BYTES
 
 
-def test_divided_pairs_leave_half_of_an_adapter_on_each_of_two_ranks(full):
+def test_divided_pairs_leave_each_rank_its_share_of_an_adapter(full):
     rank, folder = 16, full.adapter("all", 16)
     full.runner.pack_adapter(folder).result()
-    complete = tiny.NUM_LAYERS * sum(rank * (o + i) for o, i in tiny.LINEARS.values()) * FLOAT_BYTES
-    assert held_bytes(full, folder) == [complete / 2] * 2
+    num_numbers = 0.0
+    for name, (num_outputs, num_inputs) in tiny.LINEARS.items():
+        is_kv = name in ("self_attn.k_proj", "self_attn.v_proj")  # cut by the two heads at most
+        num_parts = min(full.num_ranks, 2) if is_kv else full.num_ranks
+        num_numbers += rank * (num_inputs / full.num_ranks + num_outputs / num_parts)
+    expected = tiny.NUM_LAYERS * num_numbers * FLOAT_BYTES
+    assert held_bytes(full, folder) == [expected] * full.num_ranks
 
 
 def test_a_rank_that_is_killed_is_reported_and_the_next_step_fails(mortal):
