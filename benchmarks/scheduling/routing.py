@@ -122,10 +122,10 @@ def at_random(seed: int) -> Route:
     return lambda views, request, num_replicas: rng.choice(views).worker_id
 
 
-def in_turn() -> Route:
+def round_robin() -> Route:
     """One after the other."""
-    turns = itertools.count()
-    return lambda views, request, num_replicas: views[next(turns) % len(views)].worker_id
+    numbers = itertools.count()
+    return lambda views, request, num_replicas: views[next(numbers) % len(views)].worker_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def main() -> None:
         print(f"{exponent:5} {'':10} {'oracle':8} {share:7.3f}")
     for exponent, keeps_popular in itertools.product(EXPONENTS, (False, True)):
         weights = popularity(NUM_ADAPTERS, exponent)
-        routes = {"in turn": in_turn(), "random": at_random(args.seed), "router": by_router}
+        routes = {"round robin": round_robin(), "random": at_random(args.seed), "router": by_router}
         turns_s = 0.0
         for name, route in routes.items():
             found = simulate(route, weights, args.requests, args.seed, keeps_popular=keeps_popular)

@@ -184,7 +184,7 @@ async def _steady(gateway: InferenceClient, tally: Tally, done: asyncio.Event) -
             last_s = now_s
 
 
-async def first_tokens(grpc: str, registry_address: str, turns: int) -> dict[str, list[float]]:
+async def first_tokens(grpc: str, registry_address: str, rounds: int) -> dict[str, list[float]]:
     """Milliseconds from the call of `publish` to the first token of the new weights: of a request
     that is sent after it, and of one that runs and follows the tag."""
     new_ms: list[float] = []
@@ -192,17 +192,17 @@ async def first_tokens(grpc: str, registry_address: str, turns: int) -> dict[str
     async with RegistryClient(registry_address) as registry, InferenceClient(grpc) as gateway:
         trainer = Trainer(seed=1)
         await trainer.publish(registry)
-        for _ in range(turns):
+        for _ in range(rounds):
             begin_s = time.perf_counter()
             digest = await trainer.publish(registry, keep_versions=8)
             stream = gateway.generate(f"{NAME}@{digest}", PROMPT, Sampling(max_tokens=1))
             async for chunk in stream:
                 if chunk.token_ids:
                     new_ms.append(1e3 * (time.perf_counter() - begin_s))
-        for _ in range(MAX_TRIES * turns):
+        for _ in range(MAX_TRIES * rounds):
             if (elapsed_ms := await _followed_ms(gateway, registry, trainer)) is not None:
                 follow_ms.append(elapsed_ms)
-            if len(follow_ms) == turns:
+            if len(follow_ms) == rounds:
                 break
     return {"new_request_ms": new_ms, "following_request_ms": follow_ms}
 
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--others", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--still-s", type=float, default=20.0, help="seconds without updates")
     args = parser.parse_args()
     settings = {"LORAPLEX_DTYPE": "float32", "LORAPLEX_KV_MEMORY": "256MiB"}
@@ -255,7 +255,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         running_stack(DEMO / "base", "demo", Path(folder), settings) as stack,
     ):
-        latencies = asyncio.run(first_tokens(stack.grpc, stack.registry, args.turns))
+        latencies = asyncio.run(first_tokens(stack.grpc, stack.registry, args.rounds))
         tally = asyncio.run(
             drive(
                 stack.grpc,

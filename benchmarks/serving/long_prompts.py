@@ -95,8 +95,8 @@ def main() -> None:
         "--bounds", default="0,0.1,0.2,0.5", help="target times in seconds; 0 (none) comes first"
     )
     parser.add_argument("--prompt", type=int, default=1500, help="tokens of a long prompt")
-    parser.add_argument("--prompts", type=int, default=2, help="of them in a turn")
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--prompts", type=int, default=2, help="of them in a round")
+    parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     shape = {SMALL.name: SMALL, **SHAPES}[args.base]
     folders = [
@@ -105,18 +105,18 @@ def main() -> None:
     ]
     bench = make_bench(make_base(shape, args.work_dir), folders, 1 << 30, "auto")
     bounds = [float(text) for text in args.bounds.split(",")]
-    turns = [
+    rounds = [
         [measure(bench, bound, args.prompts, args.prompt) for bound in bounds]
-        for _ in range(args.turns)
+        for _ in range(args.rounds)
     ]
     runs = []
-    for bound, *columns in zip(bounds, *turns, strict=True):
+    for bound, *columns in zip(bounds, *rounds, strict=True):
         figures = [statistics.median(column) for column in zip(*columns, strict=True)]
         runs.append({"max_step_s": bound, **dict(zip(FIGURES, figures, strict=True))})
     rows = [[f"{value:.3f}" for value in run.values()] for run in runs]
     print_table(["BOUND", *(name.upper() for name in FIGURES)], rows)
     for index, run in enumerate(runs[1:], 1):
-        pairs = [(turn[index], turn[0]) for turn in turns]
+        pairs = [(each[index], each[0]) for each in rounds]
         for index, name in enumerate(FIGURES):
             over, under = (
                 [figures[index] for figures in side] for side in zip(*pairs, strict=True)
@@ -124,7 +124,7 @@ def main() -> None:
             run[f"{name}_over_unbound"] = median_ratio(over, under)
         ratios = [f"{name} {run[f'{name}_over_unbound']:.2f}" for name in FIGURES]
         print(f"{run['max_step_s']} s over no bound: {', '.join(ratios)}")
-    results = {"prompt": args.prompt, "turns": args.turns, "runs": runs}
+    results = {"prompt": args.prompt, "rounds": args.rounds, "runs": runs}
     print(f"wrote {write_results(f'long_prompts_{shape.name}', results)}")
 
 

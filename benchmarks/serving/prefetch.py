@@ -4,9 +4,9 @@
 
 One engine process with the base and adapter files of `many_adapters` (made once), an arena that
 holds a part of the adapters, and a batch of few slots. Requests, each for an adapter drawn at
-random, arrive in an open loop at a share of the capacity, which is measured first. Turns alternate
-between loading the adapters of the next requests ahead and not. Prints medians over turns: slot
-seconds that were idle because an adapter was being copied, as a share of the turn, mean first
+random, arrive in an open loop at a share of the capacity, which is measured first. Rounds alternate
+between loading the adapters of the next requests ahead and not. Prints medians over rounds: slot
+seconds that were idle because an adapter was being copied, as a share of the round, mean first
 token, and requests per second.
 """
 
@@ -36,7 +36,7 @@ def arrivals(bench: Bench, rate_per_s: float, num_requests: int) -> Iterator[flo
         yield at_s
 
 
-def turn(bench: Bench, rate_per_s: float, args: argparse.Namespace) -> dict[str, float]:
+def measured(bench: Bench, rate_per_s: float, args: argparse.Namespace) -> dict[str, float]:
     """One open loop."""
     due = list(arrivals(bench, rate_per_s, args.requests))
     came_s: dict[str, float] = {}
@@ -73,10 +73,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
     parser.add_argument("--adapters", type=int, default=2000)
-    parser.add_argument("--requests", type=int, default=400, help="in a turn")
+    parser.add_argument("--requests", type=int, default=400, help="in a round")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--share", type=float, default=1.0, help="of the capacity that arrives")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--arena-bytes", type=int, default=64 << 20)
     args = parser.parse_args()
     base = make_base(SMALL, args.work_dir)
@@ -85,22 +85,22 @@ def main() -> None:
         for i in range(args.adapters)
     ]
     bench = make_bench(base, folders, args.arena_bytes)
-    per_s = turn(bench, 0.0, args)["requests_per_s"]
+    per_s = measured(bench, 0.0, args)["requests_per_s"]
     print(f"capacity {per_s:.0f} requests/s")
     ahead = lookahead.NUM_REQUESTS
     runs: dict[int, list[dict[str, float]]] = {0: [], ahead: []}
-    for _ in range(args.turns):
+    for _ in range(args.rounds):
         for num_requests, found in runs.items():
             lookahead.NUM_REQUESTS = num_requests
-            found.append(turn(bench, args.share * per_s, args))
+            found.append(measured(bench, args.share * per_s, args))
     results: list[dict[str, Any]] = []
     for num_requests, found in runs.items():
         medians = {key: statistics.median(each[key] for each in found) for key in found[0]}
         results.append({"lookahead": num_requests, **medians})
     rows = [[f"{value:.4g}" for value in result.values()] for result in results]
     print_table(("K", "IDLE OF SLOTS", "FIRST TOKEN (ms)", "REQ/S", "COPIES / REQUEST"), rows)
-    measured = {"capacity_per_s": per_s, "share": args.share, "runs": results}
-    print(f"wrote {write_results('prefetch_measured', measured)}")
+    summary = {"capacity_per_s": per_s, "share": args.share, "runs": results}
+    print(f"wrote {write_results('prefetch_measured', summary)}")
 
 
 if __name__ == "__main__":

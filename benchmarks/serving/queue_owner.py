@@ -1,16 +1,16 @@
 """What polite tenants get from two gateways and two workers at twice the capacity.
 
-    python -m benchmarks run serving.queue_owner --work-dir DIR [--turns 3] [--per-s RATE]
+    python -m benchmarks run serving.queue_owner --work-dir DIR [--rounds 3] [--per-s RATE]
 
 `loraplex up` serves the 22M geometry of `serving.many_adapters` with two workers, and a second
 gateway is started beside the first. Four tenants send requests for 64 adapters, none of which is on
 a device at first and a third of which fit there; one of them sends ten times as many as each other.
 Together they ask for twice the capacity (Poisson), which is measured first, by clients that ask
-again as soon as they are answered. Every request has a deadline for its whole answer. Each turn
+again as soon as they are answered. Every request has a deadline for its whole answer. Each round
 prints the polite tenants' 95th percentile of first tokens, the share of their requests that were
 done in time, goodput over the capacity, and the share in time of the requests that had a first
 token. To compare two commits, or the policies of the workers (`--policy fcfs`), run this script in
-turns and with the same `--per-s`. Writes results/<machine kind>/queue_owner_measured.json.
+rounds and with the same `--per-s`. Writes results/<machine kind>/queue_owner_measured.json.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Clients:
 
 
 def judged(seen: Sequence[Outcome], per_s: float, args: argparse.Namespace) -> dict[str, float]:
-    """The figures of one turn."""
+    """The figures of one round."""
     polite = [each for each in seen if each.tenant != "greedy"]
     waits_s = sorted(each.first_s - each.began_s for each in polite if each.first_s is not None)
     good = sum(each.is_in_time(args.deadline) for each in seen)
@@ -185,21 +185,21 @@ async def published(stack: Stack, admin_key: str, work_dir: Path) -> dict[str, s
 async def measure(
     gateways: Sequence[str], keys: Mapping[str, str], args: argparse.Namespace
 ) -> None:
-    """Every turn, and medians."""
+    """Every round, and medians."""
     clients = Clients(gateways, keys, args.seed)
     while (await clients.ask("a", None)).reason or (await clients.ask("a", None)).reason:
         await asyncio.sleep(0.2)
     per_s = args.per_s or await clients.capacity(args.seconds)
     print(f"capacity {per_s:.1f} requests/s", flush=True)
-    turns = []
-    for _ in range(args.turns):
+    rounds = []
+    for _ in range(args.rounds):
         seen = await clients.flood(2.0 * per_s, args.seconds, args.deadline)
-        turns.append(judged(seen, per_s, args))
-        print(json.dumps({key: round(value, 3) for key, value in turns[-1].items()}), flush=True)
+        rounds.append(judged(seen, per_s, args))
+        print(json.dumps({key: round(value, 3) for key, value in rounds[-1].items()}), flush=True)
         print(dict(Counter(each.reason for each in seen if each.reason)), flush=True)
-    medians = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+    medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
     if not args.dry_run:
-        results = {"capacity_per_s": per_s, "medians": medians, "turns": turns}
+        results = {"capacity_per_s": per_s, "medians": medians, "rounds": rounds}
         print(write_results("queue_owner_measured", results))
 
 
@@ -207,8 +207,8 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a round")
     parser.add_argument("--deadline", type=float, default=4.0, help="of whole answers, in seconds")
     parser.add_argument("--per-s", type=float, default=0.0, help="the capacity; 0 = measure it")
     parser.add_argument("--arena", default="96MiB", help="device memory of each worker")

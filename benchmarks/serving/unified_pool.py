@@ -64,7 +64,7 @@ def drifting(bench: Bench) -> tuple[list[Command], int]:
     return commands, num_tokens
 
 
-def measure(bench: Bench, split: Split | None, num_blocks: int, turn: int) -> tuple[float, float]:
+def measure(bench: Bench, split: Split | None, num_blocks: int, seed: int) -> tuple[float, float]:
     """A new engine over the same runner; the trace from its first request to its last token.
 
     Returns tokens a step and tokens a second of processor time.
@@ -76,7 +76,7 @@ def measure(bench: Bench, split: Split | None, num_blocks: int, turn: int) -> tu
     config = msgspec.structs.replace(make_config(Path(), 0), max_num_seqs=MAX_RUNNING)
     bench.runner.arena_blocks = num_blocks
     bench.engine = engine_kind(split)(bench.runner, config, time.monotonic)
-    bench.order = random.Random(turn)
+    bench.order = random.Random(seed)
     commands, num_tokens = drifting(bench)
     bench.runner.steps.clear()
     gc.collect()
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, required=True, help="for the files; kept")
     parser.add_argument("--shares", default="5,10,20,30,50")
     parser.add_argument("--ranks", default="8", help="dealt to the adapters (8)")
-    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--base", choices=[SMALL.name, *SHAPES], default=SMALL.name)
     parser.add_argument("--dtype", default="float32", help="the engine computes in (float32)")
@@ -112,21 +112,21 @@ def main() -> None:
     bench = make_bench(base, folders, 512 << 20, args.dtype)
     kinds = [None, *splits_of(args.shares)]
     measure(bench, None, args.blocks, -1)  # warm-up
-    turns = [
-        [measure(bench, kind, args.blocks, turn) for kind in kinds] for turn in range(args.turns)
+    rounds = [
+        [measure(bench, kind, args.blocks, seed) for kind in kinds] for seed in range(args.rounds)
     ]
     runs = [
         {
             "memory": kind.name if kind else "one pool",
-            "tokens_a_step": statistics.median(turn[index][0] for turn in turns),
-            "tokens_per_s": statistics.median(turn[index][1] for turn in turns),
+            "tokens_a_step": statistics.median(each[index][0] for each in rounds),
+            "tokens_per_s": statistics.median(each[index][1] for each in rounds),
         }
         for index, kind in enumerate(kinds)
     ]
     rows = [[r["memory"], f"{r['tokens_a_step']:.2f}", f"{r['tokens_per_s']:.0f}"] for r in runs]
     print_table(["MEMORY", "TOKENS/STEP", "TOKENS/S"], rows)
     sizes = {"blocks": args.blocks, "block_bytes": bench.runner.block_bytes, "ranks": ranks}
-    results: dict[str, Any] = {**sizes, "turns": args.turns, "runs": runs}
+    results: dict[str, Any] = {**sizes, "rounds": args.rounds, "runs": runs}
     for figure in ("tokens_a_step", "tokens_per_s"):
         ratios = over_splits([run[figure] for run in runs])
         print(f"one pool over the others, {figure}: {rounded(ratios)}")

@@ -9,9 +9,9 @@ from benchmarks.scheduling.routing import (
     by_router,
     fewest_misses,
     ideal,
-    in_turn,
     oracle,
     popularity,
+    round_robin,
     simulate,
 )
 
@@ -37,7 +37,7 @@ def test_twice_as_many_adapters_as_slots(exponent: float) -> None:
 def test_tail_of_first_tokens_is_half_of_that_of_round_robin(exponent: float) -> None:
     weights = popularity(64, exponent)
     routed = simulate(by_router, weights, NUM_REQUESTS, seed=1)
-    turns = simulate(in_turn(), weights, NUM_REQUESTS, seed=1)
+    turns = simulate(round_robin(), weights, NUM_REQUESTS, seed=1)
     assert routed.p99_s <= 0.5 * turns.p99_s
 
 
