@@ -48,14 +48,14 @@ def test_the_base_s_own_tokenizer_and_none_at_all_add_nothing() -> None:
     assert read({}) == ()
 
 
-def test_older_files_list_added_tokens_beside_the_tokenizer() -> None:
+def test_older_files_list_added_tokens_next_to_the_tokenizer() -> None:
     decoder = {"3": {"content": "<s>", "special": True}, "4": {"content": "<x>"}}
     want = (AddedToken(4, "<x>"),)
     assert read({"tokenizer_config.json": {"added_tokens_decoder": decoder}}) == want
     assert read({"added_tokens.json": {"<x>": 4, "<s>": 3}}) == want
 
 
-def test_pieces_with_scores_are_numbered_by_place() -> None:
+def test_pieces_with_scores_are_numbered_by_position() -> None:
     base = copy_of(BASE)
     base["model"]["vocab"] = [["a", 0.0], ["b", -1.0], ["c", -2.0]]
     theirs = copy_of(base)

@@ -163,7 +163,7 @@ def test_offsets_count_from_the_start_of_the_file() -> None:
     assert [info.shape for info in parsed.tensors] == [(2,), (2, 2)]
 
 
-def test_a_tensor_without_bytes_may_share_its_place() -> None:
+def test_a_tensor_without_bytes_may_share_its_offset() -> None:
     file = builders.tensor_file({"x": Tensor("F32", (0, 4)), "y": Tensor("F32", (1,))})
     assert len(parse_header(file, len(file)).tensors) == 2
 
@@ -227,7 +227,7 @@ MISPLACED |= {
 
 
 @pytest.mark.parametrize("kind", MISPLACED)
-def test_a_tensor_out_of_place_is_refused_by_name(kind: str) -> None:
+def test_a_tensor_at_a_wrong_offset_is_refused_by_name(kind: str) -> None:
     changes, tensor, problem = MISPLACED[kind]
     with pytest.raises(InvalidAdapter) as caught:
         Adapter().with_tensors(changes).validate(tiny_geometry())

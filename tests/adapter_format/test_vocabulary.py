@@ -59,7 +59,7 @@ def test_a_list_of_trained_tokens_is_of_the_embedding_whatever_its_name() -> Non
     assert [(m.name, m.token_ids) for m in report.modules if m.token_ids] == [("model.wte", (3, 5))]
 
 
-def test_the_copies_that_peft_adds_to_saved_tables_have_their_place() -> None:
+def test_the_copies_that_peft_adds_to_saved_tables_are_understood() -> None:
     names = ("weight", "modules_to_save.weight", "original_module.weight")
     tables = {f"{path}.{name}": table(VOCAB + 3) for path in (EMBEDDING, HEAD) for name in names}
     adapter = Adapter().with_tensors(tables)
@@ -98,7 +98,7 @@ def test_an_embedding_resized_without_its_head_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("name", "num_warnings"), [("tokenizer.json", 0), ("README.md", 1)])
-def test_added_tokens_without_a_tokenizer_beside_them_warn(name: str, num_warnings: int) -> None:
+def test_added_tokens_without_a_tokenizer_warn(name: str, num_warnings: int) -> None:
     tables = {f"{path}.weight": table(VOCAB + 3) for path in (EMBEDDING, HEAD)}
     adapter = Adapter().with_tensors(tables)
     sizes = {

@@ -83,7 +83,7 @@ def test_resolved_parameters_arrive_as_they_were_sent(params: SamplingParams) ->
     assert wire.sampling_params_from_proto(received) == params
 
 
-def test_what_a_worker_is_not_told_is_off() -> None:
+def test_what_a_message_leaves_out_is_off() -> None:
     params = wire.sampling_params_from_proto(worker_pb2.WorkerSampling(max_tokens=3))
     assert params == SamplingParams(max_tokens=3, seed=0)
     assert (params.top_p, params.repetition_penalty, params.temperature) == (1.0, 1.0, 0.0)

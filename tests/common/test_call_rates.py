@@ -79,7 +79,7 @@ def test_tenants_without_end_take_bounded_memory(monkeypatch: pytest.MonkeyPatch
     assert len(rates._used_until_s) == 10
 
 
-async def test_only_refusals_of_too_many_calls_wait_and_only_so_many(
+async def test_only_refusals_of_too_many_calls_wait_and_their_number_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(call_rates, "MAX_DELAYED", 2)

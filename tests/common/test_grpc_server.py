@@ -172,7 +172,7 @@ async def test_auth_identifies_the_caller_of_unary_and_stream_calls() -> None:
     await running.stop(0)
 
 
-async def test_health_is_live_at_once_and_ready_when_told() -> None:
+async def test_health_is_live_at_once_and_ready_when_set() -> None:
     running = await _running(RegistryLookup())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)

@@ -46,7 +46,7 @@ async def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await pool.close()
 
 
-async def test_where_a_job_costs_its_process_another_is_started_beside_the_idle_one(
+async def test_where_a_job_costs_its_process_another_is_started_in_addition_to_the_idle_one(
     pool: ProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_pool, "PAUSE_FACTOR", 0.0)
@@ -62,7 +62,7 @@ async def test_where_a_job_costs_its_process_another_is_started_beside_the_idle_
 
 
 @pytest.mark.hostile
-async def test_beside_a_long_job_another_process_is_started_before_a_tenant_needs_it(
+async def test_during_a_long_job_another_process_is_started_before_a_tenant_needs_it(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "pipe")

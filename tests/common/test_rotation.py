@@ -53,7 +53,9 @@ def test_files_count_as_replaced_once_and_only_when_they_belong_together(house: 
     assert not rotation.is_renewed()
 
 
-async def test_a_grpc_door_shows_the_certificate_that_lies_there_now(house: Authority) -> None:
+async def test_a_grpc_server_shows_the_certificate_that_is_in_the_file_now(
+    house: Authority,
+) -> None:
     pair = house.issue("server")
     server = TlsFiles(cert=pair.cert, key=pair.key).server()
     running = await grpc_server.start([], ["127.0.0.1:0"], tls=server)
@@ -67,7 +69,7 @@ async def test_a_grpc_door_shows_the_certificate_that_lies_there_now(house: Auth
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
-async def test_the_http_door_shows_the_certificate_that_lies_there_now(
+async def test_the_http_server_shows_the_certificate_that_is_in_the_file_now(
     house: Authority, name: str
 ) -> None:
     """Also to clients that name no host, as those do that dial an address."""

@@ -5,7 +5,7 @@ import pytest
 from loraplex_services.common.units import integer, parse_listen
 
 
-def test_whole_numbers_have_bounds() -> None:
+def test_integers_have_bounds() -> None:
     assert integer(1, 4)("4") == 4
     for text in ("0", "5", "1.5", "-1", "x"):
         with pytest.raises(ValueError, match="at least 1 and at most 4"):

@@ -39,7 +39,7 @@ def test_published_adapters_serve_the_whole_trace_and_the_figures_follow_from_it
     assert all(0 <= o["adapter"] < len(ADAPTERS) and 4 <= o["num_input"] <= 16 for o in outcomes)
 
 
-def test_outcomes_that_cannot_be_written_are_said_before_anything_is_sent(stack: Stack) -> None:
+def test_results_that_cannot_be_written_are_reported_before_anything_is_sent(stack: Stack) -> None:
     done = bench(stack, "--adapters", "0", "--outcomes", "/no/such/folder/outcomes.jsonl")
     assert done.returncode == 2 and "--outcomes" in done.stderr
 

@@ -18,7 +18,7 @@ def digest_of(stack: Stack, name: str) -> str:
     return str(found["digest"])
 
 
-def test_http_refuses_a_dora_adapter_beside_another(stack: Stack) -> None:
+def test_http_refuses_a_dora_adapter_with_another(stack: Stack) -> None:
     adapters = [{"ref": name, "weight": 1.0} for name in (PLAIN, DORA)]
     body = {"model": BASE_ID, "prompt": "x", "max_tokens": 4, "adapters": adapters}
     status, answer = stack.post("/v1/completions", body)
@@ -36,7 +36,7 @@ def test_http_refuses_a_weight_that_dora_gains_are_not_for(stack: Stack) -> None
     assert "DoRA" in answer["error"]["message"]
 
 
-def test_grpc_refuses_a_dora_adapter_beside_another(stack: Stack) -> None:
+def test_grpc_refuses_a_dora_adapter_with_another(stack: Stack) -> None:
     request = inference_pb2.GenerateRequest(
         model=BASE_ID,
         text="x",

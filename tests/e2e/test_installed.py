@@ -147,7 +147,7 @@ def test_an_installed_stack_serves_with_compiled_kernels(installation: Installat
         lines.close()
 
 
-def test_a_client_is_told_what_a_stack_needs(installation: Installation) -> None:
+def test_a_client_reports_what_a_stack_needs(installation: Installation) -> None:
     installation.link(CLIENT)
     status, _, errors = installation.run("loraplex", "up")
     assert status == 1

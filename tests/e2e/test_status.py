@@ -16,7 +16,7 @@ def _loraplex(stack: Stack, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_top_looks_as_often_as_it_was_told(stack: Stack) -> None:
+def test_top_refreshes_as_often_as_the_interval_says(stack: Stack) -> None:
     stack.complete(ADAPTERS[0].name, "a=")
     digest = json.loads(stack.run_registry("show", ADAPTERS[0].name, "--json").stdout)["digest"]
     done = _loraplex(stack, "top", "--count", "2", "--interval", "100ms", "--json")

@@ -61,7 +61,7 @@ def test_with_keys_other_machines_may_connect(tmp_path: Path) -> None:
     assert config.service_token == "s" * 32
 
 
-def test_the_key_of_http_is_in_the_file_of_its_certificate_or_beside_it(tmp_path: Path) -> None:
+def test_the_key_of_http_is_in_the_file_of_its_certificate_or_next_to_it(tmp_path: Path) -> None:
     one, other = Authority(tmp_path / "a").issue("one"), Authority(tmp_path / "b").issue("other")
     both, beside, alone, wrong = (tmp_path / f"{name}.crt" for name in "abcd")
     both.write_bytes(one.cert.read_bytes() + one.key.read_bytes())

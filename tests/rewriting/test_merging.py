@@ -70,7 +70,7 @@ def test_other_ranks_are_refused_but_for_cat(tmp_path: Path) -> None:
     assert merge(folders, tmp_path / "out", Recipe("cat")).max_rank == 6
 
 
-def test_parts_beside_lora_matrices_are_refused_by_name(tmp_path: Path) -> None:
+def test_tensors_other_than_lora_matrices_are_refused_by_name(tmp_path: Path) -> None:
     magnitudes: dict[str, Tensor | None] = {
         f"base_model.model.{name}.lora_magnitude_vector": Tensor("F32", (width,))
         for name, width in zip(modules_named("q_proj", "v_proj"), [8, 4] * 2, strict=True)

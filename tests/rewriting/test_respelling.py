@@ -190,7 +190,7 @@ EXPERTS = "model__layers__0__mlp__experts__w1__lora_"
         ),
     ],
 )
-def test_what_has_no_place_is_refused_by_name(
+def test_what_has_no_counterpart_is_refused_by_name(
     others: dict[str, Tensor], message: str, tmp_path: Path
 ) -> None:
     folder = llama_export(tmp_path / "export", **others)

@@ -260,7 +260,7 @@ def test_a_combined_qkv_row_is_shared_out_to_q_k_and_v(tmp_path: Path) -> None:
         ([1, 0, 1], 32, "another base"),
     ],
 )
-def test_rows_that_do_not_fit_the_base_are_refused_by_their_place(
+def test_rows_that_do_not_fit_the_base_are_refused_by_their_position(
     tmp_path: Path, row: list[int], size: int, problem: str
 ) -> None:
     folder = _save(tmp_path / "trt", np.ones((1, size)), [row])

@@ -81,7 +81,7 @@ async def test_force_replaces_files_of_the_same_name_only(tmp_path: Path) -> Non
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-async def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+async def test_a_file_instead_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("a file")
     with pytest.raises(InvalidRequest, match="is a file"):
         await _pull(tmp_path / "x", [], [])

@@ -52,7 +52,7 @@ async def test_stream_that_ends_early_is_unavailable() -> None:
             await client.complete("upper", "ab")
 
 
-async def test_error_in_the_middle_keeps_the_pieces_before_it() -> None:
+async def test_error_in_the_middle_keeps_the_chunks_before_it() -> None:
     error = ResourceExhausted("shed", retry_after_s=2.0)
     gateway = ScriptedGateway([pb.GenerateResponse(text="A")], error)
     texts = []

@@ -38,7 +38,7 @@ def test_a_step_after_idling_takes_longer_and_the_next_one_does_not() -> None:
     assert outcome.end_s == pytest.approx(1.0 + 0.5 + 0.030 + 0.011)
 
 
-def test_time_outside_the_worker_comes_on_top_and_passes_before_a_place_is_free_again() -> None:
+def test_time_outside_the_worker_is_added_and_passes_before_a_slot_is_free_again() -> None:
     costs = replace(COSTS, request_s=0.1, request_p90_s=0.1)
     alone = fleet(costs=costs, admission=AdmissionLimits(max_running=1))
     first, second = Simulation(alone, []).run([TracedRequest(0.0, None, 20, 1)] * 2)
@@ -46,7 +46,7 @@ def test_time_outside_the_worker_comes_on_top_and_passes_before_a_place_is_free_
     assert first.end_s < second.end_s < 2 * first.end_s
 
 
-def test_the_gateway_keeps_requests_back_and_refuses_what_finds_no_place_to_wait() -> None:
+def test_the_gateway_keeps_requests_back_and_refuses_those_beyond_its_queue() -> None:
     trace = [TracedRequest(0.0, None, 20, 2)] * 3
     narrow = fleet(admission=AdmissionLimits(max_running=1, max_waiting=1))
     first, second, third = Simulation(narrow, []).run(trace)

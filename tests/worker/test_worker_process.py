@@ -372,7 +372,7 @@ async def test_more_adapters_than_disk_cache_and_arena_hold_still_give_their_own
             session.close()
 
 
-async def test_a_door_with_a_token_lets_in_only_who_shows_it() -> None:
+async def test_a_server_with_a_token_serves_only_who_shows_it() -> None:
     with worker_folder() as fresh:
         (fresh.root / "token").write_text("secret")
         (temporary := fresh.root / "tmp").mkdir()
@@ -390,7 +390,7 @@ async def test_a_door_with_a_token_lets_in_only_who_shows_it() -> None:
         assert not list(temporary.glob("loraplex-cache-*"))
 
 
-async def test_the_engine_does_not_outlive_its_door(worker: WorkerProcess) -> None:
+async def test_the_engine_does_not_outlive_its_api_server(worker: WorkerProcess) -> None:
     """The last one, since it ends the worker of all the others."""
     async with worker.connected():
         engine = worker.engine()

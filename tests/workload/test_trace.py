@@ -128,7 +128,7 @@ def test_heavy_tailed_lengths_have_their_means_and_end_at_the_cap() -> None:
     assert max(r.num_output for r in trace) <= LogNormalLengths().cap
 
 
-def test_ranks_are_dealt_in_turn() -> None:
+def test_ranks_are_dealt_in_rotation() -> None:
     assert ranks_of(RANK_MIXES["S2"], 6) == [64, 32, 16, 8, 64, 32]
 
 

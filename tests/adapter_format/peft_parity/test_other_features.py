@@ -68,7 +68,7 @@ def tensors_of(module: AdapterModule) -> Iterator[TensorInfo]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_tensor_has_its_place(family: str, feature: str, tmp_path: Path) -> None:
+def test_every_tensor_belongs_to_a_site(family: str, feature: str, tmp_path: Path) -> None:
     geometry = write(family, feature, tmp_path)
     report = check(tmp_path, geometry)
     placed = {info.name for module in report.modules for info in tensors_of(module)}

@@ -151,7 +151,7 @@ def test_modules_ranks_and_scales_are_those_of_peft(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_served_dtype_is_read_at_its_place(
+def test_every_served_dtype_is_read_at_its_offset(
     dtype: torch.dtype, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     model = models.build("llama").to(dtype)

@@ -89,7 +89,9 @@ def test_service_of_two_tenants_that_wait_stays_within_the_bound(
     window=st.integers(1, 3000),
     prompts=st.lists(st.integers(1, 2000), min_size=1, max_size=60),
 )
-def test_only_so_many_tokens_are_sent_ahead(seed: int, window: int, prompts: list[int]) -> None:
+def test_the_tokens_that_are_sent_ahead_are_bounded(
+    seed: int, window: int, prompts: list[int]
+) -> None:
     """Of each tenant never more than a window, but for one request that is larger by itself."""
     rng = random.Random(seed)
     queue = AdmissionQueue(AdmissionLimits())

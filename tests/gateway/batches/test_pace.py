@@ -16,7 +16,7 @@ async def settled() -> None:
     await asyncio.sleep(0.05)
 
 
-async def test_tenants_take_turns_for_the_room_there_is() -> None:
+async def test_tenants_get_free_slots_in_rotation() -> None:
     room = 0
     pace = Pace(lambda: room)
     order: list[str] = []

@@ -232,7 +232,7 @@ async def test_probes_and_metrics(stack: Stack) -> None:
     assert b'loraplex_gateway_estimated_wait_seconds{base="base"} ' in body
 
 
-async def test_not_ready_until_the_registry_took_the_base(stack: Stack) -> None:
+async def test_not_ready_until_the_registry_accepted_the_base(stack: Stack) -> None:
     stack.registry.refuses_bases = AlreadyExists("base exists with another fingerprint")
     await stack.start(ready=False)
     await eventually(lambda: "fingerprint" in stack.running.readiness.missing())

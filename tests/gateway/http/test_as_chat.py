@@ -48,7 +48,7 @@ def test_a_message_in_many_parts_is_not_copied_for_each(
     assert type(message["content"]) is str
 
 
-def test_thoughts_and_texts_of_one_turn_are_one_message() -> None:
+def test_thoughts_and_texts_of_one_role_are_one_message() -> None:
     chat = ChatMessages()
     chat.thought("a")
     chat.thought("b")

@@ -254,6 +254,6 @@ async def test_a_client_that_stops_sending_leaves_nothing(
     assert stored(storing) == []
 
 
-def test_the_limits_leave_room_for_uploads() -> None:
+def test_the_limits_leave_bytes_for_uploads() -> None:
     memory = limits.MAX_FILE_UPLOADS * 2 * files.SEGMENT_BYTES
     assert memory <= 256 << 20

@@ -214,7 +214,7 @@ async def test_chat_and_generate_name_the_weights_too(live: Stack) -> None:
     assert sum(span["length"] for span in spans) == 4
 
 
-async def test_the_sdk_sees_the_digests_of_each_piece_and_of_the_whole(live: Stack) -> None:
+async def test_the_sdk_sees_the_digests_of_each_chunk_and_of_the_answer(live: Stack) -> None:
     live.workers[0].stands_at = NUM_TOKENS // 2
     async with InferenceClient(live.grpc_address) as client:
         pieces = []

@@ -168,7 +168,7 @@ def test_token_that_is_no_utf8_is_shown_by_its_bytes() -> None:
     assert token_text(tokens, ord("a")) == ("a", b"a")
 
 
-def test_broken_text_does_not_hold_back_for_ever() -> None:
+def test_broken_text_is_not_held_back_without_end() -> None:
     """A decoder that is asked window by window lets go of what never becomes a character."""
     tokenizer = _byte_fallback()
     tokenizer.decoder = decoders.Sequence(

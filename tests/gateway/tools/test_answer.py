@@ -253,7 +253,7 @@ MARKS += ['"now"', '"parameters"', ",", "[", "]", ";", " ", "\n", "x", "\\", '"'
     st.sampled_from([kind for kind in ToolFormat if kind is not ToolFormat.NONE]),
     st.lists(st.sampled_from(MARKS), max_size=14),
 )
-def test_nonsense_is_read_alike_in_one_piece_and_by_characters(kind: str, marks: list[str]) -> None:
+def test_nonsense_is_read_alike_at_once_and_by_characters(kind: str, marks: list[str]) -> None:
     text = "".join(marks)
     complete = _read(kind, [text])
     assert _read(kind, list(text)) == complete

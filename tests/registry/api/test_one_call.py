@@ -95,7 +95,7 @@ async def test_the_bytes_may_come_in_any_number_of_messages(served: ServedRegist
     assert (await _send(served, first, *rest)).version == 1
 
 
-async def test_a_repeated_call_is_told_of_its_own_version(served: ServedRegistry) -> None:
+async def test_a_repeated_call_gets_its_own_version(served: ServedRegistry) -> None:
     first = _first(adapter_files(1))
     method = served.client._stub.PublishAdapter
     for _ in range(2):

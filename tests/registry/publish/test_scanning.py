@@ -55,7 +55,7 @@ def test_a_file_that_is_bad_or_not_whole_has_no_answer(data: bytes) -> None:
 
 
 @pytest.mark.hostile
-def test_answers_with_many_names_take_the_place_of_others() -> None:
+def test_answers_with_many_names_replace_others() -> None:
     scans = Scans()
     names = frozenset(f"{number:0100}" for number in range(45_000))
     for number in range(5):

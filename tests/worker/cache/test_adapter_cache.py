@@ -285,7 +285,7 @@ def test_adapters_that_share_blocks_are_counted_once() -> None:
     assert reclaimer.reclaim(3, 1.0) and cache.ready(["sha256:a"])
 
 
-def test_an_adapter_smaller_than_a_block_takes_the_place_of_idle_ones_beside_one_in_use() -> None:
+def test_an_adapter_smaller_than_a_block_evicts_idle_ones_that_share_a_block_with_others() -> None:
     arena = Arena(1, pages_per_block=4)
     reclaimer = Reclaimer(arena)
     cache = make_cache(reclaimer, arena)

@@ -57,6 +57,6 @@ def test_shapes_that_do_not_divide_leave_the_least_empty():
     assert 1 <= len(groups.groups) * groups.block_bytes / used < 1.02
 
 
-def test_layers_that_read_another_ones_keys_have_no_place():
+def test_layers_that_read_the_keys_of_another_have_none_of_their_own():
     groups = plan_kv_groups([None] * 4, [NARROW] * 4, itemsize=2, without_kv=(2, 3))
     assert [group.layers for group in groups.groups] == [(0, 1)]

@@ -58,7 +58,7 @@ def test_an_added_token_may_come_where_its_text_may(vocabulary):
     assert not index.consume([303])
 
 
-def test_its_own_end_takes_the_place_of_the_base_s(vocabulary):
+def test_its_own_end_replaces_that_of_the_base(vocabulary):
     own = GrammarTokens(tuple(ADDED.items()), (OWN_EOS, 258))
     index = follower(vocabulary, Grammar(regex="(ab){2,}"), own)
     assert not {OWN_EOS, 258, EOS} & ids_in(index.bitmask())

@@ -121,7 +121,7 @@ def test_dummy_weights_need_no_files_and_are_the_same_each_time(base, tmp_path):
     assert all_weights(first).std() > 0.05
 
 
-def test_sites_and_places_cover_every_linear(base):
+def test_sites_and_their_ranges_cover_every_linear(base):
     sites = build(base.folder).site_weights.table
     assert [site.kind for site in sites.sites].count("linear") == 4 * 2
     site_range = sites.modules["model.layers.1.self_attn.v_proj"]

@@ -76,7 +76,7 @@ def test_a_row_of_a_product_does_not_depend_on_its_neighbours(compiled):
         assert compiled.linear(x[row : row + 1], packed, 300).equal(together[row : row + 1])
 
 
-def test_callers_on_several_threads_take_turns(compiled):
+def test_callers_on_several_threads_wait_for_each_other(compiled):
     torch.manual_seed(2)
     packed = compiled.pack(torch.randn(300, 90))
     inputs = [torch.randn(64, 90) for _ in range(4)]

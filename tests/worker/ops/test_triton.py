@@ -98,7 +98,7 @@ def test_no_kernel_spills_more_than_six_words_unless_its_registers_are_limited(c
     assert spilling == []
 
 
-def test_shared_memory_leaves_room_for_two_programs_on_a_multiprocessor(compiled):
+def test_shared_memory_suffices_for_two_programs_on_a_multiprocessor(compiled):
     contexts = "attention.contexts"  # one program has as many warps as two of the others
     others = [row for row in compiled if not row["name"].startswith(contexts)]
     assert [row["name"] for row in others if row["shared"] > 82 * 1024] == []

@@ -195,7 +195,7 @@ def with_tokenizer(writer):
 
 
 @pytest.mark.long
-def test_a_file_without_a_tokenizer_beside_it_brings_its_own(tmp_path):
+def test_a_file_without_a_tokenizer_next_to_it_has_its_own(tmp_path):
     trained = []
     path = written(tmp_path, lambda writer: trained.append(with_tokenizer(writer)))
     (tmp_path / "tokenizer.json").unlink()

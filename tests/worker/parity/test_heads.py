@@ -38,7 +38,7 @@ def base(request, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_heads_score_beside_requests_that_generate_as_transformers_does(base, tmp_path):
+def test_heads_score_in_a_batch_with_generation_as_transformers_does(base, tmp_path):
     driver = Driver(parity_runner(base.folder, arena_bytes=32 << 20))
     driver.load(0, make_adapter(base, GENERATOR, tmp_path / GENERATOR))
     stage = set_head_stage(base, driver, tmp_path)

@@ -184,7 +184,7 @@ def test_a_token_that_only_the_device_knows_counts_like_any_other(params):
     assert logits[0].equal(logits[1])
 
 
-def test_a_turn_is_not_changed_by_tokens_that_come_meanwhile():
+def test_a_step_is_not_changed_by_tokens_that_come_meanwhile():
     request = make_request([1, 2], presence_penalty=1.0, temperature=1.0)
     token = token_of(request)
     request.output_ids.append(0)
@@ -222,7 +222,7 @@ def test_logprobs_are_the_models_own_whatever_was_biased():
     assert [v for _, v in sampled.logprobs.top] == pytest.approx(values.tolist(), abs=1e-6)
 
 
-def test_listed_tokens_take_the_place_of_the_most_likely_ones():
+def test_listed_tokens_replace_the_most_likely_ones():
     """In the order of the request, beside rows that list none or other tokens. The chosen token
     keeps its own entry, and a token of a wider vocabulary has no probability."""
     logits = random_logits(4)

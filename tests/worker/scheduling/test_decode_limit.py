@@ -143,7 +143,7 @@ def test_what_a_draft_costs_is_learned_like_any_token() -> None:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_the_requests_of_a_flood_take_turns_and_all_end(overlaps: bool) -> None:
+def test_the_requests_of_a_flood_alternate_and_all_end(overlaps: bool) -> None:
     counters = ServiceCounters()
     stage = Stage(60, policy=fair(counters), counters=counters, overlaps=overlaps, max_running=12)
     stage.scheduler.decode_limit = taught(0.0, STEP_S)

@@ -58,7 +58,7 @@ def test_a_tenant_that_comes_late_is_not_kept_waiting_by_a_flood() -> None:
     assert stage.now <= 10 + 12
 
 
-def test_the_last_places_are_for_the_tenant_that_was_served_least() -> None:
+def test_the_last_slots_are_for_the_tenant_that_was_served_least() -> None:
     """It finds one at once in a batch that another keeps full; alone, a tenant has all of them."""
     counters = ServiceCounters()
     bounds = {"max_running": 16, "max_step_tokens": 64}
@@ -80,7 +80,7 @@ def test_the_last_places_are_for_the_tenant_that_was_served_least() -> None:
     assert stage.scheduler.num_running == 16
 
 
-def test_tenants_that_all_have_more_leave_no_place_empty() -> None:
+def test_tenants_that_all_have_more_leave_no_slot_empty() -> None:
     counters = ServiceCounters()
     bounds = {"max_running": 16, "max_step_tokens": 64}
     stage = Stage(400, (None,), fair(counters), counters, prefix_cache=False, **bounds)

@@ -228,7 +228,7 @@ def test_a_long_prompt_is_cut_by_the_token_budget_and_never_delays_decodes() -> 
     assert [plan.rows[0].needs_logits for plan in plans] == [False, False, True]
 
 
-def test_short_prompts_start_beside_a_long_one_and_other_long_ones_after_it() -> None:
+def test_short_prompts_start_along_with_a_long_one_and_other_long_ones_after_it() -> None:
     stage = Stage(num_blocks=64)
     stage.submit(make_request("long", 40))
     stage.step()

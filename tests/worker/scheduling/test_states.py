@@ -59,7 +59,7 @@ def test_without_a_prefix_cache_no_snapshot_is_taken() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [8, 9])
-def test_a_request_whose_state_leaves_no_room_for_its_tokens_is_refused(num_blocks: int) -> None:
+def test_a_request_whose_state_leaves_no_blocks_for_its_tokens_is_refused(num_blocks: int) -> None:
     stage = Stage(num_blocks=num_blocks, state_blocks=3)
     stage.submit(make_request("r", 20, 4))  # 6 blocks of KV
     stage.run_dry()

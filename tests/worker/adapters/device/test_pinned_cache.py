@@ -110,7 +110,7 @@ def test_all_memory_that_was_asked_for_holds_images(arena, num_blocks):
     assert [folder in tier for folder in folders] == [False, *[True] * (num_blocks - 1)]
 
 
-def test_another_image_of_a_folder_takes_the_place_of_the_first(arena, tier):
+def test_another_image_of_a_folder_replaces_the_first(arena, tier):
     tier.copy(A, image_of(1, 2)[0], [0, 1], step_s=0.0)
     image, data = image_of(2, 3)
     tier.copy(A, image, [4, 5, 6], step_s=0.0)
@@ -118,7 +118,7 @@ def test_another_image_of_a_folder_takes_the_place_of_the_first(arena, tier):
     assert A in tier and tier.take_left() == ()
 
 
-def test_images_that_leave_are_told_once_and_not_if_they_come_back(tier):
+def test_images_that_leave_are_reported_once_and_not_if_they_come_back(tier):
     def copy(folder, seed, num_blocks):
         tier.copy(folder, image_of(seed, num_blocks)[0], range(num_blocks), step_s=0.0)
 

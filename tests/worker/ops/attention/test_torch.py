@@ -114,7 +114,7 @@ def check_pages(window, heads, softcap, sinks=None, chunked=False):
         )
 
 
-def test_long_contexts_run_in_pieces_of_queries(monkeypatch):
+def test_long_contexts_run_in_chunks_of_queries(monkeypatch):
     torch.manual_seed(0)
     groups = plan_kv_groups([None], [KvHeads(2, HEAD_DIM)], itemsize=4)
     arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))

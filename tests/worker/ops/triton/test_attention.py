@@ -177,7 +177,7 @@ def test_scores_that_float32_cannot_exponentiate_are_attended(device):
         check_step(shape, torch.float32, device, [(0, 20), (500, 1)], tolerance=1e-3)
 
 
-def test_a_generation_has_the_same_bits_whatever_runs_beside_it(device):
+def test_a_generation_has_the_same_bits_whatever_else_is_in_its_batch(device):
     shape = HeadShape(4, 2, 16, 0.25, None, None)
     chunks = [(0, 30), (450, 1), (5, 1), (700, 1), (150, 1)]
     kv, sequences = make_step(shape, torch.float16, device, chunks)

@@ -94,7 +94,7 @@ def test_integers_are_widened_and_scaled_by_rank_row(dtype, device):
     check((5, 33, 34), dtype, device, "zipf", ranks=(1, 16, 17), int8=True)
 
 
-def test_rows_wider_than_a_block_are_read_in_pieces(device):
+def test_rows_wider_than_a_block_are_read_in_chunks(device):
     check((3, 70, 90), torch.float32, device, "distinct", 128, (1, 5))
 
 

@@ -108,7 +108,7 @@ def test_a_mixed_step_finds_the_smallest_size_that_holds_it(runner):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
-def test_replayed_pieces_equal_an_eager_step(runner, device):
+def test_replayed_graphs_equal_an_eager_step(runner, device):
     gpu = runner._batches.gpu
     plan = mixed_plan(runner, lambda before: eager(runner, before))
     expected = eager(runner, plan).clone()

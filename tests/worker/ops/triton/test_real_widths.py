@@ -147,7 +147,7 @@ def test_adapters_of_real_widths_equal_float64(stage, spans, device):
 
 
 @pytest.mark.timeout(200)
-def test_the_rows_of_one_adapter_do_not_depend_on_what_runs_beside_them(stage, device):
+def test_the_rows_of_one_adapter_do_not_depend_on_the_rest_of_the_batch(stage, device):
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(64, stage.num_inputs, generator=generator, device=device).bfloat16()
     y = torch.zeros(64, sum(stage.widths), dtype=torch.bfloat16, device=device)

@@ -180,7 +180,7 @@ class BytesToCome:
         return 0.0
 
 
-def test_no_byte_of_a_landing_adapter_is_read_before_it_was_waited_for(folders, kernel_runner):
+def test_no_byte_of_an_adapter_being_copied_is_read_before_its_copy_ends(folders, kernel_runner):
     runner, free = kernel_runner
     folder, slot = folders[1][1], 2
     index = runner._adapters._packer.pack(folder).index

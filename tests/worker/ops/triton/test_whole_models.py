@@ -251,7 +251,7 @@ def errors(steps, exact):
     return {request: torch.cat(parts) for request, parts in found.items()}
 
 
-def test_every_adapter_changes_what_its_request_is_told(folders, device):
+def test_every_adapter_changes_the_output_of_its_request(folders, device):
     base, adapters = folders.of("small")
     geometry = GEOMETRIES["small"]
     runner = Forced(geometry, base, adapters, device, "float32", "triton")

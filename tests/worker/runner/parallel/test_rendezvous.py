@@ -63,7 +63,7 @@ def test_a_rank_that_knows_a_secret_joins(meeting, secret):
     assert found[1, False].addresses == rank.addresses == ("127.0.0.1", "127.0.0.1")
 
 
-def test_a_rank_with_another_secret_is_told_and_the_group_still_forms(meeting):
+def test_a_rank_with_another_secret_is_refused_and_the_group_still_forms(meeting):
     with pytest.raises(Unauthenticated, match="LORAPLEX_SERVICE_TOKEN_FILE"):
         connect(meeting.address, "guessed", Join(1, BUILD), PATIENCE_S)
     connect(meeting.address, "new-secret", Join(1, BUILD), PATIENCE_S)
