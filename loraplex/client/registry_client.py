@@ -38,7 +38,7 @@ from loraplex.client.publishing import (
 )
 from loraplex.client.registry_admin import RegistryAdmin
 from loraplex.client.settings import Credentials
-from loraplex.client.uploading import LocalFile, hash_files, upload
+from loraplex.client.uploading import hash_files, upload
 from loraplex.model_layout import make_layout
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
@@ -95,7 +95,7 @@ class RegistryClient:
         specs = [each.spec for each in summed]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
         # Errors in the config or the header are reported before any byte of a large file is sent.
-        await self._validate(options, files, specs)
+        await self._validate(options, specs, *config_and_header(files))
         answer = await upload(self._channel, options, files, summed, progress)
         return Published(
             registry_wire.adapter_version(answer.version),
@@ -128,13 +128,7 @@ class RegistryClient:
         if publication.signing_key is not None or publication.signature is not None:
             options.signatures.extend(signatures_of(publication, Path(), specs))
         if tensor_file.size_bytes > _SENT_UNCHECKED_BYTES:
-            request = pb.ValidateAdapterRequest(
-                options=options,
-                files=specs,
-                adapter_config_json=config_file.content,
-                safetensors_header=header_of(tensor_file),
-            )
-            await self._channel.call(self._stub.ValidateAdapter, request)
+            await self._validate(options, specs, config_file.content, header_of(tensor_file))
         done = await upload(self._channel, options, files, summed, progress)
         warnings = registry_wire.violations(done.warnings)
         return Published(registry_wire.adapter_version(done.version), done.created, warnings)
@@ -147,14 +141,17 @@ class RegistryClient:
         left_out = left_behind(Path(folder), strict=publication.strict)
         specs = [each.spec for each in await hash_files(files, ignore_progress)]
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
-        answer = await self._validate(options, files, specs)
+        answer = await self._validate(options, specs, *config_and_header(files))
         warnings = (*left_out, *registry_wire.violations(answer.warnings))
         return Checked(answer.base_id, answer.max_rank, warnings)
 
     async def _validate(
-        self, options: pb.PublishOptions, files: Sequence[LocalFile], specs: Sequence[pb.FileSpec]
+        self,
+        options: pb.PublishOptions,
+        specs: Sequence[pb.FileSpec],
+        config: bytes,
+        header: bytes,
     ) -> pb.ValidateAdapterResponse:
-        config, header = config_and_header(files)
         request = pb.ValidateAdapterRequest(
             options=options, files=specs, adapter_config_json=config, safetensors_header=header
         )
