@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
-"""The alphabet of identifiers that sort by time."""
+"""The digits of base 32 in ascending order, without the letters i, l, o and u."""
 
 
 def ulid(time_s: float) -> str:

@@ -216,10 +216,7 @@ def _wrapped_stream(
 
 async def _identify(method: str, auth: Auth | None, context: Context) -> Caller:
     """Identify the caller. Mutates the context variables that auth and handlers read, within the
-    call's own task.
-
-    Mutates the context variables that auth and handlers read, within the call's own task.
-    """
+    call's own task."""
     peer_names.set(_names_shown(context))
     current_peer.set(peer_of_grpc(context.peer()))
     caller = LOCAL

@@ -102,7 +102,7 @@ class LoadHistory:
         self._num_generated += num_tokens
 
     def first_token(self, after_s: float) -> None:
-        """Note that a request got its first token after `seconds`."""
+        """Note that a request got its first token after `after_s` seconds."""
         time_bin = math.floor(math.log(max(after_s, 1e-6)) / _BIN)
         for step in self._current():
             step.first_tokens[time_bin] += 1
