@@ -83,6 +83,18 @@ def test_a_program_gives_the_bits_of_the_layers_in_python(base_name, dtype, tmp_
     assert sum(num_runs.values()) > sum(compared.sizes.values()) / 5
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("quantization", "int8"), ("quantization", "int4"), ("kv_cache_dtype", "int8")],
+)
+def test_programs_read_weights_and_keys_in_codes(setting, value, tmp_path, num_runs):
+    base = make_base("qwen3", tmp_path / "base")
+    runner = parity_runner(base.folder, arena_bytes=64 << 20, dtype="bfloat16", **{setting: value})
+    compared = Compared(runner._model)
+    drive(runner, base, tmp_path)
+    assert sum(num_runs.values()) > sum(compared.sizes.values()) / 5
+
+
 @pytest.mark.parametrize("base_name", IN_PYTHON)
 def test_layers_that_compute_in_torch_stay_in_python(base_name, tmp_path, num_runs):
     base = make_base(base_name, tmp_path / "base")
