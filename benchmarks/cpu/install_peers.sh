@@ -56,7 +56,7 @@ install_llama_cpp() {
     cmake -G Ninja -S "$root/llama.cpp/source" -B "$root/llama.cpp/build" \
         -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF \
         -DLLAMA_BUILD_EXAMPLES=OFF >"$root/llama.cpp/build.log"
-    cmake --build "$root/llama.cpp/build" --target llama-server >>"$root/llama.cpp/build.log"
+    cmake --build "$root/llama.cpp/build" --target llama-server llama-quantize >>"$root/llama.cpp/build.log"
     # The converters' needs; its own wheel of gguf lags behind the sources.
     "$pip" install --quiet "torch==2.13.0+cpu" transformers==5.23.0 "$root/llama.cpp/source/gguf-py"
 }

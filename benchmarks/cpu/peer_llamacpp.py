@@ -1,5 +1,7 @@
 """llama.cpp's server, as `cpu.peers` drives it: `PYTHON peer_llamacpp.py BASE ROWS [ADAPTER ...]`.
 
+With `--quantise FILE BASE`, it only writes the base in the types of such a file, for example Q8_0.
+
 Runs in the environment that `install_peers.sh` makes, which contains llama.cpp's sources and
 server. Base and adapters are converted to GGUF in bfloat16, once, in the parent of their folders. A
 request carries its adapters (`"lora"`), and each row has a slot. Requests with different adapters
@@ -34,9 +36,14 @@ SOURCE = INSTALLED / "source"
 def main() -> None:
     """Answer until the input ends."""
     answer = peer_wire.answers()
+    if sys.argv[1] == "--quantise":
+        answer(str(quantise(Path(sys.argv[3]), sys.argv[2])))
+        return
     base, num_rows, *folders = sys.argv[1:]
-    model = convert_base(Path(base))
-    adapters = [convert_adapter(Path(folder), Path(base)) for folder in folders]
+    # A quantised file lies beside the folder that it was made of.
+    folder_of_base = Path(base).with_name(Path(base).name.split(".")[0])
+    model = Path(base) if base.endswith(".gguf") else convert_base(folder_of_base)
+    adapters = [convert_adapter(Path(folder), folder_of_base) for folder in folders]
     with serving(model, adapters, int(num_rows)) as host:
         answer("ready")
         for batch in peer_wire.batches():
@@ -76,6 +83,18 @@ def convert_base(folder: Path) -> Path:
 
         partial = target.with_suffix(".tmp")
         WithoutTokenizer(folder, gguf.LlamaFileType.MOSTLY_BF16, partial, hparams=hparams).write()
+        partial.rename(target)
+    return target
+
+
+def quantise(base: Path, file: str) -> Path:
+    """By llama.cpp's own program."""
+    target = base.with_name(f"{base.name}.{file}.gguf")
+    if not target.exists():
+        partial = target.with_suffix(".tmp")
+        program = INSTALLED / "build" / "bin" / "llama-quantize"
+        command = [str(program), str(convert_base(base)), str(partial), file]
+        subprocess.run(command, check=True, stdout=sys.stderr)
         partial.rename(target)
     return target
 

@@ -2,11 +2,13 @@
 
     benchmarks/cpu/install_peers.sh PEERS                   # vLLM's CPU build, llama.cpp, OpenVINO
     python -m benchmarks run cpu.peers --work-dir DIR --peers PEERS [--only llama.cpp] [--cases 8x0]
+        [--file Q4_K_M]
 
 A case is requests x distinct adapters; 0 means the base alone. Only correct answers have a speed: a
 peer's first tokens must equal ours in three of four requests (all compute in bfloat16, where near
 ties differ). Rows go to `results/<machine>/cpu_peers.json` and replace earlier ones of the same
-peer, case and number of new tokens.
+peer, case and number of new tokens. With `--file`, both sides serve the same GGUF file, which
+llama.cpp's program quantises; llama.cpp then rounds activations to 8 bits, and we do not.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from benchmarks.cpu.peer_wire import Batch
 from benchmarks.cpu.sides import OurEngine
 from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
 from benchmarks.machine import read_results, write_results
+from loraplex_services.worker.model.formats.gguf_folder import write_folder
 
 ARENA_BYTES = 2_000_000_000
 PEERS = {"vllm": "peer_vllm.py", "llama.cpp": "peer_llamacpp.py", "openvino": "peer_openvino.py"}
@@ -35,11 +38,8 @@ class Peer:
     """A peer in a process of its own."""
 
     def __init__(self, name: str, root: Path, base: Path, rows: int, adapters: list[Path]) -> None:
-        script = Path(__file__).with_name(PEERS[name])
-        # Not resolved: a virtual environment is known by the path of its interpreter.
-        command = [str(root.absolute() / name / "bin" / "python"), str(script), str(base)]
         self._process = subprocess.Popen(
-            [*command, str(rows), *map(str, adapters)],
+            [*command_of(name, root), str(base), str(rows), *map(str, adapters)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -77,16 +77,40 @@ def main() -> None:
     base = make_base(shape, args.work_dir)
     cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
     folders = [make_adapter(shape, args.work_dir, i) for i in range(max(n for _, n in cases))]
-    ours = OurEngine(base, "bfloat16", "auto", ARENA_BYTES)
-    ours.load(folders)
     names = args.only.split(",") if args.only else list(PEERS)
+    served = base
+    if args.file:
+        names = ["llama.cpp"]
+        base, served = quantised(base, args.file, args.peers)
+    ours = OurEngine(served, "bfloat16", "auto", ARENA_BYTES)
+    ours.load(folders)
     for name in names:
         for count, num_adapters in cases:
             adapters = folders[:num_adapters]
             peer = Peer(name, args.peers, base, count, adapters)
             row = compare(ours, peer, count, num_adapters, args)
             peer.close()
-            keep({"peer": name, "case": f"{count}x{num_adapters}", **row}, args)
+            label = f"{name} {args.file}" if args.file else name
+            keep({"peer": label, "case": f"{count}x{num_adapters}", **row}, args)
+
+
+def command_of(name: str, root: Path) -> list[str]:
+    """The start of a peer's command line."""
+    # Not resolved: a virtual environment is known by the path of its interpreter.
+    python = root.absolute() / name / "bin" / "python"
+    return [str(python), str(Path(__file__).with_name(PEERS[name]))]
+
+
+def quantised(base: Path, file: str, root: Path) -> tuple[Path, Path]:
+    """The base as a GGUF file, and the folder that a worker makes of it."""
+    command = [*command_of("llama.cpp", root), "--quantise", file, str(base)]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    path = Path(json.loads(answer.stdout))
+    folder = path.with_suffix("")
+    if not folder.exists():
+        folder.mkdir()
+        write_folder(path, folder)
+    return path, folder
 
 
 def compare(
@@ -154,6 +178,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
     parser.add_argument("--peers", type=Path, required=True, help="where install_peers.sh put them")
     parser.add_argument("--only", help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--file", help="a type of GGUF files, such as Q8_0 or Q4_K_M")
     parser.add_argument("--cases", default="8x0,32x0,8x8,32x32", help="requests x adapters")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=3)
