@@ -61,8 +61,9 @@ Modules = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """Names inside a decoder layer, where families differ."""
+    """The prefix of a decoder layer by its number, and names inside, where families differ."""
 
+    layer: str = "model.layers.{}"
     input_norm: str = "input_layernorm"
     attention_post_norm: str | None = None
     mlp_norm: str = "post_attention_layernorm"
@@ -277,7 +278,7 @@ class Builder:
         make_mixer: Callable[[Builder, int], Mixer],
         make_mlp: Callable[[Builder, int], Mlp],
     ) -> DecoderLayer:
-        prefix, names, width = f"model.layers.{layer}", self.names, self.config.hidden_size
+        prefix, names, width = self.names.layer.format(layer), self.names, self.config.hidden_size
         norms = (
             self.norm(layer, f"{prefix}.{names.input_norm}", width),
             self.norm(layer, f"{prefix}.{names.mlp_norm}", width),
@@ -292,9 +293,8 @@ class Builder:
 
     def attention(self, layer: int) -> SelfAttention:
         """The attention of a layer."""
-        config, prefix = self.config, f"model.layers.{layer}.self_attn"
-        own = local_config(config, self.shard)
-        q, kv = config.q_size, config.kv_size
+        config, prefix = self.config, f"{self.names.layer.format(layer)}.self_attn"
+        own, q, kv = local_config(config, self.shard), config.q_size, config.kv_size
         q_outputs = 2 * q if config.gated_attention else q
         heads, kv_heads = (q_outputs, config.num_heads), (kv, config.num_kv_heads)
         names = [("q_proj", q_outputs), ("k_proj", kv), ("v_proj", kv)]
@@ -368,7 +368,8 @@ class Builder:
 
 def dense_mlp(builder: Builder, layer: int) -> GatedMlp:
     """The plain MLP of a layer."""
-    return gated_mlp(builder, layer, f"model.layers.{layer}.mlp", builder.config.intermediate_size)
+    prefix = f"{builder.names.layer.format(layer)}.mlp"
+    return gated_mlp(builder, layer, prefix, builder.config.intermediate_size)
 
 
 def gated_mlp(

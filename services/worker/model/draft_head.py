@@ -16,28 +16,24 @@ For "after the last norm": `qwen3_next.py` and `qwen3_next_mtp.py` of vLLM (002d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from loraplex.adapter_format.text_model import FURTHER_TOKENS
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.model.build import Builder, dense_mlp
+from loraplex_services.worker.model.build import Builder, LayerNames, dense_mlp
 from loraplex_services.worker.model.decoder import DecoderLayer
-from loraplex_services.worker.model.load import TensorWindow, Weights
-from loraplex_services.worker.ops.linear.coded import CodedWeight
-from loraplex_services.worker.ops.linear.torch import WeightRows
+from loraplex_services.worker.model.load import Weights
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.types.model_config import ModelConfig
 
-_FC, _NORM = "mtp.fc", "mtp.norm"
+_FC, _NORM, _LAYER = "mtp.fc", "mtp.norm", "mtp.layers.0"
 _INPUT_NORMS = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
-_NEEDED = (_FC, _NORM, *_INPUT_NORMS, "mtp.layers.0.self_attn.q_proj", "mtp.layers.0.mlp.gate_proj")
+_NEEDED = (_FC, _NORM, *_INPUT_NORMS, f"{_LAYER}.self_attn.q_proj", f"{_LAYER}.mlp.gate_proj")
 _UNSERVED = ("mtp.embed_tokens", "mtp.layers.1.input_layernorm")
 """An embedding of its own, or a second layer."""
 
@@ -75,51 +71,11 @@ def build_draft_head(
         return None
     layer, hidden = config.num_layers, config.hidden_size
     own = replace(config, windows=(*config.windows, None), ropes=(*config.ropes, config.ropes[0]))
-    builder = Builder(own, LayerWeights(weights, layer), operators)
-    inner = (builder.names.input_norm, builder.names.mlp_norm)
-    names = (*_INPUT_NORMS, *(f"model.layers.{layer}.{name}" for name in inner))
-    norms = [builder.norm(layer, name, hidden) for name in (*names, _NORM)]
+    named = LayerNames(layer=_LAYER)
+    builder = Builder(own, weights, operators, named)
+    inner = (f"{_LAYER}.{named.input_norm}", f"{_LAYER}.{named.mlp_norm}")
+    norms = [builder.norm(layer, name, hidden) for name in (*_INPUT_NORMS, *inner, _NORM)]
     fc = builder.linear(layer, 2 * hidden, [(_FC, hidden)], has_bias=False)
     attention, mlp = builder.attention(layer), dense_mlp(builder, layer)
     decoder_layer = DecoderLayer(attention, mlp, (norms[2], norms[3]), None)
     return DraftHead(own, fc, (norms[0], norms[1]), decoder_layer, norms[4])
-
-
-class LayerWeights:
-    """Implements `Weights`: names the first further layer like one of the base's."""
-
-    def __init__(self, weights: Weights, layer: int) -> None:
-        self.dtype = weights.dtype
-        self._weights = weights
-        self._prefix = f"model.layers.{layer}."
-
-    def _name(self, name: str) -> str:
-        if name.startswith(self._prefix):
-            return f"{FURTHER_TOKENS}layers.0." + name.removeprefix(self._prefix)
-        return name
-
-    def take(
-        self,
-        name: str,
-        shape: Sequence[int],
-        window: TensorWindow | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """See `Weights`."""
-        return self._weights.take(self._name(name), shape, window, dtype)
-
-    def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:
-        """See `Weights`."""
-        return self._weights.take_codes(self._name(name), shape)
-
-    def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
-        """See `Weights`."""
-        named = [(self._name(name), rows) for name, rows in parts]
-        return self._weights.rows_in_files(named, num_inputs)
-
-    def has(self, name: str) -> bool:
-        """See `Weights`."""
-        return self._weights.has(self._name(name))
-
-    def finish(self) -> None:
-        """Does nothing: the base is read next."""
