@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -23,48 +24,63 @@ _FRESH = torch.ops.aten.lift_fresh.default
 
 
 class ProgramMemory:
-    """Memory that the programs of a model share, since they run one after another.
+    """Buffers that the programs of a model share, since they run one after another.
 
-    The first tensors that passes allocate share a buffer, then the second ones, and so on. Buffers
-    have room for passes of `max_rows` rows.
+    Within a pass, a tensor takes over the buffer of one that is no longer referenced. A model
+    therefore needs the memory of about one layer. Buffers have room for passes of `max_rows` rows.
     """
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self._buffers: list[Tensor] = []
-        self._num_rows = self._num_taken = 0
+        """uint8 `[max_rows, bytes of a row]` each."""
+        self._users: list[StorageWeakRef | None] = []
+        """The storage that the pass uses each buffer for."""
+        self._num_rows = 0
 
     @property
-    def buffers(self) -> Sequence[Tensor]:
-        """All memory that the last pass may have used."""
-        return tuple(self._buffers)
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def begin(self, num_rows: int) -> None:
-        """A pass of `num_rows` rows begins."""
-        self._num_rows, self._num_taken = num_rows, 0
+        """A pass of `num_rows` rows begins, and nothing of earlier passes is needed any more."""
+        self._num_rows = num_rows
+        self._users = [None] * len(self._buffers)
 
     def take(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised, `size`; its number of items is proportional to the number of rows."""
         num_bytes = torch.Size(size).numel() * dtype.itemsize
-        index, self._num_taken = self._num_taken, self._num_taken + 1
-        if index == len(self._buffers):
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if len(self._buffers[index]) < num_bytes:
-            most = -(-num_bytes // self._num_rows) * self.max_rows
-            self._buffers[index] = torch.empty(most, dtype=torch.uint8)
-        return self._buffers[index][:num_bytes].view(dtype).view(*size)
+        index = self._free_buffer(-(-num_bytes // self._num_rows))
+        # Made of an array, a tensor and its views have a storage of their own, whose end is seen.
+        own = torch.from_numpy(self._buffers[index].view(-1).numpy()[:num_bytes])
+        self._users[index] = StorageWeakRef(own.untyped_storage())
+        return own.view(dtype).view(*size)
+
+    def _free_buffer(self, row_bytes: int) -> int:
+        """The index of the smallest unused buffer that is large enough; a new one if none is."""
+        free = [
+            (buffer.shape[1], index)
+            for index, (buffer, user) in enumerate(zip(self._buffers, self._users, strict=True))
+            if buffer.shape[1] >= row_bytes and (user is None or user.expired())
+        ]
+        if free:
+            return min(free)[1]
+        self._buffers.append(torch.empty(self.max_rows, row_bytes, dtype=torch.uint8))
+        self._users.append(None)
+        return len(self._buffers) - 1
 
 
 class Program:
     """The calls of one pass, which read and write at the addresses of that pass."""
 
     def __init__(
-        self, library: ctypes.CDLL, words: Sequence[int], buffers: Sequence[Tensor], result: Tensor
+        self, library: ctypes.CDLL, words: Sequence[int], memory: ProgramMemory, result: Tensor
     ) -> None:
         self._run = library.lpx_run_program
         self._words = torch.tensor(words, dtype=torch.int64)
         self._arguments = self._words.data_ptr(), len(words)
-        self._buffers = buffers
+        self._memory = memory  # which the addresses point into
         self.result = result
         """Where each run leaves its result."""
 
@@ -120,7 +136,7 @@ class Recorder(TorchDispatchMode):
         """What was recorded; None if it is not all that the pass did."""
         if not self._is_complete:
             return None
-        return Program(self._library, self._words, self._memory.buffers, result)
+        return Program(self._library, self._words, self._memory, result)
 
 
 def _share_memory(result: Any, source: Any) -> bool:

@@ -71,8 +71,10 @@ def test_a_program_computes_the_same_bits_from_new_inputs(compiled, compute):
 
 def test_programs_of_all_sizes_share_a_memory(compiled, compute):
     memory = ProgramMemory(MAX_ROWS)
-    programs = {n: recorded(compiled, memory, n, compute) for n in (2, 1, 6, 3)}
-    assert len(memory.buffers) == 3
+    programs = {2: recorded(compiled, memory, 2, compute)}
+    num_bytes = memory.num_bytes
+    programs |= {n: recorded(compiled, memory, n, compute) for n in (1, 6, 3)}
+    assert memory.num_bytes == num_bytes
     for num_rows in (6, 1, 2, 3):
         values = drawn(num_rows)
         expected = compute(*(value.clone() for value in values))
@@ -80,18 +82,35 @@ def test_programs_of_all_sizes_share_a_memory(compiled, compute):
         assert run(program, inputs, values).equal(expected)
 
 
-def test_a_program_keeps_memory_that_the_workspace_has_replaced(compiled, compute):
+def test_a_deeper_pass_needs_no_more_memory(compiled, compute):
+    def deep(depth):
+        def function(x, update):
+            for _ in range(depth):
+                update = compute(compute(x, update), compute(update, x))
+            return update
+
+        return function
+
     memory = ProgramMemory(MAX_ROWS)
-    narrow, inputs = recorded(compiled, memory, 2, compute)
-    torch.manual_seed(1)
-    packed = compiled.pack(torch.randn(5 * WIDTH, WIDTH))
-    before = memory.buffers
-    recorded(compiled, memory, 2, lambda x, _: compiled.linear(x, packed, 5 * WIDTH))
-    assert memory.buffers[0].data_ptr() != before[0].data_ptr()
-    del before
-    values = drawn(2)
-    expected = compute(*(value.clone() for value in values))
-    assert run(narrow, inputs, values).equal(expected)
+    recorded(compiled, memory, 4, deep(1))
+    num_bytes = memory.num_bytes
+    program, inputs = recorded(compiled, memory, 4, deep(9))
+    assert memory.num_bytes <= 2 * num_bytes
+    values = drawn(4)
+    expected = deep(9)(*(value.clone() for value in values))
+    assert run(program, inputs, values).equal(expected)
+
+
+def test_a_view_keeps_the_memory_of_its_tensor(compiled, compute):
+    def function(x, update):
+        first = compute(x, update)[:2]
+        compute(x, update)
+        return compiled.silu_multiply(first)
+
+    program, inputs = recorded(compiled, ProgramMemory(MAX_ROWS), 4, function)
+    values = drawn(4)
+    expected = function(*(value.clone() for value in values))
+    assert run(program, inputs, values).equal(expected)
 
 
 @pytest.mark.parametrize(
