@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from loraplex_services.worker.cache.kv_layout import (
     KvGroup,
     KvGroups,
 )
+from loraplex_services.worker.native.pages import huge_pages
 from loraplex_services.worker.types.extents import count_pages_per_block
 
 
@@ -24,7 +23,10 @@ class ArenaBuffer:
 
     def __init__(self, num_blocks: int, block_bytes: int, device: torch.device) -> None:
         num_bytes = num_blocks * block_bytes
-        raw = _raw_bytes(num_bytes + MAX_BLOCK_BYTES, device)
+        if device.type == "cpu":
+            raw = huge_pages(num_bytes)
+        else:
+            raw = torch.empty(num_bytes + MAX_BLOCK_BYTES, dtype=torch.uint8, device=device)
         begin = -raw.data_ptr() % MAX_BLOCK_BYTES
         self.data = raw[begin : begin + num_bytes].view(num_blocks, block_bytes)
         self.block_bytes = block_bytes
@@ -38,17 +40,6 @@ class ArenaBuffer:
         if dtype not in self._flat:
             self._flat[dtype] = self.data.view(-1).view(dtype)
         return self._flat[dtype]
-
-
-def _raw_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 `[num_bytes]`; on Linux in huge pages, where the system grants them to those who ask:
-    adapters are read as many short streams, each of which would miss the page tables' cache."""
-    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def blocks_for(arena_bytes: int, block_bytes: int) -> int:

@@ -20,6 +20,7 @@ from loraplex_services.worker.native.check import computes_right
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.native.isa import TORCH, choose_isa
 from loraplex_services.worker.native.library import open_library
+from loraplex_services.worker.native.pages import WeightMemory
 from loraplex_services.worker.native.program import Program, ProgramMemory, Recorder
 from loraplex_services.worker.sampling import fixed_log
 
@@ -40,6 +41,7 @@ class Native:
         self._library = open_library(path)
         self._kernels: Any = self._library
         """What passes call; a recorder while one is recorded."""
+        self.weights = WeightMemory()
         self.panel: int = self._library.lpx_packed_items(1, 1)
         """Number of outputs in a panel of a packed weight."""
         self.task_queries: int = self._library.lpx_task_queries()
@@ -65,8 +67,7 @@ class Native:
     def pack(self, weight: Tensor) -> Tensor:
         """`[out, in]` in the order that `linear` reads; a vector of the same dtype."""
         weight = weight.contiguous()
-        num_items = self._library.lpx_packed_items(*weight.shape)
-        packed = torch.empty(num_items, dtype=weight.dtype)
+        packed = self.weights.take(self._library.lpx_packed_items(*weight.shape), weight.dtype)
         code = DTYPE_CODES[weight.dtype]
         self._library.lpx_pack(weight.data_ptr(), code, *weight.shape, packed.data_ptr())
         return packed
@@ -104,7 +105,7 @@ class Native:
         """bfloat16 `[out, in]` in the order that `linear_tiles` reads; a vector."""
         assert self.has_tiles and weight.dtype is torch.bfloat16, (self.isa, weight.dtype)
         weight = weight.contiguous()
-        packed = torch.empty(self._library.lpx_tile_items(*weight.shape), dtype=torch.bfloat16)
+        packed = self.weights.take(self._library.lpx_tile_items(*weight.shape), torch.bfloat16)
         self._library.lpx_pack_tiles(weight.data_ptr(), *weight.shape, packed.data_ptr())
         return packed
 
@@ -140,7 +141,7 @@ class Native:
     def pack_codes(self, codes: Tensor, kind: CodeKind) -> Tensor:
         """uint8 `[out, in]`, a code in each, in the order that `linear_codes` reads; bytes."""
         codes = codes.contiguous()
-        packed = torch.empty(self._library.lpx_code_bytes(*codes.shape, kind), dtype=torch.uint8)
+        packed = self.weights.take(self._library.lpx_code_bytes(*codes.shape, kind), torch.uint8)
         self._library.lpx_pack_codes(codes.data_ptr(), *codes.shape, kind, packed.data_ptr())
         return packed
 
@@ -390,9 +391,8 @@ def load_native(wanted: str = "auto") -> Native | None:
             logger.warning("cpu kernels: torch, several times slower: %s", error)
             return None
         if not computes_right(native):
-            logger.error(
-                "cpu kernels: torch, because those for %s give wrong results on this machine", isa
-            )
+            why = "those for %s give wrong results on this machine"
+            logger.error(f"cpu kernels: torch, because {why}", isa)
             return None
         _loaded[isa] = native
     logger.info("cpu kernels: %s", isa)

@@ -172,6 +172,8 @@ def _build(
     info = replace(info, verifies_drafts=is_alike, proposal_cost=model.proposal_cost)
     limits = settings.max_resident, settings.max_lora_rank, *largest
     batches = _batch_maker(model, operators, kv, loader.table, layout, torch_device, limits)
+    if isinstance(operators, NativeOperators):
+        operators.native.weights.use_huge_pages()
     if isinstance(operators, NativeOperators) and ranks.shard.size == 1:
         programs = DecodePrograms(operators.native, model.forward_layers, settings.max_num_seqs)
         model.pass_layers = programs.forward
