@@ -26,6 +26,11 @@ from loraplex_services.worker.native.isa import TORCH, choose_isa
 
 ARENA_BYTES = 2_000_000_000
 NUM_TOKENS = 8
+CHILD = """
+import gc, runpy
+gc.disable()  # as in an engine's process
+runpy.run_module("benchmarks.cpu.start", run_name="__main__", alter_sys=True)
+"""
 
 
 def main() -> None:
@@ -61,7 +66,7 @@ def main() -> None:
 
 def child(role: str) -> dict[str, Any]:
     """What this script says in a fresh process, as `role`."""
-    command = [sys.executable, "-m", "benchmarks.cpu.start", *sys.argv[1:], "--role", role]
+    command = [sys.executable, "-c", CHILD, *sys.argv[1:], "--role", role]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

@@ -151,6 +151,8 @@ def _build(
     operators.ranks, operators.fully_sharded = ranks, settings.fully_sharded_loras
     operators.attention_maker.kv_cache_dtype = settings.kv_cache_dtype
     logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
+    if isinstance(operators, NativeOperators):
+        operators.native.set_threads(torch.get_num_threads())  # to pack weights
     config, model = _read_model(model_dir, settings, torch_dtype, torch_device, operators)
     _check_context(config, settings.max_model_len)
     share_threads(model.weight_bytes, operators, torch_device)

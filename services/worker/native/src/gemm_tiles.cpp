@@ -132,6 +132,23 @@ const bf16* padded(const bf16* x, int64_t ldx, int64_t num_rows, int64_t num_inp
     return copy;
 }
 
+// One tile of a weight, of which num_rows outputs and num_inputs inputs are left; zeros for the rest.
+void pack_tile(const bf16* from, int64_t ld, int64_t num_rows, int64_t num_inputs, bf16* tile) {
+    if (num_rows < kTileRows || num_inputs < kTileInputs) {
+        std::memset(tile, 0, kTileItems * sizeof(bf16));
+    }
+    const int64_t num_pairs = smaller(num_inputs, kTileInputs) / 2;
+    for (int64_t row = 0; row < num_rows; ++row) {
+        bf16* out = tile + 2 * row;
+        for (int64_t pair = 0; pair < num_pairs; ++pair) {
+            std::memcpy(out + pair * kTileInputs, from + row * ld + 2 * pair, 2 * sizeof(bf16));
+        }
+        if (num_inputs < kTileInputs && num_inputs % 2 != 0) {
+            out[num_pairs * kTileInputs] = from[row * ld + num_inputs - 1];
+        }
+    }
+}
+
 }  // namespace
 }  // namespace lpx
 
@@ -151,11 +168,11 @@ LPX_EXPORT void lpx_pack_tiles(const void* weight, int64_t num_outputs, int64_t 
     const int64_t num_tiles = tiles_of(num_inputs);
     parallel_for(ceil_div(num_outputs, kTilePanel), [&](int64_t panel) {
         bf16* out = static_cast<bf16*>(packed) + panel * num_tiles * 2 * kTileItems;
-        for (int64_t i = 0; i < num_tiles * 2 * kTileItems; ++i) {
-            const int64_t k = i / (2 * kTileItems) * kTileInputs + i % kTileItems / 32 * 2 + i % 2;
-            const int64_t row =
-                panel * kTilePanel + i / kTileItems % 2 * kTileRows + i % 32 / 2;
-            out[i] = row < num_outputs && k < num_inputs ? from[row * num_inputs + k] : bf16();
+        for (int64_t tile = 0; tile < 2 * num_tiles; ++tile, out += kTileItems) {
+            const int64_t row = panel * kTilePanel + tile % 2 * kTileRows;
+            const int64_t column = tile / 2 * kTileInputs;
+            pack_tile(from + row * num_inputs + column, num_inputs,
+                      smaller(num_outputs - row, kTileRows), num_inputs - column, out);
         }
     });
 }
