@@ -18,7 +18,8 @@
 namespace lpx {
 namespace {
 
-constexpr int64_t kTaskRows = 16;
+// Rows of one task: enough to outweigh reading the adapter again, few enough for all threads to have some.
+constexpr int64_t kMinTaskRows = 8, kTaskRows = 16;
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // As `records.py` writes them, in int64 words.
@@ -64,11 +65,19 @@ struct Work {
     std::vector<Segment> segments;
 };
 
+// Of one task, if all runs together have `num_rows`.
+int64_t task_rows(int64_t num_rows) {
+    const int64_t share = ceil_div(num_rows, 2 * num_threads());
+    return smaller(kTaskRows, ceil_div(share, kMinTaskRows) * kMinTaskRows);
+}
+
 // Cuts at every begin and end of a run, in order, so each segment has one set of adapters.
 void cut(Work& work) {
     work.used.clear();
     work.segments.clear();
-    int64_t row = 0;
+    int64_t row = 0, num_rows = 0;
+    for (const Use& use : work.uses) num_rows += use.end - use.begin;
+    const int64_t most = task_rows(num_rows);
     for (;;) {
         int64_t next = INT64_MAX;
         const int64_t first = static_cast<int64_t>(work.used.size());
@@ -82,9 +91,8 @@ void cut(Work& work) {
         }
         if (next == INT64_MAX) return;
         const int64_t count = static_cast<int64_t>(work.used.size()) - first;
-        for (int64_t begin = row; count > 0 && begin < next; begin += kTaskRows) {
-            const int64_t end = begin + kTaskRows < next ? begin + kTaskRows : next;
-            work.segments.push_back({begin, end, first, count});
+        for (int64_t begin = row; count > 0 && begin < next; begin += most) {
+            work.segments.push_back({begin, smaller(begin + most, next), first, count});
         }
         row = next;
     }
