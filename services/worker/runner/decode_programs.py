@@ -110,7 +110,7 @@ class _Inputs:
         self._write_runs(num_rows, batch.lora)
 
     def _write_runs(self, num_rows: int, lora: LoraBatch) -> None:
-        """LibraryFunctions skip runs without rows."""
+        """The kernels skip runs without rows."""
         if lora.runs:
             runs = lora.packed_runs
             self._runs[: len(runs)] = runs

@@ -30,21 +30,6 @@ inline void decode_pairs(const uint8_t* quad, int first, QuadPairs& pairs) {
 
 #if defined(__AVX512BF16__)
 
-template <>
-inline void decode_pairs<Code::kInt8>(const uint8_t* quad, int, QuadPairs& pairs) {
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-        const __m512i codes =
-            _mm512_xor_si512(_mm512_loadu_si512(quad + v * 64), _mm512_set1_epi8(-128));
-        const auto value = [&](int j) {
-            const __m512i shifted = _mm512_slli_epi32(codes, 24 - 8 * j);
-            return Vec{_mm512_cvtepi32_ps(_mm512_srai_epi32(shifted, 24))};
-        };
-        pairs[v][0] = pair_of(value(0), value(1));
-        pairs[v][1] = pair_of(value(2), value(3));
-    }
-}
-
 // A code's two bytes come from tables.
 template <>
 inline void decode_pairs<Code::kInt4>(const uint8_t* quad, int, QuadPairs& pairs) {

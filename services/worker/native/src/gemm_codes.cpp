@@ -10,11 +10,12 @@
 // Inputs are taken in blocks that lie within one group. In float32, a block is summed in the order of
 // its inputs and then multiplied with the scale. There are two other ways for rows in bfloat16:
 //
-// - Where dot products of bfloat16 pairs are fast (see pairs.h), codes become bfloat16 in registers, which
-//   is exact, and a block is summed in float32.
-// - Elsewhere, processors with VNNI take a block's inputs as 16-bit integers with one factor, in two digits
-//   of eight bits; the sum over a block is then exact, and the factor's rounding 2^-16 of the block's largest
-//   input.
+// - Processors with VNNI take a block's inputs as 16-bit integers with one factor, in two digits of eight
+//   bits; the sum of products over a block is then exact, and the factor's rounding 2^-16 of the block's
+//   largest input.
+// - Codes become bfloat16 in registers, which is exact, and a block is summed in float32 by dot products of
+//   pairs: where these are fast (see pairs.h), for float8, for four-bit codes in small blocks, and for all
+//   codes without VNNI.
 //
 // In all of them a row's result does not depend on the other rows.
 #include "codes.h"
@@ -139,18 +140,28 @@ void multiply(const CodedProduct& g, const Rows& rows) {
     });
 }
 
+// Whether products of pairs, where they are fast, are preferred to products of digits: always, if there are
+// none of digits. Those need no widening, but each block's sums take more work.
+constexpr bool prefers_pairs(Code kind, int64_t block_size) {
+#if defined(__AVX512VNNI__)
+    return kind == Code::kFloat8 || (kind == Code::kInt4 && block_size < 64);
+#else
+    return true;
+#endif
+}
+
 template <Code Kind, class T>
 void multiply_rows(const CodedProduct& g, const T* x, int64_t ldx) {
-#if defined(LPX_HAS_PAIRS)
     if constexpr (std::is_same<T, bf16>::value) {
-        if (uses_pairs()) return multiply<Kind>(g, PairRows<Kind>(g, x, ldx));
-    }
+#if defined(LPX_HAS_PAIRS)
+        if (uses_pairs() && prefers_pairs(Kind, g.block_size)) {
+            return multiply<Kind>(g, PairRows<Kind>(g, x, ldx));
+        }
 #endif
 #if defined(__AVX512VNNI__)
-    if constexpr (std::is_same<T, bf16>::value && Kind != Code::kFloat8) {
-        return multiply<Kind>(g, DigitRows(g, x, ldx));
-    }
+        if constexpr (Kind != Code::kFloat8) return multiply<Kind>(g, DigitRows(g, x, ldx));
 #endif
+    }
     const bool copies = sizeof(T) != sizeof(float);
     float* buffer = copies ? scratch(3, g.num_rows * g.num_inputs) : nullptr;
     const WideRows rows{widen(x, ldx, g.num_rows, g.num_inputs, buffer),
