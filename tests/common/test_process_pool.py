@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 
 from loraplex_services.common.limits import PoolLimits
 from loraplex_services.common.processes import process_pool
-from loraplex_services.common.processes.piped_process import LOWEST_NICE
 from loraplex_services.common.processes.process_pool import JobFailed, ProcessPool
 
 MODULE = """
@@ -40,7 +37,7 @@ LIMITS = PoolLimits("jobs", num_processes=2, memory_bytes=1 << 30, timeout_s=30.
 async def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ProcessPool]:
     (tmp_path / "jobs_of_this_test.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(process_pool, "LONG_JOB_S", 0.0)
+    monkeypatch.setattr(process_pool, "SPARE_AFTER_S", 0.0)
     pool = ProcessPool("jobs_of_this_test", LIMITS, str(tmp_path / "started").encode())
     yield pool
     await pool.close()
@@ -99,35 +96,6 @@ async def test_close_collects_a_process_that_became_ready_in_the_moment_in_which
         while not closing:
             await asyncio.sleep(0.01)
         await closing[0]
-
-
-@pytest.mark.hostile
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
-async def test_a_long_job_goes_on_at_the_lowest_priority_and_the_next_one_has_its_own(
-    pool: ProcessPool, tmp_path: Path
-) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    job = asyncio.create_task(pool.ask("a", b"open " + bytes(tmp_path / "pipe")))
-    async with asyncio.timeout(20):
-        while not pool.has_idle:
-            await asyncio.sleep(0.01)
-    busy = int((tmp_path / "started").read_text().split()[0])
-    usual = os.getpriority(os.PRIO_PROCESS, busy)
-    assert priorities(busy) == [usual, LOWEST_NICE]
-    with (tmp_path / "pipe").open("rb"):
-        await job
-    async with asyncio.timeout(20):
-        while priorities(busy) != [usual, usual]:
-            await asyncio.sleep(0.01)
-
-
-def priorities(pid: int) -> list[int]:
-    """Those of the threads of a process, except threads that end in this moment."""
-    found = []
-    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-        with contextlib.suppress(ProcessLookupError):
-            found.append(os.getpriority(os.PRIO_PROCESS, thread))
-    return sorted(found)
 
 
 @pytest.mark.hostile

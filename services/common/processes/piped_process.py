@@ -15,7 +15,6 @@ _KEPT = ("PATH", "TZ", "LANG")
 DEFAULT_MAX_LINE_BYTES = 1 << 16
 NICE = 5
 """On a busy core the server gets three times as much time as one of these processes."""
-LOWEST_NICE = 19
 
 
 async def start_module(
@@ -41,19 +40,6 @@ async def start_module(
     with contextlib.suppress(OSError):  # it has ended, or may not get a lower priority
         os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
     return process
-
-
-def lower_priority(process: asyncio.subprocess.Process) -> None:
-    """Give all threads of a process but its first the lowest priority, for good. On Linux only:
-    other systems have no priority of a thread."""
-    try:
-        threads = [int(name) for name in os.listdir(f"/proc/{process.pid}/task")]
-    except OSError:
-        return
-    for thread in threads:
-        if thread != process.pid:
-            with contextlib.suppress(OSError):  # it has ended
-                os.setpriority(os.PRIO_PROCESS, thread, LOWEST_NICE)
 
 
 async def ask_line(process: asyncio.subprocess.Process, line: bytes) -> bytes:

@@ -16,13 +16,12 @@ from typing import Any
 from loraplex.errors import LoraplexError, ResourceExhausted, Unavailable
 from loraplex_services.common.limits import PoolLimits
 from loraplex_services.common.processes.job_process import FRAME, MAX_FRAME_BYTES
-from loraplex_services.common.processes.piped_process import lower_priority, start_module
+from loraplex_services.common.processes.piped_process import start_module
 from loraplex_services.common.recent import Recent
 from loraplex_services.common.tenant_slots import TenantSlots
 
-LONG_JOB_S = 0.2
-"""A job that takes longer than this, in seconds, goes on at the lowest priority, and another
-process is kept ready in the meantime."""
+SPARE_AFTER_S = 0.2
+"""While a job takes longer than this, in seconds, another process is kept ready."""
 REFUSED_S = 30.0
 """Seconds for which a job is refused after it failed."""
 PAUSE_FACTOR = 4.0
@@ -136,8 +135,7 @@ class ProcessPool:
     async def _answer(
         self, process: asyncio.subprocess.Process, job: bytes, key: Hashable
     ) -> bytes:
-        loop = asyncio.get_running_loop()
-        becomes_long = loop.call_later(LONG_JOB_S, self._make_way, process)
+        spare = asyncio.get_running_loop().call_later(SPARE_AFTER_S, self._add_spare)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 return await _exchange(process, job)
@@ -149,13 +147,11 @@ class ProcessPool:
                 self._refused.put(key, (_now_s(), is_late))
             raise JobFailed(is_late=is_late, is_repeated=False) from None
         finally:
-            becomes_long.cancel()
+            spare.cancel()
 
-    def _make_way(self, process: asyncio.subprocess.Process) -> None:
-        """Let the server and other jobs come before a long one. Start a process that waits for a
-        job, if none waits already and a slot is free. The tenant without a name holds the slot in
-        the meantime."""
-        lower_priority(process)
+    def _add_spare(self) -> None:
+        """Start a process that waits for a job, if none waits already and a slot is free. The
+        tenant without a name holds the slot in the meantime."""
         is_needed = self._limits.keeps_processes and not self.has_idle and not self._is_closed
         if is_needed and self._slots.take_free(""):
             self._run(self._replace(""))
