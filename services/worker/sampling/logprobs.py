@@ -81,17 +81,19 @@ def logprobs_of(logprobs: Tensor, padded: Tensor) -> Tensor:
 
 def _most_likely(logprobs: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """The largest values of each row and their ids, `[N, n]`; lower ids first among equal values,
-    as tokens are chosen. On a GPU the order of equal ones is open: to count them would stop the
-    host."""
+    as tokens are chosen. The host does not wait for the device."""
     values, ids = logprobs.topk(num_tokens, dim=-1)
-    if num_tokens == 0 or logprobs.is_cuda:
+    if num_tokens == 0:
         return values, ids
-    rows, candidates = (~(logprobs < values[:, -1:])).nonzero(as_tuple=True)
-    order = logprobs[rows, candidates].sort(descending=True, stable=True).indices
-    order = order[rows[order].sort(stable=True).indices]
-    counts = rows.bincount(minlength=len(logprobs))
-    begins = counts.cumsum(0) - counts
-    return values, candidates[order[begins[:, None] + torch.arange(num_tokens)]]
+    ids, by_id = ids.sort(dim=-1)
+    values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, by_value)
+    least = values[:, -1:]  # more tokens than were found may have this value
+    differs = (logprobs < least).logical_or_(logprobs > least)
+    numbers = torch.arange(logprobs.shape[1], dtype=torch.float32, device=logprobs.device)
+    lowest = (-numbers).masked_fill(differs, MINUS_INF).topk(num_tokens, dim=-1).values
+    index = torch.arange(num_tokens, device=ids.device) - (values > least).sum(-1, keepdim=True)
+    return values, torch.where(index < 0, ids, lowest.gather(1, index.clamp(min=0)).neg().long())
 
 
 def logprob_rows(logprobs: Tensor, token_ids: Tensor, tops: Sequence[int]) -> LogprobRows:
