@@ -71,6 +71,10 @@ def test_files_of_ours_are_there(document: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_no_merge_was_left_unfinished(document: Path) -> None:
+    assert re.findall(r"^(?:<{7}|={7}|>{7})(?: .*)?$", document.read_text(), re.M) == []
+
+
 def test_variables_are_known(document: Path) -> None:
     named = set(re.findall(r"\bLORAPLEX_[A-Z0-9_]*[A-Z0-9]\b", document.read_text()))
     known = VARIABLES | set(variables.GONE) if document.name == "CHANGELOG.md" else VARIABLES
