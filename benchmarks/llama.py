@@ -89,6 +89,12 @@ def write_adapter(
             tensors[f"{module}.lora_A.weight"] = a.to(dtype)
             tensors[f"{module}.lora_B.weight"] = b.to(dtype)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_adapter_config(folder, shape, rank, targets)
+    return folder
+
+
+def write_adapter_config(folder: Path, shape: Shape, rank: int, targets: Sequence[str]) -> None:
+    """`adapter_config.json` of an adapter with alpha twice its rank."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -98,4 +104,3 @@ def write_adapter(
         "target_modules": list(targets),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder

@@ -40,7 +40,7 @@ def main() -> None:
         answer(str(quantise(Path(sys.argv[3]), sys.argv[2])))
         return
     base, num_rows, *folders = sys.argv[1:]
-    # A quantised file lies beside the folder that it was made of.
+    # A quantised file is next to the folder that it was made from.
     folder_of_base = Path(base).with_name(Path(base).name.split(".")[0])
     model = Path(base) if base.endswith(".gguf") else convert_base(folder_of_base)
     adapters = [convert_adapter(Path(folder), folder_of_base) for folder in folders]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape
+from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape, write_adapter_config
 from loraplex_services.common.objects.file import FileStore
 
 PAGE_BYTES = 4096
@@ -76,13 +76,5 @@ def write_sparse_adapter(shape: Shape, folder: Path, rank: int, seed: int) -> Pa
             values = rng.standard_normal(PAGE_BYTES // BFLOAT16_BYTES, np.float32) * 0.02
             file.seek(8 + len(text) + int(page) * PAGE_BYTES)
             file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": shape.name,
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": list(ALL_SEVEN),
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    write_adapter_config(folder, shape, rank, ALL_SEVEN)
     return folder
