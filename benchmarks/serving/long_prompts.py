@@ -40,12 +40,6 @@ RANK = 8
 FIGURES = ("gap_p50_s", "gap_p99_s", "gap_max_s", "long_first_s", "short_first_s", "tokens_per_s")
 
 
-def long_prompt(bench: Bench, num_prompt: int) -> Submit:
-    """For the ninth adapter; nothing of it is cached."""
-    prompt = [bench.order.randrange(300, SMALL.vocab_size) for _ in range(num_prompt)]
-    return msgspec.structs.replace(bench.request(NUM_STREAMS, 1), prompt_ids=prompt)
-
-
 def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) -> list[float]:
     """A new engine over the same runner; its `FIGURES`."""
     config = msgspec.structs.replace(
@@ -62,7 +56,7 @@ def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) 
     for number in range(-1, num_prompts):  # one to warm up
         if number == 0:
             gaps_s, firsts_s = [], []
-        pair = [long_prompt(bench, num_prompt), bench.request(NUM_STREAMS, 1)]
+        pair = [bench.request(NUM_STREAMS, 1, num_prompt), bench.request(NUM_STREAMS, 1)]
         awaited = {submit.request.request_id: index for index, submit in enumerate(pair)}
         first_s = [0.0, 0.0]
         pause: list[list[Submit]] = [[] for _ in range(PAUSE_STEPS)]

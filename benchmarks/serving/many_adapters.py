@@ -107,7 +107,7 @@ class Bench:
         path = str(self.folders[index])
         return AdapterFetched(digest_of(index), path, self.max_rank, self.num_pages[index])
 
-    def request(self, adapter: int | None, max_tokens: int) -> Submit:
+    def request(self, adapter: int | None, max_tokens: int, num_prompt: int = NUM_PROMPT) -> Submit:
         """A prompt of its own."""
         self.num_sent += 1
         digests = () if adapter is None else (digest_of(adapter),)
@@ -115,7 +115,7 @@ class Bench:
             request=WorkerRequest(
                 request_id=str(self.num_sent),
                 prompt_ids=[
-                    self.order.randrange(2, self.shape.vocab_size) for _ in range(NUM_PROMPT)
+                    self.order.randrange(2, self.shape.vocab_size) for _ in range(num_prompt)
                 ],
                 sampling=SamplingParams(max_tokens, seed=0, ignore_eos=True),
                 adapters=AdapterSet(tuple((digest, 1.0) for digest in digests)),

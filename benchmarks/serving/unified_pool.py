@@ -54,11 +54,9 @@ def drifting(bench: Bench) -> tuple[list[Command], int]:
         num_requests, num_prompt, num_output = (MANY, FEW)[phase % 2]
         for _ in range(num_requests):
             adapter = bench.order.randrange(NUM_ADAPTERS) if not phase % 2 else phase
-            submit = bench.request(adapter, num_output)
-            prompt = [bench.order.randrange(300, SMALL.vocab_size) for _ in range(num_prompt)]
             commands += [
                 bench.fetched(adapter),
-                msgspec.structs.replace(submit, prompt_ids=prompt),
+                bench.request(adapter, num_output, num_prompt),
             ]
             num_tokens += num_output
     return commands, num_tokens

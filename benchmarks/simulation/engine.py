@@ -23,8 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from benchmarks.cpu_model import make_base
 from benchmarks.machine import write_results
 from benchmarks.serving.many_adapters import (
@@ -52,7 +50,7 @@ from loraplex_services.simulate.fitting import fit_trace
 from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.engine.step_trace import TracedRunner
-from loraplex_services.worker.types.messages import Command, Submit
+from loraplex_services.worker.types.messages import Command
 
 NUM_ADAPTERS = 400
 FIT_CV = 4.0
@@ -88,7 +86,7 @@ def play(bench: Bench, trace: list[TracedRequest], clock: ProcessorClock) -> lis
     """Every request at its moment; what came of it."""
     first_s: dict[str, float] = {}
     end_s: dict[str, float] = {}
-    left = [(request.arrival_s, submit_of(bench, request), request) for request in trace]
+    left = [(r.arrival_s, bench.request(r.adapter, r.num_output, r.num_input), r) for r in trace]
     sent: list[str] = []
     gc.collect()
     begin_s, index = clock(), 0
@@ -116,13 +114,6 @@ def play(bench: Bench, trace: list[TracedRequest], clock: ProcessorClock) -> lis
         )
         for name, (_, _, request) in zip(sent, left, strict=True)
     ]
-
-
-def submit_of(bench: Bench, request: TracedRequest) -> Submit:
-    """The request with a prompt as long as it says."""
-    submit = bench.request(request.adapter, request.num_output)
-    prompt = [bench.order.randrange(300, SMALL.vocab_size) for _ in range(request.num_input)]
-    return msgspec.structs.replace(submit, prompt_ids=prompt)
 
 
 def traced_bench(args: argparse.Namespace, steps: Path, clock: ProcessorClock) -> Bench:
