@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 MAX_VALUE_CHARS = 256
 NOTE = "note"
@@ -29,7 +30,7 @@ class Violation:
     @classmethod
     def of(cls, field: str, value: object, description: str) -> Violation:
         """Build a violation from any value, shortening its text."""
-        text = value if isinstance(value, str) else _spelled(value)
+        text = str(value) if isinstance(value, (str, PurePath)) else _spelled(value)
         if len(text) > MAX_VALUE_CHARS:
             text = text[: MAX_VALUE_CHARS - 3] + "..."
         return cls(field, text, description)

@@ -94,8 +94,9 @@ def test_a_wrong_file_is_refused_by_line_and_column(tmp_path: Path, text: str, n
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="cannot be read"):
+    with pytest.raises(InvalidRequest, match="cannot be read") as refused:
         read_log(tmp_path / "none.csv")
+    assert refused.value.violations[0].value == str(tmp_path / "none.csv")
     (tmp_path / "log.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidRequest, match="cannot be read"):
         read_log(tmp_path / "log.csv")
