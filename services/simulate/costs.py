@@ -20,7 +20,8 @@ MANY_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step, a copy, a fetch and a request's transport, and the bytes moved."""
+    """Seconds of a step, a copy, a fetch and a request's transport, and the bytes moved; and how
+    outputs repeat."""
 
     step_s: float
     """Time of every step."""
@@ -59,6 +60,11 @@ class Costs:
     block_bytes: int
     """Size of a block of the arena."""
     tokens_per_block: int
+    repeat_begin: float
+    """Probability that an output token begins a repetition, which drafts find; 0 = the worker makes
+    no drafts."""
+    repeat_end: float
+    """Probability that a token of a repetition ends it, so that its draft is refused."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

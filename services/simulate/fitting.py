@@ -13,6 +13,7 @@ from typing import Any
 from loraplex.errors import InvalidRequest
 from loraplex_services.simulate.costs import MANY_ROWS, Costs
 from loraplex_services.simulate.least_squares import fit
+from loraplex_services.worker.scheduling.drafts import FIXED_ROWS, NUM_MATCHED
 
 MIN_STEPS = 20
 """Fewer say nothing."""
@@ -35,10 +36,15 @@ DEFAULTS = Costs(
     adapter_bytes_per_rank=2 << 20,
     block_bytes=2 << 20,
     tokens_per_block=16,
+    repeat_begin=0.0,
+    repeat_end=0.0,
 )
 """Costs that a step trace does not contain: loads if there were none, fetches, transport."""
 
 STEP_FIELDS = ("idle", "rows", "prompts", "tokens", "kv_tokens", "adapter_bytes")
+DRAFT_FIELDS = ("drafted_rows", "new_drafted_rows", "accepted", "refused_rows")
+LEAD_TOKENS = NUM_MATCHED
+"""Tokens of a repetition that are generated before the scheduler finds drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,9 @@ def fit_trace(path: Path) -> Fitted:
             f"holds {len(arenas)} workers and {len(steps)} steps; one worker and {MIN_STEPS} steps "
             "are needed: run one with LORAPLEX_DEBUG=step-trace=FILE, and give it work",
         )
-    if lacking := [name for name in STEP_FIELDS if any(name not in step for step in steps)]:
+    if lacking := [
+        name for name in (*STEP_FIELDS, *DRAFT_FIELDS) if any(name not in step for step in steps)
+    ]:
         raise InvalidRequest.field(
             "--fit", path, f"its steps lack {lacking[0]!r}: written by another version, trace again"
         )
@@ -83,7 +91,23 @@ def fit_trace(path: Path) -> Fitted:
     costs = _with_steps(costs, steps)
     if any(load["rank"] for load in loads):
         costs = _with_loads(costs, loads)
-    return _judged(costs, steps)
+    return _judged(_with_drafts(costs, steps), steps)
+
+
+def _with_drafts(costs: Costs, steps: list[dict[str, Any]]) -> Costs:
+    """Repetitions as long and as far apart as those in which drafts were accepted. How far apart
+    they are is seen in small steps, in which a request has drafts as soon as there are some."""
+    small = [step for step in steps if step["rows"] < FIXED_ROWS] or steps
+    num_new = sum(step["new_drafted_rows"] for step in small)
+    accepted, refused = (sum(step[name] for step in steps) for name in ("accepted", "refused_rows"))
+    if not num_new:
+        return costs
+    undrafted = sum(step["rows"] - step["prompts"] - step["drafted_rows"] for step in small)
+    return dataclasses.replace(
+        costs,
+        repeat_begin=num_new / max(num_new, undrafted - LEAD_TOKENS * num_new),
+        repeat_end=refused / (accepted + refused),
+    )
 
 
 def _with_steps(costs: Costs, steps: list[dict[str, Any]]) -> Costs:

@@ -87,6 +87,8 @@ def roofline(base: Base, gpu: Gpu) -> Roofline:
         adapter_bytes_per_rank=base.adapter_bytes_per_rank,
         block_bytes=TOKENS_PER_BLOCK * base.kv_token_bytes,
         tokens_per_block=TOKENS_PER_BLOCK,
+        repeat_begin=0.0,
+        repeat_end=0.0,
     )
     return Roofline(costs, int(gpu.memory_bytes - base.weight_bytes))
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from loraplex.adapter_format.geometry import Geometry
 from loraplex_services.simulate.costs import Costs
+from loraplex_services.simulate.text import SimulatedText
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.own_rope import BaseRopes
 from loraplex_services.worker.types.runner_protocol import Copied, DoneStep, ModelInfo
 from loraplex_services.worker.types.sites import SiteTable
-from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
+from loraplex_services.worker.types.step_plan import PlannedRow, Sampled, SampledRow, StepPlan
 
 CONTEXT = 1 << 20
 VOCAB_SIZE = 1 << 30
@@ -92,6 +93,7 @@ class TimedRunner:
         self._copies_end_s = 0.0
         self._step_end_s = 0.0
         self._rng = random.Random(seed)
+        self._text = SimulatedText(costs, seed)
 
     @property
     def layout(self) -> AdapterLayout:
@@ -133,20 +135,31 @@ class TimedRunner:
         del self._slot_bytes[slot]
 
     def launch(self, plan: StepPlan) -> DoneStep:
-        """Takes the time of the step; every token is 0."""
+        """Takes the time of the step."""
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         step_s = self._costs.step(
             idle=self._clock.now_s > self._step_end_s,
             num_rows=len(plan.rows),
-            num_prompts=plan.num_contexts,
+            num_prompts=sum(row.is_context and not row.drafts for row in plan.rows),
             num_tokens=plan.num_tokens,
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
             adapter_bytes=sum(self._slot_bytes[slot] for slot in slots),
         )
         self._clock.advance(step_s * self._costs.spread(self._rng))
         self._step_end_s = self._clock.now_s
-        return DoneStep(
-            [SampledRow(r.request.request_id, 0 if r.needs_logits else None) for r in plan.rows]
+        return DoneStep([self._sampled(row) for row in plan.rows])
+
+    def _sampled(self, row: PlannedRow) -> SampledRow:
+        if not row.needs_logits:
+            return SampledRow(row.request.request_id, None)
+        tokens = [self._text.next_token(row.request)]
+        for draft in row.drafts:
+            if tokens[-1] != draft:
+                break
+            tokens.append(self._text.next_token(row.request))
+        first, *further = tokens
+        return SampledRow(
+            row.request.request_id, first, further=tuple(Sampled(t, None) for t in further)
         )
 
     def model_info(self) -> ModelInfo:
@@ -158,6 +171,7 @@ class TimedRunner:
             dtype="float32",
             device="simulated",
             kernels="simulated",
+            verifies_drafts=self._costs.repeat_begin > 0.0,
             numerics_fingerprint="simulated",
             geometry=Geometry("simulated", "sha256:simulated", 1, VOCAB_SIZE, False, ()),
         )

@@ -28,6 +28,8 @@ COSTS = Costs(
     adapter_bytes_per_rank=1024.0,
     block_bytes=16384,
     tokens_per_block=16,
+    repeat_begin=0.0,
+    repeat_end=0.0,
 )
 
 

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
+from loraplex.api.sampling import SamplingParams
 from loraplex.errors import InvalidRequest
 from loraplex_services.simulate.costs import read_costs
 from loraplex_services.simulate.fitting import fit_trace
-from tests.simulate.fleets import COSTS
+from loraplex_services.simulate.runner import TimedRunner, VirtualClock
+from loraplex_services.worker.engine.engine import Engine
+from loraplex_services.worker.engine.step_trace import TracedRunner
+from tests.simulate.fleets import COSTS, engine_config
+from tests.worker.commands import make_submit
 
+NO_DRAFTS = {"drafted_rows": 0, "new_drafted_rows": 0, "accepted": 0, "refused_rows": 0}
 ARENA = {"arena_blocks": 100, "block_bytes": 4096, "tokens_per_block": 16}
 
 
@@ -36,7 +42,8 @@ def steps(count: int) -> list[dict[str, Any]]:
         step_s = 0.002 + idle * 0.003 + prompts * 5e-4 + tokens * 1e-4 + adapter_bytes * 1e-9
         step_s += max(0, rows - 16) * 2e-4
         sizes = {"rows": rows, "prompts": prompts, "tokens": tokens, "kv_tokens": kv_tokens}
-        lines.append({"step_s": step_s, "idle": idle, **sizes, "adapter_bytes": adapter_bytes})
+        sizes |= {"adapter_bytes": adapter_bytes, **NO_DRAFTS}
+        lines.append({"step_s": step_s, "idle": idle, **sizes})
     return lines
 
 
@@ -52,6 +59,7 @@ def test_the_costs_behind_a_trace_are_found(tmp_path: Path) -> None:
     assert costs.adapter_byte_s == pytest.approx(1e-9, rel=1e-4)
     assert costs.kv_token_s == pytest.approx(0.0, abs=1e-9)
     assert (costs.load_s, costs.load_byte_s) == pytest.approx((0.001, 1e-9), rel=1e-4)
+    assert (costs.repeat_begin, costs.repeat_end) == (0.0, 0.0)
     assert (costs.block_bytes, costs.adapter_bytes_per_rank) == (4096, pytest.approx(1000))
     assert fitted.explained == pytest.approx(1.0)
     assert fitted.modelled_s == pytest.approx(fitted.measured_s)
@@ -64,6 +72,20 @@ def test_how_far_steps_spread_is_found_and_drawn_again(tmp_path: Path) -> None:
     assert fitted.costs.step_spread == pytest.approx(0.3, rel=0.1)
     assert fitted.costs.step_s == pytest.approx(0.002, rel=0.1)
     assert COSTS.spread(rng) == 1.0
+
+
+def test_how_outputs_repeat_is_found_from_the_drafts_of_a_worker(tmp_path: Path) -> None:
+    costs, clock = replace(COSTS, repeat_begin=0.05, repeat_end=0.02), VirtualClock()
+    runner = TracedRunner(TimedRunner(costs, 1 << 26, clock), tmp_path / "steps", clock)
+    engine = Engine(runner, engine_config(max_num_seqs=8), clock)
+    sampling = SamplingParams(max_tokens=200, seed=0, ignore_eos=True)
+    prompts = [range(1000 * i, 1000 * i + 8) for i in range(64)]
+    engine.step([make_submit(str(i), ids, sampling) for i, ids in enumerate(prompts)])
+    while engine.has_requests:
+        engine.step([])
+    fitted = fit_trace(tmp_path / "steps").costs
+    assert fitted.repeat_begin == pytest.approx(0.05, rel=0.3)
+    assert fitted.repeat_end == pytest.approx(0.02, rel=0.3)
 
 
 def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:

@@ -38,6 +38,18 @@ def test_a_step_after_idling_takes_longer_and_the_next_one_does_not() -> None:
     assert outcome.end_s == pytest.approx(1.0 + 0.5 + 0.030 + 0.011)
 
 
+def test_a_worker_with_drafts_takes_fewer_steps_for_outputs_that_repeat() -> None:
+    trace = [TracedRequest(0.0, None, 20, 40)]
+    num_steps = []
+    for repeat_begin in (0.0, 1.0):
+        simulation = Simulation(fleet(costs=replace(COSTS, repeat_begin=repeat_begin)), [])
+        (outcome,) = simulation.run(trace)
+        assert outcome.finished and outcome.num_output == 40
+        num_steps.append(simulation.tally.steps)
+    assert num_steps[0] == 40
+    assert num_steps[1] < 20
+
+
 def test_time_outside_the_worker_is_added_and_passes_before_a_slot_is_free_again() -> None:
     costs = replace(COSTS, request_s=0.1, request_p90_s=0.1)
     alone = fleet(costs=costs, admission=AdmissionLimits(max_running=1))

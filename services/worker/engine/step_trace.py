@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from loraplex.adapter_format import CONFIG_FILE
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
@@ -44,7 +45,7 @@ class TracedStep:
     def result(self) -> list[SampledRow]:
         """See `LaunchedStep`."""
         rows = self.launched.result()
-        self.runner.ended(self.plan, self.begin_s, self.adapter_bytes)
+        self.runner.ended(self.plan, rows, self.begin_s, self.adapter_bytes)
         return rows
 
 
@@ -65,6 +66,8 @@ class TracedRunner:
         self._file = path.open("a", buffering=1)
         self._slot_bytes: dict[int, int] = {}
         self._last_ids: set[str] = set()
+        self._drafting: WeakSet[Request] = WeakSet()
+        """Requests that had drafts in their last step."""
         self._last_end_s = 0.0
         self._write(
             arena_blocks=self.arena_blocks,
@@ -113,7 +116,9 @@ class TracedRunner:
         num_bytes = sum(self._slot_bytes[slot] for slot in slots)
         return TracedStep(self, plan, begin_s, num_bytes, self._runner.launch(plan))
 
-    def ended(self, plan: StepPlan, begin_s: float, adapter_bytes: int) -> None:
+    def ended(
+        self, plan: StepPlan, sampled: list[SampledRow], begin_s: float, adapter_bytes: int
+    ) -> None:
         """Write down a step that has just ended.
 
         A step that continues requests of the one before counts from that one's end: planning and
@@ -134,7 +139,26 @@ class TracedRunner:
             tokens=plan.num_tokens,
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
             adapter_bytes=adapter_bytes,
+            **self._drafts(plan, sampled),
         )
+
+    def _drafts(self, plan: StepPlan, sampled: list[SampledRow]) -> dict[str, int]:
+        """Numbers of rows with drafts, of those whose request had none in its step before, of
+        accepted drafts, and of rows in which a draft was refused."""
+        drafted = [
+            (row, len(result.further))
+            for row, result in zip(plan.rows, sampled, strict=True)
+            if row.drafts
+        ]
+        num_new = sum(row.request not in self._drafting for row, _ in drafted)
+        self._drafting.difference_update(row.request for row in plan.rows)
+        self._drafting.update(row.request for row, _ in drafted)
+        return {
+            "drafted_rows": len(drafted),
+            "new_drafted_rows": num_new,
+            "accepted": sum(num_accepted for _, num_accepted in drafted),
+            "refused_rows": sum(num_accepted < len(row.drafts) for row, num_accepted in drafted),
+        }
 
     @property
     def stall_s(self) -> float:

@@ -48,6 +48,8 @@ COSTS = Costs(
     adapter_bytes_per_rank=BLOCK_BYTES,
     block_bytes=BLOCK_BYTES,
     tokens_per_block=4,
+    repeat_begin=0.0,
+    repeat_end=0.0,
 )
 DIGESTS = [f"sha256:{name}" for name in "abcdef"]
 BLOCKS = dict(zip(DIGESTS, (1, 2, 3, 5, 8, 12), strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,11 @@ def row(
     request = Request(request_id, list(range(10)), SamplingParams(max_tokens=4, seed=0))
     slots = () if slot is None else ((slot, 1.0),)
     return PlannedRow(request, start, num_tokens, needs_logits=False, slots=slots)
+
+
+def decoding(planned: PlannedRow, drafts: tuple[int, ...] = ()) -> PlannedRow:
+    num_tokens = 1 + len(drafts)
+    return planned._replace(needs_logits=True, num_tokens=num_tokens, drafts=drafts)
 
 
 def lines(path: Path) -> list[dict[str, float]]:
@@ -92,6 +97,21 @@ def test_an_unloaded_slot_may_be_used_again(tmp_path: Path) -> None:
         stage.runner.unload_adapter(0)
     steps = [line["adapter_bytes"] for line in lines(path) if "step_s" in line]
     assert steps == [2 * COSTS.block_bytes, COSTS.block_bytes]
+
+
+def test_drafts_are_counted_as_new_where_the_step_before_had_none(tmp_path: Path) -> None:
+    path, clock = tmp_path / "steps.jsonl", VirtualClock()
+    costs = replace(COSTS, repeat_begin=1.0)  # after one token, the next ones repeat it
+    runner = TracedRunner(TimedRunner(costs, 1 << 20, clock), path, clock)
+    first, second = (row(name, start=9, num_tokens=1) for name in "ab")
+    [begun] = runner.launch(StepPlan(0, (decoding(first),))).result()
+    right = decoding(first, drafts=(begun.token_id, begun.token_id))
+    runner.launch(StepPlan(1, (right,))).result()
+    wrong = decoding(first, drafts=(begun.token_id, -1, begun.token_id))
+    runner.launch(StepPlan(2, (wrong, decoding(second)))).result()
+    names = ("prompts", "drafted_rows", "new_drafted_rows", "accepted", "refused_rows")
+    found = [tuple(line[name] for name in names) for line in lines(path)[1:]]
+    assert found == [(1, 0, 0, 0, 0), (0, 1, 1, 2, 0), (1, 1, 0, 1, 1)]
 
 
 def test_nothing_of_the_prompt_or_the_adapters_name_is_written(tmp_path: Path) -> None:
