@@ -93,12 +93,17 @@ class Stage:
         return output
 
     def run(self, *commands: Command, max_steps: int = 500) -> dict[str, list[int]]:
-        self.step(*commands)
+        for _ in self.outputs_of(*commands, max_steps=max_steps):
+            pass
+        return self.outputs
+
+    def outputs_of(self, *commands: Command, max_steps: int = 500) -> Iterable[StepOutput]:
+        """Steps until there are no requests."""
+        yield self.step(*commands)
         while self.engine.has_requests:
             max_steps -= 1
             assert max_steps, "the engine does not finish"
-            self.step()
-        return self.outputs
+            yield self.step()
 
     def blocks_used(self, *commands: Command) -> int:
         load = self.step(*commands).load

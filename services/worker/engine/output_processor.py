@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from loraplex.api.output import FinishReason, PackedLogprobs, TokenLogprob
 from loraplex.api.pooling import Pooling
-from loraplex.errors import LoraplexError
+from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.worker.engine.outputs import finish_reason, stop_token, timings
-from loraplex_services.worker.grammars.opening import Grammars, no_allowed_token
+from loraplex_services.worker.grammars.opening import Grammars
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.messages import Failure, TokenOutput, WireError
 from loraplex_services.worker.types.request import Request
@@ -69,14 +69,15 @@ class OutputProcessor:
         return failures
 
     def _follow(self, request: Request, sampled: SampledRow, now: float) -> bool:
-        """Pass the token to the request's grammar. False if the grammar does not accept it: the
-        request has failed."""
-        if request.constraint is None or request.sampling.max_tokens == 0:
+        """Pass the token to the request's grammar. False if the request has failed: no token was
+        allowed, or the grammar does not accept it."""
+        if request.sampling.max_tokens == 0:
             return True
         try:
-            if sampled.token_id is None:
-                raise no_allowed_token()
-            self._grammars.advance(request, [sampled.token_id])
+            if sampled.token_id is None or any(each.token_id is None for each in sampled.further):
+                raise _no_allowed_token(request)
+            if request.constraint is not None:
+                self._grammars.advance(request, [sampled.token_id])
         except LoraplexError as error:
             self.fail(request, error, now)
             return False
@@ -148,3 +149,18 @@ class OutputProcessor:
             if reason := finish_reason(request, self._eos_token_ids):
                 break
         return token_ids, logprobs, reason
+
+
+def _no_allowed_token(request: Request) -> InvalidRequest:
+    """The error of a request whose grammar and masks allow no token."""
+    sampling, field = request.sampling, "bad_token_ids"
+    if request.constraint is not None:
+        field = "grammar"
+    elif sampling.allowed_token_ids:
+        field = "allowed_token_ids"
+    return InvalidRequest.field(
+        field,
+        "",
+        "no token may follow the output so far: the grammar, allowed_token_ids, bad_token_ids, "
+        "bad_words, stop_token_ids and min_tokens leave none",
+    )

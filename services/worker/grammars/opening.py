@@ -15,7 +15,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from loraplex.api.sampling import Grammar, GrammarTokens
-from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex.errors import LoraplexError, Unsupported
 from loraplex_services.common.recent import Recent
 from loraplex_services.worker.grammars.compiling import compile_grammar, read_vocabulary
 from loraplex_services.worker.grammars.constraint import AdapterMatcher, GrammarConstraint, resume
@@ -133,13 +133,3 @@ class Grammars:
         constraint = GrammarConstraint(grammar, follower, submit)
         constraint.bitmask()
         return constraint
-
-
-def no_allowed_token() -> InvalidRequest:
-    """The error of a request whose grammar and other settings allow no token."""
-    return InvalidRequest.field(
-        "grammar",
-        "",
-        "no token may follow the output so far: the grammar, allowed_token_ids, bad_token_ids, "
-        "stop_token_ids and min_tokens leave none",
-    )

@@ -43,6 +43,8 @@ class LogitEdits:
     forbidden_indices: list[int] = field(default_factory=list)
     doubtful: list[tuple[int, NextToken, int]] = field(default_factory=list)
     """(index, token, id): forbidden if the token before, which only the device knows, is the id."""
+    masked: list[int] = field(default_factory=list)
+    """Rows that their edits may leave without any token."""
 
     def add(self, row: int, token: NextToken, eos_ids: Sequence[int]) -> None:
         """List the edits of a row. Tokens that end the output are forbidden before min_tokens."""
@@ -65,6 +67,8 @@ class LogitEdits:
         if token.position < params.min_tokens:
             ending = (*params.stop_token_ids, *token.request.eos_ids(eos_ids))
             self.forbidden_indices += self._indices(begin, ending)
+        if token.request.constraint is not None or _has_masks(params, token.position):
+            self.masked.append(row)
 
     def _forbid_ends(self, begin: int, token: NextToken) -> None:
         """Forbid the last token of each bad sequence whose others the output ends with."""
@@ -197,6 +201,16 @@ def edits_of(tokens: Sequence[NextToken], eos_ids: Sequence[int], num_tokens: in
     for row, token in enumerate(tokens):
         edits.add(row, token, eos_ids)
     return edits
+
+
+def _has_masks(params: SamplingParams, position: int) -> bool:
+    """Whether a request forbids tokens itself. Besides EOS ids, there are always others."""
+    return bool(
+        params.allowed_token_ids
+        or params.bad_token_ids
+        or params.bad_sequences
+        or (params.stop_token_ids and position < params.min_tokens)
+    )
 
 
 def _has_penalties(params: SamplingParams) -> bool:

@@ -67,8 +67,8 @@ class ChosenChunk:
     asking: Sequence[int]
     """Rows that request logprobs."""
     logprobs: LogprobRows | None
-    constrained: Sequence[int]
-    """Rows that a grammar may leave without any token."""
+    masked: Sequence[int]
+    """Rows that their edits may leave without any token."""
     best: Tensor | None
     """float32: the highest logit that is left in each of these rows."""
 
@@ -78,7 +78,7 @@ class ChosenChunk:
             zip(self.asking, self.logprobs.read() if self.logprobs else (), strict=True)
         )
         left = () if self.best is None else self.best.tolist()
-        best = dict(zip(self.constrained, left, strict=True))
+        best = dict(zip(self.masked, left, strict=True))
         return [
             Sampled(None, None) if best.get(i) == MINUS_INF else Sampled(token_id, logprobs.get(i))
             for i, token_id in enumerate(self.token_ids.tolist())
@@ -120,11 +120,10 @@ def _sample_chunk(
     edits = edits_of(tokens, eos_ids, logits.shape[-1])
     edits.upload(upload, len(tokens))
     _upload_draws(upload, [tokens[i] for i in drawing], logits.shape[-1])
-    constrained = [row for row, _ in edits.constrained]
     listed = [tokens[i].params.logprob_token_ids for i in asking]
     if any(listed):
         upload.add("listed", padded_ids(listed))
-    for name, rows in (("asking", asking), ("drawing", drawing)):
+    for name, rows in (("asking", asking), ("drawing", drawing), ("masked", edits.masked)):
         upload.add(name, np.array(rows, dtype=np.int64))
     upload.send(logits.device)
 
@@ -132,8 +131,8 @@ def _sample_chunk(
     edits.apply(logits, upload)
     token_ids = first_argmax(logits)
     best = None
-    if constrained:
-        best = to_host(_rows(logits, upload["constrained"]).amax(dim=-1))
+    if edits.masked:
+        best = to_host(_rows(logits, upload["masked"]).amax(dim=-1))
     if drawing:
         drawn = _draw(_rows(logits, upload["drawing"]), upload, operators)
         token_ids.index_copy_(0, upload["drawing"], drawn)
@@ -144,7 +143,7 @@ def _sample_chunk(
         if any(listed):
             values = logprobs_of(raw, upload["listed"])
             logprobs = replace(logprobs, listed=ListedTokens(listed, values))
-    return token_ids, ChosenChunk(to_host(token_ids), asking, logprobs, constrained, best)
+    return token_ids, ChosenChunk(to_host(token_ids), asking, logprobs, edits.masked, best)
 
 
 def _rows(values: Tensor, rows: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class Sampled(NamedTuple):
     """A chosen token, with logprobs when the request asked for them."""
 
     token_id: int | None
-    """None where a grammar and the other masks leave no token."""
+    """None where the request's grammar and masks leave no token."""
     logprobs: TokenLogprob | None
 
 
@@ -129,7 +129,7 @@ class SampledRow(NamedTuple):
 
     request_id: str
     token_id: int | None
-    """None if the row needed no logits."""
+    """None if the row needed no logits, or the request's grammar and masks leave no token."""
     logprobs: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """One entry for each prompt position computed in this step, if the request asked for them."""

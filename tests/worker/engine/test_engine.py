@@ -65,6 +65,29 @@ def test_the_adapter_changes_the_output(stage: Stage) -> None:
     assert len({tuple(tokens) for tokens in outputs.values()}) == 3
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("masks", "field", "num_tokens"),
+    [
+        ({"bad_token_ids": tuple(range(tiny.VOCAB))}, "bad_token_ids", 0),
+        ({"allowed_token_ids": (5,), "bad_sequences": ((5, 5),)}, "allowed_token_ids", 1),
+        ({"stop_token_ids": tuple(range(tiny.VOCAB)), "min_tokens": 1}, "bad_token_ids", 0),
+    ],
+)
+def test_a_request_whose_masks_leave_no_token_fails_by_name(
+    stage: Stage, masks: dict[str, object], field: str, num_tokens: int, temperature: float
+) -> None:
+    good = submit("good", seed=5)
+    alone = list(stage.run(good)["good"])
+    stage.outputs.clear()
+    failures = []
+    for output in stage.outputs_of(submit("stuck", temperature=temperature, **masks), good):
+        failures += output.failures
+    [failure] = failures
+    assert (failure.request_id, failure.error.violations[0][0]) == ("stuck", field)
+    assert stage.outputs == {"good": alone} | ({"stuck": [5] * num_tokens} if num_tokens else {})
+
+
 def test_a_request_resumed_with_its_output_continues_with_the_same_tokens(stage: Stage) -> None:
     penalties = {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
     complete = list(stage.run(submit("r", A, seed=7, **penalties), *stage.fetched(A))["r"])
