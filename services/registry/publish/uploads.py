@@ -376,12 +376,19 @@ def _covered(file: File, parts: list[UploadPart]) -> FileState:
 
 
 def fingerprint(options: Options, files: Sequence[File], creator: str) -> str:
-    """A hash that is equal for equal uploads by one caller, including labels and tags."""
-    files = tuple(sorted(files, key=lambda file: file.path))
-    text = repr((options.tenant, options.name, sorted(options.tags), options.base_id,
-                 options.visibility, sorted((options.labels or {}).items()), options.strict,
-                 options.allow_missing, options.parent, options.when_loaded_s, files, creator,
-                 sorted(signature.key_sha256 for signature in options.signatures)))  # fmt: skip
+    """A hash that is equal for equal uploads by one caller: the same files with the same options.
+
+    All options count. An upload that shared the session of another one would get its options, such
+    as the time after which the version is deleted.
+    """
+    ordered = replace(
+        options,
+        tags=tuple(sorted(options.tags)),
+        labels=dict(sorted((options.labels or {}).items())),
+        signatures=(),
+    )
+    signers = sorted(signature.key_sha256 for signature in options.signatures)
+    text = repr((ordered, sorted(files, key=lambda file: file.path), creator, signers))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -30,11 +30,13 @@ from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.assembly import Registry, assemble
 from loraplex_services.registry.index.catalog import Catalog
-from loraplex_services.registry.records import TenantRecord
+from loraplex_services.registry.publish.uploads import Options, fingerprint
+from loraplex_services.registry.records import SignatureRecord, TenantRecord
 from tests.registry.house import (
     CONFIG,
     TENSORS,
     adapter_files,
+    declared,
     one_chunk,
     opened,
     orphans,
@@ -64,6 +66,19 @@ async def test_a_digest_alone_leads_to_every_byte(registry: Registry) -> None:
     for file in parse_manifest(raw).files:
         data = (await registry.store.get(layout.blob(file.sha256))).data
         assert hashlib.sha256(data).hexdigest() == file.sha256
+
+
+@pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(Options)])
+def test_uploads_with_different_options_share_no_session(option: str) -> None:
+    options, files = Options("default", "sql", ("latest",)), declared(adapter_files(1))
+    other = {
+        "tags": ("prod",), "labels": {"k": "v"}, "strict": True, "allow_missing": True,
+        "visibility": 1, "when_loaded_s": 1.0, "keep_versions": 1, "ttl_s": 1.0,
+        "signatures": (SignatureRecord("0" * 64, "{}", "", 0.0),),
+    }.get(option, "x")  # fmt: skip
+    changed = dataclasses.replace(options, **{option: other})
+    assert fingerprint(changed, files, "") != fingerprint(options, files, "")
+    assert fingerprint(changed, files, "") == fingerprint(changed, files[::-1], "")
 
 
 async def test_other_content_becomes_the_next_version_and_takes_latest(registry: Registry) -> None:
