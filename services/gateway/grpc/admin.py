@@ -85,7 +85,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.FetchAdapterRequest, context: Context
     ) -> admin_pb2.FetchAdapterResponse:
         """Load an adapter on the first workers of its rendezvous order; on one by default."""
-        found = await self._resolver.model(request.ref, current_caller.get().tenant)
+        found = await self._resolver.model(request.ref, current_caller.get().tenant, "ref")
         if isinstance(found, ServedModel):
             raise InvalidRequest.field(
                 "ref", request.ref, "this is a base, which its workers always hold; name an adapter"

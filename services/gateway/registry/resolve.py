@@ -76,12 +76,12 @@ class Resolver:
         yield from (v for v in visible if v.tenant == tenant)
         yield from (v for v in visible if v.tenant != tenant)
 
-    async def model(self, model: str, tenant: str) -> ServedModel | Version:
-        """A base or an adapter of a served one. Raises: NotFound."""
+    async def model(self, model: str, tenant: str, field: str = "model") -> ServedModel | Version:
+        """A base or an adapter of a served one; `field` names it in errors. Raises: NotFound."""
         base = self._bases().get(model)
         if base is not None:
             return base
-        version = await self._find(parse_ref(model, tenant, field="model"), tenant, "")
+        version = await self._find(parse_ref(model, tenant, field=field), tenant, "")
         self._check_served(version, model)
         return version
 

@@ -66,6 +66,7 @@ class RegistryService(PublishService):
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
         address = TagAddress(tenant, name, check_tag(request.tag))
+        _check_one_move(request)
         WAIT_S.check("when_loaded_s", request.when_loaded_s)
         reason = check_chars("reason", request.reason, MAX_REASON_CHARS)
         if request.when_loaded_s and (request.rollback or request.delete):
@@ -197,6 +198,8 @@ class RegistryService(PublishService):
         targets = []
         for message in messages:
             number = message.version
+            if not number and not message.digest:
+                raise InvalidRequest.field("targets", "", "name a version or a digest")
             if not number:
                 ref = parse_ref(f"{address.scope}@{message.digest}", field="targets.digest")
                 number = (await self._registry.lookup.resolve(ref, access)).version.version
@@ -204,6 +207,19 @@ class RegistryService(PublishService):
         if len({target.version for target in targets}) < len(targets):
             raise InvalidRequest.field("targets", address.tag, "must not name a version twice")
         return targets
+
+
+def _check_one_move(request: pb.SetTagRequest) -> None:
+    """Raises InvalidRequest if the fields ask for more than one move, of which one would be
+    ignored."""
+    if request.delete and request.rollback:
+        raise InvalidRequest.field("rollback", True, "leave out either rollback or delete")
+    if request.targets and (request.delete or request.rollback):
+        description = "must be empty with delete and with rollback"
+        raise InvalidRequest.field("targets", f"{len(request.targets)} targets", description)
+    if request.rollback_version and not request.rollback:
+        version = request.rollback_version
+        raise InvalidRequest.field("rollback_version", version, "needs rollback")
 
 
 def service(registry: Registry) -> grpc_server.Service:

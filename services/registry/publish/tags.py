@@ -207,6 +207,9 @@ class Tags:
         record = await self._versions.read(address.tenant, address.name, target.version)
         if record is None or record.deleted:
             raise AdapterNotFound(f"{address.scope}:v{target.version}")
+        if target.digest not in ("", record.digest):
+            description = f"v{record.version} has the digest {record.digest}; name one of the two"
+            raise InvalidRequest.field("targets.digest", target.digest, description)
         await self._rules.check(record)
         return TagTarget(record.version, record.digest, target.weight)
 
