@@ -47,7 +47,7 @@ def read_vocabulary(path: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTo
     if not path.is_file():
         _refuse_tokenizer("it has no tokenizer.json")
     if not eos_ids:
-        _refuse_tokenizer("it has no end-of-sequence token")
+        _refuse_tokenizer("it has no end-of-sequence token in its vocabulary")
     try:
         return LLTokenizer(path.read_text("utf-8"), n_vocab=vocab_size, eos_token=list(eos_ids))
     except (OSError, ValueError) as error:

@@ -341,6 +341,11 @@ def _quantization(settings: RunnerSettings) -> str:
     return "-".join(parts)
 
 
+def _possible(eos_token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """Those that have a logit. The defaults of small test bases are often beyond the vocabulary."""
+    return tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
+
+
 def _model_info(
     config: ModelConfig,
     layout: AdapterLayout,
@@ -362,7 +367,7 @@ def _model_info(
         vocab_size=config.vocab_size,
         max_model_len=max_model_len or config.max_position_embeddings,
         caps_context=max_model_len > 0,
-        eos_token_ids=config.eos_token_ids,
+        eos_token_ids=_possible(config.eos_token_ids, config.vocab_size),
         dtype=dtype_name(dtype),
         device=device.type,
         kernels=operators.name.removeprefix("native-"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -302,3 +303,17 @@ def test_a_grammar_that_is_hard_to_compile_does_not_hold_up_another_tenant(stage
         stage.step()
     assert not stage.outputs.keys() & set(ids[1:])
     stage.step(*map(Cancel, ids))
+
+
+def test_an_end_of_sequence_beyond_the_vocabulary_does_not_keep_output_from_ending(
+    tmp_path: Path,
+) -> None:
+    folder = Path(shutil.copytree(BASE, tmp_path / "base"))
+    found = json.loads((folder / "generation_config.json").read_text())
+    found["eos_token_id"] = [EOS, 100_000]
+    (folder / "generation_config.json").write_text(json.dumps(found))
+    runner = build_runner(folder, device="cpu", dtype="float32", arena_bytes=4 << 20)
+    stage = Stage(Engine(runner, make_config(model_dir=str(folder)), time.monotonic))
+    outputs = stage.run(submit("r", Grammar(regex="[a-c]{2}"), min_tokens=1))
+    assert not stage.failures
+    assert re.fullmatch("[a-c]{2}", text_of(outputs["r"]))
