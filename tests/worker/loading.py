@@ -15,6 +15,9 @@ from loraplex_services.worker.adapters.device.loader import CopiedImage
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.types.extents import Extents, extent_begins
 
+HOST_CACHE_BYTES = 16 << 20
+"""Pinned host memory of a runner on a GPU, whose machine runs several tests at a time."""
+
 
 def blocks_of(runner: TorchRunner, num_pages: int) -> int:
     """Blocks that hold so many pages."""

@@ -13,6 +13,7 @@ from typing import Any
 from loraplex_services.common.settings.env import CPU_ISA
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
+from tests.worker.loading import HOST_CACHE_BYTES
 
 DEVICES = ("cpu", "cuda")
 _device = "cpu"
@@ -34,4 +35,5 @@ def parity_runner(folder: Path, *, dtype: str = "float32", **settings: Any) -> T
     """`build_runner` of a base on the device that was chosen, and with the instruction set of
     `LORAPLEX_CPU_ISA=...`."""
     settings.setdefault("cpu_isa", CPU_ISA.read(os.environ))
+    settings.setdefault("host_cache_bytes", HOST_CACHE_BYTES)
     return build_runner(folder, device=_device, dtype=dtype, **settings)

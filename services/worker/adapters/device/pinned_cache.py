@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from loraplex.errors import InvalidRequest
 from loraplex_services.worker.adapters.device.copy_events import CopyEvents, StallTimer
 from loraplex_services.worker.adapters.device.pinned_pool import PinnedPool
 from loraplex_services.worker.adapters.pack.image import Image
@@ -166,9 +167,12 @@ class PinnedCache:
 
 def _pin(memory: Tensor) -> None:
     """Pin host memory, until `_unpin`. `pin_memory=True` would round its size up to a power of
-    two."""
-    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    torch.cuda.check_error(result)
+    two. Raises InvalidRequest if the driver refuses, which names the setting."""
+    cudart = torch.cuda.cudart()
+    result = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(result):
+        why = f"cannot be pinned ({cudart.cudaGetErrorString(result)}); set a smaller size"
+        raise InvalidRequest.field("LORAPLEX_HOST_CACHE_BYTES", memory.nbytes, why)
 
 
 def _unpin(memory: Tensor) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.errors import DataLoss
+from loraplex.errors import DataLoss, InvalidRequest
+from loraplex_services.worker.adapters.device import pinned_cache
 from loraplex_services.worker.adapters.device.pinned_cache import CopyForecast, PinnedCache
 from loraplex_services.worker.adapters.pack.image import ImageFile, ImageIndex, PackedAdapter
 from loraplex_services.worker.arena_buffer import ArenaBuffer
@@ -154,3 +155,20 @@ def test_a_copy_lands_behind_those_under_way_at_the_rate_of_the_last():
     assert forecast.expect(500, now=10.0) == pytest.approx(1.0)
     assert forecast.expect(500, now=10.5) == pytest.approx(1.5)
     assert forecast.expect(500, now=20.0) == pytest.approx(1.0)
+
+
+def test_memory_that_the_driver_does_not_pin_is_refused_by_the_name_of_the_setting(monkeypatch):
+    class Driver:
+        """The CUDA runtime, out of memory."""
+
+        @staticmethod
+        def cudaHostRegister(address, num_bytes, flags):
+            return 2
+
+        @staticmethod
+        def cudaGetErrorString(error):
+            return "out of memory"
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    with pytest.raises(InvalidRequest, match=r"HOST_CACHE_BYTES.+out of memory.+smaller"):
+        pinned_cache._pin(torch.zeros(4096, dtype=torch.uint8))

@@ -11,7 +11,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
-from tests.worker.loading import adapter_blocks, load_adapter
+from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, load_adapter
 from tests.worker.ops.triton.compilations import counted_compilations
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import LINEARS, VOCAB, write_adapter, write_base
@@ -82,6 +82,7 @@ class Steps:
             device="cpu" if INTERPRETING else "cuda",
             dtype=dtype,
             arena_bytes=64 << 20,
+            host_cache_bytes=HOST_CACHE_BYTES,
             max_resident=16,
             max_lora_rank=max(RANKS),
             max_num_batched_tokens=MAX_STEP_TOKENS,

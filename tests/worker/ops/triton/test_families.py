@@ -7,6 +7,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.warm_up import idle_batch
 from loraplex_services.worker.types.step_plan import StepPlan, batch_order
+from tests.worker.loading import HOST_CACHE_BYTES
 from tests.worker.ops.triton.test_runner import AsksNobody
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
@@ -40,6 +41,7 @@ def new_driver(folders, device, backend):
         device=device.type,
         dtype="float32",
         arena_bytes=8 << 20,
+        host_cache_bytes=HOST_CACHE_BYTES,
         max_resident=4,
         max_lora_rank=32,
         attention_backend=backend,

@@ -8,7 +8,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, SegmentRecorder, first_rows
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
-from tests.worker.loading import adapter_blocks, load_adapter
+from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
@@ -25,6 +25,7 @@ def runner(tmp_path_factory):
         device="cpu" if INTERPRETING else "cuda",
         dtype="float32",
         arena_bytes=2 << 20,
+        host_cache_bytes=HOST_CACHE_BYTES,
         max_resident=4,
         max_lora_rank=32,
     )

@@ -28,6 +28,7 @@ from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.types.model_config import ClampedSwiglu
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
+from tests.worker.loading import HOST_CACHE_BYTES
 from tests.worker.ops.lora.entering import enter_deltas
 from tests.worker.ops.triton.adapters import TOLERANCE, PackedArena, random_delta
 from tests.worker.ops.triton.conftest import INTERPRETING
@@ -224,6 +225,7 @@ def base(tmp_path_factory):
 
 def make_runner(base, device, cpu_isa):
     settings = {"arena_bytes": 2 << 20, "max_resident": 4, "max_lora_rank": 16}
+    settings["host_cache_bytes"] = HOST_CACHE_BYTES
     return build_runner(
         base, device=device.type, dtype="float32", load_format="dummy", cpu_isa=cpu_isa, **settings
     )

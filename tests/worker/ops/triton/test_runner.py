@@ -22,7 +22,7 @@ from loraplex_services.worker.types.extents import extent_sizes
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
-from tests.worker.loading import adapter_blocks, in_blocks, load_adapter
+from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, in_blocks, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
 from tests.worker.tiny import write_adapter, write_base
 
@@ -48,6 +48,7 @@ def folders(tmp_path_factory):
 def make_runner(folders, device, backend):
     base, adapters = folders
     settings = {"arena_bytes": 2 << 20, "max_resident": 4, "max_lora_rank": 32}
+    settings["host_cache_bytes"] = HOST_CACHE_BYTES
     runner = build_runner(
         base, device=device.type, dtype="float32", attention_backend=backend, **settings
     )

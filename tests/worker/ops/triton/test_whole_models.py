@@ -17,7 +17,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan, batch_order
-from tests.worker.loading import adapter_blocks, load_adapter
+from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
 
 DECODE_STEPS = 3
@@ -139,6 +139,7 @@ class Forced:
             device=device.type,
             dtype=dtype,
             arena_bytes=geometry.arena_bytes,
+            host_cache_bytes=HOST_CACHE_BYTES,
             max_resident=8,
             max_lora_rank=256,
             max_num_batched_tokens=1024,
