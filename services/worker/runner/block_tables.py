@@ -18,6 +18,9 @@ from loraplex_services.worker.runner.step_inputs import Int64s
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow
 
+ALIGNED_ENTRIES = 4
+"""Entries of 16 bytes, which Triton expects of the start of any tensor."""
+
 
 @dataclass(slots=True)
 class TableRow:
@@ -60,7 +63,8 @@ class BlockTables:
             max_rows: the most requests in one step.
             max_blocks: the most blocks of one request in a KV group.
         """
-        shape = num_groups, max_rows, max_blocks
+        # The tables of all groups are aligned alike: kernels are compiled for what they are given.
+        shape = num_groups, max_rows, -(-max_blocks // ALIGNED_ENTRIES) * ALIGNED_ENTRIES
         self.device = torch.zeros(shape, dtype=torch.int32, device=device)
         """int32 `[KV groups, rows, blocks]`. Entries that no query of a step sees are void."""
         self._host = np.zeros(shape, dtype=np.int32)

@@ -110,3 +110,10 @@ def test_requests_keep_their_rows_when_the_batch_shifts() -> None:
     fresh = decoding("e", 8)
     rows_with_fresh, _ = write(tables, [row_of(r, 7) for r in (fresh, *requests[1:])])
     assert rows_with_fresh.tolist() == rows.tolist(), "the row of who left is given again"
+
+
+@pytest.mark.parametrize(("max_rows", "max_blocks"), [(257, 513), (6, 1), (256, 64)])
+def test_the_tables_of_all_groups_begin_at_multiples_of_sixteen_bytes(max_rows, max_blocks):
+    tables = BlockTables(3, max_rows, max_blocks, TOKENS_PER_BLOCK, torch.device("cpu")).device
+    assert tables.shape[1] == max_rows and tables.shape[2] >= max_blocks
+    assert [(table.data_ptr() - tables.data_ptr()) % 16 for table in tables] == [0, 0, 0]
