@@ -1,13 +1,16 @@
 #!/bin/sh
-# Everything that is measured on a GPU, in two parts of at most nine minutes each.
+# Everything that is measured on a GPU, in three parts of at most nine minutes each.
 #
-#     benchmarks/gpu/all.sh [--dry-run] 1|2|parity [OUT_DIR]
+#     benchmarks/gpu/all.sh [--dry-run] 1|2|3|parity [OUT_DIR]
 #
 # Part 1: the kernels' tests, decode steps of an 8B model (uneven contexts and the tax on the base among
 # them), one cold load, and an engine (overlap, first tokens, thousands of adapters).
 # Part 2: operators compared with those of other engines, other tilings, prefill, and where a step's time goes,
 # with four tokens a row as speculation verifies them.
+# Part 3: sampling, mixtures of experts and attention alone; some of the parity suite.
 # `parity` runs the parity suite and writes its table; it needs half an hour on 16 cores.
+# Results go to OUT_DIR, else to the folder that the environment names with OUT, else to
+# benchmarks/results.
 #
 # --dry-run runs a part on a CPU, on a tiny base, kernels alone interpreted: to see that it runs at all.
 # VLLM= and SGLANG= name folders that hold the package `vllm` or `sglang` (of a checkout of SGLang: its
@@ -16,8 +19,9 @@
 # network and no virtual environment (PYTHON= names the interpreter). For msgspec and llguidance, where
 # they are missing, small files of `standins/` stand in. The tests run where pytest is, in parallel where
 # pytest-xdist is. Every step has a limit, and what is left of the nine minutes is another; a failure does
-# not stop the next step. Results are written after every setting. The exit status is the number of steps
-# that failed.
+# not stop the next step. At its limit a step is interrupted, so that tests still report those that ended.
+# Results are written after every setting, and a setting that fails does not end the others. The exit
+# status is the number of steps that failed.
 set -u
 cd "$(dirname "$0")/../.." || exit 99
 PYTHON="${PYTHON:-python3}"
@@ -30,7 +34,7 @@ if [ "${1:-}" = --dry-run ]; then
     SLACK=20 PART_S=7200 ON="--device cpu --tiny" KERNELS="env TRITON_INTERPRET=1"
 fi
 PART="${1:-}"
-OUT="${2:-benchmarks/results}"
+OUT="${2:-${OUT:-benchmarks/results}}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 for library in msgspec llguidance; do
     "$PYTHON" -c "import $library" 2>/dev/null && continue
@@ -56,7 +60,7 @@ step() {
     [ "$left_s" -lt "$limit_s" ] && limit_s=$left_s
     echo "== $*"
     begin_s=$(date +%s)
-    timeout "$limit_s" "$@" || { echo "== failed ($?): $*"; failed=$((failed + 1)); }
+    timeout -s INT -k 15 "$limit_s" "$@" || { echo "== failed ($?): $*"; failed=$((failed + 1)); }
     echo "== $(($(date +%s) - begin_s)) s"
 }
 
@@ -99,6 +103,16 @@ case "$PART" in
     gpu 100 prefill ""
     gpu 70 profile_step "--cases decode.64,.base|verify"
     ;;
+3)
+    gpu 60 sampling_moe ""
+    gpu 60 attention_ops "--tune --quick --only decode"
+    device=cuda
+    [ "$KERNELS" ] && device=cpu
+    KERNELS=""
+    files="test_parity test_recurrent_bases test_gemma4 test_heads"
+    [ $device = cpu ] && files=test_own_eos
+    tests 390 $(printf 'tests/worker/parity/%s.py ' $files) -m "not long" --device $device
+    ;;
 parity)
     PART_S=7200
     device=cuda
@@ -109,7 +123,7 @@ parity)
         $([ $device = cpu ] && echo llama)
     ;;
 *)
-    echo "usage: benchmarks/gpu/all.sh [--dry-run] 1|2|parity [OUT_DIR]" >&2
+    echo "usage: benchmarks/gpu/all.sh [--dry-run] 1|2|3|parity [OUT_DIR]" >&2
     exit 99
     ;;
 esac

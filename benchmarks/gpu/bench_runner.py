@@ -21,6 +21,8 @@ from tests.worker.loading import blocks_of, in_blocks
 
 GPU_RESERVE_BYTES = 7 << 30
 """Left to activations, graphs and libraries when the arena takes the rest."""
+HOST_CACHE_BYTES = 1 << 30
+"""Pinned host memory. A quarter of the memory, as workers have, takes seconds to pin."""
 
 
 class DoesNotFit(Exception):
@@ -53,6 +55,7 @@ class BenchRunner:
             max_lora_rank=128,
             max_resident=max_resident,
             max_num_batched_tokens=max_num_tokens,
+            host_cache_bytes=HOST_CACHE_BYTES,
             load_format="dummy",
             executors=(AtOnce(), AtOnce()),
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import common
+from benchmarks.gpu.bench_runner import HOST_CACHE_BYTES
 from benchmarks.gpu.checks import WrongResult
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import write_adapter
@@ -39,6 +40,7 @@ def main() -> None:
             base,
             device=args.device,
             arena_bytes=args.arena_bytes,
+            host_cache_bytes=HOST_CACHE_BYTES,
             load_format="dummy",
             executors=(AtOnce(), AtOnce()),
         )

@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import common
-from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit, add_runner_options, spread
-from benchmarks.gpu.checks import WrongResult, check_step
+from benchmarks.gpu.bench_runner import BenchRunner, add_runner_options, spread
+from benchmarks.gpu.checks import check_step, setting
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape
 from loraplex_services.worker.types.step_plan import StepPlan
@@ -80,7 +82,7 @@ class Results:
         self._facts = {"shape": shape_name, "context": args.context, "steps": args.steps}
         self.tables: dict[str, list[dict[str, Any]]] = {}
         self.errors: list[str] = []
-        """Cases that were not timed, since their results were wrong."""
+        """Settings that were not timed, since they failed or their results were wrong."""
 
     def note(self, **facts: Any) -> None:
         """Facts that all tables share."""
@@ -92,10 +94,11 @@ class Results:
         self.tables.setdefault(table, []).append(row)
         self._write()
 
-    def wrong(self, error: str) -> None:
-        """Print what is wrong and write everything."""
-        print(f"WRONG: {error}", flush=True)
-        self.errors.append(error)
+    @contextmanager
+    def setting(self, name: str) -> Iterator[None]:
+        """See `checks.setting`; write everything afterwards."""
+        with setting(name, self.errors):
+            yield
         self._write()
 
     def _write(self) -> None:
@@ -104,12 +107,14 @@ class Results:
 
 
 def main() -> int:
-    """Measure, print, write; returns how many cases computed something wrong."""
+    """Measure, print, write; returns how many settings failed."""
     args = parse_args()
     shape = SHAPES["tiny" if args.tiny else args.shape]
     results = Results(shape.name, torch.device(args.device), args)
     with tempfile.TemporaryDirectory() as scratch:
-        bare = base_times(shape, Path(scratch), args)
+        bare: dict[int, dict[str, float]] = {}
+        with results.setting("an engine without adapters"):
+            bare = base_times(shape, Path(scratch), args)
         contexts = TINY_UNEVEN if args.tiny else UNEVEN
         longest = 2 * max(max(lens) for lens in contexts.values())
         bench = BenchRunner(shape, Path(scratch), args, max_num_tokens=2048, max_model_len=longest)
@@ -117,14 +122,11 @@ def main() -> int:
         bandwidth = common.copy_bytes_per_s(bench.device, copy_bytes)
         results.note(copy_bytes_per_s=bandwidth)
         bases: dict[int, dict[str, float]] = {}
-        for case in TINY_CASES if args.tiny else CASES:
-            try:
+        cases = TINY_CASES if args.tiny else CASES
+        for case in cases:
+            with results.setting(str(case)):
                 results.add("rows", run_case(bench, case, bases, bandwidth, args))
-            except DoesNotFit:
-                print(f"does not fit into the arena: {case}", flush=True)
-            except WrongResult as error:
-                results.wrong(f"{case}: {error}")
-            if "contexts" not in results.tables:
+            if case is cases[0]:
                 compare_base_only(bench, bare, results, args)
                 compare_contexts(bench, contexts, bandwidth, results, args)
     for table in results.tables.values():
@@ -161,14 +163,15 @@ def compare_base_only(
 ) -> None:
     """What room for adapters, and adapters that nobody uses, cost the base."""
     for size, alone in bare.items():
-        bench.clear()
-        bench.load([16] * (2 if args.tiny else 64), ATTENTION)
-        times = measure(bench, spread(size, 0), args)
-        best = "gpu_ms" if "gpu_ms" in times else "step_ms"
-        row = {"batch": size, **times, **{f"bare_{name}": ms for name, ms in alone.items()}}
-        row["over_bare"] = times[best] / alone[best]
-        row["over_bare_with_host"] = times["step_ms"] / alone["step_ms"]
-        results.add("base_only", row)
+        with results.setting(f"base only, {size} rows"):
+            bench.clear()
+            bench.load([16] * (2 if args.tiny else 64), ATTENTION)
+            times = measure(bench, spread(size, 0), args)
+            best = "gpu_ms" if "gpu_ms" in times else "step_ms"
+            row = {"batch": size, **times, **{f"bare_{name}": ms for name, ms in alone.items()}}
+            row["over_bare"] = times[best] / alone[best]
+            row["over_bare_with_host"] = times["step_ms"] / alone["step_ms"]
+            results.add("base_only", row)
 
 
 def compare_contexts(
@@ -180,25 +183,29 @@ def compare_contexts(
 ) -> None:
     """Uneven contexts compared with even ones of as many tokens."""
     for name, lens in contexts.items():
-        mean = round(sum(lens) / len(lens))
-        times = {}
-        for kind, these in (("even", [mean] * len(lens)), ("uneven", lens)):
-            bench.clear()
-            try:
-                plan = bench.decode_plan(spread(len(lens), 0), these)
-            except DoesNotFit:
-                print(f"does not fit into the arena: contexts {name}", flush=True)
-                return
-            check_step(bench, plan)
-            times[kind] = times_of(bench, plan, args)
-        best = "gpu_ms" if "gpu_ms" in times["even"] else "step_ms"
-        num_bytes = bench.itemsize * bench.shape.num_layer_weights
-        floor_s = (num_bytes + bench.shape.kv_bytes(sum(lens), bench.itemsize)) / bandwidth
-        row: dict[str, Any] = {"contexts": name, "batch": len(lens), "tokens": sum(lens)}
-        row |= {f"{kind}_{best}": times[kind][best] for kind in times}
-        row["uneven_over_even"] = times["uneven"][best] / times["even"][best]
-        row["share_of_floor"] = floor_s * 1e3 / times["uneven"][best]
-        results.add("contexts", row)
+        with results.setting(f"contexts {name}"):
+            results.add("contexts", contexts_row(bench, name, lens, bandwidth, args))
+
+
+def contexts_row(
+    bench: BenchRunner, name: str, lens: list[int], bandwidth: float, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One row of that table. Raises DoesNotFit and WrongResult."""
+    mean = round(sum(lens) / len(lens))
+    times = {}
+    for kind, these in (("even", [mean] * len(lens)), ("uneven", lens)):
+        bench.clear()
+        plan = bench.decode_plan(spread(len(lens), 0), these)
+        check_step(bench, plan)
+        times[kind] = times_of(bench, plan, args)
+    best = "gpu_ms" if "gpu_ms" in times["even"] else "step_ms"
+    num_bytes = bench.itemsize * bench.shape.num_layer_weights
+    floor_s = (num_bytes + bench.shape.kv_bytes(sum(lens), bench.itemsize)) / bandwidth
+    row: dict[str, Any] = {"contexts": name, "batch": len(lens), "tokens": sum(lens)}
+    row |= {f"{kind}_{best}": times[kind][best] for kind in times}
+    row["uneven_over_even"] = times["uneven"][best] / times["even"][best]
+    row["share_of_floor"] = floor_s * 1e3 / times["uneven"][best]
+    return row
 
 
 def run_case(

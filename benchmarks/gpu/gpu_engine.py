@@ -20,6 +20,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 
 from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import add_runner_options, free_arena_bytes
+from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import Shape, write_adapter
 from benchmarks.serving.many_adapters import Bench, Counting, digest_of
@@ -36,15 +38,19 @@ from loraplex_services.worker.types.messages import EngineConfig, Prefetch, Unlo
 
 MAX_RUNNING = 64
 RESIDENT = 64
+HOST_CACHE_BYTES = 8 << 30
+"""Pinned host memory: 95 of these adapters of an 8B base."""
 COUNTS = (1, 64, 500, 2000)
 NUM_ROUNDS = 3
 
 
-def main() -> None:
-    """Measure, print, write after every part."""
+def main() -> int:
+    """Measure, print, write after every row; returns how many parts failed."""
     args = parse_args()
     shape = SHAPES["tiny" if args.tiny else args.shape]
     facts: dict[str, Any] = {"shape": shape.name, "adapters": args.adapters, "rank": args.rank}
+    errors: list[str] = []
+    facts["errors"] = errors
     with tempfile.TemporaryDirectory() as scratch:
         bench = make_bench(shape, Path(scratch), args)
         device = bench.runner.arena.data.device
@@ -55,12 +61,17 @@ def main() -> None:
             ("first_token", compare_tiers),
             ("counts", compare_counts),
         ):
-            facts[part] = measure(bench, args)
+            print(f"{part}:", flush=True)
+            rows = facts[part] = []
+            with setting(part, errors):
+                for row in measure(bench, args):
+                    print(row, flush=True)
+                    rows.append(row)
+                    common.write_results(name, device, facts, args.out)
             path = common.write_results(name, device, facts, args.out)
-            print(f"{part}:")
-            rows = facts[part] if isinstance(facts[part], list) else [facts[part]]
             common.print_table(rows)
     print(f"wrote {path}", flush=True)
+    return len(errors)
 
 
 def make_bench(shape: Shape, root: Path, args: argparse.Namespace) -> Bench:
@@ -68,6 +79,7 @@ def make_bench(shape: Shape, root: Path, args: argparse.Namespace) -> Bench:
     base = common.write_base(shape, root / "base", 4096)
     arena_bytes = args.arena_bytes or free_arena_bytes(shape)
     settings: dict[str, Any] = {"max_lora_rank": args.rank, "max_resident": 4096}
+    settings["host_cache_bytes"] = HOST_CACHE_BYTES
     runner = build_runner(
         base,
         device=args.device,
@@ -113,9 +125,8 @@ def linked_adapters(
     return folders, [num_blocks] * args.adapters
 
 
-def compare_overlap(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare_overlap(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tokens a second with steps one by one and overlapped, alternately."""
-    rows = []
     for num_adapters in (0, min(RESIDENT, args.adapters // 2)):
         make_resident(bench, num_adapters)
         rates: dict[bool, list[float]] = {False: [], True: []}
@@ -126,8 +137,7 @@ def compare_overlap(bench: Bench, args: argparse.Namespace) -> list[dict[str, An
                 found.append(result["tokens_per_s"])
         off, on = (sorted(found)[NUM_ROUNDS // 2] for found in rates.values())
         row = {"adapters": num_adapters, "tokens_per_s_off": off, "tokens_per_s_on": on}
-        rows.append(row | {"on_over_off": on / off})
-    return rows
+        yield row | {"on_over_off": on / off}
 
 
 def make_resident(bench: Bench, num_adapters: int) -> None:
@@ -138,7 +148,7 @@ def make_resident(bench: Bench, num_adapters: int) -> None:
     bench.step()
 
 
-def compare_tiers(bench: Bench, args: argparse.Namespace) -> dict[str, float]:
+def compare_tiers(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, float]]:
     """Medians alongside 8 requests that decode: of adapters on the device, of such that have just
     been evicted from it (their image is in pinned memory), and of such that no request has used
     yet."""
@@ -159,24 +169,21 @@ def compare_tiers(bench: Bench, args: argparse.Namespace) -> dict[str, float]:
     for tier in ("host", "disk"):
         if f"{tier}_ms" in found:
             found[f"{tier}_over_resident"] = found[f"{tier}_ms"] / found["resident_ms"]
-    return found
+    yield found
 
 
-def compare_counts(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare_counts(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every n compared with n = 0."""
     bench.drain()
     bench.throughput(0, args.running, 4)
     alone = bench.throughput(0, args.requests, args.tokens)["tokens_per_s"]
-    rows = []
     for count in sorted({n for n in COUNTS if n < args.adapters} | {args.adapters}):
         row = bench.throughput(count, args.requests, args.tokens)
         again = bench.throughput(0, args.requests, args.tokens)["tokens_per_s"]
         row["over_base"] = 2 * row["tokens_per_s"] / (alone + again)
         row["of_prediction"] = row["over_base"] / row["predicted"]
         alone = again
-        print(row, flush=True)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def parse_args() -> argparse.Namespace:
@@ -198,4 +205,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

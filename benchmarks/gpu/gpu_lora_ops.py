@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import common
-from benchmarks.gpu.checks import WrongResult, compare, relative_difference
+from benchmarks.gpu.checks import WrongResult, compare, relative_difference, setting
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as lora
 from loraplex_services.worker.ops.lora.device_records import OutputRange
@@ -216,9 +216,9 @@ def alternatives(plan: LaunchPlan) -> Iterator[tuple[bool, LaunchPlan]]:
 
 
 def main() -> int:
-    """Measure, print, write; returns how many rows were wrong and therefore not timed."""
+    """Measure, print, write; returns how many rows failed or were wrong, and are not timed."""
     args = parse_args()
-    num_wrong = 0
+    errors: list[str] = []
     device = torch.device(args.device)
     bandwidth = common.copy_bytes_per_s(device, 1 << 20 if args.tiny else common.COPY_BYTES)
     rows = []
@@ -227,17 +227,16 @@ def main() -> int:
         for mix, num_rows, ranks in mixes(args.tiny, args.tune):
             if time.monotonic() > end_s:
                 break
-            try:
+            with setting(f"{site.name}, {mix}, {num_rows} rows", errors):
                 row = measure(site, mix, num_rows, ranks, device, bandwidth, args)
-            except WrongResult as error:
-                row, num_wrong = {"site": site.name, "mix": mix, "error": str(error)}, num_wrong + 1
-            print({k: v for k, v in row.items() if k != "tuning"}, flush=True)
-            rows.append(row)
-            results = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args), "rows": rows}
+                print({k: v for k, v in row.items() if k != "tuning"}, flush=True)
+                rows.append(row)
+            facts = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args)}
+            results = {**facts, "errors": errors, "rows": rows}
             name = "gpu_lora_tuning" if args.tune else "gpu_lora_ops"
             common.write_results(name, device, results, args.out)
     common.print_table([{k: v for k, v in row.items() if k != "tuning"} for row in rows])
-    return num_wrong
+    return len(errors)
 
 
 def mixes(tiny: bool, is_tuning: bool) -> Iterator[tuple[str, int, list[int]]]:

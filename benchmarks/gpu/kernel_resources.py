@@ -178,6 +178,10 @@ SINK_HEADS = attention_shapes.HeadShape(64, 8, 64, 64**-0.5, None, 128)
 """gpt-oss's layers with a window; all of its layers have sinks."""
 
 
+WIDE_HEADS = attention_shapes.HeadShape(32, 4, 512, 1.0, None, None)
+"""Heads as wide as those of the layers of Gemma 4 that see all keys."""
+
+
 def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     tensor = f"*{name}"
     types = dict.fromkeys(("q", "k_plane", "v_plane", "out"), tensor)
@@ -186,7 +190,8 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     strides = ("plane_stride", "q_stride", "out_stride")
     words = ("table_stride", "first_row", "num_kv_heads", "window")
     types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
-    for suffix, shape in (("", HEADS), ("-windowed", WINDOWED_HEADS), ("-sinks", SINK_HEADS)):
+    shapes = {"": HEADS, "-windowed": WINDOWED_HEADS, "-sinks": SINK_HEADS, "-wide": WIDE_HEADS}
+    for suffix, shape in shapes.items():
         large = attention_shapes.LARGE_SHARED_BYTES
         contexts = attention_shapes.context_tiling(shape, dtype.itemsize, large)
         small = attention_shapes.context_tiling(shape, dtype.itemsize, large - 1)

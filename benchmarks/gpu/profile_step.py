@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import common
-from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit, add_runner_options, spread
+from benchmarks.gpu.bench_runner import BenchRunner, add_runner_options, spread
+from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import ALL_SEVEN, ATTENTION
 from loraplex_services.worker.types.step_plan import StepPlan
@@ -98,8 +99,8 @@ class KernelRow:
     registers: int
 
 
-def main() -> None:
-    """Profile every case, print its table, write all of them."""
+def main() -> int:
+    """Profile every case, print its table, write all of them; returns how many failed."""
     args = parse_args()
     shape = SHAPES["tiny" if args.tiny else args.shape]
     cases = [
@@ -114,18 +115,16 @@ def main() -> None:
             "copy_bytes_per_s": common.copy_bytes_per_s(bench.device, copy_bytes),
         }
         print(facts, flush=True)
-        results = []
+        results: list[dict[str, Any]] = []
+        errors: list[str] = []
         for case in cases:
-            try:
+            with setting(case.name, errors):
                 results.append(profile_case(bench, case, args))
-            except DoesNotFit:
-                print(f"does not fit into the arena: {case}", flush=True)
-                continue
             # Written after each case: a run that is cut short leaves what it has.
-            path = common.write_results(
-                f"profile_{shape.name}", bench.device, {**facts, "cases": results}, args.out
-            )
+            found = {**facts, "errors": errors, "cases": results}
+            path = common.write_results(f"profile_{shape.name}", bench.device, found, args.out)
     print(f"wrote {path}")
+    return len(errors)
 
 
 def profile_case(bench: BenchRunner, case: Case, args: argparse.Namespace) -> dict[str, Any]:
@@ -272,4 +271,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

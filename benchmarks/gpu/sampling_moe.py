@@ -12,13 +12,14 @@ times 3: a language model's are as wide, but fewer of them are near the best.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import (
     COPY_BYTES,
     RESULTS,
@@ -44,23 +45,27 @@ TINY_MIXTURES = {"tiny": (4, 2, 64, 96)}
 
 
 @torch.inference_mode()
-def main() -> None:
-    """Run the command."""
+def main() -> int:
+    """Measure, print, write after every row; returns how many tables have an error."""
     args = parse_args()
     device = torch.device(args.device)
-    tokens = sampling_rows(device, args.tiny, args.steps)
-    experts = expert_rows(device, args.tiny, args.steps)
-    print_table(tokens)
-    print_table(experts)
-    print(write_results("sampling_moe", device, {"sampling": tokens, "moe": experts}, args.out))
+    errors: list[str] = []
+    tables: dict[str, list[dict[str, Any]]] = {"sampling": [], "moe": []}
+    for name, measure in (("sampling", sampling_rows), ("moe", expert_rows)):
+        with setting(name, errors):
+            for row in measure(device, args.tiny, args.steps):
+                tables[name].append(row)
+                write_results("sampling_moe", device, {"errors": errors, **tables}, args.out)
+        print_table(tables[name])
+    print(write_results("sampling_moe", device, {"errors": errors, **tables}, args.out))
+    return len(errors)
 
 
-def sampling_rows(device: torch.device, is_tiny: bool, steps: int) -> list[dict[str, Any]]:
+def sampling_rows(device: torch.device, is_tiny: bool, steps: int) -> Iterator[dict[str, Any]]:
     """One row for each batch size."""
     width, hidden = (500, 64) if is_tiny else (VOCABULARY, HIDDEN)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     head = DenseLinear(torch.randn(width, hidden, device=device).to(dtype) / hidden**0.5)
-    rows = []
     for num_rows in (1, 2) if is_tiny else (1, 16, 64, 256):
         x = torch.randn(num_rows, hidden, device=device).to(dtype)
         scores = 3 * torch.randn(num_rows, width, device=device)
@@ -76,8 +81,7 @@ def sampling_rows(device: torch.device, is_tiny: bool, steps: int) -> list[dict[
             times[f"{name}_sorted"] = partial(cut, masks.truncate, scores, limits)
         times["copy"] = scores.clone
         measured = {f"{name}_us": 1e6 * time_s(run, device, steps) for name, run in times.items()}
-        rows.append({"rows": num_rows, **measured})
-    return rows
+        yield {"rows": num_rows, **measured}
 
 
 def cut(way: Callable[..., None], scores: torch.Tensor, limits: torch.Tensor) -> None:
@@ -85,11 +89,10 @@ def cut(way: Callable[..., None], scores: torch.Tensor, limits: torch.Tensor) ->
     way(scores.clone(), limits)
 
 
-def expert_rows(device: torch.device, is_tiny: bool, steps: int) -> list[dict[str, Any]]:
+def expert_rows(device: torch.device, is_tiny: bool, steps: int) -> Iterator[dict[str, Any]]:
     """One row for each mixture and number of tokens."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     bytes_per_s = copy_bytes_per_s(device, 1 << 20 if is_tiny else COPY_BYTES)
-    rows = []
     for name, (num, active, hidden, width) in (TINY_MIXTURES if is_tiny else MIXTURES).items():
         gate_up = torch.randn(num, 2 * width, hidden, device=device).to(dtype) / hidden**0.5
         down = torch.randn(num, hidden, width, device=device).to(dtype) / width**0.5
@@ -104,18 +107,15 @@ def expert_rows(device: torch.device, is_tiny: bool, steps: int) -> list[dict[st
             num_bytes = num_read * 3 * width * hidden * dtype.itemsize
             operations = 6 * num_tokens * active * width * hidden
             seconds = time_s(run, device, steps)
-            rows.append(
-                {
-                    "mixture": name,
-                    "tokens": num_tokens,
-                    "experts_read": num_read,
-                    "us": 1e6 * seconds,
-                    "bytes_floor_us": 1e6 * num_bytes / bytes_per_s,
-                    "share_of_floor": num_bytes / bytes_per_s / seconds,
-                    "tflop_per_s": operations / seconds / 1e12,
-                }
-            )
-    return rows
+            yield {
+                "mixture": name,
+                "tokens": num_tokens,
+                "experts_read": num_read,
+                "us": 1e6 * seconds,
+                "bytes_floor_us": 1e6 * num_bytes / bytes_per_s,
+                "share_of_floor": num_bytes / bytes_per_s / seconds,
+                "tflop_per_s": operations / seconds / 1e12,
+            }
 
 
 def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -152,4 +152,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

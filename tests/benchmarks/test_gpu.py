@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.checks import WrongResult, compare
+from benchmarks.gpu.bench_runner import DoesNotFit
+from benchmarks.gpu.checks import WrongResult, compare, setting
 from benchmarks.gpu.common import SHAPES, floor_s
 from benchmarks.gpu.profile_step import KernelEvent, labelled, timeline_ms
 from benchmarks.llama import ALL_SEVEN, ATTENTION
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = {
     "1": ["gpu_decode", "cold_load", "gpu_engine"],
     "2": ["gpu_lora_ops", "prefill", "profile_step"],
+    "3": ["sampling_moe", "attention_ops"],
 }
 """What `all.sh` runs."""
 MODULES = ["gpu_decode", "cold_load", "gpu_engine", "prefill", "profile_step", "slora_tables"]
@@ -139,8 +141,8 @@ def test_each_part_ends_within_nine_minutes_and_runs_its_scripts():
     script = (ROOT / "benchmarks" / "gpu" / "all.sh").read_text()
     (limit_s,) = (int(line[7:]) for line in script.splitlines() if line.startswith("PART_S="))
     assert limit_s <= 9 * 60
-    _, first, second, _ = re.split(r"^(?:1|2|parity)\)$", script, flags=re.MULTILINE)
-    for text, modules in zip((first, second), PARTS.values(), strict=True):
+    _, *parts, _ = re.split(r"^(?:1|2|3|parity)\)$", script, flags=re.MULTILINE)
+    for text, modules in zip(parts, PARTS.values(), strict=True):
         assert re.findall(r"^ +gpu \d+ (\w+)", text, flags=re.MULTILINE)[:1] == modules[:1]
         assert all(re.search(rf"gpu \d+ {module} ", text) for module in modules)
 
@@ -151,6 +153,18 @@ def test_a_step_that_is_wrong_is_not_timed():
     for wrong in (expected * 1.1, expected * torch.nan):
         with pytest.raises(WrongResult, match="two results"):
             compare(wrong, expected, "two results")
+
+
+def test_a_setting_that_fails_does_not_end_the_others(capsys):
+    errors, measured = [], []
+    for number in (1, 0, 2):
+        with setting(f"1 / {number}", errors):
+            measured.append(1 / number)
+    with setting("too large", errors):
+        raise DoesNotFit
+    assert measured == [1.0, 0.5]
+    assert errors == ["1 / 0: ZeroDivisionError: division by zero"]
+    assert "does not fit into the arena: too large" in capsys.readouterr().out
 
 
 def test_kernels_of_others_that_are_not_there_are_named(tmp_path):
