@@ -125,8 +125,7 @@ def variants() -> Iterator[Variant]:
 
 def _list_groups() -> Variant:
     kernel = triton_lists.list_groups
-    names = [name for name in kernel.arg_names if name.islower()]
-    types = dict.fromkeys(names, "i32")
+    types = dict.fromkeys([name for name in kernel.arg_names if name.islower()], "i32")
     types |= dict.fromkeys(("runs", "index", "counts", "tile_ends", "done"), "*i32")
     types |= dict.fromkeys(("records", "entries", "lanes", "vectors"), "*i64")
     return Variant("lora.list_groups", kernel, types, {"MAX_RUNS": MIN_RUNS})
@@ -227,11 +226,9 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
 
 
 def _list_items() -> Variant:
-    kernel = attention.list_items
-    types = dict.fromkeys(kernel.arg_names, "i32") | {"positions": "*i64", "kv_slots": "*i64"}
-    types |= dict.fromkeys(("sequences", "items"), "*i32")
-    types = {key: value for key, value in types.items() if key.islower()}
-    constants = work_items.LIST_CONSTANTS
+    kernel, constants = attention.list_items, work_items.LIST_CONSTANTS
+    types = dict.fromkeys([name for name in kernel.arg_names if name.islower()], "i32")
+    types |= {"positions": "*i64", "kv_slots": "*i64", "sequences": "*i32", "items": "*i32"}
     return Variant("attention.list_items", kernel, types, constants, num_warps=1)
 
 
@@ -302,10 +299,9 @@ def _recurrence(dtype: torch.dtype, name: str) -> Iterator[Variant]:
         }
     )
     tile = "BLOCK_TOKENS", "BLOCK_CHANNELS", "BLOCK_VALUES"
-    sizes = delta_launch.CONV_TOKENS, delta_launch.CONV_CHANNELS, tiling.block_values
-    prompts = dict(zip(tile, sizes, strict=True))
-    sizes = 1, delta_launch.STEP_CHANNELS, delta_launch.STEP_VALUES
-    single = dict(zip(tile, sizes, strict=True))
+    of_prompts = delta_launch.CONV_TOKENS, delta_launch.CONV_CHANNELS, tiling.block_values
+    of_single = 1, delta_launch.STEP_CHANNELS, delta_launch.STEP_VALUES
+    prompts, single = (dict(zip(tile, sizes, strict=True)) for sizes in (of_prompts, of_single))
     for label, kernel, own, num_warps, num_stages in (
         ("convolve", delta.convolve, prompts, 4, 3),
         ("convolve-single", delta.convolve, single, 4, 3),
