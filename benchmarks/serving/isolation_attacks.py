@@ -28,6 +28,7 @@ from typing import Any
 
 import grpc
 
+from benchmarks.serving.http2_flood import opening
 from benchmarks.serving.isolation_traffic import Target, post
 from loraplex.api.error_wire import from_rpc_error
 from loraplex.client.publishing import Publication
@@ -223,6 +224,16 @@ async def unknown_keys(target: Target) -> None:
     await _ask(Target(target.host, target.port, "", key), "/v1/completions", {"model": "base"})
 
 
+async def connections_that_leave(target: Target) -> None:
+    """Calls of the registry that nobody waits for. gRPC keeps them until Python takes them."""
+    host, _, port = target.registry.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(opening(100))
+    await writer.drain()
+    writer.transport.abort()
+    _statuses["left"] += 1
+
+
 async def tiny_chunks(target: Target) -> None:
     """Bodies in chunks of one byte."""
     reader, writer = await asyncio.open_connection(target.host, target.port)
@@ -297,6 +308,7 @@ ATTACKS: dict[str, tuple[str, Attack, int, str]] = {
 """Resource -> (what the attacker sends, how, by how many clients, the other tenant's traffic)."""
 STRANGERS: dict[str, tuple[str, Attack, int, str]] = {
     "messages without a key": ("16 MiB that parse into 530 MiB", unknown_messages, 6, "text"),
+    "connections that leave": ("100 calls on each", connections_that_leave, 50, "text"),
     "tiny chunks": ("bodies in chunks of one byte", tiny_chunks, 8, "text"),
     "wrong keys": ("a new one each time", unknown_keys, 8, "text"),
 }

@@ -91,6 +91,9 @@ USAGE_CALLS = 20
 
 MAX_STREAMS_PER_CONNECTION = 256
 """Most open calls of one HTTP/2 connection."""
+MAX_WAITING_CALLS = 1000
+"""Most calls that wait until a gRPC server takes them. While there are more, it accepts no
+connections and closes those that have made no call with a valid key."""
 MAX_OPEN_STREAMS = 1024
 """Most watches of a server's health, which need no key, and most calls of reflection."""
 

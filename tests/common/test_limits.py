@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.serving.http2_flood import num_refused
 from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import InvalidRequest, ResourceExhausted, Unauthenticated
 from loraplex.v1 import registry_pb2 as pb
@@ -24,7 +25,6 @@ from loraplex_services.common.grpc import interceptor as grpc_interceptor
 from loraplex_services.common.grpc.large_messages import LargeMessages
 from loraplex_services.common.grpc.open_calls import OpenCalls
 from loraplex_services.common.grpc.server import LIVENESS, start
-from tests.http2_flood import num_refused
 
 pytestmark = pytest.mark.hostile
 

@@ -26,6 +26,7 @@ import psutil
 import pytest
 import yaml
 
+from benchmarks.serving.http2_flood import flood
 from benchmarks.serving.process_memory import PeakMemory, service_bytes
 from demo.stack import running_stack
 from loraplex.api.sampling import Sampling
@@ -35,7 +36,6 @@ from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
 from tests.certificates import Authority
-from tests.http2_flood import flood
 from tests.servers import free_port
 
 pytestmark = [

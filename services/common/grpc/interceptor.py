@@ -22,6 +22,7 @@ from loraplex_services.common.callers import LOCAL, Auth, Caller, current_caller
 from loraplex_services.common.grpc.call_rates import CallRates, DelayedRefusals
 from loraplex_services.common.grpc.large_messages import LargeMessages
 from loraplex_services.common.grpc.open_calls import OpenCalls
+from loraplex_services.common.grpc.waiting_calls import WaitingCalls
 from loraplex_services.common.limits import MAX_OPEN_STREAMS, check_message, limits_of
 from loraplex_services.common.security.wrong_keys import current_peer, peer_of_grpc
 
@@ -38,10 +39,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     traceback is logged here and its message is not sent.
     """
 
-    def __init__(self, auth: Auth | None, open_calls: OpenCalls) -> None:
+    def __init__(
+        self, auth: Auth | None, open_calls: OpenCalls, waiting_calls: WaitingCalls
+    ) -> None:
         rates = CallRates()
         refusals = DelayedRefusals(rates)
-        self._shared = _Shared(auth, open_calls, rates, refusals, LargeMessages())
+        self._waiting_calls = waiting_calls
+        self._shared = _Shared(auth, open_calls, waiting_calls, rates, refusals, LargeMessages())
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         """Handlers of methods, made when first called."""
 
@@ -52,6 +56,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        self._waiting_calls.take()
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         if handler is None:
@@ -109,6 +114,7 @@ class _Shared:
 
     auth: Auth | None
     open_calls: OpenCalls
+    waiting_calls: WaitingCalls
     rates: CallRates
     refusals: DelayedRefusals
     large: LargeMessages
@@ -144,6 +150,8 @@ class _Call:
         caller = None
         try:
             caller = await _identify(self.method, self.shared.auth, context)
+            if caller.scopes:
+                self.shared.waiting_calls.trust(context.peer())
             with self.shared.open_calls.counted(self.method, caller):
                 await self.shared.rates.wait(caller, limits_of(self.method).num_calls)
                 yield

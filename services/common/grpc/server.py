@@ -19,6 +19,7 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.common.callers import Auth
 from loraplex_services.common.grpc.interceptor import CallInterceptor
 from loraplex_services.common.grpc.open_calls import OpenCalls
+from loraplex_services.common.grpc.waiting_calls import COUNTED, WaitingCalls
 from loraplex_services.common.limits import MAX_STREAMS_PER_CONNECTION, max_receive_bytes
 from loraplex_services.common.processes.signals import stop_event
 from loraplex_services.common.security.rotation import Rotation
@@ -40,6 +41,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    COUNTED,
 ]
 
 Service = tuple[Callable[[Any, grpc.aio.Server], None], object, str]
@@ -86,8 +88,11 @@ class RunningServer:
         names: Sequence[str],
         ports: list[int],
         open_calls: OpenCalls,
+        waiting_calls: WaitingCalls,
     ) -> None:
         self._server = server
+        self._waiting_calls = waiting_calls
+        self._bounding: asyncio.Task[None] | None = None
         self._health = health_servicer
         self._names = ("", READINESS, *names)
         self._ports = ports
@@ -110,8 +115,16 @@ class RunningServer:
         for name in self._names:
             await self._health.set(name, _serving(ready))
 
+    async def start(self) -> None:
+        """Take calls, as long as not too many wait."""
+        await self._server.start()
+        ports = {port for port in self._ports if port > 1}
+        self._bounding = asyncio.create_task(self._waiting_calls.bound(ports))
+
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones finish for `grace_s`, then cancel them."""
+        if self._bounding is not None:
+            self._bounding.cancel()
         await self._server.stop(grace_s)
 
 
@@ -137,8 +150,10 @@ async def start(
     reuse_large_blocks()
     names = [name for _, _, name in services]
     options = [*_OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes(names))]
-    open_calls = OpenCalls()
-    server = grpc.aio.server(interceptors=[CallInterceptor(auth, open_calls)], options=options)
+    open_calls, waiting_calls = OpenCalls(), WaitingCalls()
+    interceptor = CallInterceptor(auth, open_calls, waiting_calls)
+    server = grpc.aio.server(interceptors=[interceptor], options=options)
+    waiting_calls.watch(server)
     for add, servicer, _ in services:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()
@@ -150,11 +165,11 @@ async def start(
         [service_listener] if service_listener else []
     )
     ports = [_bind(server, address, listener_tls, setting) for address, listener_tls in listeners]
-    running = RunningServer(server, health_servicer, names, ports, open_calls)
+    running = RunningServer(server, health_servicer, names, ports, open_calls, waiting_calls)
     # A server that hangs does not answer, and a worker restarts a silent engine by itself.
     await health_servicer.set(LIVENESS, _serving(True))
     await running.set_ready(False)
-    await server.start()
+    await running.start()
     logger.info("listening", extra={"addresses": ",".join(listen), "port": running.port})
     return running
 

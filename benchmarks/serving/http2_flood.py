@@ -15,7 +15,7 @@ _NUM_CONNECTIONS = 50
 _HEADERS, _RST_STREAM, _SETTINGS = 1, 3, 4
 _END_HEADERS = 4
 _CANCEL = (8).to_bytes(4, "big")
-_METHOD = "/grpc.health.v1.Health/Watch"
+WATCH = "/grpc.health.v1.Health/Watch"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -37,10 +37,10 @@ def _literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-def _opening(num_streams: int, *, resets: bool) -> bytes:
+def opening(num_streams: int, *, resets: bool = False, path: str = WATCH) -> bytes:
     """What a client sends that opens streams and acknowledges no settings."""
     headers = {
-        ":method": "POST", ":scheme": "http", ":path": _METHOD, ":authority": "x",
+        ":method": "POST", ":scheme": "http", ":path": path, ":authority": "x",
         "content-type": "application/grpc", "te": "trailers",
     }  # fmt: skip
     block = b"".join(_literal(k.encode(), v.encode()) for k, v in headers.items())
@@ -55,7 +55,7 @@ async def num_refused(port: int, num_streams: int, expected: int) -> int:
     """Open streams on one connection, and return how many were reset once as many as expected
     were."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(_opening(num_streams, resets=False))
+    writer.write(opening(num_streams))
     count = 0
     try:
         while count < expected:
@@ -68,10 +68,15 @@ async def num_refused(port: int, num_streams: int, expected: int) -> int:
 
 
 async def flood(
-    port: int, seconds: float, hosts: Sequence[str], *, tls: ssl.SSLContext, resets: bool
+    port: int,
+    seconds: float,
+    hosts: Sequence[str],
+    *,
+    tls: ssl.SSLContext | None = None,
+    resets: bool,
 ) -> Flood:
     """Open connections from these loopback addresses, each of which leaves at once."""
-    sent = _opening(_STREAMS_PER_CONNECTION, resets=resets)
+    sent = opening(_STREAMS_PER_CONNECTION, resets=resets)
     end_s = time.monotonic() + seconds
     sources = itertools.cycle(hosts)
     num_opened = 0

@@ -1,0 +1,106 @@
+"""Calls that arrive faster than a gRPC server takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.serving.http2_flood import opening
+from loraplex.errors import Unauthenticated
+from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1 import registry_pb2_grpc
+from loraplex_services.common.callers import Caller
+from loraplex_services.common.grpc import waiting_calls
+from loraplex_services.common.grpc.server import RunningServer, start
+
+pytestmark = pytest.mark.hostile
+
+NAME = "loraplex.v1.RegistryService"
+KEY = (("authorization", "acme"),)
+MOST = 400
+
+
+class Servicer(registry_pb2_grpc.RegistryServiceServicer):
+    """Its watches do not end."""
+
+    async def CreateUpload(
+        self, request: pb.CreateUploadRequest, context: Any
+    ) -> pb.CreateUploadResponse:
+        return pb.CreateUploadResponse()
+
+    async def WatchAdapters(self, request: pb.WatchAdaptersRequest, context: Any) -> Any:
+        yield pb.WatchAdaptersResponse(resume_token="1:1")
+        await asyncio.Event().wait()
+
+
+class AnyKey:
+    """Accepts every key."""
+
+    async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
+        if "authorization" not in metadata:
+            raise Unauthenticated("no key")
+        return Caller("acme", "k1", frozenset({"reader"}))
+
+
+@pytest.fixture
+async def running(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(waiting_calls, "MAX_WAITING_CALLS", MOST)
+    service = (registry_pb2_grpc.add_RegistryServiceServicer_to_server, Servicer(), NAME)
+    server = await start([service], ["127.0.0.1:0"], auth=AnyKey())
+    yield server
+    await server.stop(0)
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _stranger(port: int, sent: bytes) -> Connection:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    return reader, writer
+
+
+async def _is_closed(connection: Connection) -> None:
+    """Wait until the server closes it."""
+    reader, writer = connection
+    with contextlib.suppress(ConnectionResetError):
+        while await reader.read(1 << 16):
+            pass
+    writer.close()
+
+
+async def test_connections_without_a_key_are_closed_while_too_many_calls_wait(
+    running: RunningServer,
+) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        stub: Any = registry_pb2_grpc.RegistryServiceStub(channel)
+        watch = stub.WatchAdapters(pb.WatchAdaptersRequest(), metadata=KEY)
+        await watch.read()
+        async with asyncio.timeout(60):
+            strangers = [await _stranger(running.port, opening(256)) for _ in range(20)]
+            await asyncio.gather(*map(_is_closed, strangers))
+        await stub.CreateUpload(pb.CreateUploadRequest(), metadata=KEY)
+        assert not watch.done(), "the connection with a key was kept"
+        watch.cancel()
+
+
+async def test_calls_that_are_never_taken_do_not_keep_new_connections_out(
+    running: RunningServer,
+) -> None:
+    """gRPC ends malformed calls itself."""
+    malformed = opening(256).replace(b":path", b":pxth")
+    strangers = [await _stranger(running.port, malformed) for _ in range(8)]
+    async with asyncio.timeout(60):
+        for _ in range(3):
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+                asked = health_pb2.HealthCheckRequest()
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                await stub.Check(asked, wait_for_ready=True)
+    for _, writer in strangers:
+        writer.close()
