@@ -4,8 +4,9 @@
 
 `loraplex up` serves the demo base with API keys. In each round the ordinary tenant runs alone and
 then alongside an attacker, for the same time. A ratio is the median over the rounds of p99
-alongside the attacker over p99 alone. The attackers have the lowest priority of the scheduler,
-because they share the machine with the servers; what they make the servers do has not.
+alongside the attacker over p99 alone. The attackers' clients get only the time that no other
+process wants, because they share the machine with the servers; what they make the servers do has
+the usual priority. Each row has the attacker's requests per second, by how they ended.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -136,6 +138,7 @@ def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> di
     """Ratios of one resource, with how requests ended and the memory of the services."""
     kind = ATTACKS[resource][-1]
     alone, alongside, attacks = [], [], Counter[str]()
+    attacked_s = 0.0
 
     def traffic() -> Waits:
         return asyncio.run(ordinary_traffic(tenants.ordinary, "upper", kind, seconds))
@@ -145,8 +148,10 @@ def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> di
         for _ in range(rounds):
             alone.append(traffic())
             attacker = tenants.limited if resource == LIMITED else tenants.attacker
+            begin_s = time.perf_counter()
             with attack(resource, attacker, attacks):
                 alongside.append(traffic())
+            attacked_s += time.perf_counter() - begin_s
     return {
         "attack": ATTACKS[resource][0],
         "first_token_p99": _ratio(alongside, alone, "first_token_s"),
@@ -155,7 +160,9 @@ def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> di
         "failed_alone": sum(waits.num_failed for waits in alone),
         "failed": sum(waits.num_failed for waits in alongside),
         "requests": sum(waits.statuses.total() for waits in alongside),
-        "attacker": dict(attacks),
+        "attacker_per_s": {
+            status: round(count / attacked_s, 1) for status, count in attacks.items()
+        },
         "peak_mib": {name: peak >> 20 for name, peak in memory.peaks.items()},
         "p99_s": [
             {name: _p99(getattr(waits, name)) for name in _WAITS} for waits in (*alone, *alongside)
@@ -204,7 +211,7 @@ def _row(resource: str, result: dict[str, Any]) -> str:
         f"{resource}: first token {result['first_token_p99']}x, between tokens "
         f"{result['between_tokens_p99']}x, registry read {result['registry_read_p99']}x, "
         f"{result['failed']} of {result['requests']} failed ({result['failed_alone']} alone); "
-        f"attacker {result['attacker']}; peaks: {peaks}"
+        f"attacker {result['attacker_per_s']} per second; peaks: {peaks}"
     )
 
 

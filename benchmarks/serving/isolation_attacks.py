@@ -1,9 +1,10 @@
 """What one tenant does with a valid key to take a resource from the others.
 
 `python isolation_attacks.py NAME` reads a JSON object (host, port, registry, key) from stdin, and
-attacks until it is killed. It runs in a process of the lowest priority: clients share the cores
-with the servers here, as they would not elsewhere. One attack sends nothing and keeps a core busy:
-what that costs is the floor for every attack that makes the servers work.
+attacks until its input ends. The process of a tenant gets only the time that no other wants
+(`SCHED_IDLE`): attackers have machines of their own, and here they share the cores of the servers.
+One attack sends nothing and keeps a core busy: what that costs is the floor for every attack that
+makes the servers work.
 """
 
 from __future__ import annotations
@@ -312,7 +313,7 @@ STRANGERS: dict[str, tuple[str, Attack, int, str]] = {
     "tiny chunks": ("bodies in chunks of one byte", tiny_chunks, 8, "text"),
     "wrong keys": ("a new one each time", unknown_keys, 8, "text"),
 }
-"""The same, without a key."""
+"""The same, without a key, and with the usual priority: what they may cost is memory."""
 
 
 async def _attack(name: str, target: Target) -> None:
@@ -331,8 +332,8 @@ async def _attack(name: str, target: Target) -> None:
 
 def main() -> None:
     """Attack until stdin closes, then print how the requests ended."""
-    if sys.argv[1] != FLOOR:
-        os.nice(19)
+    if sys.argv[1] not in (FLOOR, *STRANGERS):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     target = Target(**json.loads(sys.stdin.readline()))
 
     async def run() -> None:
