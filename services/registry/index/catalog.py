@@ -69,6 +69,7 @@ _MAX_TRIES = 5
 _DROP_KEYS = 1000
 _MAX_REPLACED = 8
 """Number of past epochs that are remembered."""
+_NO_LIMIT = 1 << 30
 _MAX_FOUND_AT_ONCE = 64
 """Most references resolved in one round trip, during which Redis does nothing else."""
 
@@ -185,12 +186,20 @@ class Catalog:
         return [_found(tags, versions, adapter) for tags, versions, adapter in answers]
 
     async def page(
-        self, index: str, low: str, high: str, limit: int, *, all_versions: bool
+        self,
+        index: str,
+        low: str,
+        high: str,
+        limit: int,
+        *,
+        all_versions: bool,
+        versions_limit: int = _NO_LIMIT,
     ) -> tuple[str, list[tuple[str, Found]]]:
         """(epoch, scopes of the set `names` or `shared` between two ZRANGEBYLEX bounds, with their
-        documents)."""
+        documents). The scope that reaches the limit of versions is the last one."""
         which = "all" if all_versions else "current"
-        epoch, _, page = await self._at_position("page", [index, low, high, limit, which])
+        question = [index, low, high, limit, which, versions_limit]
+        epoch, _, page = await self._at_position("page", question)
         return epoch, [(text(scope), _found(tags, versions, adapter))
                        for scope, adapter, tags, versions in page]  # fmt: skip
 

@@ -1,6 +1,6 @@
 -- One page of a list: names after a cursor with their documents.
 -- KEYS[1] = prefix; ARGV = the position seen before (epoch, sequence), set ('names' | 'shared'), min,
--- max (ZRANGEBYLEX bounds), limit, 'current' | 'all'. The current version is the one that `latest` points at (the heaviest side of a
+-- max (ZRANGEBYLEX bounds), limit, 'current' | 'all', number of versions after which no further name is added. The current version is the one that `latest` points at (the heaviest side of a
 -- split), the newest where it points at none.
 -- Returns {epoch, sequence, {{scope, adapter, tags, versions}...}}, or false where there is no index or
 -- it is behind that position.
@@ -9,7 +9,7 @@ if not epoch then return false end
 local sequence = tonumber(redis.call('GET', KEYS[1] .. epoch .. ':seq') or '0')
 if epoch == ARGV[1] and sequence < tonumber(ARGV[2]) then return false end
 local ns = KEYS[1] .. epoch .. ':'
-local page = {}
+local page, num_versions = {}, 0
 
 local function current(scope, key)
   local tag = redis.call('HGET', ns .. 't:' .. scope, 'latest')
@@ -40,5 +40,7 @@ for _, scope in ipairs(scopes) do
   page[#page + 1] = {
     scope, redis.call('HGET', key, 'adapter') or '', redis.call('HVALS', ns .. 't:' .. scope), versions
   }
+  num_versions = num_versions + #versions
+  if num_versions >= tonumber(ARGV[8]) then break end
 end
 return {epoch, sequence, page}

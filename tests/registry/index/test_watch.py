@@ -99,6 +99,24 @@ async def test_watches_that_begin_at_once_build_one_page_at_a_time(
     assert all(len(mirror.known) == 1 + 5 * 2 for mirror in mirrors)
 
 
+@pytest.mark.hostile
+async def test_a_page_of_a_snapshot_ends_with_the_adapter_that_fills_it(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters with many versions would keep the event loop for a long time together."""
+    monkeypatch.setattr(watch_module, "_PAGE_VERSIONS", 3)
+    for number, name in enumerate(["sql-1", "sql-1", "sql-2", "sql-2", "sql-3"]):
+        await publish(registry, name, number)
+    batches = []
+    async for batch in watch(registry.catalog, ""):
+        batches.append(
+            [event["doc"]["version"] for event in batch.events if event["kind"] == "version"]
+        )
+        if batch.ends_snapshot:
+            break
+    assert [versions for versions in batches if versions] == [[1, 2, 1, 2], [1]]
+
+
 async def test_a_watch_begins_with_everything_there_is(registry: Registry) -> None:
     await publish(registry, "sql", 1, "prod")
     mirror = Mirror(watch(registry.catalog, ""))
