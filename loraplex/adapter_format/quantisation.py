@@ -188,6 +188,12 @@ def _gptq(keys: _Keys) -> Schemes:
     group_size = keys.group_size(128)
     keys.get("desc_act")  # the files' `g_idx` says which columns share a scale
     keys.get("sym")  # the files hold zero points either way
+    rules = keys.get("dynamic", {})
+    if not isinstance(rules, dict):
+        raise keys.refuse("dynamic", rules, "must be an object")
+    for pattern, changes in rules.items():
+        if changes and not pattern.startswith("-:"):  # that is an exception, which the files show
+            raise keys.refuse("dynamic", {pattern: changes}, "changes the scheme of some modules")
     keys.expect("pack_dtype", ("int32",), "int32")
     layout = keys.expect("format", ("gptq", "gptq_v2"), "gptq")
     layout = keys.expect("checkpoint_format", ("gptq", "gptq_v2"), layout)

@@ -34,6 +34,7 @@ def compressed(layout: str = "pack-quantized", **weights: object) -> dict[str, A
     [
         (GPTQ, "gptq-int4-g128-asym"),
         ({**GPTQ, "group_size": -1, "bits": 8, "desc_act": True}, "gptq-int8-asym"),
+        ({**GPTQ, "dynamic": {"-:.*attn.*": {}, "lm_head": {}}}, "gptq-int4-g128-asym"),
         (AWQ, "awq-int4-g128-asym"),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "awq-int4-g64-asym"),
         (FP8, "blocks-float8-b128x128"),
@@ -74,7 +75,9 @@ def test_plain_weights_have_no_scheme(nothing: dict[str, Any]) -> None:
         ({**GPTQ, "group_size": "128"}, ".group_size"),
         ({**GPTQ, "checkpoint_format": "marlin"}, ".checkpoint_format"),
         ({**GPTQ, "pack_dtype": "int16"}, ".pack_dtype"),
-        ({**GPTQ, "dynamic": {"+:q_proj": {"bits": 8}}}, ".dynamic"),
+        ({**GPTQ, "dynamic": {"-:o_proj": {}, "+:q_proj": {"bits": 8}}}, ".dynamic"),
+        ({**GPTQ, "dynamic": {"q_proj": {"group_size": 64}}}, ".dynamic"),
+        ({**GPTQ, "dynamic": ["-:.*attn.*"]}, ".dynamic"),
         ({**GPTQ, "rotation": "hadamard"}, ".rotation"),
         ({**AWQ, "version": "gemv"}, ".version"),
         ({**AWQ, "zero_point": False}, ".zero_point"),
