@@ -344,11 +344,11 @@ class TinyBase:
         return self.model.config.tie_word_embeddings is True
 
 
-def config_of(name: str) -> transformers.PretrainedConfig:
-    """The config of a base."""
+def config_of(name: str, **fields: object) -> transformers.PretrainedConfig:
+    """The config of a base, with other values of some fields."""
     class_name, changes = {**BASES, **LIBRARY_BASES}[name]
-    fields = changes if "text_config" in changes else {**COMMON, **changes}
-    return getattr(transformers, class_name)(**fields)
+    own = changes if "text_config" in changes else {**COMMON, **changes}
+    return getattr(transformers, class_name)(**{**own, **fields})
 
 
 def _deviation(base_name: str, parameter_name: str) -> float:
@@ -360,9 +360,12 @@ def _deviation(base_name: str, parameter_name: str) -> float:
     return 0.15
 
 
-def make_base(name: str, folder: Path, *, shard_bytes: int | None = None) -> TinyBase:
-    """Random weights, seeded by the name; norms and biases are random, too."""
-    config = config_of(name)
+def make_base(
+    name: str, folder: Path, *, shard_bytes: int | None = None, **fields: object
+) -> TinyBase:
+    """Random weights, seeded by the name; norms and biases are random, too. `fields` replace those
+    of the config."""
+    config = config_of(name, **fields)
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     torch.manual_seed(0)

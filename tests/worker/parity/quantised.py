@@ -25,8 +25,10 @@ PLAIN_MODULES = ("layers.0.mlp.down_proj", "layers.1.self_attn.v_proj")
 """Linears that the config leaves out: one alone, and one of three that are stacked."""
 NF4 = torch.tensor(
     [
-        -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
-        0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ]
 )  # fmt: skip
 _IN_CODES = re.compile(
@@ -175,7 +177,11 @@ def _blocks(weight: Tensor) -> Packed:
 
 
 def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True, **weights}}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"dynamic": False, "symmetric": True, **weights},
+        "format": layout,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
@@ -185,7 +191,13 @@ def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
+_GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "sym": True,
+    "dynamic": {f"-:.*{re.escape(name)}": {} for name in PLAIN_MODULES},
+}
 _NOT = {"modules_to_not_convert": ["lm_head", *PLAIN_MODULES]}
 _BNB = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", *PLAIN_MODULES]}
 LAYOUTS = {

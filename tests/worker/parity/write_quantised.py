@@ -39,7 +39,16 @@ families](parity-families.md).
 
 The tests compute the weights that codes represent with code of their own, and for MXFP4 and GGUF
 with transformers. A format that [bases](reference/bases.md#quantised-bases) does not list for a
-family is refused by name. gpt-oss is served in MXFP4 only. `python -m
+family is refused by name. gpt-oss is served in MXFP4 only.
+
+The libraries that define the layouts read the same files: compressed-tensors 0.20, bitsandbytes
+0.50 and GPTQModel 7.7 (GPTQ, and AWQ through transformers). `python -m
+tests.worker.parity.read_quantised` compares the logits of Llama and Qwen 3, at widths of whole
+groups, with those of the weights that the codes mean. They are equal, except for 1e-06 of the
+largest logit with bitsandbytes' int8, and up to 4e-03 with GPTQ and AWQ, whose weights GPTQModel
+keeps in float16.
+
+`python -m
 tests.worker.parity.write_quantised` wrote this page on {today}, with torch {torch}, transformers
 {transformers} and peft {peft} on {chip}.
 
