@@ -172,11 +172,12 @@ def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, facto
 
 
 def test_divided_pairs_leave_each_rank_its_share_of_an_adapter(full):
+    """1/N, but of B of k and v 1/2, because there are two key-value heads."""
     rank, folder = 16, full.adapter("all", 16)
     full.runner.pack_adapter(folder).result()
     num_numbers = 0.0
     for name, (num_outputs, num_inputs) in tiny.LINEARS.items():
-        is_kv = name in ("self_attn.k_proj", "self_attn.v_proj")  # cut by the two heads at most
+        is_kv = name in ("self_attn.k_proj", "self_attn.v_proj")
         num_parts = min(full.num_ranks, 2) if is_kv else full.num_ranks
         num_numbers += rank * (num_inputs / full.num_ranks + num_outputs / num_parts)
     expected = tiny.NUM_LAYERS * num_numbers * FLOAT_BYTES
