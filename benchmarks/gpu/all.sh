@@ -106,7 +106,7 @@ case "$PART" in
     ;;
 3)
     gpu 60 sampling_moe ""
-    gpu 60 attention_ops "--tune --quick --only decode"
+    gpu 75 attention_ops "--tune --quick --only decode"
     device=cuda
     [ "$KERNELS" ] && device=cpu
     KERNELS=""

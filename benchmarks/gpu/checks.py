@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.step_plan import StepPlan
+
+if TYPE_CHECKING:  # Triton is not everywhere
+    from loraplex_services.worker.runner.gpu_path import GpuPath
 
 MAX_DIFFERENCE = 2e-2
 """Of two ways to compute the same in half precision, over the largest value."""
@@ -68,7 +72,7 @@ def check_step(bench: BenchRunner, plan: StepPlan) -> None:
     if gpu is None:
         return
     if (graph := gpu.graph_of(step)) is not None:
-        eager = bench.runner._model.forward(_without_library(bench, batches.make(step))).clone()
+        eager = bench.runner._model.forward(without_library(gpu, batches.make(step))).clone()
         before = torch.zeros(0, dtype=torch.int64, device=bench.device)
         compare(gpu.replay(graph, step, before), eager, "a graph and the same step without it")
     if not runs:
@@ -88,11 +92,11 @@ def check_step(bench: BenchRunner, plan: StepPlan) -> None:
         compare(y, expected, f"the adapters at site {site.id} and plain torch")
 
 
-def _without_library(bench: BenchRunner, batch: ForwardBatch) -> ForwardBatch:
+def without_library(gpu: GpuPath, batch: ForwardBatch) -> ForwardBatch:
     """The batch with long runs computed as graphs compute them. Library products, which an eager
     step has instead, round their intermediate, and 32 layers of random weights amplify that."""
-    gpu, lora = bench.runner._batches.gpu, batch.lora
-    if gpu is None or not lora.dense:
+    lora = batch.lora
+    if not lora.dense:
         return batch
     work = gpu.lora.begin(lora.runs, len(batch.input_ids))
     return replace(batch, lora=replace(lora, dense=(), work=work))

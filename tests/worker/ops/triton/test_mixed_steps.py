@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.gpu.checks import without_library
 from loraplex.api.sampling import SamplingParams
+from loraplex_services.worker.ops.lora import runs
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, SegmentRecorder, first_rows
 from loraplex_services.worker.types.request import Request
@@ -95,6 +97,18 @@ def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
     assert len(recorder.segments) == num_layers + 1
     sites = [site for chunk in recorder.segments for site in chunk.sites]
     assert sorted(sites) == sorted(gpu._masks[-1]), "each site is waited for in its own segment"
+
+
+def test_a_step_with_library_products_equals_one_of_kernels_alone(runner, monkeypatch):
+    monkeypatch.setattr(runs, "DENSE_MIN_ROWS", 8)
+    plan = mixed_plan(runner, lambda before: eager(runner, before))
+    with torch.inference_mode():
+        batch = runner._batches.make(runner._batches.read(plan))
+        alone = without_library(runner._batches.gpu, batch)
+        assert batch.lora.dense and not alone.lora.dense
+        expected = runner._model.forward(batch)
+        found = runner._model.forward(alone)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_mixed_step_finds_the_smallest_size_that_holds_it(runner):
