@@ -7,6 +7,9 @@ namespace lpx {
 #if defined(LPX_HAS_PAIRS)
 constexpr bool kHasPairs = true;
 
+// How far ahead of its use a row that is read alone, or a pair of rows, is prefetched.
+constexpr int64_t kStreamItems = 2048;
+
 // Vectors of sums that stay in registers.
 constexpr int kSums = kLanes == 16 ? 16 : 8;
 
@@ -89,6 +92,29 @@ void dot_pair_rows(const bf16* x, int64_t ldx, const bf16* a, int64_t num_a, int
     while_left(std::integral_constant<int, 1>());
 }
 
+// out[A row] += x . A over n columns, for one row of x and num_a rows of A. The rows are read one after
+// another: memory is faster the fewer of them are read side by side, and there is little arithmetic.
+inline void dot_row_pairs(const bf16* x, const bf16* a, int64_t num_a, int64_t n, float* out) {
+    for (int64_t first = 0; first < num_a; first += kSums) {
+        const int64_t count = smaller(num_a - first, kSums);
+        Vec sums[kSums];
+        for (int64_t r = 0; r < kSums; ++r) {
+            Vec total = zero();
+            const bf16* row = a + (first + r) * n;
+            int64_t k = r < count ? 0 : n;
+            for (; k + 2 * kLanes <= n; k += 2 * kLanes) {
+                __builtin_prefetch(row + k + kStreamItems, 0, 3);
+                total = dot(load_pairs(x + k), load_pairs(row + k), total);
+            }
+            if (k < n) total = dot(load_pairs_n(x + k, n - k), load_pairs_n(row + k, n - k), total);
+            sums[r] = total;
+        }
+        float totals[kSums];
+        add_lanes(sums, totals);
+        for (int64_t r = 0; r < count; ++r) out[first + r] += totals[r];
+    }
+}
+
 // out[row][A row] += x[row] . A over n columns.
 inline void shrink_pairs(const bf16* x, int64_t ldx, int64_t num_rows, const bf16* a, int64_t num_a,
                          int64_t n, float* out, int64_t ldout) {
@@ -101,7 +127,7 @@ inline void shrink_pairs(const bf16* x, int64_t ldx, int64_t num_rows, const bf1
     };
     while_left(std::integral_constant<int, 4>());
     while_left(std::integral_constant<int, 2>());
-    while_left(std::integral_constant<int, 1>());
+    if (row < num_rows) dot_row_pairs(x + row * ldx, a, num_a, n, out + row * ldout);
 }
 
 // y[row] += sum over the rows of B, up to 2 * P, of shrunk[row] * B, over n columns. Two rows of B are
@@ -115,14 +141,17 @@ void expand_pair_rows(float* y, int64_t ldy, int64_t num_rows, const bf16* b, in
     const Pairs last_pair = broadcast_pair(all_bits);
     const auto step = [&](int64_t column, auto left) {
         Pairs weights[P][2];
-        // Near the ends of these rows, prefetch the beginnings of the next ones.
-        const int64_t ahead = column + kAheadItems < n ? kAheadItems : kAheadItems + (num_b - 1) * n;
+        // A pair of rows is prefetched as one stream. Of more rows, the next few items of each are prefetched,
+        // and near their ends the beginnings of the next ones.
+        const int64_t next_rows = column + kAheadItems < n ? 0 : (num_b - 1) * n;
+        const int64_t ahead = P == 1 ? kStreamItems + column : kAheadItems + next_rows;
+        const int64_t between = P == 1 ? kColumns : n;
 #pragma GCC unroll 8
         for (int p = 0; p < P; ++p) {
             const bf16* first = b + 2 * p * n + column;
             const bool is_alone = p == P - 1 && is_odd;
             __builtin_prefetch(first + ahead, 0, 3);
-            __builtin_prefetch(first + n + ahead, 0, 3);
+            __builtin_prefetch(first + ahead + between, 0, 3);
             const Pairs one = load_pairs_n(first, left);
             const Pairs two = load_pairs_n(first + n, is_alone ? 0 : left);
             interleave(one, two, weights[p][0], weights[p][1]);
@@ -152,10 +181,12 @@ void expand_pair_rows(float* y, int64_t ldy, int64_t num_rows, const bf16* b, in
 // y[row] += shrunk[row] B over n columns. One item behind the last row of `shrunk` may be read.
 inline void expand_pairs(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b,
                          int64_t n, const bf16* shrunk, int64_t ld) {
-    constexpr int64_t kRows = kSums;  // as many vectors of weights
-    for (int64_t r = 0; r < num_b; r += kRows) {
-        const int64_t count = smaller(num_b - r, kRows);
-        with_count<kRows / 2>(ceil_div(count, 2), [&](auto pairs) {
+    // One or two rows leave time to load and store their sums for each pair of rows of B, which then is one
+    // stream. More rows take as many rows of B as registers hold.
+    const int64_t most = num_rows <= 2 ? 2 : kSums;
+    for (int64_t r = 0; r < num_b; r += most) {
+        const int64_t count = smaller(num_b - r, most);
+        with_count<kSums / 2>(ceil_div(count, 2), [&](auto pairs) {
             expand_pair_rows<pairs.value>(y, ldy, num_rows, b + r * n, count, n, shrunk + r, ld);
         });
     }
