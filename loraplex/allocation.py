@@ -1,6 +1,9 @@
-"""Configures glibc to keep freed memory for the next message instead of returning it."""
+"""Tells glibc to keep freed memory for the next message, or to return it."""
 
 from __future__ import annotations
+
+import contextlib
+import ctypes
 
 _LARGE_BYTES = 8 << 20
 
@@ -14,3 +17,9 @@ def reuse_large_blocks() -> None:
     With another C library, nothing happens.
     """
     bytearray(_LARGE_BYTES)
+
+
+def return_free_memory() -> None:
+    """Return freed memory to the system. With another C library, nothing happens."""
+    with contextlib.suppress(AttributeError, TypeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

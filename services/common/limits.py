@@ -91,9 +91,10 @@ USAGE_CALLS = 20
 
 MAX_STREAMS_PER_CONNECTION = 256
 """Most open calls of one HTTP/2 connection."""
-MAX_WAITING_CALLS = 1000
+MAX_WAITING_CALLS = 8000
 """Most calls that wait until a gRPC server takes them. While there are more, it accepts no
-connections and closes those that have made no call with a valid key."""
+connections and closes those that have made no call with a valid key. Fewer may come through the
+edge from one address, because its connections carry calls of everybody."""
 MAX_OPEN_STREAMS = 1024
 """Most watches of a server's health, which need no key, and most calls of reflection."""
 

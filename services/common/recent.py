@@ -21,6 +21,10 @@ class Recent(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: K) -> bool:
+        """Whether there is a value, which does not count as used by this."""
+        return key in self._entries
+
     def get(self, key: K) -> V | None:
         """The value, which counts as used now; None if there is none."""
         entry = self._entries.get(key)

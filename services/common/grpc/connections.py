@@ -14,13 +14,14 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_BACKLOG = 256
+_BACKLOG = 128
 """Connections that the kernel accepts before gRPC does. gRPC lets it accept 4,096, each with
 data."""
 _NO_ADDRESS = struct.pack("H14x", socket.AF_UNSPEC)
 """Connecting to it resets a connection and drops what has arrived. gRPC would still read this after
 a shutdown."""
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.PyDLL(None)
+"""Keeps the interpreter's lock during a call: other threads would hold it for long each time."""
 _DROP = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
 """A filter of one instruction, "return 0": the packet is dropped."""
 
@@ -82,10 +83,11 @@ class Connections:
         for number in _open_files():
             if number in (self._duplicate, self._nothing):
                 continue
+            if _libc.dup3(number, self._duplicate, os.O_CLOEXEC) < 0:
+                continue  # closed meanwhile
             try:
-                os.dup2(number, self._duplicate, inheritable=False)
                 opened = socket.socket(fileno=self._duplicate)
-            except OSError:  # closed meanwhile, or no socket
+            except OSError:
                 continue
             try:
                 if opened.family in (socket.AF_INET, socket.AF_INET6) and (
@@ -94,7 +96,7 @@ class Connections:
                     yield opened
             finally:
                 opened.detach()
-        os.dup2(self._nothing, self._duplicate, inheritable=False)
+        _libc.dup3(self._nothing, self._duplicate, os.O_CLOEXEC)
 
 
 def _open_files() -> Iterable[int]:

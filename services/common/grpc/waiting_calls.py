@@ -17,7 +17,9 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,6 +27,7 @@ import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # grpcio-channelz reads it, too
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex.allocation import return_free_memory
 from loraplex_services.common.grpc.connections import Connections
 from loraplex_services.common.limits import MAX_WAITING_CALLS
 from loraplex_services.common.recent import Recent
@@ -34,12 +37,15 @@ logger = logging.getLogger(__name__)
 COUNTED = ("grpc.enable_channelz", 1)
 """Lets the core count calls."""
 _POLL_S = 0.05
+_SHORT_POLL_S = 0.005
+_NUM_FEW = MAX_WAITING_CALLS // 8
 _CLOSE_EVERY_S = 0.25
 _MAX_PEERS = 10_000
 _STAYS_CONNECTED = [("grpc.client_idle_timeout_ms", (1 << 31) - 1)]
 """Strangers may have taken all files that the process can open when the connection is needed."""
-_NUM_FOR_ALL = 20
-"""So many times as many calls may wait before the connections with a valid key are closed, too."""
+_NUM_WITH_KEY = 4
+"""Number of times that only connections without a valid key are closed. If more and more calls wait
+afterwards, all are."""
 
 
 class WaitingCalls:
@@ -60,7 +66,7 @@ class WaitingCalls:
     def trust(self, peer: str) -> None:
         """Note that a connection has made a call with a valid key, by gRPC's name of its peer."""
         name = unquote(peer)
-        if not self._with_key.get(name):
+        if name not in self._with_key:
             self._with_key.put(name, value=True)
 
     def watch(self, server: grpc.aio.Server) -> None:
@@ -74,43 +80,72 @@ class WaitingCalls:
         what this needs."""
         if not self._server_id or not ports:
             return
-        connections = Connections(ports)
-        try:
-            async with grpc.aio.insecure_channel(self._probe, _STAYS_CONNECTED) as channel:
-                await channel.channel_ready()
-                stub: Any = health_pb2_grpc.HealthStub(channel)
-                while True:
-                    await asyncio.sleep(_POLL_S)
-                    try:
-                        if self._num_waiting() > MAX_WAITING_CALLS:
-                            with connections.paused():
-                                await self._wait_for_few(connections, stub.Check)
-                    except (OSError, grpc.RpcError):
-                        logger.exception("cannot bound the calls that wait")
-        finally:
-            connections.release()
+        connections, is_over = Connections(ports), threading.Event()
+        async with grpc.aio.insecure_channel(self._probe, _STAYS_CONNECTED) as channel:
+            await channel.channel_ready()
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            loop = asyncio.get_running_loop()
 
-    async def _wait_for_few(self, connections: Connections, check: Any) -> None:
+            def check() -> Future[None]:
+                return asyncio.run_coroutine_threadsafe(_answered(stub), loop)
+
+            watching = threading.Thread(
+                target=self._keep_few,
+                args=(connections, check, is_over),
+                name="waiting-calls",
+                daemon=True,
+            )
+            watching.start()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_over.set()
+
+    def _keep_few(
+        self, connections: Connections, check: Callable[[], Future[None]], is_over: threading.Event
+    ) -> None:
+        """Close connections whenever too many calls wait. The event loop would be late for this: it
+        takes calls meanwhile."""
+        pause_s = _POLL_S
+        while not is_over.wait(pause_s):
+            try:
+                num_waiting = self._num_waiting()
+                if num_waiting > MAX_WAITING_CALLS:
+                    with connections.paused():
+                        self._wait_for_few(connections, check, is_over)
+                    return_free_memory()
+                pause_s = _SHORT_POLL_S if num_waiting > _NUM_FEW else _POLL_S
+            except (OSError, RuntimeError, ValueError, CancelledError, grpc.RpcError):
+                if not is_over.is_set():
+                    logger.exception("cannot bound the calls that wait")
+        connections.release()
+
+    def _wait_for_few(
+        self, connections: Connections, check: Callable[[], Future[None]], is_over: threading.Event
+    ) -> None:
         """Close connections until few calls wait.
 
         Calls are taken in the order in which they arrived. When a call of our own is answered, all
         that had arrived before it have been taken, or never will be.
         """
-        num_closed, most = 0, 0
+        num_closed, seen = 0, [0]
         while self._num_waiting() > MAX_WAITING_CALLS // 2:
             num_arrived = self._num_arrived()
-            ours = asyncio.ensure_future(check(health_pb2.HealthCheckRequest()))
-            while not (await asyncio.wait([ours], timeout=_CLOSE_EVERY_S if most else _POLL_S))[0]:
-                num_waiting = self._num_waiting()
-                most = max(most, num_waiting)
-                keeps_any = num_waiting < _NUM_FOR_ALL * MAX_WAITING_CALLS
-                num_closed += connections.close(self._with_key.get if keeps_any else _keep_none)
+            ours = check()
+            while not wait([ours], _CLOSE_EVERY_S if num_closed else _SHORT_POLL_S).done:
+                if is_over.is_set():
+                    return
+                seen.append(self._num_waiting())
+                grows = len(seen) > _NUM_WITH_KEY and seen[-1] > seen[-2]
+                num_closed += connections.close(
+                    _keep_none if grows else self._with_key.__contains__
+                )
             ours.result()
             self._never_taken = num_arrived - self._num_taken
         if num_closed:
             logger.warning(
                 "too many calls waited: connections without a valid key were closed",
-                extra={"num_calls": most, "num_connections": num_closed},
+                extra={"num_calls": max(seen), "num_connections": num_closed},
             )
 
     def _num_waiting(self) -> int:
@@ -119,6 +154,10 @@ class WaitingCalls:
     def _num_arrived(self) -> int:
         answer = json.loads(cygrpc.channelz_get_server(self._server_id))
         return int(answer["server"]["data"].get("callsStarted", 0))
+
+
+async def _answered(stub: Any) -> None:
+    await stub.Check(health_pb2.HealthCheckRequest())
 
 
 def _keep_none(peer: str) -> bool:
