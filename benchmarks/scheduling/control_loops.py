@@ -217,15 +217,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
     loops = [name for name in LOOPS if name == "none" or args.only in name]
+    without: dict[str, Figures] = {}
     with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
-        found = dict(zip(loops, pool.map(measure, loops, [args.seeds] * len(loops)), strict=True))
-    with_all = found.pop("none")
-    for loop, figures in found.items():
-        ratios = {key: figures.get(key, math.nan) / value for key, value in with_all.items()}
-        changed = {key: ratio for key, ratio in ratios.items() if not abs(ratio - 1) <= 0.03}
-        print(f"without {loop}:", ", ".join(f"{k} {v:.2f}" for k, v in changed.items()) or "-")
+        found = zip(loops, pool.map(measure, loops, [args.seeds] * len(loops)), strict=True)
+        _, with_all = next(found)
+        for loop, figures in found:
+            without[loop] = figures
+            ratios = {key: figures.get(key, math.nan) / value for key, value in with_all.items()}
+            changed = (f"{k} {v:.2f}" for k, v in ratios.items() if not abs(v - 1) <= 0.03)
+            print(f"without {loop}:", ", ".join(changed) or "-", flush=True)
     print_table(("FIGURE", "WITH ALL"), [[key, f"{value:.3f}"] for key, value in with_all.items()])
-    results = {"simulated": True, "with_all": with_all, "without": found}
+    results = {"simulated": True, "with_all": with_all, "without": without}
     print(f"wrote {write_results('control_loops', results)}")
 
 
