@@ -174,8 +174,9 @@ class Bench:
         return self.engine.cache.tier(digest_of(adapter)) == Tier.DEVICE
 
 
-def make_config(base: Path, arena_bytes: int) -> EngineConfig:
-    """Of an engine without prefix cache."""
+def make_config(base: Path, arena_bytes: int, *, drafts: bool = False) -> EngineConfig:
+    """Of an engine without prefix cache, and by default without drafts: outputs of random weights
+    soon repeat, so that drafts would be accepted more often than in real ones."""
     return EngineConfig(
         model_dir=str(base),
         device="cpu",
@@ -186,6 +187,7 @@ def make_config(base: Path, arena_bytes: int) -> EngineConfig:
         max_num_batched_tokens=512,
         max_num_seqs=BATCH,
         prefix_cache=False,
+        drafts=drafts,
     )
 
 

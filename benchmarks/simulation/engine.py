@@ -125,13 +125,13 @@ def traced_bench(args: argparse.Namespace, steps: Path, clock: ProcessorClock) -
     ]
     bench = make_bench(base, folders, args.arena_bytes)
     traced = TracedRunner(bench.runner, steps, clock)
-    bench.engine = Engine(traced, make_config(base, args.arena_bytes), clock)
+    bench.engine = Engine(traced, make_config(base, args.arena_bytes, drafts=True), clock)
     return bench
 
 
 def simulate(costs: Costs, args: argparse.Namespace, trace: list[TracedRequest]) -> Summary:
     """The same trace through the simulator."""
-    config = make_config(Path(), args.arena_bytes)
+    config = make_config(Path(), args.arena_bytes, drafts=True)
     fleet = SimulatedFleet(costs, config, on_disk=True)
     return summarize(Simulation(fleet, ranks_of(RANKS, NUM_ADAPTERS)).run(trace))
 
