@@ -20,8 +20,7 @@ _DTYPES = {
 
 
 def require_ieee_float32() -> None:
-    """Make torch compute float32 products on CUDA in float32, not in TF32. This is torch's default,
-    which TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 changes: some images set it.
+    """Make torch compute float32 products on CUDA in float32, not in TF32.
 
     This is torch's default, which TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 changes: some images set it.
     """
