@@ -20,7 +20,7 @@ namespace lpx {
 namespace {
 
 // Rows of one task: enough to outweigh reading the adapter again, few enough for all threads to have some.
-constexpr int64_t kMinTaskRows = 8, kTaskRows = 16;
+constexpr int64_t kMinTaskRows = 8, kTaskRows = 48;
 
 // As `records.py` writes them, in int64 words.
 struct Tile {
@@ -282,13 +282,17 @@ void add_rows(const Segment& segment, const Use* used, In<float>& in, float* y, 
 template <template <class> class In>
 void add_rows(const Segment& segment, const Use* used, In<bf16>& in, bf16* y, int64_t ldy,
               int64_t num_outputs) {
-    float* out = scratch(2, in.num_rows * num_outputs);
-    widen(y, ldy, in.num_rows, num_outputs, out);
-    add_segment(segment, used, in, out, num_outputs);
+    // No power of two, at which lines of all rows would push each other out of the cache.
+    const int64_t stride = (ceil_div(num_outputs, kLanes) | 1) * kLanes;
+    float* out = scratch(2, in.num_rows * stride);
+    for (int64_t row = 0; row < in.num_rows; ++row) {
+        widen(y + row * ldy, ldy, 1, num_outputs, out + row * stride);
+    }
+    add_segment(segment, used, in, out, stride);
     for (int64_t row = 0; row < in.num_rows; ++row) {
         for (int64_t c = 0; c < num_outputs; c += kLanes) {
             const int64_t n = num_outputs - c;
-            store_n(y + row * ldy + c, load_n(out + row * num_outputs + c, n), n);
+            store_n(y + row * ldy + c, load_n(out + row * stride + c, n), n);
         }
     }
 }

@@ -1,8 +1,17 @@
 // Low-rank updates of float32 rows by matrices of any type, which widen in registers.
 #pragma once
+#include <type_traits>
+
 #include "vec.h"
 
 namespace lpx {
+
+// Rows of x that are multiplied by four rows of A at a time: as many sums as registers hold.
+constexpr int kDotRows = kLanes == 16 ? 4 : 3;
+// Rows of y at a time in long runs, of which two vectors stay in registers.
+constexpr int kStripRows = kLanes == 16 ? 12 : 6;
+// Rank rows whose part of a strip stays in the first-level cache.
+constexpr int64_t kStripRanks = 64;
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
@@ -30,10 +39,11 @@ void dot_block(const float* x, int64_t ldx, const W* a, int64_t n, float* out, i
     }
 }
 
+// The same for num_a rows of A.
 template <int X, class W>
 void dot_rows(const float* x, int64_t ldx, const W* a, int64_t num_a, int64_t n, float* out,
               int64_t ldout) {
-    constexpr int R = 8 / X;
+    constexpr int R = X < 3 ? 8 / X : 4;
     int64_t r = 0;
     for (; r + R <= num_a; r += R) dot_block<X, R>(x, ldx, a + r * n, n, out + r, ldout);
     for (; r < num_a; ++r) dot_block<X, 1>(x, ldx, a + r * n, n, out + r, ldout);
@@ -58,21 +68,23 @@ template <class W>
 void shrink_vectors(const float* x, int64_t ldx, int64_t num_rows, const W* a, int64_t num_a,
                     int64_t n, float* out, int64_t ldout) {
     int64_t row = 0;
-    for (; row + 4 <= num_rows; row += 4) {
-        dot_rows<4>(x + row * ldx, ldx, a, num_a, n, out + row * ldout, ldout);
-    }
-    for (; row + 2 <= num_rows; row += 2) {
-        dot_rows<2>(x + row * ldx, ldx, a, num_a, n, out + row * ldout, ldout);
-    }
-    if (row < num_rows) dot_rows<1>(x + row * ldx, ldx, a, num_a, n, out + row * ldout, ldout);
+    const auto while_left = [&](auto count) {
+        constexpr int X = count.value;
+        for (; row + X <= num_rows; row += X) {
+            dot_rows<X>(x + row * ldx, ldx, a, num_a, n, out + row * ldout, ldout);
+        }
+    };
+    while_left(std::integral_constant<int, kDotRows>());
+    while_left(std::integral_constant<int, 2>());
+    while_left(std::integral_constant<int, 1>());
     dot_ends(x, ldx, num_rows, a, num_a, n, out, ldout);
 }
 
-// y[row] += sum over R rank rows of shrunk * B, over whole vectors of n columns.
+// y[row] += sum over R rank rows of shrunk * B, over whole vectors of n columns from `begin` on.
 template <int R, class W>
-void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t n,
+void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t begin, int64_t n,
                   const float* shrunk, int64_t ld) {
-    for (int64_t column = 0; column + kLanes <= n; column += kLanes) {
+    for (int64_t column = begin; column + kLanes <= n; column += kLanes) {
         Vec weights[R];
         // Near the ends of these rank rows, prefetch the beginnings of the next ones.
         const int64_t ahead = column + kAheadItems < n ? kAheadItems : kAheadItems + (R - 1) * n;
@@ -109,15 +121,77 @@ void expand_ends(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t nu
     }
 }
 
+// y[row] += shrunk[row] B for R rows and two vectors of columns.
+template <int R>
+void expand_strip(float* y, int64_t ldy, const float* b, int64_t num_b, const float* shrunk,
+                  int64_t ld) {
+    Vec sums[R][2];
+    for (int i = 0; i < R; ++i) load_pair(y + i * ldy, sums[i][0], sums[i][1]);
+    for (int64_t r = 0; r < num_b; ++r) {
+        Vec low, high;
+        load_pair(b + r * 2 * kLanes, low, high);
+#pragma GCC unroll 12
+        for (int i = 0; i < R; ++i) {
+            const Vec factor = set1(shrunk[i * ld + r]);
+            sums[i][0] = fma(factor, low, sums[i][0]);
+            sums[i][1] = fma(factor, high, sums[i][1]);
+        }
+    }
+    for (int i = 0; i < R; ++i) {
+        store(y + i * ldy, sums[i][0]);
+        store(y + i * ldy + kLanes, sums[i][1]);
+    }
+}
+
+template <int R = kStripRows>
+void expand_n_rows(int64_t n, float* y, int64_t ldy, const float* b, int64_t num_b,
+                   const float* shrunk, int64_t ld) {
+    if constexpr (R > 1) {
+        if (n < R) return expand_n_rows<R - 1>(n, y, ldy, b, num_b, shrunk, ld);
+    }
+    expand_strip<R>(y, ldy, b, num_b, shrunk, ld);
+}
+
+// The same for many rows over whole strips of n columns. Sums stay in registers for all rank rows: lines of
+// y that lie a power of two apart, as those of wide sites do, would push each other out of the cache.
+template <class W>
+void expand_strips(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t num_b, int64_t n,
+                   const float* shrunk, int64_t ld) {
+    alignas(64) float strip[kStripRanks * 2 * kLanes];
+    for (int64_t first = 0; first < num_b; first += kStripRanks) {
+        const int64_t count = smaller(kStripRanks, num_b - first);
+        for (int64_t column = 0; column + 2 * kLanes <= n; column += 2 * kLanes) {
+            for (int64_t r = 0; r < count; ++r) {
+                const W* from = b + (first + r) * n + column;
+                store(strip + r * 2 * kLanes, load(from));
+                store(strip + r * 2 * kLanes + kLanes, load(from + kLanes));
+            }
+            int64_t row = 0;
+            for (int64_t blocks = ceil_div(num_rows, kStripRows); blocks > 0; --blocks) {
+                const int64_t size = ceil_div(num_rows - row, blocks);
+                expand_n_rows(size, y + row * ldy + column, ldy, strip, count,
+                              shrunk + row * ld + first, ld);
+                row += size;
+            }
+        }
+    }
+}
+
 // y[row] += shrunk[row] B over n columns.
 template <class W>
 void expand_vectors(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t num_b, int64_t n,
                     const float* shrunk, int64_t ld) {
-    int64_t r = 0;
-    for (; r + 8 <= num_b; r += 8) {
-        expand_block<8>(y, ldy, num_rows, b + r * n, n, shrunk + r, ld);
+    int64_t r = 0, begin = 0;
+    if (num_rows >= kStripRows) {
+        expand_strips(y, ldy, num_rows, b, num_b, n, shrunk, ld);
+        begin = n / (2 * kLanes) * (2 * kLanes);
     }
-    for (; r < num_b; ++r) expand_block<1>(y, ldy, num_rows, b + r * n, n, shrunk + r, ld);
+    for (; r + 8 <= num_b; r += 8) {
+        expand_block<8>(y, ldy, num_rows, b + r * n, begin, n, shrunk + r, ld);
+    }
+    for (; r < num_b; ++r) {
+        expand_block<1>(y, ldy, num_rows, b + r * n, begin, n, shrunk + r, ld);
+    }
     expand_ends(y, ldy, num_rows, b, num_b, n, shrunk, ld);
 }
 
