@@ -107,8 +107,9 @@ void multiply_block(const Product& g, const W* packed, int64_t row, int64_t pane
 
 template <class W, int R>
 void multiply_rows(const Product& g, const W* packed, int64_t row, int64_t begin, int64_t end) {
-    // One row alone needs several panels at a time to hide the latency of its additions.
-    constexpr int P = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    // Few rows need several panels at a time to hide the latency of their additions, as far as registers
+    // allow.
+    constexpr int P = R == 1 ? 4 : R == 2 || (R == 3 && kLanes == 16) ? 2 : 1;
     int64_t panel = begin;
     for (; panel + P <= end; panel += P) multiply_block<W, R, P>(g, packed, row, panel);
     for (; panel < end; ++panel) multiply_block<W, R, 1>(g, packed, row, panel);
@@ -123,19 +124,18 @@ void multiply_n_rows(int64_t n, const Product& g, const W* packed, int64_t row, 
     multiply_rows<W, R>(g, packed, row, begin, end);
 }
 
+// Consecutive tasks share their rows, which stay in the second-level cache while the weights pass by.
 template <class W>
 void multiply(const Product& g, const W* packed) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
-    const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
-    parallel_for(ceil_div(num_panels, kTaskPanels) * num_row_tasks, [&](int64_t task) {
-        const int64_t begin = task / num_row_tasks * kTaskPanels;
+    const int64_t num_panel_tasks = ceil_div(num_panels, kTaskPanels);
+    parallel_for(num_panel_tasks * ceil_div(g.num_rows, kTaskRows), [&](int64_t task) {
+        const int64_t begin = task % num_panel_tasks * kTaskPanels;
         const int64_t end = smaller(begin + kTaskPanels, num_panels);
-        int64_t row = task % num_row_tasks * kTaskRows;
+        int64_t row = task / num_panel_tasks * kTaskRows;
         const int64_t last = smaller(row + kTaskRows, g.num_rows);
-        for (int64_t blocks = ceil_div(last - row, kMaxRows); blocks > 0; --blocks) {
-            const int64_t n = ceil_div(last - row, blocks);
-            multiply_n_rows<W>(n, g, packed, row, begin, end);
-            row += n;
+        for (; row < last; row += kMaxRows) {
+            multiply_n_rows<W>(last - row, g, packed, row, begin, end);
         }
     });
 }
