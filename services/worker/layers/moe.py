@@ -15,6 +15,7 @@ from loraplex_services.worker.layers.mlp import GatedMlp
 from loraplex_services.worker.ops.activation.torch import Gate
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
+from loraplex_services.worker.ops.moe.torch import ChooseExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,12 @@ class SparseMlp:
         renormalise: bool,
         shared: SharedExpert | None,
         sum_ranks: Callable[[Tensor], Tensor],
+        choose_experts: ChooseExperts,
     ) -> None:
         """`sum_ranks`: the inner width of all experts may be divided among ranks, whose outputs
         are summed once for the layer."""
         self._sum_ranks = sum_ranks
+        self._choose_experts = choose_experts
         self._router = router
         self._experts = experts
         self._num_active = num_active
@@ -112,10 +115,8 @@ class SparseMlp:
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
-        probs = self._router.forward(x, batch.lora).softmax(dim=-1, dtype=torch.float32)
-        weights, chosen = probs.topk(self._num_active, dim=-1)
-        if self._renormalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        scores = self._router.forward(x, batch.lora)
+        chosen, weights = self._choose_experts(scores, self._num_active, self._renormalise)
         out = self._experts.forward(x, chosen, weights, batch.lora)
         if self._shared is not None:
             gate = self._shared.gate.forward(x, batch.lora).sigmoid()

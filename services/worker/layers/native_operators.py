@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
+from loraplex_services.worker.layers.native_experts import NativeExperts, choose_experts
 from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.native.bindings import Native
@@ -47,6 +50,7 @@ class NativeOperators:
             metadata_fields={"task_queries": native.task_queries},
         )
         self.add_bias = native.add_bias
+        self.choose_experts = partial(choose_experts, native)
         self.draws = DrawOperators(native.truncate, native.draw)
         self._torch = TorchOperators()
 
@@ -99,7 +103,10 @@ class NativeOperators:
         self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
     ) -> ExpertMlps:
         """See Operators."""
-        return LoopedExperts(looped.experts, gate)
+        gates = [self.native.silu_multiply, self.native.gelu_tanh_multiply]
+        if self.fully_sharded or weights.gate_up_bias is not None or gate not in gates:
+            return LoopedExperts(looped.experts, gate)
+        return NativeExperts(self.native, looped.experts, uses_gelu=gate == gates[1])
 
     def delta_net(
         self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights

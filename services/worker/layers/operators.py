@@ -19,6 +19,7 @@ from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.moe.torch import ChooseExperts, choose_experts
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.recurrence.torch import TorchDeltaNet
@@ -54,6 +55,11 @@ class Operators(Protocol):
     @property
     def add_bias(self) -> AddBias:
         """Adds a bias in place."""
+        ...
+
+    @property
+    def choose_experts(self) -> ChooseExperts:
+        """Chooses the experts of each row."""
         ...
 
     @property
@@ -117,6 +123,7 @@ class TorchOperators:
     name = "torch"
     rotate: Rotate = staticmethod(rotate_heads)
     add_bias: AddBias = staticmethod(Tensor.add_)
+    choose_experts: ChooseExperts = staticmethod(choose_experts)
     draws = TORCH_DRAWS
 
     def __init__(self) -> None:

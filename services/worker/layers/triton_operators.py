@@ -17,6 +17,7 @@ from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.moe.torch import ChooseExperts, choose_experts
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.norm.triton import add_rms_norm
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
@@ -34,6 +35,7 @@ class TritonOperators:
     name = "triton"
     rotate: Rotate = staticmethod(rotate_heads)
     add_bias: AddBias = staticmethod(Tensor.add_)
+    choose_experts: ChooseExperts = staticmethod(choose_experts)
     draws = DrawOperators(truncate, draw)
 
     def __init__(self) -> None:

@@ -100,8 +100,16 @@ def _mlp(builder: Builder, layer: int) -> SparseMlp:
     modules = [(f"{prefix}.router", moe.num_experts)]
     router = builder.linear(layer, config.hidden_size, modules, has_bias=True)
     experts = _experts(builder, layer, f"{prefix}.experts", moe)
-    sum_ranks = builder.operators.ranks.all_reduce
-    return SparseMlp(router, experts, moe.num_active, moe.renormalise, None, sum_ranks)
+    operators = builder.operators
+    return SparseMlp(
+        router,
+        experts,
+        moe.num_active,
+        moe.renormalise,
+        None,
+        operators.ranks.all_reduce,
+        operators.choose_experts,
+    )
 
 
 def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> ExpertMlps:

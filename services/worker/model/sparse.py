@@ -51,8 +51,16 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
             gated_mlp(builder, layer, own, width, is_addend=builder.shard.size > 1),
             builder.linear(layer, hidden, gate, has_bias=False),
         )
-    sum_ranks = builder.operators.ranks.all_reduce
-    return SparseMlp(router, experts, moe.num_active, moe.renormalise, shared, sum_ranks)
+    operators = builder.operators
+    return SparseMlp(
+        router,
+        experts,
+        moe.num_active,
+        moe.renormalise,
+        shared,
+        operators.ranks.all_reduce,
+        operators.choose_experts,
+    )
 
 
 def stacked_experts(builder: Builder, layer: int, prefix: str, names: ExpertNames) -> ExpertMlps:

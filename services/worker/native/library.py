@@ -22,6 +22,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_add_lora": (None, (_P, _I, _I, _P, _I, _I, _I, _I, _P, _I)),
     "lpx_add_lora_embedding": (None, (_P, _I, _P, _I, _I, _I, _I, _P)),
     "lpx_add_products": (None, (_P, _I, _I, _I, _P, _I, _I, _I, _P, _I)),
+    "lpx_choose_experts": (None, (_P, *(_I,) * 6, _P, _P)),
+    "lpx_experts": (None, (_P, _I, _P, _P, _I, _P, *(_I,) * 4, _P, _I, _I, _I, _P, _I)),
     "lpx_task_queries": (_I, ()),
     "lpx_attend": (None, (_P, _P, _P, _P, _P, _P, _I, _P, _P, _P, _I)),
     "lpx_attend_tiles": (None, (_P, _P, _P, _P, _P, _P, _P, _P, _I)),

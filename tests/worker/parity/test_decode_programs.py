@@ -9,14 +9,15 @@ import torch
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.native.program import Program
 from loraplex_services.worker.runner.backends import choose_operators
-from tests.worker.parity.adapters import make_adapter
+from tests.worker.parity.adapters import EXPERT_FEATURES, features_of, make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.runners import parity_runner
 from tests.worker.parity.suite import random_prompt
 
-RECORDED = ("llama", "phi3-longrope", "qwen2-window", "qwen3", "gemma2", "gemma3")
-IN_PYTHON = ("mixtral", "qwen3.5", "gemma4", "ministral3")
+DENSE = ("llama", "phi3-longrope", "qwen2-window", "qwen3", "gemma2", "gemma3")
+SPARSE = ("mixtral", "qwen3-moe")
+IN_PYTHON = ("qwen2-moe", "qwen3.5", "gemma4", "ministral3")
 FEATURES = ("rank-8-all-linear", "rank-33-odd", "dora", "lora-bias", "bias-all", "patterns")
 NUM_TOKENS = 12
 
@@ -73,12 +74,14 @@ def drive(runner, base, tmp_path, features=FEATURES):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("base_name", RECORDED)
+@pytest.mark.parametrize("base_name", DENSE + SPARSE)
 def test_a_program_gives_the_bits_of_the_layers_in_python(base_name, dtype, tmp_path, num_runs):
     base = make_base(base_name, tmp_path / "base")
     runner = parity_runner(base.folder, arena_bytes=64 << 20, dtype=dtype)
     compared = Compared(runner._model)
-    drive(runner, base, tmp_path)
+    applying = features_of(base)
+    features = [name for name in (*FEATURES, *EXPERT_FEATURES) if name in applying]
+    drive(runner, base, tmp_path, features)
     assert len(num_runs) > 4
     assert sum(num_runs.values()) > sum(compared.sizes.values()) / 5
 

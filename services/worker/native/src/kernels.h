@@ -20,6 +20,14 @@ LPX_EXPORT void lpx_linear_tiles(const void* x, int64_t ldx, const void* packed,
 LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, void* y, int64_t ldy,
                              int64_t num_outputs, int64_t activation_dtype, int64_t site,
                              const void* runs, int64_t num_runs);
+// experts.cpp
+LPX_EXPORT void lpx_choose_experts(const void* scores, int64_t lds, int64_t dtype, int64_t num_rows,
+                                   int64_t num_experts, int64_t num_active, int64_t renormalise,
+                                   void* chosen, void* weights);
+LPX_EXPORT void lpx_experts(const void* x, int64_t ldx, const void* chosen, const void* weights,
+                            int64_t num_active, const void* experts, int64_t num_experts,
+                            int64_t hidden, int64_t width, int64_t uses_gelu, void* y, int64_t ldy,
+                            int64_t dtype, int64_t num_rows, const void* runs, int64_t num_runs);
 // attention.cpp
 LPX_EXPORT void lpx_attend(const void* q, const void* k, const void* v, void* keys, void* values,
                            void* y, int64_t dtype, const void* layout, const void* sequences,

@@ -50,6 +50,8 @@ constexpr Kernel kKernels[] = {
     describe<lpx_linear_codes>("lpx_linear_codes"),
     describe<lpx_linear_tiles>("lpx_linear_tiles"),
     describe<lpx_add_lora>("lpx_add_lora"),
+    describe<lpx_choose_experts>("lpx_choose_experts"),
+    describe<lpx_experts>("lpx_experts"),
     describe<lpx_attend>("lpx_attend"),
     describe<lpx_attend_tiles>("lpx_attend_tiles"),
     describe<lpx_norm>("lpx_norm"),

@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.native.bindings import DTYPE_CODES, Native
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+IN_TILES = -1
+"""Stands for the type of a weight in tiles (`native/src/experts.cpp`)."""
 PANEL, QUAD = 32, 4
 BLOCK_SIZES = (128, 64, 32, 16)
 """Inputs that the kernel may sum before it scales."""
@@ -37,6 +39,11 @@ class PackedLinear:
         self._native = native
         self._packed = native.pack(weight)
 
+    @property
+    def words(self) -> tuple[int, int]:
+        """Address of the packed weight, and the code of its type, for kernels over many weights."""
+        return self._packed.data_ptr(), DTYPE_CODES[self._packed.dtype]
+
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""
         return self._native.linear(x, self._packed, self.out_features)
@@ -57,6 +64,11 @@ class TiledLinear:
         self.out_features, self.in_features = weight.shape
         self._native = native
         self._packed = native.pack_tiles(weight)
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """See PackedLinear."""
+        return self._packed.data_ptr(), IN_TILES
 
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""

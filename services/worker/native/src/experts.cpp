@@ -1,0 +1,198 @@
+// The routed experts of a layer: which ones each row goes to, and the sum of what these make of it.
+//
+// Experts are computed one after another, each over the rows that chose it, with their adapters. What they
+// add to a row is summed in float32 in the order of the experts' numbers and rounded once, so a row's
+// result does not depend on its neighbours.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace lpx {
+namespace {
+
+constexpr int64_t kTaskRows = 16;
+constexpr int64_t kInTiles = -1;
+
+// As `native_experts.py` writes them, in int64 words.
+struct Linear {
+    int64_t packed, dtype, site;  // dtype kInTiles = as `lpx_pack_tiles` packs it
+};
+struct Expert {
+    Linear gate_up, down;
+};
+struct Run {
+    int64_t record, begin, end, coef;
+};
+
+// Of one call; kept from call to call.
+struct Work {
+    std::vector<int64_t> ends;      // of each expert's pairs in the two lists below
+    std::vector<int64_t> rows;      // rows by expert; inside an expert, ascending
+    std::vector<float> factors;     // what their experts' outputs are multiplied by
+    std::vector<Run> runs;          // over one expert's rows
+    std::vector<float> sums;        // [rows, hidden]
+    std::vector<char> memory[4];    // of one expert: its inputs, gates and ups, products, outputs
+};
+
+// A buffer of n items of T.
+template <class T>
+T* buffer(Work& work, int which, int64_t n) {
+    std::vector<char>& memory = work.memory[which];
+    const size_t num_bytes = static_cast<size_t>(n) * sizeof(T);
+    if (memory.size() < num_bytes) memory.resize(num_bytes);
+    return reinterpret_cast<T*>(memory.data());
+}
+
+// Sorts the pairs of a row and an expert.
+void sort_pairs(Work& work, const int64_t* chosen, const float* weights, int64_t num_rows,
+                int64_t num_active, int64_t num_experts) {
+    const int64_t num_pairs = num_rows * num_active;
+    work.ends.assign(num_experts + 1, 0);
+    for (int64_t i = 0; i < num_pairs; ++i) ++work.ends[chosen[i] + 1];
+    for (int64_t e = 0; e < num_experts; ++e) work.ends[e + 1] += work.ends[e];
+    work.rows.resize(num_pairs);
+    work.factors.resize(num_pairs);
+    for (int64_t i = 0; i < num_pairs; ++i) {
+        const int64_t at = work.ends[chosen[i]]++;
+        work.rows[at] = i / num_active;
+        work.factors[at] = weights[i];
+    }
+}
+
+// The runs over some ascending rows, numbered from 0.
+void select_runs(Work& work, const Run* runs, int64_t num_runs, const int64_t* begin,
+                 const int64_t* end) {
+    work.runs.clear();
+    for (const Run* run = runs; run < runs + num_runs; ++run) {
+        const int64_t first = std::lower_bound(begin, end, run->begin) - begin;
+        const int64_t last = std::lower_bound(begin, end, run->end) - begin;
+        if (first < last) work.runs.push_back({run->record, first, last, run->coef});
+    }
+}
+
+// y = x W^T with the adapters of `work.runs`; rows are dense.
+void apply(const Work& work, const Linear& linear, const void* x, int64_t num_inputs, void* y,
+           int64_t num_outputs, int64_t dtype, int64_t num_rows) {
+    const void* packed = reinterpret_cast<const void*>(linear.packed);
+    if (linear.dtype == kInTiles) {
+        lpx_linear_tiles(x, num_inputs, packed, y, num_outputs, dtype, num_rows, num_inputs,
+                         num_outputs);
+    } else {
+        lpx_linear(x, num_inputs, packed, linear.dtype, y, num_outputs, dtype, num_rows, num_inputs,
+                   num_outputs);
+    }
+    if (work.runs.empty()) return;
+    lpx_add_lora(x, num_inputs, num_inputs, y, num_outputs, num_outputs, dtype, linear.site,
+                 work.runs.data(), static_cast<int64_t>(work.runs.size()));
+}
+
+template <class Body>
+void each_row(int64_t num_rows, const Body& body) {
+    parallel_for(ceil_div(num_rows, kTaskRows), [&](int64_t task) {
+        const int64_t end = smaller((task + 1) * kTaskRows, num_rows);
+        for (int64_t row = task * kTaskRows; row < end; ++row) body(row);
+    });
+}
+
+// Softmax of a row's scores, and its `num_active` largest, of which equal ones go by number.
+template <class T>
+void choose(const T* scores, int64_t num_experts, int64_t num_active, bool renormalise,
+            int64_t* chosen, float* weights) {
+    float* shares = scratch(0, num_experts + kLanes);
+    float largest = -INFINITY, total = 0.0f;
+    for (int64_t i = 0; i < num_experts; i += kLanes) {
+        store(shares + i, load_n(scores + i, num_experts - i));
+    }
+    for (int64_t i = 0; i < num_experts; ++i) largest = shares[i] > largest ? shares[i] : largest;
+    for (int64_t i = 0; i < num_experts; i += kLanes) {
+        store(shares + i, exp(sub(load(shares + i), set1(largest))));
+    }
+    for (int64_t i = 0; i < num_experts; ++i) total += shares[i];
+    float of_chosen = 0.0f;
+    for (int64_t k = 0; k < num_active; ++k) {
+        int64_t best = -1;
+        for (int64_t i = 0; i < num_experts; ++i) {
+            const bool is_taken = std::find(chosen, chosen + k, i) != chosen + k;
+            if (!is_taken && (best < 0 || shares[i] > shares[best])) best = i;
+        }
+        chosen[k] = best;
+        weights[k] = shares[best] / total;
+        of_chosen += weights[k];
+    }
+    for (int64_t k = 0; renormalise && k < num_active; ++k) weights[k] /= of_chosen;
+}
+
+}  // namespace
+}  // namespace lpx
+
+// The experts of each row, int64 [num_rows, num_active], and their weights, float32, by scores of all.
+LPX_EXPORT void lpx_choose_experts(const void* scores, int64_t lds, int64_t dtype, int64_t num_rows,
+                                   int64_t num_experts, int64_t num_active, int64_t renormalise,
+                                   void* chosen, void* weights) {
+    using namespace lpx;
+    with_activation(dtype, [&](auto t) {
+        using T = decltype(t);
+        each_row(num_rows, [&](int64_t row) {
+            choose(static_cast<const T*>(scores) + row * lds, num_experts, num_active,
+                   renormalise != 0, static_cast<int64_t*>(chosen) + row * num_active,
+                   static_cast<float*>(weights) + row * num_active);
+        });
+    });
+}
+
+// y[row] = sum over k of weights[row][k] * expert chosen[row][k] of x[row], where an expert is
+// down(act(gate) * up). `experts`: all, as Expert; `uses_gelu`: act is gelu by its tanh formula, else silu.
+LPX_EXPORT void lpx_experts(const void* x, int64_t ldx, const void* chosen, const void* weights,
+                            int64_t num_active, const void* experts, int64_t num_experts,
+                            int64_t hidden, int64_t width, int64_t uses_gelu, void* y, int64_t ldy,
+                            int64_t dtype, int64_t num_rows, const void* runs, int64_t num_runs) {
+    using namespace lpx;
+    static thread_local Work work_of_thread;
+    Work& work = work_of_thread;
+    sort_pairs(work, static_cast<const int64_t*>(chosen), static_cast<const float*>(weights),
+               num_rows, num_active, num_experts);
+    work.sums.assign(num_rows * hidden, 0.0f);
+    const auto activate = uses_gelu ? lpx_gelu_tanh_multiply : lpx_silu_multiply;
+    with_activation(dtype, [&](auto t) {
+        using T = decltype(t);
+        int64_t first = 0;
+        for (int64_t e = 0; e < num_experts; ++e) {
+            const int64_t n = work.ends[e] - first;
+            if (n == 0) continue;
+            const Expert& expert = static_cast<const Expert*>(experts)[e];
+            const int64_t* rows = work.rows.data() + first;
+            const float* factors = work.factors.data() + first;
+            T* in = buffer<T>(work, 0, n * hidden);
+            T* both = buffer<T>(work, 1, n * 2 * width);
+            T* inner = buffer<T>(work, 2, n * width);
+            T* out = buffer<T>(work, 3, n * hidden);
+            each_row(n, [&](int64_t i) {
+                std::memcpy(in + i * hidden, static_cast<const T*>(x) + rows[i] * ldx,
+                            hidden * sizeof(T));
+            });
+            select_runs(work, static_cast<const Run*>(runs), num_runs, rows, rows + n);
+            apply(work, expert.gate_up, in, hidden, both, 2 * width, dtype, n);
+            activate(both, 2 * width, inner, width, dtype, n, width);
+            apply(work, expert.down, inner, width, out, hidden, dtype, n);
+            each_row(n, [&](int64_t i) {
+                float* sums = work.sums.data() + rows[i] * hidden;
+                for (int64_t c = 0; c < hidden; c += kLanes) {
+                    const Vec value = load_n(out + i * hidden + c, hidden - c);
+                    const Vec sum = load_n(sums + c, hidden - c);
+                    store_n(sums + c, fma(set1(factors[i]), value, sum), hidden - c);
+                }
+            });
+            first += n;
+        }
+        each_row(num_rows, [&](int64_t row) {
+            T* out = static_cast<T*>(y) + row * ldy;
+            for (int64_t c = 0; c < hidden; c += kLanes) {
+                store_n(out + c, load_n(work.sums.data() + row * hidden + c, hidden - c), hidden - c);
+            }
+        });
+    });
+}
