@@ -198,7 +198,7 @@ def _entry_problem(entry: os.DirEntry[str], tensor_file: str) -> str | None:
 def _is_hub_blob(link: Path) -> bool:
     """Whether a link is one that a hub cache makes, from a snapshot to its repository's blobs."""
     snapshots = link.parent.parent
-    target = link.resolve()
+    target = Path(os.path.realpath(link))  # which a loop of links does not make fail
     return (
         snapshots.name == "snapshots"
         and target.parent == (snapshots.parent / "blobs").resolve()

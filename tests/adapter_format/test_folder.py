@@ -57,8 +57,9 @@ def test_other_files_are_refused(name: str, problem: str, tmp_path: Path) -> Non
     assert problem in refused(tmp_path)[name]
 
 
-def test_a_link_is_refused(tmp_path: Path) -> None:
-    (write(tmp_path) / "README.md").symlink_to("/etc/hostname")
+@pytest.mark.parametrize("target", ["/etc/hostname", "/nowhere", "README.md"])
+def test_a_link_is_refused(target: str, tmp_path: Path) -> None:
+    (write(tmp_path) / "README.md").symlink_to(target)
     assert "link" in refused(tmp_path)["README.md"]
 
 
