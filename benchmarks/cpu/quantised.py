@@ -1,14 +1,13 @@
 """Decode steps on a quantised base, over those of the same base in bfloat16.
 
     python -m benchmarks run cpu.quantised --work-dir DIR [--model 500m] [--repetitions 3]
-        [--schemes int8,int4,fp8,Q8_0,Q4_K_M]
+        [--schemes int8,int4,fp8,Q8_0,Q4_K_M] [--name cpu_quantised]
 
 The engine in process, once in bfloat16 and once for each scheme, in turns in one run: quantised on
 load, or with the types of tensors that llama.cpp gives a GGUF file of that name. Random weights;
 adapters of ranks 8, 16, 32 and 64 on every linear; greedy; all requests at once. Prints how many
 times faster the step that decodes the whole batch is, by wall time and by processor time, medians
-over the repetitions of the median step. Writes
-`results/<machine>/cpu_quantised.json`.
+over the repetitions of the median step. Writes `results/<machine>/<name>.json`.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--arena-bytes", type=int, default=1_500_000_000)
+    parser.add_argument("--name", default="cpu_quantised", help="of the results file")
     args = parser.parse_args()
     shape = SHAPES[args.model]
     cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
@@ -87,7 +87,7 @@ def main() -> None:
         case: {scheme: [asdict(run) for run in own] for scheme, own in runs.items()}
         for case, runs in results.items()
     }
-    print(write_results("cpu_quantised", {**facts, "runs": runs_by_case}))
+    print(write_results(args.name, {**facts, "runs": runs_by_case}))
 
 
 def report(case: str, runs: Runs) -> None:
