@@ -111,7 +111,7 @@ case "$PART" in
     [ "$KERNELS" ] && device=cpu
     KERNELS=""
     files="test_parity test_recurrent_bases test_gemma4 test_heads"
-    [ $device = cpu ] && files=test_own_eos
+    [ $device = cpu ] && files=test_own_eos TEST_PROCESSES=2
     # A whole stack with trained adapters, where the libraries of the servers are.
     has grpc_health && has starlette && step 90 "$PYTHON" -m demo.run
     tests 300 $(printf 'tests/worker/parity/%s.py ' $files) -m "not long" --device $device
