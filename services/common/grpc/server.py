@@ -126,6 +126,7 @@ class RunningServer:
         if self._bounding is not None:
             self._bounding.cancel()
         await self._server.stop(grace_s)
+        self._waiting_calls.release()
 
 
 async def start(
@@ -153,7 +154,6 @@ async def start(
     open_calls, waiting_calls = OpenCalls(), WaitingCalls()
     interceptor = CallInterceptor(auth, open_calls, waiting_calls)
     server = grpc.aio.server(interceptors=[interceptor], options=options)
-    waiting_calls.watch(server)
     for add, servicer, _ in services:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()
@@ -165,6 +165,8 @@ async def start(
         [service_listener] if service_listener else []
     )
     ports = [_bind(server, address, listener_tls, setting) for address, listener_tls in listeners]
+    if any(port > 1 for port in ports):
+        waiting_calls.watch(server)
     running = RunningServer(server, health_servicer, names, ports, open_calls, waiting_calls)
     # A server that hangs does not answer, and a worker restarts a silent engine by itself.
     await health_servicer.set(LIVENESS, _serving(True))

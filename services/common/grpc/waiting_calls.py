@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import secrets
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future, wait
@@ -56,7 +56,8 @@ class WaitingCalls:
         self._never_taken = 0
         """Calls that had arrived and that Python will not take, because they are malformed."""
         self._with_key: Recent[str, bool] = Recent(_MAX_PEERS)
-        self._probe = f"unix-abstract:loraplex-{os.getpid()}-{secrets.token_hex(8)}"
+        self._folder = ""
+        """A private folder with the socket for the server's own calls."""
         self._server_id = 0
 
     def take(self) -> None:
@@ -70,18 +71,33 @@ class WaitingCalls:
             self._with_key.put(name, value=True)
 
     def watch(self, server: grpc.aio.Server) -> None:
-        """Watch this server, the last one that was made. It must not have started."""
-        if sys.platform == "linux":
-            self._server_id = _newest_server()
-            server.add_insecure_port(self._probe)
+        """Watch this server, the last one that was made. It must not have started. Only Linux has
+        what this needs."""
+        if sys.platform != "linux":
+            return
+        self._server_id = _newest_server()
+        try:
+            self._folder = tempfile.mkdtemp(prefix="loraplex-")
+            server.add_insecure_port(self._address)
+        except (OSError, RuntimeError):
+            self._server_id = 0
+            logger.exception("the calls that wait are not bounded: TMPDIR takes no socket")
+
+    def release(self) -> None:
+        """Remove the socket, after the server has stopped."""
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _address(self) -> str:
+        return f"unix:{self._folder}/own"
 
     async def bound(self, ports: Collection[int]) -> None:
-        """Bound the calls that come through these ports until the task is cancelled. Only Linux has
-        what this needs."""
-        if not self._server_id or not ports:
+        """Bound the calls that come through these ports until the task is cancelled."""
+        if not self._server_id:
             return
         connections, is_over = Connections(ports), threading.Event()
-        async with grpc.aio.insecure_channel(self._probe, _STAYS_CONNECTED) as channel:
+        async with grpc.aio.insecure_channel(self._address, _STAYS_CONNECTED) as channel:
             await channel.channel_ready()
             stub: Any = health_pb2_grpc.HealthStub(channel)
             loop = asyncio.get_running_loop()
