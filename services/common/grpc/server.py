@@ -125,6 +125,7 @@ class RunningServer:
         """Refuse new calls, let running ones finish for `grace_s`, then cancel them."""
         if self._bounding is not None:
             self._bounding.cancel()
+            await asyncio.wait([self._bounding])  # it holds the sockets that accept connections
         await self._server.stop(grace_s)
         self._waiting_calls.release()
 

@@ -96,18 +96,17 @@ class WaitingCalls:
         """Bound the calls that come through these ports until the task is cancelled."""
         if not self._server_id:
             return
-        connections, is_over = Connections(ports), threading.Event()
         async with grpc.aio.insecure_channel(self._address, _STAYS_CONNECTED) as channel:
             await channel.channel_ready()
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            loop = asyncio.get_running_loop()
+            loop, is_over = asyncio.get_running_loop(), threading.Event()
 
             def check() -> Future[None]:
                 return asyncio.run_coroutine_threadsafe(_answered(stub), loop)
 
             watching = threading.Thread(
                 target=self._keep_few,
-                args=(connections, check, is_over),
+                args=(Connections(ports), check, is_over),
                 name="waiting-calls",
                 daemon=True,
             )
@@ -116,6 +115,7 @@ class WaitingCalls:
                 await asyncio.Event().wait()
             finally:
                 is_over.set()
+                await asyncio.to_thread(watching.join)
 
     def _keep_few(
         self, connections: Connections, check: Callable[[], Future[None]], is_over: threading.Event
