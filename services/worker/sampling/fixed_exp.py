@@ -40,7 +40,8 @@ def _powers() -> tuple[int, ...]:
     """round(2**30 * 2**(-j / 128)) for each j."""
     with localcontext(Context(prec=40)):
         num = 1 << INDEX_BITS
-        exact = (Decimal(2) ** (SERIES_BITS - Decimal(j) / num) for j in range(num))
+        root = Decimal(2) ** (Decimal(-1) / num)  # a power of a fraction, which is slow, only once
+        exact = (root**j * (1 << SERIES_BITS) for j in range(num))
         return tuple(int(value.to_integral_value()) for value in exact)
 
 
