@@ -56,11 +56,11 @@ async def read_intact(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> 
     return records
 
 
-async def create(store: ObjectStore, key: str, record: object) -> bool:
-    """Create a document; returns False if there was one already."""
+async def create(store: ObjectStore, key: str, record: object, *, durable: bool = True) -> bool:
+    """Create a document; returns False if there was one already. `durable` as in `ObjectStore`."""
     for attempt in range(_MAX_TRIES):
         try:
-            await store.put_if_absent(key, encode(record))
+            await store.put_if_absent(key, encode(record), durable=durable)
             return True
         except PreconditionFailed:
             return False
@@ -75,12 +75,17 @@ async def create(store: ObjectStore, key: str, record: object) -> bool:
 
 
 async def change(
-    store: ObjectStore, key: str, cls: type[R], step: Callable[[R | None], R | None]
+    store: ObjectStore,
+    key: str,
+    cls: type[R],
+    step: Callable[[R | None], R | None],
+    *,
+    durable: bool = True,
 ) -> R | None:
     """Replace a document by `step(current)`, again and again until no other writer got between.
 
     `step` gets None if there is no document, returns None to leave things as they are, and may
-    raise. Returns the document as it is now.
+    raise. Returns the document as it is now. `durable` as in `ObjectStore`.
     """
     for attempt in range(_MAX_TRIES):
         try:
@@ -93,9 +98,9 @@ async def change(
             return current
         try:
             if stored is None:
-                await store.put_if_absent(key, encode(wanted))
+                await store.put_if_absent(key, encode(wanted), durable=durable)
             else:
-                await store.put_if_match(key, encode(wanted), stored.etag)
+                await store.put_if_match(key, encode(wanted), stored.etag, durable=durable)
             return wanted
         except PreconditionFailed:
             await _pause(attempt)

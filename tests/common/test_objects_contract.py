@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import random
+import stat
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -27,6 +28,7 @@ from loraplex_services.common.objects import (
 )
 from loraplex_services.common.objects.file import FileStore
 from loraplex_services.common.objects.probe import probe
+from loraplex_services.common.objects.store import BLOBS
 from tests.s3_servers import FILE_AND_S3, moto, new_bucket, objects_url_of, proven_store
 
 
@@ -90,6 +92,35 @@ async def test_an_object_that_need_not_be_durable_is_visible_and_replaces_nothin
     assert await store.make_durable("blobs/a")
     assert (await store.get("blobs/a")).data == b"first"
     assert not await store.make_durable("blobs/b")
+
+
+async def test_a_change_that_need_not_be_durable_is_conditional(store: ObjectStore) -> None:
+    first = await store.put_if_absent("docs/d.json", b"1", durable=False)
+    await store.put_if_match("docs/d.json", b"2", first, durable=False)
+    with pytest.raises(PreconditionFailed):
+        await store.put_if_match("docs/d.json", b"3", first, durable=False)
+    assert (await store.get("docs/d.json")).data == b"2"
+
+
+async def test_only_the_bytes_of_a_document_that_need_not_be_durable_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, synced = FileStore(tmp_path), []
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    etag = await store.put_if_absent("docs/new/a.json", b"1", durable=False)
+    await store.put_if_match("docs/new/a.json", b"2", etag, durable=False)
+    assert synced == [False, False]
+    await store.put_if_absent(f"{BLOBS}ab/cd", b"1", durable=False)
+    assert synced == [False, False]
+    await store.put_if_absent("docs/other/a.json", b"1")
+    assert synced[2:].count(False) == 1 and synced[2:].count(True) >= 2
+    await store.close()
 
 
 async def test_of_many_racing_creators_exactly_one_wins(store: ObjectStore) -> None:

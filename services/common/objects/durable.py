@@ -15,25 +15,31 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def into_folder(path: Path, move: Callable[[], None]) -> None:
-    """Run `move`, making the folder of `path` first if it is missing."""
+def into_folder(path: Path, move: Callable[[], None], *, durable: bool = True) -> None:
+    """Run `move`, making the folder of `path` first if it is missing. Without `durable`, a power
+    failure may remove the name, and the new folders."""
     for _ in range(8):
         # A collector may remove the folder again while it is empty.
         with contextlib.suppress(FileNotFoundError):
-            return move()
+            move()
+            break
         with contextlib.suppress(FileNotFoundError):
-            _make_folder(path.parent)
-    move()
+            _make_folder(path.parent, durable)
+    else:
+        move()
+    if durable:
+        sync_folder(path.parent)
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Path, durable: bool) -> None:
     missing = []
     while not folder.exists():
         missing.append(folder)
         folder = folder.parent
     for child in reversed(missing):
         child.mkdir(exist_ok=True)
-        sync_folder(child.parent)
+        if durable:
+            sync_folder(child.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -29,6 +29,7 @@ from typing import TypeVar
 
 from loraplex_services.common.objects.durable import into_folder, sync_folder, write_all
 from loraplex_services.common.objects.store import (
+    BLOBS,
     BlobWriter,
     ObjectInfo,
     ObjectMissing,
@@ -108,8 +109,8 @@ class FileStore:
     async def make_durable(self, key: str) -> bool:
         return await self._written(self._sync, key)
 
-    async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
-        return await self._written(self._compare_and_set, key, data, etag)
+    async def put_if_match(self, key: str, data: bytes, etag: str, *, durable: bool = True) -> str:
+        return await self._written(self._compare_and_set, key, data, etag, durable)
 
     def writer(self) -> BlobWriter:
         return _FileWriter(self)
@@ -182,15 +183,14 @@ class FileStore:
         path = self._path(key)
         if path.exists():
             raise PreconditionFailed(key)
-        temporary = self._write_temporary(data, durable)
+        # A document whose bytes are on the disk before its name is never read damaged.
+        temporary = self._write_temporary(data, durable or not key.startswith(BLOBS))
         try:
-            into_folder(path, lambda: os.link(temporary, path))
+            into_folder(path, lambda: os.link(temporary, path), durable=durable)
         except FileExistsError:
             raise PreconditionFailed(key) from None
         finally:
             temporary.unlink()
-        if durable:
-            sync_folder(path.parent)
         return _etag(data)
 
     def _sync(self, key: str) -> bool:
@@ -203,14 +203,14 @@ class FileStore:
         sync_folder(path.parent)
         return True
 
-    def _compare_and_set(self, key: str, data: bytes, etag: str) -> str:
+    def _compare_and_set(self, key: str, data: bytes, etag: str, durable: bool) -> str:
         temporary = self._write_temporary(data)
         with self._locked(key):
             current = self._read_or_none(key)
             if current is None or _etag(current) != etag:
                 temporary.unlink()
                 raise PreconditionFailed(key)
-            self._replace(temporary, key)
+            self._replace(temporary, key, durable)
         return _etag(data)
 
     def _compose(self, key: str, segments: Sequence[Segment]) -> None:
@@ -251,10 +251,10 @@ class FileStore:
                 folder.rmdir()
                 folder = folder.parent
 
-    def _write_temporary(self, data: bytes, durable: bool = True) -> Path:
+    def _write_temporary(self, data: bytes, synced: bool = True) -> Path:
         with self._temporary_path() as path, open(path, "xb", buffering=0) as file:
             write_all(file.fileno(), data)
-            if durable:
+            if synced:
                 os.fsync(file.fileno())
         return path
 
@@ -269,12 +269,11 @@ class FileStore:
             path.unlink(missing_ok=True)
             raise
 
-    def _replace(self, temporary: Path, key: str) -> None:
+    def _replace(self, temporary: Path, key: str, durable: bool = True) -> None:
         path = self._path(key)
-        into_folder(path, lambda: os.replace(temporary, path))
+        into_folder(path, lambda: os.replace(temporary, path), durable=durable)
         # Renaming one name of an inode over another name of it does nothing, by POSIX.
         temporary.unlink(missing_ok=True)
-        sync_folder(path.parent)
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:

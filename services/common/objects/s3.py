@@ -86,7 +86,7 @@ class S3Store:
     async def make_durable(self, key: str) -> bool:
         return await self.head(key) is not None
 
-    async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
+    async def put_if_match(self, key: str, data: bytes, etag: str, *, durable: bool = True) -> str:
         wanted = f'"{etag}"' if self.quote_etags else etag
         return await self._run(self._put_conditional, key, data, {"IfMatch": wanted})
 

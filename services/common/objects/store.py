@@ -125,17 +125,18 @@ class ObjectStore(Protocol):
         """Create an object and return its etag. Raises PreconditionFailed if one exists, and
         WriteUncertain.
 
-        Without `durable`, a power failure of the store within seconds may damage the object. That
-        is for blobs only, whose readers notice it.
+        Without `durable`, a power failure of the store within seconds may undo the write. It may
+        damage a blob, whose readers notice it, but no document.
         """
 
     async def make_durable(self, key: str) -> bool:
         """Make an object durable that may have been created without that; False if there is
         none."""
 
-    async def put_if_match(self, key: str, data: bytes, etag: str) -> str:
+    async def put_if_match(self, key: str, data: bytes, etag: str, *, durable: bool = True) -> str:
         """Replace a document that still has `etag`, and return the new etag. Raises
-        PreconditionFailed if it changed or is gone, and WriteUncertain."""
+        PreconditionFailed if it changed or is gone, and WriteUncertain. `durable` as in
+        `put_if_absent`."""
 
     def writer(self) -> BlobWriter:
         """Begin a blob of any size."""
