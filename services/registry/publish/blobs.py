@@ -13,6 +13,7 @@ from loraplex_services.common.objects import (
     Segment,
     WriteUncertain,
 )
+from loraplex_services.common.recent import Recent
 from loraplex_services.registry import layout
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.inspection import FileSource, Inspected
@@ -21,6 +22,10 @@ from loraplex_services.registry.publish.uploads import Uploads, UploadSession
 BLOB_FRESH_S = 1800.0
 """Blobs older than this are written again before they are referred to: half of the age at which
 the collector removes unreferenced ones."""
+_SEEN_S = 60.0
+"""How long a blob that was found to be intact and fresh counts as that for ephemeral versions. They
+often share a config."""
+_MAX_SEEN = 1000
 
 
 class Blobs:
@@ -29,6 +34,8 @@ class Blobs:
     def __init__(self, store: ObjectStore, uploads: Uploads) -> None:
         self._store = store
         self._uploads = uploads
+        self._seen: Recent[str, float] = Recent(_MAX_SEEN)
+        """When blobs were last found to be intact and fresh, on the clock of the event loop."""
 
     async def sources(self, session: UploadSession) -> list[FileSource]:
         """The stored bytes of each file.
@@ -80,7 +87,7 @@ class Blobs:
         manifest before there is a version. Damaged blobs are overwritten. The blobs of an ephemeral
         version need not be durable. Another version that has one of them sees to that.
         """
-        damaged, durable = session.damaged, not session.options.ttl_s
+        damaged, durable = session.damaged, session.is_durable
         found = await asyncio.gather(
             *(self._keep_one(each, each.file.sha256 in damaged, durable) for each in sources),
             self._keep_manifest(inspected, durable),
@@ -112,17 +119,29 @@ class Blobs:
     async def _keep_one(self, source: FileSource, is_damaged: bool, durable: bool) -> str:
         """Returns the key of a blob that was there and is not written again; else ""."""
         key = layout.blob(source.file.sha256)
-        if not durable and source.content is not None and await self._created(key, source.content):
-            return ""
+        if not durable and source.content is not None:
+            if await self._was_seen(key, source.file.size):
+                return ""
+            if await self._created(key, source.content):
+                return ""
         is_fresh = not is_damaged and await self._is_fresh(key, source.file.size)
         if is_fresh and source.content is not None:
             is_fresh = await self._store.get_range(key, 0, source.file.size) == source.content
+            if is_fresh:
+                self._seen.put(key, asyncio.get_running_loop().time())
         if not is_fresh and source.content is not None:
             await self._store.put(key, source.content)
         elif not is_fresh:
             await self._store.compose(key, source.segments)
         failpoint("publish.blob")
         return key if is_fresh else ""
+
+    async def _was_seen(self, key: str, size: int) -> bool:
+        seen_s = self._seen.get(key)
+        if seen_s is None or asyncio.get_running_loop().time() - seen_s > _SEEN_S:
+            return False
+        info = await self._store.head(key)
+        return info is not None and info.size == size
 
     async def _is_fresh(self, key: str, size: int) -> bool:
         info = await self._store.head(key)

@@ -59,7 +59,7 @@ class Claims:
                 ),
                 None,
             )
-            generations = await self._tag_generations(options.tenant, options.name, options.tags)
+            generations = await self._tag_generations(session)
             if same is not None:
                 intent = Intent(same.digest, same.version, generations)
                 await self._uploads.intend(session, intent)
@@ -81,12 +81,18 @@ class Claims:
                 expires_s=expires_s,
                 spelling="" if spelling == options.name else spelling,
             )
-            if await documents.create(self._store, layout.version(*adapter, last + 1), record):
+            key = layout.version(*adapter, last + 1)
+            if await documents.create(self._store, key, record, durable=session.is_durable):
                 return record, True
             records = await self._versions.of(*adapter)
             last = records[-1].version
 
-    async def _tag_generations(self, tenant: str, name: str, tags: Sequence[str]) -> dict[str, int]:
+    async def _tag_generations(self, session: UploadSession) -> dict[str, int]:
+        """What the intent says about the tags, if there is one."""
+        if not session.has_intent:
+            return {}
+        tenant, name = session.options.tenant, session.options.name
+        tags = session.options.tags
         records = {tag: await self._tags.read(TagAddress(tenant, name, tag)) for tag in tags}
         return {tag: record.generation if record else 0 for tag, record in records.items()}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
 from collections.abc import Sequence
+from itertools import groupby
 
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Blocked
@@ -19,6 +21,9 @@ from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.tag_rules import TagRules
 from loraplex_services.registry.publish.tags import TagAddress, Tags
 from loraplex_services.registry.records import AdapterRecord, TagRecord, VersionRecord, now_s
+
+_NUM_ENDED_AT_ONCE = 4
+"""Each waits for the disk, and a file store writes four objects at a time."""
 
 
 class Deletion:
@@ -84,31 +89,90 @@ class Deletion:
         """Delete versions whose bytes need not be retained. Tags on them fall back as above."""
         await self._delete(tenant, name, numbers, mover, purge=True)
 
+    async def end(self, versions: Sequence[tuple[str, int]], mover: str) -> int:
+        """Delete ephemeral versions, given by scope and number, and purge their bytes; returns how
+        many there were. They share an entry in the audit log of each tenant.
+
+        Nothing waits until the disk has it. What a power failure undoes is a version whose time is
+        over for the next index that is built, and ends again.
+        """
+        for tenant, some in groupby(sorted(versions), key=lambda one: one[0].partition("/")[0]):
+            names = [f"{scope.partition('/')[2]}:v{number}" for scope, number in some]
+            details = {"versions": " ".join(names)}
+            await self._audit.write(mover, tenant, "version.expire", tenant, details=details)
+        num_ended = 0
+        for at in range(0, len(versions), _NUM_ENDED_AT_ONCE):
+            some_ended = versions[at : at + _NUM_ENDED_AT_ONCE]
+            num_ended += sum(
+                await asyncio.gather(*(self._end(*each, mover) for each in some_ended))
+            )
+        return num_ended
+
+    async def _end(self, scope: str, number: int, mover: str) -> bool:
+        """Returns False if another registry was first."""
+        tenant, _, name = scope.partition("/")
+        operation = await self._catalog.note_pending(scope)
+        indexed = (await self._catalog.find(scope, "version", str(number))).versions
+        buried = await self._bury(tenant, name, number, True, next(iter(indexed), None))
+        if buried is None:
+            await self._catalog.forget_pending([operation])
+            return False
+        failpoint("delete.tombstone")
+        await self._withdraw([buried], mover, operation)
+        return True
+
     async def _delete(
         self, tenant: str, name: str, numbers: Sequence[int], mover: str, *, purge: bool
     ) -> list[VersionRecord]:
         """Write tombstones first: a writer that points a tag at a version checks its record
         after."""
         operation = await self._catalog.note_pending(scope_of(tenant, name))
-        deleted = [await self._bury(tenant, name, number, purge) for number in numbers]
+        deleted = []
+        for number in numbers:
+            buried = await self._bury(tenant, name, number, purge)
+            deleted.append(buried or await self._record(tenant, name, number))
         failpoint("delete.tombstone")
-        items: list[Item] = []
-        for tag in await self._all_tags(tenant, name):
-            moved = await self._release(tag, mover)
-            items += await self._versions.items_of_tag(moved) if moved is not None else []
-        adapter = await documents.read(self._store, layout.adapter(tenant, name), AdapterRecord)
-        items += [version_item(record, adapter) for record in deleted]
         for record in deleted:
             subject = f"{tenant}/{name}:v{record.version}"
             action = "version.purge" if purge else "version.delete"
             await self._audit.write(mover, tenant, action, subject, digest=record.digest)
-        await self._catalog.apply(scope_of(tenant, name), items, operation=operation)
+        await self._withdraw(deleted, mover, operation)
         return deleted
 
-    async def _bury(self, tenant: str, name: str, number: int, purge: bool) -> VersionRecord:
+    async def _record(self, tenant: str, name: str, number: int) -> VersionRecord:
+        record = await self._versions.read(tenant, name, number)
+        assert record is not None, "version records are never removed"
+        return record
+
+    async def _withdraw(self, deleted: Sequence[VersionRecord], mover: str, operation: str) -> None:
+        """Remove versions of one adapter, whose tombstones are written, from tags and index."""
+        tenant, name = deleted[0].tenant, deleted[0].name
+        items: list[Item] = []
+        for tag in await self._all_tags(tenant, name):
+            moved = await self._release(tag, deleted, mover)
+            items += await self._versions.items_of_tag(moved) if moved is not None else []
+        adapter = await documents.read(self._store, layout.adapter(tenant, name), AdapterRecord)
+        items += [version_item(record, adapter) for record in deleted]
+        await self._catalog.apply(scope_of(tenant, name), items, operation=operation)
+
+    async def _bury(
+        self,
+        tenant: str,
+        name: str,
+        number: int,
+        purge: bool,
+        indexed: VersionRecord | None = None,
+    ) -> VersionRecord | None:
+        """Write a tombstone, or return None if there is one. `indexed` is the version as the index
+        has it, if a power failure may have undone its creation."""
+        is_new = False
+
         def step(current: VersionRecord | None) -> VersionRecord | None:
+            nonlocal is_new
+            current = current or indexed
             assert current is not None, "version records are never removed"
-            if current.deleted and (current.purged or not purge):
+            is_new = not current.deleted or (purge and not current.purged)
+            if not is_new:
                 return None
             return dataclasses.replace(
                 current,
@@ -117,17 +181,19 @@ class Deletion:
                 purged=purge,
             )
 
-        key = layout.version(tenant, name, number)
-        record = await documents.change(self._store, key, VersionRecord, step)
-        assert record is not None, "version records are never removed"
-        return record
+        key, durable = layout.version(tenant, name, number), indexed is None
+        record = await documents.change(self._store, key, VersionRecord, step, durable=durable)
+        return record if is_new else None
 
-    async def _release(self, tag: TagRecord, mover: str) -> TagRecord | None:
+    async def _release(
+        self, tag: TagRecord, deleted: Sequence[VersionRecord], mover: str
+    ) -> TagRecord | None:
         """Remove deleted versions from a tag: `latest` falls back, other tags are deleted."""
-        numbers = [target.version for target in tag.targets]
-        held = [await self._versions.read(tag.tenant, tag.name, number) for number in numbers]
-        if all(record is not None and not record.deleted for record in held):
-            return None
+        numbers = {target.version for target in tag.targets}
+        if not numbers & {record.version for record in deleted}:
+            held = [await self._versions.read(tag.tenant, tag.name, each) for each in numbers]
+            if all(record is not None and not record.deleted for record in held):
+                return None
         live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
         fallback: list[TagTarget] = []
         barred = await self._rules.barred(tag.tenant, list(live.values())) if live else set()
@@ -140,7 +206,9 @@ class Deletion:
             return None if all(target.version in live for target in held) else fallback
 
         address = TagAddress(tag.tenant, tag.name, tag.tag)
-        return await self._tags.move(address, choose, mover, secrets.token_hex(8))
+        durable = not all(record.expires_s for record in deleted)
+        move_id = secrets.token_hex(8)
+        return await self._tags.move(address, choose, mover, move_id, durable=durable)
 
     async def _live(self, tenant: str, name: str) -> list[VersionRecord]:
         """Live versions by the objects, because the index may lack the newest tombstone."""

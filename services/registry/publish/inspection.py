@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from loraplex.adapter_format import (
     CONFIG_FILE,
@@ -30,6 +32,10 @@ from loraplex_services.registry.publish.validation_process import ValidationJob
 from loraplex_services.registry.records import BaseRecord
 
 DEFAULT_MAX_RANK = 256
+_SMALL_BYTES = 64 << 10
+"""Files up to this size, of at most some hundred tensors, are not worth a thread."""
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,7 @@ async def _inspect(
     for source in sources:
         await _verify(store, source, scan.feed if scan and source is tensors else None)
     if scan is not None:
-        zero_tensors = await asyncio.to_thread(scan.finish)
+        zero_tensors = await _run(scan.finish, is_small=tensors.file.size <= _SMALL_BYTES)
     warnings = (*warnings, *warnings_of_zeros(report, zero_tensors or frozenset()))
     _refuse_if_strict(warnings, wanted.strict)
     manifest = core_manifest(report, files, base.geometry.fingerprint)
@@ -188,9 +194,15 @@ async def _verify(
             return
     hasher = None if source.known_sha256 else hashlib.sha256()
     async for chunk in _chunks(store, source):
-        await asyncio.to_thread(_digest_chunk, chunk, hasher, feed)
+        digest = partial(_digest_chunk, chunk, hasher, feed)
+        await _run(digest, is_small=source.file.size <= _SMALL_BYTES)
     if hasher is not None and hasher.hexdigest() != source.file.sha256:
         raise DamagedFile(source.file)
+
+
+async def _run(work: Callable[[], R], *, is_small: bool) -> R:
+    """Do work with a file, in a thread unless it is small."""
+    return work() if is_small else await asyncio.to_thread(work)
 
 
 def _digest_chunk(

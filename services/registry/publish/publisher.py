@@ -296,7 +296,9 @@ class Publisher:
 
         address = TagAddress(version.tenant, version.name, tag)
         move_id = f"{session.upload_id}:v{version.version}"
-        return await self._tags.move(address, choose, session.creator, move_id)
+        return await self._tags.move(
+            address, choose, session.creator, move_id, durable=session.is_durable
+        )
 
     async def _stage_tag(
         self, session: UploadSession, tag: str, version: VersionRecord, recovering: Intent | None

@@ -8,12 +8,11 @@ request with a deleted version can still move to another worker."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Sequence
 
-from loraplex.errors import AdapterNotFound, LoraplexError
+from loraplex.errors import LoraplexError
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import scope_of
 from loraplex_services.registry.publish.deletion import Deletion
@@ -27,8 +26,8 @@ ACTOR = "registry"
 RETIRE_PAUSE_S = 1.0
 """Seconds after an update before older ones are retired: workers fetch the new one in the meantime,
 and several updates of a fast trainer are handled together."""
-_NUM_EXPIRED_AT_ONCE = 4
-"""Each waits for the disk, and a file store writes four objects at a time."""
+_NUM_ENDED_TOGETHER = 64
+"""They share an entry in the audit log."""
 _SPARE_SHARE = 0.1
 """Share of a tenant's limit that is free after ephemeral versions were counted. They are counted
 again once as much was published."""
@@ -100,25 +99,23 @@ class Retention:
         held.sort(key=lambda v: max(v.created_s, used_s.get(scope_of(v.tenant, v.name), 0.0)))
         most = (1 - _SPARE_SHARE) * (self._max_ephemeral_bytes or 0)
         num_bytes = sum(version.size_bytes for version in held)
+        ended = []
         for version in held[:-1]:
             if num_bytes <= most:
                 break
-            await self._end(scope_of(tenant, version.name), version.version)
+            ended.append((scope_of(tenant, version.name), version.version))
             num_bytes -= version.size_bytes
+        await self._end(ended)
 
     async def expire(self) -> None:
         """Delete the ephemeral versions whose time is over, with their tags."""
-        ended = await self._catalog.expired(now_s())
-        for at in range(0, len(ended), _NUM_EXPIRED_AT_ONCE):
-            some = ended[at : at + _NUM_EXPIRED_AT_ONCE]
-            await asyncio.gather(*(self._end(*version) for version in some))
+        await self._end(await self._catalog.expired(now_s()))
 
-    async def _end(self, scope: str, number: int) -> None:
-        """Delete one ephemeral version."""
-        tenant, _, name = scope.partition("/")
-        with contextlib.suppress(AdapterNotFound):  # Another registry was first.
-            await self._deletion.version(tenant, name, number, ACTOR, force=True, purge=True)
-            self.num_retired += 1
+    async def _end(self, versions: Sequence[tuple[str, int]]) -> None:
+        """Delete ephemeral versions."""
+        for at in range(0, len(versions), _NUM_ENDED_TOGETHER):
+            some = versions[at : at + _NUM_ENDED_TOGETHER]
+            self.num_retired += await self._deletion.end(some, ACTOR)
 
 
 async def _logged(work: Awaitable[None]) -> None:

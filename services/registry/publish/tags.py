@@ -71,10 +71,13 @@ class Tags:
         choose: Callable[[TagRecord | None], Sequence[TagTarget] | None],
         mover: str,
         move_id: str,
+        *,
+        durable: bool = True,
     ) -> TagRecord | None:
         """Point a tag at the result of `choose(current)` (None = leave it), once per `move_id`.
 
-        Changes the object only: the caller updates the index. Returns the resulting tag.
+        Changes the object only: the caller updates the index. Returns the resulting tag. `durable`
+        as in `ObjectStore`.
         """
 
         def step(current: TagRecord | None) -> TagRecord | None:
@@ -85,7 +88,7 @@ class Tags:
                 return None
             return moved(address, current, tuple(targets), mover, move_id)
 
-        return await documents.change(self._store, address.key, TagRecord, step)
+        return await documents.change(self._store, address.key, TagRecord, step, durable=durable)
 
     async def set(
         self,

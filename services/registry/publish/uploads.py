@@ -80,10 +80,14 @@ class UploadSession:
 
     @property
     def has_intent(self) -> bool:
-        """Whether a publication that died is completed by another registry. A version that is
-        ephemeral and came in one call is not worth that: without its acknowledgement it may stay
-        without a tag until it expires."""
-        return not (self.in_one_call and self.options.ttl_s)
+        """Whether another registry completes it after a crash. Otherwise, a version without an
+        acknowledgement may stay without a tag until it expires."""
+        return self.is_durable or not self.in_one_call
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether its acknowledgement waits until the disk has everything."""
+        return not self.options.ttl_s
 
     @property
     def fingerprint(self) -> str:
@@ -192,8 +196,8 @@ class Uploads:
     ) -> UploadSession:
         """A session that is not stored. It has the same id if the call is repeated."""
         upload_id = f"{fingerprint(options, files, creator)}-{request_id}"
-        ordered = tuple(sorted(files, key=lambda file: file.path))
-        return UploadSession(upload_id, options, ordered, creator, now_s(), in_one_call=True)
+        files = tuple(sorted(files, key=lambda file: file.path))
+        return UploadSession(upload_id, options, files, creator, now_s(), in_one_call=True)
 
     async def get(self, upload_id: str) -> UploadSession:
         """The session of an id. Raises NotFound."""
@@ -289,9 +293,8 @@ class Uploads:
         """Record what is about to become visible, replacing an earlier intent."""
         if not session.has_intent:
             return
-        if session.in_one_call:
-            intent = replace(intent, session=session)
-        await self._store.put(layout.upload_intent(session.upload_id), encode(intent))
+        held = replace(intent, session=session) if session.in_one_call else intent
+        await self._store.put(layout.upload_intent(session.upload_id), encode(held))
 
     async def finish(self, session: UploadSession, finished: Finished) -> None:
         """Record the acknowledgement and delete the parts. Of an upload in one call nothing is

@@ -173,6 +173,58 @@ async def test_a_rebuilt_index_knows_when_ephemeral_versions_end(registry: Regis
     assert await registry.catalog.expired(done.version.expires_s - 1) == []
 
 
+async def test_what_a_power_failure_undoes_of_an_end_ends_again(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    keys = [layout.version("default", "doc-1", 1), layout.tag("default", "doc-1", "latest")]
+    before = await registry.store.get_many(keys)
+    monkeypatch.setattr(retention, "now_s", lambda: done.version.expires_s + 1)
+    await registry.retention.expire()
+    for key, data in zip(keys, before, strict=True):
+        assert data is not None
+        await registry.store.put(key, data)
+    await registry.indexer.rebuild()
+    assert await _live(registry, "doc-1") == [1]
+    await registry.retention.expire()
+    assert await _live(registry, "doc-1") == []
+    assert (await publish(registry, "doc-1", 2)).version.version == 2
+
+
+async def test_a_version_whose_creation_was_undone_ends_and_its_number_stays_used(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    await registry.store.delete(layout.version("default", "doc-1", 1))
+    await registry.store.delete(layout.tag("default", "doc-1", "latest"))
+    monkeypatch.setattr(retention, "now_s", lambda: done.version.expires_s + 1)
+    await registry.retention.expire()
+    assert await registry.catalog.expired(done.version.expires_s) == []
+    assert (await publish(registry, "doc-1", 2)).version.version == 2
+
+
+async def test_an_end_that_a_crash_interrupted_is_completed(registry: Registry) -> None:
+    done = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    await registry.catalog.note_pending("default/doc-1")
+    assert await registry.deletion._bury("default", "doc-1", 1, True, done.version)
+    assert await registry.deletion.end([("default/doc-1", 1)], "another") == 0
+    await registry.indexer.repair(0.0)
+    assert await _live(registry, "doc-1") == []
+    assert await registry.catalog.expired(done.version.expires_s) == []
+
+
+async def test_versions_that_end_together_share_an_entry_in_the_audit_log(
+    registry: Registry,
+) -> None:
+    names = [f"doc-{seed}" for seed in range(6)]
+    for seed, name in enumerate(names):
+        await publish(registry, name, seed, ttl_s=60.0)
+    assert await registry.deletion.end([(f"default/{name}", 1) for name in names], "tester") == 6
+    entries, _ = await registry.audit.page("default", 100)
+    [entry] = [entry for entry in entries if entry.action == "version.expire"]
+    assert entry.details["versions"].split() == [f"{name}:v1" for name in names]
+
+
 async def test_the_same_content_is_published_anew_before_its_time_is_over(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
