@@ -59,7 +59,7 @@ def run(arguments, interpret):
     )
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("marks", ["not long", pytest.param("long", marks=pytest.mark.long)])
 def test_kernels_are_right_under_the_interpreter(marks):
     options = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "400", "-m", marks]
