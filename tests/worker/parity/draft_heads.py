@@ -80,7 +80,8 @@ class PlainHead:
         x = torch.cat(both, dim=-1) @ self._tensors["mtp.fc.weight"].T
         num = x.shape[1]
         mask = torch.full((num, num), float("-inf")).triu(1)[None, None]
-        rotations = body.rotary_emb(x, torch.arange(num)[None])
+        # One row of positions for each of its three grids.
+        rotations = body.rotary_emb(x, torch.arange(num).expand(3, 1, num))
         y = self._layer(x, position_embeddings=rotations, attention_mask=mask)
         y = y[0] if isinstance(y, tuple) else y
         head = self._model.get_output_embeddings()
