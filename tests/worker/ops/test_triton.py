@@ -99,8 +99,10 @@ def test_no_kernel_spills_more_than_six_words_unless_its_registers_are_limited(c
 
 
 def test_shared_memory_suffices_for_two_programs_on_a_multiprocessor(compiled):
-    contexts = "attention.contexts"  # one program has as many warps as two of the others
-    others = [row for row in compiled if not row["name"].startswith(contexts)]
+    """Not in float32 with the widest heads, which serve to compare models, nor where one program
+    has as many warps as two of the others."""
+    alone = ("attention.contexts", "attention.generations-wide.fp32")
+    others = [row for row in compiled if not row["name"].startswith(alone)]
     assert [row["name"] for row in others if row["shared"] > 82 * 1024] == []
 
 
