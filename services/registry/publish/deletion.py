@@ -100,13 +100,13 @@ class Deletion:
             names = [f"{scope.partition('/')[2]}:v{number}" for scope, number in some]
             details = {"versions": " ".join(names)}
             await self._audit.write(mover, tenant, "version.expire", tenant, details=details)
-        num_ended = 0
-        for at in range(0, len(versions), _NUM_ENDED_AT_ONCE):
-            some_ended = versions[at : at + _NUM_ENDED_AT_ONCE]
-            num_ended += sum(
-                await asyncio.gather(*(self._end(*each, mover) for each in some_ended))
-            )
-        return num_ended
+        slots = asyncio.Semaphore(_NUM_ENDED_AT_ONCE)
+
+        async def end(scope: str, number: int) -> bool:
+            async with slots:
+                return await self._end(scope, number, mover)
+
+        return sum(await asyncio.gather(*(end(*version) for version in versions)))
 
     async def _end(self, scope: str, number: int, mover: str) -> bool:
         """Returns False if another registry was first."""
