@@ -8,15 +8,22 @@ registry and a worker a fifth less processor time.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """An event loop with an exact clock."""
+    """An event loop with an exact clock. Call it before gRPC is loaded.
+
+    uvloop starts processes by fork(), before which gRPC waits for its threads. In one of some ten
+    thousand starts it waits forever. The new process needs nothing of gRPC, since it becomes
+    another program at once.
+    """
     try:
         import uvloop
     except ImportError:
         return asyncio.new_event_loop()
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
     class ExactLoop(uvloop.Loop):
         """uvloop's own clock has a resolution of one millisecond and stops while callbacks run."""

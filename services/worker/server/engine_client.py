@@ -218,10 +218,7 @@ class EngineClient:
 
     async def _reap(self, was_up: bool) -> int:
         """Close the socket, end the process if it still runs, and wait for it. Returns its exit
-        code. An engine that is still loading does not read its socket, so it is killed at once.
-
-        An engine that is still loading does not listen: it is killed at once.
-        """
+        code. An engine that is still loading does not read its socket, so it is killed at once."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
