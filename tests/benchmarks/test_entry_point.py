@@ -33,13 +33,13 @@ def test_the_quick_benchmarks_exist() -> None:
 def test_one_that_fails_does_not_keep_the_others_from_running(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    missing = ["no-such-file.json"]
+    unknown = ["--no-such-flag"]
     monkeypatch.setattr(
-        entry_point, "QUICK", {"cpu.plot": (missing, 1), "scheduling.plot": (missing, 1)}
+        entry_point, "QUICK", {"serving.gateway": (unknown, 1), "registry.service": (unknown, 1)}
     )
-    assert entry_point.main(["quick"]) == 1
+    assert entry_point.main(["quick"]) == 2
     ran = capfd.readouterr().out
-    assert "cpu.plot took" in ran and "scheduling.plot took" in ran
+    assert "serving.gateway took" in ran and "registry.service took" in ran
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one(
