@@ -2,68 +2,43 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
-from loraplex_services.worker.layers.operators import AddBias, AddLora, TorchOperators
-from loraplex_services.worker.layers.ranks import OneRank, Ranks
+from loraplex_services.worker.layers.operators import AddLora, TorchOperators
 from loraplex_services.worker.ops.activation.torch import Gate
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
 from loraplex_services.worker.ops.attention.triton_backend import triton_attention
-from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
-from loraplex_services.worker.ops.moe.torch import ChooseExperts, choose_experts
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.norm.triton import add_rms_norm
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.recurrence.triton import TritonDeltaNet
-from loraplex_services.worker.ops.rope.torch import Rotate, rotate_heads
 from loraplex_services.worker.ops.sampling.triton import draw
 from loraplex_services.worker.ops.sampling.truncation import truncate
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 
-class TritonOperators:
-    """Implements `operators.Operators`; `lora` is set once the arena is there."""
+class TritonOperators(TorchOperators):
+    """The operators of torch, where no kernel takes their place; `lora` is set once the arena is
+    there."""
 
     name = "triton"
-    rotate: Rotate = staticmethod(rotate_heads)
-    add_bias: AddBias = staticmethod(Tensor.add_)
-    choose_experts: ChooseExperts = staticmethod(choose_experts)
     draws = DrawOperators(truncate, draw)
 
     def __init__(self) -> None:
-        self.ranks: Ranks = OneRank()
-        self.fully_sharded = False
+        super().__init__()
         self.lora: DeviceLora | None = None
         self.attention_maker = triton_attention()
-        self._torch = TorchOperators()
-
-    def linear(self, weight: Tensor) -> BaseLinear:
-        """See Operators."""
-        return self._torch.linear(weight)
-
-    def reads_codes(self, weight: CodedWeight) -> bool:
-        """See Operators."""
-        return self._torch.reads_codes(weight)
-
-    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
-        """See Operators."""
-        return self._torch.coded_linear(weight, dtype)
 
     def add_lora(self) -> AddLora:
         """See Operators."""
         return TritonLora(self)
-
-    def add_lora_embedding(self) -> AddLora:
-        """See Operators."""
-        return self._torch.add_lora_embedding()
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""
@@ -71,11 +46,7 @@ class TritonOperators:
 
     def gate(self, activation: str) -> Gate:
         """See Operators."""
-        return silu_and_multiply if activation == "silu" else self._torch.gate(activation)
-
-    def expert_linear(self, weight: Tensor) -> BaseLinear:
-        """See Operators."""
-        return self._torch.expert_linear(weight)
+        return silu_and_multiply if activation == "silu" else super().gate(activation)
 
     def experts(
         self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
