@@ -21,49 +21,49 @@ MANY_ROWS = 16
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds of a step, a copy, a fetch and a request's transport, and the bytes moved; and how
-    outputs repeat."""
+    outputs repeat. The defaults stand for what a step trace does not contain."""
 
-    step_s: float
+    step_s: float = 1e-3
     """Time of every step."""
-    idle_s: float
+    idle_s: float = 0.0
     """Extra time of a step on a worker that was idle: waking up, cold caches."""
-    row_s: float
+    row_s: float = 0.0
     """Time of every request in the step."""
-    many_row_s: float
+    many_row_s: float = 0.0
     """More, of every request beyond `MANY_ROWS`."""
-    prompt_s: float
+    prompt_s: float = 0.0
     """Time of every prompt, or part of one, in addition to that of its positions."""
-    token_s: float
+    token_s: float = 1e-5
     """Time of every computed position."""
-    kv_token_s: float
+    kv_token_s: float = 0.0
     """Time of every cached position that is read."""
-    adapter_byte_s: float
+    adapter_byte_s: float = 0.0
     """Time of every byte of the distinct adapters that the step reads."""
-    step_spread: float
+    step_spread: float = 0.0
     """Steps take this and that: standard deviation of the logarithm of their time. What the costs
     above say is the mean."""
-    load_s: float
+    load_s: float = 1e-3
     """Fixed time of every copy of an adapter to the device."""
-    load_byte_s: float
+    load_byte_s: float = 1e-10
     """Time of every copied byte."""
-    fetch_s: float
+    fetch_s: float = 0.02
     """Time from the first request for an adapter until it is verified on disk; steps continue in
     the meantime."""
-    fetch_byte_s: float
+    fetch_byte_s: float = 1e-9
     """Time of every fetched byte."""
-    request_s: float
+    request_s: float = 0.0
     """Time of a request outside the engine, in both directions: gateway, API servers, network.
     The median of log-normal times, one drawn for each request."""
-    request_p90_s: float
+    request_p90_s: float = 0.0
     """90th percentile of these times."""
-    adapter_bytes_per_rank: float
-    block_bytes: int
+    adapter_bytes_per_rank: float = 2 << 20
+    block_bytes: int = 2 << 20
     """Size of a block of the arena."""
-    tokens_per_block: int
-    repeat_begin: float
+    tokens_per_block: int = 16
+    repeat_begin: float = 0.0
     """Probability that an output token begins a repetition, which drafts find; 0 = the worker makes
     no drafts."""
-    repeat_end: float
+    repeat_end: float = 0.0
     """Probability that a token of a repetition ends it, so that its draft is refused."""
 
     def __post_init__(self) -> None:

@@ -17,29 +17,6 @@ from loraplex_services.worker.scheduling.drafts import FIXED_ROWS, NUM_MATCHED
 
 MIN_STEPS = 20
 """Fewer say nothing."""
-DEFAULTS = Costs(
-    step_s=1e-3,
-    idle_s=0.0,
-    row_s=0.0,
-    many_row_s=0.0,
-    prompt_s=0.0,
-    token_s=1e-5,
-    kv_token_s=0.0,
-    adapter_byte_s=0.0,
-    step_spread=0.0,
-    load_s=1e-3,
-    load_byte_s=1e-10,
-    fetch_s=0.02,
-    fetch_byte_s=1e-9,
-    request_s=0.0,
-    request_p90_s=0.0,
-    adapter_bytes_per_rank=2 << 20,
-    block_bytes=2 << 20,
-    tokens_per_block=16,
-    repeat_begin=0.0,
-    repeat_end=0.0,
-)
-"""Costs that a step trace does not contain: loads if there were none, fetches, transport."""
 
 STEP_FIELDS = ("idle", "rows", "prompts", "tokens", "kv_tokens", "adapter_bytes")
 DRAFT_FIELDS = ("drafted_rows", "new_drafted_rows", "accepted", "refused_rows")
@@ -83,11 +60,8 @@ def fit_trace(path: Path) -> Fitted:
         raise InvalidRequest.field(
             "--fit", path, f"its steps lack {lacking[0]!r}: written by another version, trace again"
         )
-    costs = dataclasses.replace(
-        DEFAULTS,
-        block_bytes=arenas[-1]["block_bytes"],
-        tokens_per_block=arenas[-1]["tokens_per_block"],
-    )
+    arena = arenas[-1]
+    costs = Costs(block_bytes=arena["block_bytes"], tokens_per_block=arena["tokens_per_block"])
     costs = _with_steps(costs, steps)
     if any(load["rank"] for load in loads):
         costs = _with_loads(costs, loads)

@@ -70,25 +70,16 @@ def roofline(base: Base, gpu: Gpu) -> Roofline:
     """The costs of `base` on `gpu`."""
     costs = Costs(
         step_s=base.weight_bytes / gpu.read_bytes_per_s,
-        idle_s=0.0,
         row_s=2e-5,
-        many_row_s=0.0,
-        prompt_s=0.0,
         token_s=base.weight_bytes / gpu.flops,
         kv_token_s=base.kv_token_bytes / gpu.read_bytes_per_s,
         adapter_byte_s=1 / gpu.read_bytes_per_s,
-        step_spread=0.0,
-        load_s=1e-3,
         load_byte_s=1 / gpu.copy_bytes_per_s,
-        fetch_s=0.02,
-        fetch_byte_s=1e-9,
         request_s=0.005,
         request_p90_s=0.005,
         adapter_bytes_per_rank=base.adapter_bytes_per_rank,
         block_bytes=TOKENS_PER_BLOCK * base.kv_token_bytes,
         tokens_per_block=TOKENS_PER_BLOCK,
-        repeat_begin=0.0,
-        repeat_end=0.0,
     )
     return Roofline(costs, int(gpu.memory_bytes - base.weight_bytes))
 
