@@ -15,14 +15,10 @@ from typing import Any
 from weakref import WeakSet
 
 from loraplex.adapter_format import CONFIG_FILE
-from loraplex_services.worker.types.adapter_layout import AdapterLayout
-from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.runner_protocol import (
     Copied,
     LaunchedStep,
-    ModelInfo,
-    Pending,
     Runner,
 )
 from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
@@ -50,7 +46,8 @@ class TracedStep:
 
 
 class TracedRunner:
-    """Passes all calls on to a runner, and appends a line to a file for each step and copy."""
+    """A runner whose calls another one carries out. It appends a line to a file for each step and
+    copy."""
 
     def __init__(
         self, runner: Runner, path: Path, clock: Callable[[], float] = time.monotonic
@@ -62,6 +59,9 @@ class TracedRunner:
         self.tokens_per_block = runner.tokens_per_block
         self.kv_group_windows = runner.kv_group_windows
         self.state_blocks = runner.state_blocks
+        self.layout, self.overlaps = runner.layout, runner.overlaps
+        self.model_info, self.pack_adapter = runner.model_info, runner.pack_adapter
+        self.copy_adapter, self.await_copies = runner.copy_adapter, runner.await_copies
         self._runner = runner
         self._file = path.open("a", buffering=1)
         self._slot_bytes: dict[int, int] = {}
@@ -75,23 +75,6 @@ class TracedRunner:
             tokens_per_block=self.tokens_per_block,
         )
 
-    @property
-    def layout(self) -> AdapterLayout:
-        """See `Runner`."""
-        return self._runner.layout
-
-    def pack_adapter(self, path: Path) -> Pending[int]:
-        """See `Runner`."""
-        return self._runner.pack_adapter(path)
-
-    def copy_adapter(self, path: Path, extents: Extents, step_s: float = 0.0) -> Pending[Copied]:
-        """See `Runner`."""
-        return self._runner.copy_adapter(path, extents, step_s)
-
-    def await_copies(self, timeout_s: float) -> None:
-        """See `Runner`."""
-        self._runner.await_copies(timeout_s)
-
     def enter_adapter(self, slot: int, copied: Copied) -> None:
         """See `Runner`."""
         self._runner.enter_adapter(slot, copied)
@@ -103,11 +86,6 @@ class TracedRunner:
         """See `Runner`."""
         self._slot_bytes.pop(slot, None)
         self._runner.unload_adapter(slot)
-
-    @property
-    def overlaps(self) -> bool:
-        """See `Runner`."""
-        return self._runner.overlaps
 
     def launch(self, plan: StepPlan) -> TracedStep:
         """See `Runner`."""
@@ -164,10 +142,6 @@ class TracedRunner:
     def stall_s(self) -> float:
         """See `Runner`."""
         return self._runner.stall_s
-
-    def model_info(self) -> ModelInfo:
-        """See `Runner`."""
-        return self._runner.model_info()
 
     def _write(self, **fields: Any) -> None:
         self._file.write(json.dumps(fields) + "\n")
