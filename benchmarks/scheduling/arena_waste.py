@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.machine import write_results
 from loraplex.cli.output import print_table
-from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry
+from loraplex_services.worker.adapters.pack.contents import base_geometry, read_adapter
 from loraplex_services.worker.adapters.pack.site_plan import ItemBytes, plan_sites
 from loraplex_services.worker.adapters.pack.tiles import TileLayout
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
@@ -165,11 +165,11 @@ def adapters(
     family, config = read_model_config(root / "base")
     sites = family.build(config, NoWeights(), TorchOperators()).site_weights.table
     groups = plan_kv_groups(config.windows, config.kv_heads, HALF_BYTES)
-    reader = ModuleReader(base_geometry(root / "base", config, sites), sites, max(ranks))
+    geometry = base_geometry(root / "base", config, sites)
     made = []
     for rank in ranks:
         write_adapter(root / f"rank-{rank}", base, targets, rank)
-        modules = reader(root / f"rank-{rank}").modules
+        modules = read_adapter(root / f"rank-{rank}", geometry, sites, max(ranks)).modules
         plans = plan_sites(modules, sites, ItemBytes(lambda info, kind: HALF_BYTES, HALF_BYTES), {})
         matrices = [part.matrix for plan in plans for part in plan.parts]
         num_bytes = sum(m.num_rows * m.num_columns * m.itemsize for m in matrices)

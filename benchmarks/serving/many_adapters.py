@@ -36,7 +36,6 @@ from benchmarks.machine import write_results
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.residency import Tier
 from loraplex.api.sampling import SamplingParams
-from loraplex_services.worker.adapters.pack.contents import ModuleReader
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.engine.engine import Engine
@@ -199,8 +198,7 @@ def make_bench(base: Path, folders: list[Path], arena_bytes: int, dtype: str = "
     runner.steps, runner.slot_bytes = [], {}
     engine = Engine(runner, make_config(base, arena_bytes), time.monotonic)
     layout = runner.layout
-    reader = ModuleReader(runner.model_info().geometry, layout.sites, layout.max_rank)
-    packer, num_pages = Packer(reader, layout), []
+    packer, num_pages = Packer(runner.model_info().geometry, layout), []
     for folder in folders:
         path = image_path(folder, packer.fingerprint)
         if not path.exists():

@@ -21,7 +21,7 @@ from loraplex_services.worker.adapters.device.base_values import SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache
 from loraplex_services.worker.adapters.device.table import AdapterTable
-from loraplex_services.worker.adapters.pack.contents import ModuleReader, base_geometry, weights_key
+from loraplex_services.worker.adapters.pack.contents import base_geometry, weights_key
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.state_layout import StateLayout, state_layout
@@ -29,7 +29,7 @@ from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
 from loraplex_services.worker.model.config_reader import read_json_object
-from loraplex_services.worker.model.decoder import Decoder, SiteWeights
+from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.model.draft_head import build_draft_head
 from loraplex_services.worker.model.dummy_weights import DummyWeights
 from loraplex_services.worker.model.families import has_family, read_model_config
@@ -164,7 +164,7 @@ def _build(
     base_key = weights_key(model_dir, geometry, settings.quantization)
     stored = stored_dtype(settings.lora_dtype, operators, kv)
     layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
-    packer = _packer(layout, geometry, sites, torch_device)
+    packer = Packer(geometry, layout, SiteValues(sites, layout, torch_device))
     model.ropes.reserve(settings.max_resident)
     host = _pinned_cache(arena, settings.host_cache_bytes)
     loader = AdapterLoader(arena, packer, model.ropes, layout.ropes, host, executors)
@@ -231,14 +231,6 @@ def _half_wins(folder: Path, load_format: str, cpu_isa: str) -> bool:
         return load_format == "auto" and half_wins(*published(folder), cpu_isa)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, LoraplexError):
         return False
-
-
-def _packer(
-    layout: AdapterLayout, geometry: Geometry, sites: SiteWeights, device: torch.device
-) -> Packer:
-    """Reads adapters of this base and lays their bytes out."""
-    reader = ModuleReader(geometry, sites.table, layout.max_rank)
-    return Packer(reader, layout, SiteValues(sites, layout, device))
 
 
 def _batch_maker(

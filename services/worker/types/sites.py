@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from loraplex_services.worker.types.sharding import WHOLE, Cut, Shard, local_range, num_features
 
@@ -73,6 +74,19 @@ class SiteTable:
             return site_range
         end = site_range.out_begin + site_range.out_features
         return SiteRange(site_range.site_id, *local_range(spans, site_range.out_begin, end))
+
+
+class Slice(NamedTuple):
+    """One module's update at a site: rank rows of the stacked A, and the outputs they reach.
+
+    A site's slices stack the ranks of q, k, v (or gate, up), which may differ or be absent.
+    """
+
+    rank_begin: int
+    rank_len: int
+    out_begin: int
+    out_len: int
+    scale: float
 
 
 class SiteTableBuilder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_services.worker.adapters.pack.contents import ModuleReader
 from loraplex_services.worker.adapters.pack.packing import NeedsBase, Packer
 from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
@@ -72,7 +71,7 @@ def test_a_plain_lora_with_a_head_is_packed_without_the_base(base, tmp_path):
         fields = {**FEATURES[name], "target_modules": ["v_proj"], "task_type": "SEQ_CLS"}
         save_random(classifier(base, name), tmp_path / name, 1, **fields)
         layout, geometry = runner.layout, runner.model_info().geometry
-        packer = Packer(ModuleReader(geometry, layout.sites, layout.max_rank), layout)
+        packer = Packer(geometry, layout)
         if needs_base:
             with pytest.raises(NeedsBase):
                 packer.pack(tmp_path / name)

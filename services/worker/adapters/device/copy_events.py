@@ -89,6 +89,6 @@ class CopyEvents:
 def last_extents(index: ImageIndex) -> Mapping[int, int]:
     """By site id: the last extent of the image that holds a part of the site."""
     return {
-        site.site_id: max((tile[4] for role in site.roles for tile in role.tiles), default=-1)
+        site.site_id: max((tile.extent for role in site.roles for tile in role.tiles), default=-1)
         for site in index.sites
     }

@@ -20,7 +20,7 @@ from loraplex_services.worker.adapters.pack.image_records import rank_scales, re
 from loraplex_services.worker.adapters.pack.site_plan import Role
 from loraplex_services.worker.arena_buffer import ArenaBuffer
 from loraplex_services.worker.ops.lora.device_records import AdapterRecords
-from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice, Tile
+from loraplex_services.worker.ops.lora.tables import SiteDelta, Tile
 from loraplex_services.worker.transfers import to_device
 
 STORED_DTYPES = TORCH_DTYPES | {"I8": torch.int8}
@@ -120,7 +120,7 @@ class EnteredAdapter:
         tiles = {role.role: self._tiles(role) for role in site.roles}
         device = self.arena.data.device
         return SiteDelta(
-            slices=tuple(Slice(*fields) for fields in site.slices),
+            slices=tuple(site.slices),
             a=tiles.get(_A, ()),
             b=tiles.get(_B, ()),
             scales=self._scales_of(site.site_id),
@@ -139,7 +139,7 @@ class EnteredAdapter:
         if self._scales is None:
             sites = self.sites.values()
             flat = torch.from_numpy(np.array(rank_scales(sites), np.float32))
-            lengths = [sum(fields[1] for fields in site.slices) for site in sites]
+            lengths = [sum(part.rank_len for part in site.slices) for site in sites]
             parts = to_device(flat, self.arena.data.device).split(lengths)
             self._scales = dict(zip(self.sites, parts, strict=True))
         return self._scales[site_id]

@@ -16,36 +16,28 @@ from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.sites import HEAD, SiteTable
 
 
-class ModuleReader:
-    """Adapter folder -> the modules that it changes, each of which exists in the base."""
+def read_adapter(folder: Path, geometry: Geometry, sites: SiteTable, max_rank: int) -> Report:
+    """What validation found: the modules that the adapter changes, each of which is in the base.
 
-    def __init__(self, geometry: Geometry, sites: SiteTable, max_rank: int) -> None:
-        self._geometry = geometry
-        self._sites = sites
-        self._max_rank = max_rank
-
-    def __call__(self, folder: Path) -> Report:
-        """What validation found.
-
-        Raises:
-            InvalidAdapter: with every violation found.
-        """
-        tensor_file = folder / TENSOR_FILE
-        report = validate(
-            (folder / CONFIG_FILE).read_bytes(),
-            read_prefix(tensor_file),
-            tensor_file.stat().st_size,
-            files=(),
-            geometry=self._geometry,
-            max_rank=self._max_rank,
-            allow_missing=True,
+    Raises:
+        InvalidAdapter: with every violation found.
+    """
+    tensor_file = folder / TENSOR_FILE
+    report = validate(
+        (folder / CONFIG_FILE).read_bytes(),
+        read_prefix(tensor_file),
+        tensor_file.stat().st_size,
+        files=(),
+        geometry=geometry,
+        max_rank=max_rank,
+        allow_missing=True,
+    )
+    unknown = [m.name for m in report.modules if m.name not in sites.modules]
+    if unknown:
+        raise InvalidAdapter.of(
+            [Violation.of(f"{TENSOR_FILE}:{n}", n, CANNOT_ADAPT) for n in unknown]
         )
-        unknown = [m.name for m in report.modules if m.name not in self._sites.modules]
-        if unknown:
-            raise InvalidAdapter.of(
-                [Violation.of(f"{TENSOR_FILE}:{n}", n, CANNOT_ADAPT) for n in unknown]
-            )
-        return report
+    return report
 
 
 def weights_key(folder: Path, geometry: Geometry, quantization: str = "none") -> str:

@@ -18,7 +18,9 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from loraplex.errors import DataLoss
+from loraplex_services.worker.adapters.pack.tiles import ImageTile
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
+from loraplex_services.worker.types.sites import Slice
 
 MAGIC = b"lpximg01"
 _LENGTH_BYTES, _HASH_BYTES = 8, 32
@@ -30,11 +32,6 @@ CHECK_BYTES = 1 << 20
 MAX_BUFFERS = 1024
 """Most buffers of one system call."""
 
-PackedTile = tuple[int, int, int, int, int, int]
-"""Rows [begin, end) and columns [begin, end) of the site's matrix, extent, byte offset in it."""
-PackedSlice = tuple[int, int, int, int, float]
-"""Fields of `ops.lora.tables.Slice`."""
-
 
 class PackedRole(msgspec.Struct, frozen=True, array_like=True):
     """The tiles of one matrix of a site."""
@@ -43,14 +40,15 @@ class PackedRole(msgspec.Struct, frozen=True, array_like=True):
     """Value of a `site_plan.Role`."""
     dtype: str
     """safetensors name."""
-    tiles: list[PackedTile]
+    tiles: list[ImageTile]
+    """In rows and columns of the whole matrix."""
 
 
 class PackedSite(msgspec.Struct, frozen=True, array_like=True):
     """An adapter at one site."""
 
     site_id: int
-    slices: list[PackedSlice]
+    slices: list[Slice]
     roles: list[PackedRole]
     row_ids: list[int]
     """Rows of the weight that it replaces, ascending; of an embedding or head, token ids."""

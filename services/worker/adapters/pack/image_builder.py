@@ -15,7 +15,6 @@ from loraplex_services.worker.adapters.pack.image import (
     PackedAdapter,
     PackedRole,
     PackedSite,
-    PackedTile,
 )
 from loraplex_services.worker.adapters.pack.image_records import with_records
 from loraplex_services.worker.adapters.pack.site_cuts import (
@@ -59,7 +58,7 @@ class ImageBuilder:
             key: (part, tiles)
             for (key, part), tiles in zip(parts.items(), packing.tiles, strict=True)
         }
-        self._tiles: dict[int, dict[Role, tuple[str, list[PackedTile]]]] = {}
+        self._tiles: dict[int, dict[Role, tuple[str, list[ImageTile]]]] = {}
         self._factors: dict[int, NDArray[np.float32]] = {}
 
     def wants(self, plan: SitePlan, part: Part) -> bool:
@@ -92,15 +91,13 @@ class ImageBuilder:
         return PackedAdapter(index, self._data.data)
 
     def _site(self, plan: SitePlan) -> PackedSite:
-        slices = [
-            (part.rank_begin, part.rank_len, part.out_begin, part.out_len, part.scale)
-            for part in plan.slices
-        ]
         roles = [
             PackedRole(role.value, dtype, list(_merged(tiles, itemsize(dtype))))
             for role, (dtype, tiles) in self._tiles.get(plan.site_id, {}).items()
         ]
-        site = PackedSite(plan.site_id, slices, roles, self._rows_of(plan), plan.num_rows)
+        site = PackedSite(
+            plan.site_id, list(plan.slices), roles, self._rows_of(plan), plan.num_rows
+        )
         factors = self._factors.get(plan.site_id)
         return site if factors is None else msgspec.structs.replace(site, factors=factors.tolist())
 
@@ -138,26 +135,25 @@ def _cut(value: Values, part: Part) -> Values:
     return Values(data, value.dtype)
 
 
-def _shifted(tile: ImageTile, part: Part) -> PackedTile:
+def _shifted(tile: ImageTile, part: Part) -> ImageTile:
     """A tile in the coordinates of its site."""
-    return (
-        part.row_begin + tile.row_begin,
-        part.row_begin + tile.row_end,
-        part.col_begin + tile.col_begin,
-        part.col_begin + tile.col_end,
-        tile.extent,
-        tile.offset_bytes,
+    return tile._replace(
+        row_begin=part.row_begin + tile.row_begin,
+        row_end=part.row_begin + tile.row_end,
+        col_begin=part.col_begin + tile.col_begin,
+        col_end=part.col_begin + tile.col_end,
     )
 
 
-def _merged(tiles: Sequence[PackedTile], item_bytes: int) -> Iterator[PackedTile]:
+def _merged(tiles: Sequence[ImageTile], item_bytes: int) -> Iterator[ImageTile]:
     """Join tiles of an extent whose rows follow each other in the matrix and in memory."""
     last = tiles[0]
     for _, tile in pairwise(tiles):
-        row_begin, row_end, col_begin, col_end, extent, offset = last
-        end = offset + (row_end - row_begin) * (col_end - col_begin) * item_bytes
-        if (row_end, col_begin, col_end, extent, end) == (tile[0], *tile[2:]):
-            last = (row_begin, tile[1], col_begin, col_end, extent, offset)
+        num_items = (last.row_end - last.row_begin) * (last.col_end - last.col_begin)
+        end = last.offset_bytes + num_items * item_bytes
+        follows = last._replace(row_begin=last.row_end, row_end=tile.row_end, offset_bytes=end)
+        if tile == follows:
+            last = last._replace(row_end=tile.row_end)
         else:
             yield last
             last = tile

@@ -20,7 +20,6 @@ from loraplex_services.worker.ops.lora.device_records import (
     SiteMatrices,
 )
 from loraplex_services.worker.ops.lora.site_parts import SERVED_KINDS, site_parts
-from loraplex_services.worker.ops.lora.slices import Slice
 from loraplex_services.worker.types.sites import SiteTable
 
 INT8 = "I8"
@@ -61,7 +60,7 @@ def rank_scales(sites: Iterable[PackedSite]) -> list[float]:
     """The scale of each rank row of each site, times its factor where A and B are integers."""
     scales = []
     for site in sites:
-        own = [scale for _, num_ranks, _, _, scale in site.slices for _ in range(num_ranks)]
+        own = [part.scale for part in site.slices for _ in range(part.rank_len)]
         if site.factors:
             own = [scale * factor for scale, factor in zip(own, site.factors, strict=True)]
         scales += own
@@ -78,7 +77,7 @@ def _matrices_of(site: PackedSite) -> SiteMatrices:
         return [Rectangle(*tile, item_bytes) for tile in roles[role].tiles]
 
     return SiteMatrices(
-        [Slice(*fields) for fields in site.slices],
+        site.slices,
         rectangles(Role.A),
         rectangles(Role.B),
         rectangles(Role.GAIN),

@@ -15,7 +15,6 @@ import msgspec
 
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.errors import DataLoss, LoraplexError, Unavailable
-from loraplex_services.worker.adapters.pack.contents import ModuleReader
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path, images_in
 from loraplex_services.worker.adapters.pack.pack_messages import (
     DAMAGED_IMAGE,
@@ -30,8 +29,7 @@ from loraplex_services.worker.types.messages import WireError
 def main() -> None:
     """Answer every line until stdin closes."""
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=PackSetup)
-    reader = ModuleReader(setup.geometry, setup.layout.sites, setup.layout.max_rank)
-    packer = Packer(reader, setup.layout)
+    packer = Packer(setup.geometry, setup.layout)
     for line in sys.stdin.buffer:
         job = msgspec.json.decode(line, type=PackJob)
         try:

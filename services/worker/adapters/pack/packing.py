@@ -15,10 +15,11 @@ from typing import Protocol
 import numpy as np
 
 from loraplex.adapter_format.config import AdapterConfig
+from loraplex.adapter_format.geometry import Geometry
 from loraplex.adapter_format.report import AdapterModule, ExpertShare
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex.adapter_format.tasks import SEQ_CLS
-from loraplex_services.worker.adapters.pack.contents import ModuleReader
+from loraplex_services.worker.adapters.pack.contents import read_adapter
 from loraplex_services.worker.adapters.pack.image import PackedAdapter, image_path
 from loraplex_services.worker.adapters.pack.image_builder import ImageBuilder, Integers
 from loraplex_services.worker.adapters.pack.site_plan import (
@@ -71,9 +72,9 @@ class Packer:
     """Packs adapters for one layout. Without `base`, only what does not depend on it."""
 
     def __init__(
-        self, reader: ModuleReader, layout: AdapterLayout, base: BaseValues | None = None
+        self, geometry: Geometry, layout: AdapterLayout, base: BaseValues | None = None
     ) -> None:
-        self._reader = reader
+        self._geometry = geometry
         self._layout = layout
         self._base = base
         self.fingerprint = layout.fingerprint
@@ -105,7 +106,8 @@ class Packer:
         return max(image.index.num_pages for image in images)
 
     def _pack(self, folder: Path, layouts: Sequence[AdapterLayout]) -> list[PackedAdapter]:
-        report = self._reader(folder)
+        sites, max_rank = self._layout.sites, self._layout.max_rank
+        report = read_adapter(folder, self._geometry, sites, max_rank)
         modules = report.modules
         if self._base is None and any(_needs_base(m) for m in modules if not self._is_head(m)):
             raise NeedsBase
@@ -113,7 +115,7 @@ class Packer:
         changed = self._changed(modules, file.read)
         row_ids = {name: rows.row_ids for name, rows in changed.items()}
         sizes = ItemBytes(self._lora_bytes, itemsize(self._layout.dtype))
-        plans = plan_sites(modules, self._layout.sites, sizes, row_ids)
+        plans = plan_sites(modules, sites, sizes, row_ids)
         images = [ImageBuilder(plans, layout, row_ids) for layout in layouts]
         for plan in plans:
             for part in plan.parts:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from loraplex_services.worker.adapters.pack.site_plan import Part, Role, SitePlan
-from loraplex_services.worker.ops.lora.slices import Slice
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.sharding import (
     Shard,
@@ -24,7 +23,7 @@ from loraplex_services.worker.types.sharding import (
     share_of,
     within,
 )
-from loraplex_services.worker.types.sites import HEAD, LINEAR, LM_HEAD, Site
+from loraplex_services.worker.types.sites import HEAD, LINEAR, LM_HEAD, Site, Slice
 
 RowIds = dict[str, tuple[int, ...]]
 """By module: which rows of its site's weight the adapter replaces."""
@@ -70,7 +69,7 @@ def _cut_plan(plan: SitePlan, layout: AdapterLayout, row_ids: RowIds) -> SitePla
 
 def _local_slice(part: Slice, spans: Sequence[Span]) -> Slice:
     begin, length = local_range(spans, part.out_begin, part.out_begin + part.out_len)
-    return replace(part, out_begin=begin, out_len=length)
+    return part._replace(out_begin=begin, out_len=length)
 
 
 def _by_outputs(parts: Sequence[Part], spans: Sequence[Span], row_ids: RowIds) -> Iterator[Part]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex_services.worker.adapters.pack.tiles import Matrix
-from loraplex_services.worker.ops.lora.slices import Slice
 from loraplex_services.worker.types.sharding import Span
 from loraplex_services.worker.types.sites import (
     EMBEDDING,
@@ -18,6 +17,7 @@ from loraplex_services.worker.types.sites import (
     Site,
     SiteRange,
     SiteTable,
+    Slice,
 )
 
 FLOAT32_BYTES = 4

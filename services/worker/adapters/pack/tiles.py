@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loraplex_services.worker.types.extents import (
     count_pages_per_block,
@@ -30,8 +31,7 @@ class Matrix:
     itemsize: int
 
 
-@dataclass(frozen=True, slots=True)
-class ImageTile:
+class ImageTile(NamedTuple):
     """Rows and columns of a matrix, and where their bytes are."""
 
     row_begin: int

@@ -27,7 +27,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex_services.worker.ops.lora.slices import Slice
+from loraplex_services.worker.types.sites import Slice
 
 RECORD_WORDS = 8
 RECORD_BYTES = 8 * RECORD_WORDS

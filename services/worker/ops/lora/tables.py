@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.ops.lora.slices import Slice as Slice
+from loraplex_services.worker.types.sites import Slice as Slice
 
 
 class Tile(NamedTuple):

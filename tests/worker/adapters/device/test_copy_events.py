@@ -8,6 +8,7 @@ from loraplex_services.worker.adapters.device.copy_events import (
     last_extents,
 )
 from loraplex_services.worker.adapters.pack.image import ImageIndex, PackedRole, PackedSite
+from loraplex_services.worker.adapters.pack.tiles import ImageTile
 
 
 class Clock:
@@ -36,7 +37,7 @@ class Event:
 
 
 def site(site_id, *blocks):
-    tiles = [(0, 1, 0, 4, block, 0) for block in blocks]
+    tiles = [ImageTile(0, 1, 0, 4, block, 0) for block in blocks]
     return PackedSite(site_id, [], [PackedRole("A", "F32", tiles)], [])
 
 

@@ -26,7 +26,6 @@ from loraplex_services.common.objects.store import blob_key
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
 from loraplex_services.worker.adapters.fetch.pack_pool import PackPool
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
-from loraplex_services.worker.adapters.pack.contents import ModuleReader
 from loraplex_services.worker.adapters.pack.image import ImageFile, image_path, images_in
 from loraplex_services.worker.adapters.pack.pack_messages import DAMAGED_IMAGE
 from loraplex_services.worker.adapters.pack.pack_process import prepare
@@ -39,8 +38,7 @@ class Here:
     """Prepares adapters in this process."""
 
     def __init__(self, geometry: Geometry, layout: AdapterLayout) -> None:
-        reader = ModuleReader(geometry, layout.sites, layout.max_rank)
-        self.packer = Packer(reader, layout)
+        self.packer = Packer(geometry, layout)
         self.fingerprint = layout.fingerprint
 
     async def prepare(self, folder: Path, sha256: str) -> int:
