@@ -98,7 +98,7 @@ class Answering:
             return json_response(formatter.full_body([c.sum() for c in choices]), info.headers())
 
         def formatted() -> bytes:
-            return json_in_parts(formatter.full_body([c.sum() for c in choices])).encode()
+            return json_in_parts(formatter.full_body([c.sum() for c in choices]))
 
         async with self._formatting.held(request.state.caller.tenant, "large answers"):
             body = await asyncio.to_thread(formatted)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from loraplex.api.output import PackedLogprobs, TokenLogprob
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.request import TextDelta
-from loraplex_services.gateway.text.detokenize import TokenBytes, token_text
+from loraplex_services.gateway.text.detokenize import TokenBytes
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's replacement for -Infinity, which JSON lacks."""
@@ -46,6 +46,16 @@ class ChatLogprobs(TypedDict):
     refusal: NotRequired[None]
 
 
+class _Ids(dict[int, str]):
+    """Tokens shown by their ids. Keeps none of them."""
+
+    def __missing__(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
+_IDS = _Ids()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenNames:
     """How one response shows tokens: by their text, or as `token_id:N`."""
@@ -53,12 +63,14 @@ class TokenNames:
     tokens: TokenBytes
     as_ids: bool = False
 
-    def of(self, token_id: int) -> tuple[str, bytes]:
-        """The text of a single token, and its bytes."""
-        if not self.as_ids:
-            return token_text(self.tokens, token_id)
-        shown = f"token_id:{token_id}"
-        return shown, shown.encode()
+    @property
+    def texts(self) -> Mapping[int, str]:
+        """The text of each token."""
+        return _IDS if self.as_ids else self.tokens.texts
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token."""
+        return _IDS[token_id].encode() if self.as_ids else self.tokens.of(token_id)
 
 
 def completion_logprobs(
@@ -68,10 +80,11 @@ def completion_logprobs(
 
     `offsets` are the characters of the choice's text before each token.
     """
+    texts = names.texts
     return {
-        "tokens": [names.of(entry.token_id)[0] for entry in entries],
+        "tokens": [texts[entry.token_id] for entry in entries],
         "token_logprobs": [finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_top(names, entry) for entry in entries],
+        "top_logprobs": [_top(texts, entry) for entry in entries],
         "text_offset": list(offsets),
     }
 
@@ -84,8 +97,9 @@ def prompt_logprobs(
     skip_special: bool,
 ) -> CompletionLogprobs:
     """Lists for an echoed prompt, whose first token has no logprob."""
+    texts = names.texts
     lists: CompletionLogprobs = {
-        "tokens": [names.of(token_id)[0] for token_id in prompt_ids],
+        "tokens": [texts[token_id] for token_id in prompt_ids],
         "token_logprobs": [],
         "top_logprobs": [],
         "text_offset": [],
@@ -96,7 +110,7 @@ def prompt_logprobs(
     padded = [*entries, *[None] * (len(prompt_ids) - len(entries))]
     for token_id, entry in zip(prompt_ids, padded, strict=True):
         lists["token_logprobs"].append(None if entry is None else finite(entry.logprob))
-        lists["top_logprobs"].append(None if entry is None else _top(names, entry))
+        lists["top_logprobs"].append(None if entry is None else _top(texts, entry))
         lists["text_offset"].append(num_chars)
         num_chars += len(detokenizer.push(token_id))
     return lists
@@ -144,26 +158,28 @@ def _by_id(tokens: TokenBytes, entry: TokenLogprob) -> dict[str, PromptLogprob]:
         str(token_id): {
             "logprob": finite(logprob),
             "rank": ranks.get(token_id),
-            "decoded_token": token_text(tokens, token_id)[0],
+            "decoded_token": tokens.texts[token_id],
         }
         for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)
     }
 
 
 def _chat_token(names: TokenNames, token_id: int, logprob: float) -> Token:
-    text, data = names.of(token_id)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+    data = names.bytes_of(token_id)
+    return {"token": names.texts[token_id], "logprob": finite(logprob), "bytes": list(data)}
 
 
-def _top(names: TokenNames, entry: TokenLogprob) -> dict[str, float]:
+def _top(texts: Mapping[int, str], entry: TokenLogprob) -> dict[str, float]:
     """The alternatives in their order, then the token itself; of equal texts the first one
     counts."""
     top: dict[str, float] = {}
-    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-        top.setdefault(names.of(token_id)[0], finite(logprob))
+    for token_id, logprob in entry.top:
+        if (text := texts[token_id]) not in top:
+            top[text] = finite(logprob)
+    top.setdefault(texts[entry.token_id], finite(entry.logprob))
     return top
 
 
 def finite(logprob: float) -> float:
-    """A logprob that JSON can represent."""
-    return max(LEAST_LOGPROB, logprob)  # in this order, which also replaces NaN
+    """A logprob that JSON can represent; NaN has no order, and is replaced as well."""
+    return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -43,24 +44,27 @@ def compact_json(value: object) -> str:
 
 
 _ITEMS_AT_ONCE = 64
+_encode_part = msgspec.json.Encoder().encode
 
 
-def json_in_parts(value: object, depth: int = 4) -> str:
-    """JSON encoded in parts: other threads wait for the encoder, but run between two parts.
+def json_in_parts(value: object, depth: int = 4) -> bytes:
+    """JSON of a large answer, whose numbers are finite, encoded in parts: other threads wait for
+    the encoder, but run between two parts. The encoder is ten times as fast as `compact_json`,
+    which refuses NaN.
 
     Args:
         depth: how far down objects and lists are taken apart.
     """
     if isinstance(value, dict) and depth:
-        fields = (f"{compact_json(k)}:{json_in_parts(v, depth - 1)}" for k, v in value.items())
-        return f"{{{','.join(fields)}}}"
+        fields = (_encode_part(k) + b":" + json_in_parts(v, depth - 1) for k, v in value.items())
+        return b"{%b}" % b",".join(fields)
     if isinstance(value, list | tuple) and depth and len(value) <= _ITEMS_AT_ONCE:
-        return f"[{','.join(json_in_parts(item, depth - 1) for item in value)}]"
+        return b"[%b]" % b",".join([json_in_parts(item, depth - 1) for item in value])
     if isinstance(value, list | tuple):
         starts = range(0, len(value), _ITEMS_AT_ONCE)
-        parts = (compact_json(value[at : at + _ITEMS_AT_ONCE])[1:-1] for at in starts)
-        return f"[{','.join(parts)}]"
-    return compact_json(value)
+        parts = (_encode_part(value[at : at + _ITEMS_AT_ONCE])[1:-1] for at in starts)
+        return b"[%b]" % b",".join(parts)
+    return _encode_part(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class TokenizeEndpoints:
         served, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, call.field)
         name_of = served.tokenizer.tokens.name_of
 
-        def formatted() -> str:
+        def formatted() -> bytes:
             response: TokenizeResponse = {
                 "count": len(ids),
                 "max_model_len": served.model.max_model_len,
@@ -140,14 +140,14 @@ class TokenizeEndpoints:
             raise with_names(error, {"prompt": "tokens"}) from None
         tokens = served.tokenizer.tokens
 
-        def formatted() -> str:
+        def formatted() -> bytes:
             response: DetokenizeResponse = {"prompt": decode_all(tokens, ids, skip_special=False)}
-            return compact_json(response)
+            return compact_json(response).encode()
 
         return await self._response(caller, len(ids), formatted)
 
     async def _response(
-        self, caller: Caller, num_tokens: int, formatted: Callable[[], str]
+        self, caller: Caller, num_tokens: int, formatted: Callable[[], bytes]
     ) -> Response:
         """JSON. Many tokens are formatted in a thread, one answer of a tenant at a time."""
         if num_tokens <= _MANY_TOKENS:

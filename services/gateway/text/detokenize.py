@@ -108,6 +108,26 @@ class _Steps:
         return data
 
 
+class _Texts(dict[int, str]):
+    """How each token is shown by itself, computed when it is first needed. Answers with logprobs
+    look thousands of tokens up, and a look-up of a known one calls no Python function."""
+
+    def __init__(self, tokens: TokenBytes) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = _shown(self._tokens.of(token_id))
+        return text
+
+
+def _shown(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 class TokenBytes:
     """Bytes and strings of single tokens of one tokenizer; shared by all its sequences."""
 
@@ -119,6 +139,8 @@ class TokenBytes:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = {token.content: i for i, token in added.items()}
         self._cache: dict[int, bytes] = {}
+        self.texts: dict[int, str] = _Texts(self)
+        r"""How a token is shown by itself: its text, or `bytes:\xNN` if it is not UTF-8."""
 
     @property
     def is_exact(self) -> bool:
@@ -231,12 +253,3 @@ def decode_all(tokens: TokenBytes, ids: tuple[int, ...], *, skip_special: bool) 
     """The text of a complete sequence of ids, such as a prompt."""
     detokenizer = tokens.detokenizer(skip_special=skip_special, is_start=True)
     return "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.flush()
-
-
-def token_text(tokens: TokenBytes, token_id: int) -> tuple[str, bytes]:
-    r"""How a token is shown by itself, with its bytes: `bytes:\xNN` where it is not UTF-8."""
-    data = tokens.of(token_id)
-    try:
-        return data.decode(), data
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data

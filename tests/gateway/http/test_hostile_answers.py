@@ -151,17 +151,15 @@ async def test_a_tenant_publishes_only_folders_of_its_own(tmp_path: Path, folder
 
 def test_the_tokens_of_a_text_are_formatted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    plain = sse.compact_json
+    plain = sse._encode_part
 
-    def noted(value: object) -> str:
+    def noted(value: object) -> bytes:
         sizes.append(len(value) if isinstance(value, list | tuple) else 1)
         return plain(value)
 
-    monkeypatch.setattr(sse, "compact_json", noted)
-    ids = tuple(range(10_000))
-    assert json_in_parts({"count": len(ids), "tokens": ids}) == plain(
-        {"count": len(ids), "tokens": ids}
-    )
+    monkeypatch.setattr(sse, "_encode_part", noted)
+    body = {"count": 10_000, "tokens": tuple(range(10_000))}
+    assert json_in_parts(body) == compact_json(body).encode()
     assert max(sizes) <= 1000
 
 
@@ -179,7 +177,7 @@ LOGPROBS = {"tokens": ["a"] * 200, "top_logprobs": [{"a": -1.5, "b": -2.5}] * 20
     ],
 )
 def test_an_answer_in_parts_is_the_same_json(value: Any) -> None:
-    assert json_in_parts(value) == compact_json(value)
+    assert json_in_parts(value) == compact_json(value).encode()
 
 
 async def test_the_event_loop_goes_on_while_an_answer_with_many_logprobs_is_formatted(
@@ -187,7 +185,7 @@ async def test_the_event_loop_goes_on_while_an_answer_with_many_logprobs_is_form
 ) -> None:
     threads: list[int] = []
 
-    def noted(value: object) -> str:
+    def noted(value: object) -> bytes:
         threads.append(threading.get_ident())
         return json_in_parts(value)
 
@@ -206,7 +204,7 @@ async def test_large_answers_of_one_tenant_are_formatted_one_after_another(
     together = threading.Barrier(2)
     met: list[bool] = []
 
-    def noted(value: object) -> str:
+    def noted(value: object) -> bytes:
         try:
             together.wait(0.2)
             met.append(True)

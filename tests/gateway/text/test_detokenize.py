@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from loraplex_services.gateway.text.detokenize import TokenBytes, decode_all, token_text
+from loraplex_services.gateway.text.detokenize import TokenBytes, decode_all
 from tests.gateway.tiny_tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer
 
 CORPUS = [
@@ -159,13 +159,13 @@ def test_special_tokens_show_only_when_asked() -> None:
 def test_ids_without_text_print_as_nothing() -> None:
     tokens = TokenBytes(TOKENIZERS["bytes"])
     assert decode_all(tokens, (104, VOCAB_SIZE - 1, 105), skip_special=True) == "hi"
-    assert token_text(tokens, VOCAB_SIZE - 1) == ("", b"")
+    assert (tokens.texts[VOCAB_SIZE - 1], tokens.of(VOCAB_SIZE - 1)) == ("", b"")
 
 
 def test_token_that_is_no_utf8_is_shown_by_its_bytes() -> None:
     tokens = TokenBytes(TOKENIZERS["bytes"])
-    assert token_text(tokens, 0xC3) == ("bytes:\\xc3", b"\xc3")
-    assert token_text(tokens, ord("a")) == ("a", b"a")
+    assert (tokens.texts[0xC3], tokens.of(0xC3)) == ("bytes:\\xc3", b"\xc3")
+    assert tokens.texts[ord("a")] == "a"
 
 
 def test_broken_text_is_not_held_back_without_end() -> None:
