@@ -4,10 +4,10 @@
 
 Each loop of `docs/internals/control-loops.md` that the simulation runs is taken away by itself, and
 all figures are simulated again: overload and fairness as `scheduling.overload` has them; the same
-on a worker with short steps; two gateways with four tenants and cold adapters as
-`scheduling.queue_owner` has them; and one worker on the S-LoRA paper's workload S2 at 0.9 and 1.3
-of its capacity. Prints each figure over the one with all loops. A loop whose removal changes no
-figure by more than 3% is not worth its lines. Writes results/<machine kind>/control_loops.json.
+on a worker with short steps; two gateways with four tenants and cold adapters (`cold_adapters`);
+and one worker on the S-LoRA paper's workload S2 at 0.9 and 1.3 of its capacity. Prints each figure
+over the one with all loops. A loop whose removal changes no figure by more than 3% is not worth its
+lines. Writes results/<machine kind>/control_loops.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.machine import write_results
-from benchmarks.scheduling import overload, queue_owner
+from benchmarks.scheduling import overload
+from benchmarks.scheduling.cold_adapters import cold_adapters
 from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
@@ -168,11 +169,8 @@ def fast(seed: int) -> Figures:
 
 
 def cold(seed: int) -> Figures:
-    """As `scheduling.queue_owner`."""
-    per_s = queue_owner.NUM_WORKERS * queue_owner.capacity_of_worker()
-    trace = queue_owner.traffic(per_s, COLD_S, seed)
-    found = queue_owner.measure(queue_owner.gateways_and_workers("both"), trace, per_s)
-    return {f"cold: {name}": value for name, value in found.items()}
+    """Adapters that no device holds at first."""
+    return {f"cold: {name}": value for name, value in cold_adapters(COLD_S, seed).items()}
 
 
 def paper(seed: int) -> Figures:

@@ -19,7 +19,6 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
 
 from benchmarks.machine import write_results
 from benchmarks.scheduling.slora_policies import COSTS
@@ -70,18 +69,7 @@ class Fairness:
     ratio: float
 
 
-class Owner(NamedTuple):
-    """Who has the waiting queue."""
-
-    policy: str = "fair"
-    """Of the workers."""
-    gateways_keep_queue: bool = True
-
-
-BOTH = Owner()
-
-
-def _fleet(deadline_s: float | None, owner: Owner = BOTH) -> SimulatedFleet:
+def _fleet(deadline_s: float | None) -> SimulatedFleet:
     engine = EngineConfig(
         model_dir="",
         device="simulated",
@@ -91,7 +79,7 @@ def _fleet(deadline_s: float | None, owner: Owner = BOTH) -> SimulatedFleet:
         max_resident=8,
         max_num_batched_tokens=2048,
         max_num_seqs=BATCH,
-        policy=owner.policy,
+        policy="fair",
     )
     return SimulatedFleet(
         STEPS,
@@ -100,7 +88,6 @@ def _fleet(deadline_s: float | None, owner: Owner = BOTH) -> SimulatedFleet:
         on_disk=True,
         deadline_s=deadline_s,
         admission=AdmissionLimits(),
-        gateways_keep_queue=owner.gateways_keep_queue,
     )
 
 
@@ -118,7 +105,7 @@ def capacity(seconds: float) -> float:
 
 
 def poisson(
-    rates: Mapping[str, float], seed: int, seconds: float, warm_up_s: float, owner: Owner = BOTH
+    rates: Mapping[str, float], seed: int, seconds: float, warm_up_s: float
 ) -> list[tuple[TracedRequest, RequestOutcome]]:
     """What came of the arrivals of several tenants; the warm-up's are left out."""
 
@@ -130,7 +117,7 @@ def poisson(
 
     traces = [arrivals(tenant, rate) for tenant, rate in rates.items()]
     trace = list(heapq.merge(*traces, key=lambda request: request.arrival_s))
-    outcomes = Simulation(_fleet(DEADLINE_S, owner), []).run(trace)
+    outcomes = Simulation(_fleet(DEADLINE_S), []).run(trace)
     return [pair for pair in zip(trace, outcomes, strict=True) if pair[0].arrival_s >= warm_up_s]
 
 
@@ -138,15 +125,9 @@ def _is_in_time(outcome: RequestOutcome) -> bool:
     return outcome.finished and outcome.end_s - outcome.arrival_s <= DEADLINE_S
 
 
-def overload(
-    seed: int,
-    seconds: float,
-    per_s: float,
-    warm_up_s: float = WARM_UP_S,
-    owner: Owner = BOTH,
-) -> Overload:
+def overload(seed: int, seconds: float, per_s: float, warm_up_s: float = WARM_UP_S) -> Overload:
     """Twice what can be served."""
-    seen = [o for _, o in poisson({"t": 2.0 * per_s}, seed, seconds, warm_up_s, owner)]
+    seen = [o for _, o in poisson({"t": 2.0 * per_s}, seed, seconds, warm_up_s)]
     begun = [outcome for outcome in seen if outcome.first_token_s is not None]
     num_in_time = sum(map(_is_in_time, seen))
     return Overload(
@@ -163,12 +144,12 @@ def _first_token_s(outcome: RequestOutcome) -> float:
     return math.inf if wait_s is None else wait_s
 
 
-def fairness(seed: int, seconds: float, per_s: float, owner: Owner = BOTH) -> Fairness:
+def fairness(seed: int, seconds: float, per_s: float) -> Fairness:
     """A polite tenant at a quarter of the capacity alongside one at the rest and at ten rests."""
     p95 = []
     for shares in (1.0, 10.0):
         rates = {"greedy": shares * per_s * 0.75, "polite": per_s / 4}
-        seen = poisson(rates, seed, seconds, WARM_UP_S, owner)
+        seen = poisson(rates, seed, seconds, WARM_UP_S)
         waits_s = sorted(_first_token_s(o) for request, o in seen if request.tenant == "polite")
         p95.append(waits_s[int(0.95 * len(waits_s))])
     return Fairness(1e3 * p95[0], 1e3 * p95[1], p95[1] / p95[0])

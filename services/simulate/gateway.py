@@ -45,14 +45,10 @@ class SimulatedGateway:
         self,
         workers: Sequence[SimulatedWorker],
         limits: AdmissionLimits | None,
-        *,
-        keeps_queue: bool = True,
     ) -> None:
-        """`limits` None: every request is sent to a worker at once and queues there. Without
-        `keeps_queue`, every request within the limits does."""
+        """`limits` None: every request is sent to a worker at once and queues there."""
         self._workers = {worker.worker_id: worker for worker in workers}
-        ready = self._ready if keeps_queue else None
-        self._controller = None if limits is None else AdmissionController(limits, ready)
+        self._controller = None if limits is None else AdmissionController(limits, self._ready)
         self._replica_counts = ReplicaCounts()
         self._shown: list[WorkerView] = []
         self._shown_s = -math.inf

@@ -43,8 +43,6 @@ class SimulatedFleet:
     admission: AdmissionLimits | None = None
     """Limits of each gateway; None = no gateway: requests queue at the workers."""
     num_gateways: int = 1
-    gateways_keep_queue: bool = True
-    """False = gateways only bound what is in flight, and workers have the queue."""
 
 
 @dataclass(slots=True)
@@ -112,8 +110,7 @@ class Simulation:
             for i in range(fleet.num_workers)
         ]
         self._gateways = [
-            SimulatedGateway(self._workers, fleet.admission, keeps_queue=fleet.gateways_keep_queue)
-            for _ in range(fleet.num_gateways)
+            SimulatedGateway(self._workers, fleet.admission) for _ in range(fleet.num_gateways)
         ]
         self._flights: dict[str, _Flight] = {}
         self._outcomes: dict[int, RequestOutcome] = {}

@@ -67,15 +67,6 @@ def test_the_gateway_keeps_requests_back_and_refuses_those_beyond_its_queue() ->
     assert (third.finished, third.reason) == (False, "QUEUE_FULL")
 
 
-def test_gateways_that_keep_no_queue_send_everything_on_and_refuse_beyond_their_bound() -> None:
-    trace = [TracedRequest(0.0, None, 20, 2)] * 5
-    bound = AdmissionLimits(max_running=2, max_waiting=0)
-    config = engine_config(max_num_seqs=1, policy="fcfs")
-    bounded = fleet(engine=config, admission=bound, num_gateways=2, gateways_keep_queue=False)
-    outcomes = Simulation(bounded, []).run(trace)
-    assert [outcome.reason for outcome in outcomes] == ["", "", "", "", "QUEUE_FULL"]
-
-
 def test_a_polite_tenant_waits_less_where_the_worker_is_fair() -> None:
     flood = [TracedRequest(0.0, None, 20, 20, tenant="greedy")] * 20
     trace = [*flood, TracedRequest(0.01, None, 20, 20, tenant="polite")]
