@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,42 @@ class Shape:
         return 2 * itemsize * self.num_layers * self.kv_size * num_tokens
 
 
+def write_base_config(shape: Shape, folder: Path, max_model_len: int) -> Path:
+    """A base without weights: what `load_format="dummy"` needs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "max_position_embeddings": max_model_len,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def adapter_matrices(
+    shape: Shape, rank: int, targets: Sequence[str] = ALL_SEVEN
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Name and shape of each matrix of an adapter, as PEFT writes them."""
+    for layer in range(shape.num_layers):
+        for name in targets:
+            num_inputs, num_outputs = shape.linears[name]
+            block = "self_attn" if name in ATTENTION else "mlp"
+            module = f"base_model.model.model.layers.{layer}.{block}.{name}"
+            yield f"{module}.lora_A.weight", (rank, num_inputs)
+            yield f"{module}.lora_B.weight", (num_outputs, rank)
+
+
 def write_adapter(
     shape: Shape,
     folder: Path,
@@ -79,15 +115,9 @@ def write_adapter(
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(shape.num_layers):
-        for name in targets:
-            num_inputs, num_outputs = shape.linears[name]
-            block = "self_attn" if name in ATTENTION else "mlp"
-            module = f"base_model.model.model.layers.{layer}.{block}.{name}"
-            a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
-            b = torch.randn(num_outputs, rank, generator=generator) * 0.02
-            tensors[f"{module}.lora_A.weight"] = a.to(dtype)
-            tensors[f"{module}.lora_B.weight"] = b.to(dtype)
+    for name, size in adapter_matrices(shape, rank, targets):
+        factor = size[1] ** -0.5 if ".lora_A." in name else 0.02
+        tensors[name] = (torch.randn(size, generator=generator) * factor).to(dtype)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     write_adapter_config(folder, shape, rank, targets)
     return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import common
-from benchmarks.llama import Shape, write_adapter
+from benchmarks.llama import Shape, write_adapter, write_base_config
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import AtOnce, CopiedImage
 from loraplex_services.worker.runner.building import build_runner
@@ -46,7 +46,7 @@ class BenchRunner:
         at least; 0 = what the context and the largest step need."""
         self.shape, self._root = shape, root
         longest = max(2 * args.context, max_num_tokens, max_model_len)
-        base = common.write_base(shape, root / "base", longest)
+        base = write_base_config(shape, root / "base", longest)
         self.runner: TorchRunner = build_runner(
             base,
             device=args.device,

@@ -22,7 +22,7 @@ from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import HOST_CACHE_BYTES
 from benchmarks.gpu.checks import WrongResult
 from benchmarks.gpu.common import SHAPES
-from benchmarks.llama import write_adapter
+from benchmarks.llama import write_adapter, write_base_config
 from loraplex_services.worker.adapters.device.loader import AtOnce
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.runner import TorchRunner
@@ -35,7 +35,7 @@ def main() -> None:
     args = parse_args()
     shape = SHAPES["tiny" if args.tiny else args.shape]
     with tempfile.TemporaryDirectory() as scratch:
-        base = common.write_base(shape, Path(scratch) / "base", 128)
+        base = write_base_config(shape, Path(scratch) / "base", 128)
         runner = build_runner(
             base,
             device=args.device,

@@ -46,29 +46,6 @@ def floor_s(
     return num_bytes / bytes_per_s
 
 
-def write_base(shape: Shape, folder: Path, max_model_len: int) -> Path:
-    """A base without weights: what `load_format="dummy"` needs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "max_position_embeddings": max_model_len,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "eos_token_id": 1,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":

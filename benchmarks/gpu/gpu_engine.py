@@ -30,7 +30,7 @@ from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import add_runner_options, free_arena_bytes
 from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import SHAPES
-from benchmarks.llama import Shape, write_adapter
+from benchmarks.llama import Shape, write_adapter, write_base_config
 from benchmarks.serving.many_adapters import Bench, Counting, digest_of
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
@@ -76,7 +76,7 @@ def main() -> int:
 
 def make_bench(shape: Shape, root: Path, args: argparse.Namespace) -> Bench:
     """An engine with dummy weights and the folders of all adapters."""
-    base = common.write_base(shape, root / "base", 4096)
+    base = write_base_config(shape, root / "base", 4096)
     arena_bytes = args.arena_bytes or free_arena_bytes(shape)
     settings: dict[str, Any] = {"max_lora_rank": args.rank, "max_resident": 4096}
     settings["host_cache_bytes"] = HOST_CACHE_BYTES

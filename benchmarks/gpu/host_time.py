@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import common
-from benchmarks.llama import ATTENTION, Shape, write_adapter
+from benchmarks.llama import ATTENTION, Shape, write_adapter, write_base_config
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.adapters.device.loader import AtOnce
@@ -109,7 +109,7 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
         num_rows: the most requests of one step.
         num_tokens: that the KV cache holds.
     """
-    base = common.write_base(SHAPE, root / "base", 4 * MAX_STEP_TOKENS)
+    base = write_base_config(SHAPE, root / "base", 4 * MAX_STEP_TOKENS)
     runner = build_runner(
         base,
         device="cpu",

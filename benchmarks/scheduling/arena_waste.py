@@ -15,19 +15,26 @@ packer does it, from headers of files without values. Prints for each rank
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.llama import (
+    ALL_SEVEN,
+    ATTENTION,
+    Shape,
+    adapter_matrices,
+    write_adapter_config,
+    write_base_config,
+)
 from benchmarks.machine import write_results
+from loraplex.adapter_format.safetensors_header import encode_header
 from loraplex.cli.output import print_table
 from loraplex_services.worker.adapters.pack.contents import base_geometry, read_adapter
 from loraplex_services.worker.adapters.pack.site_plan import ItemBytes, plan_sites
@@ -50,45 +57,15 @@ SAMPLE_EVERY = 25
 KV_EVERY = 10
 """Requests for each block that KV cache takes or returns."""
 KV_OWNER = "kv"
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-TARGETS = {
-    "q, v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "every linear": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
-}
-BASES: dict[str, dict[str, int]] = {
-    "135M": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-    },
-    "Llama-3.2-1B": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "Llama-2-7B": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
-    "Llama-3-8B": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+TARGETS = {"q, v": ("q_proj", "v_proj"), "attention": ATTENTION, "every linear": ALL_SEVEN}
+BASES = {
+    shape.name: shape
+    for shape in (
+        Shape("135M", 49152, 576, 1536, 30, 9, 3),
+        Shape("Llama-3.2-1B", 128256, 2048, 8192, 16, 32, 8),
+        Shape("Llama-2-7B", 32000, 4096, 11008, 32, 32, 32),
+        Shape("Llama-3-8B", 128256, 4096, 14336, 32, 32, 8),
+    )
 }
 
 
@@ -123,52 +100,30 @@ class NoWeights:
         """Nothing is left over."""
 
 
-def write_base(folder: Path, base: str) -> None:
-    """Only its config."""
-    folder.mkdir()
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
-    numbers = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **BASES[base]}
-    (folder / "config.json").write_text(json.dumps({**config, **numbers}))
-
-
-def write_adapter(folder: Path, base: str, targets: Sequence[str], rank: int) -> None:
+def write_empty_adapter(folder: Path, shape: Shape, targets: Sequence[str], rank: int) -> None:
     """A float16 file of the right length with a header and no values."""
     folder.mkdir()
-    sizes = BASES[base]
-    hidden, width = sizes["hidden_size"], sizes["intermediate_size"]
-    kv = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
-    outputs = {"k_proj": kv, "v_proj": kv, "gate_proj": width, "up_proj": width}
-    header: dict[str, Any] = {}
-    end = 0
-    for layer in range(sizes["num_hidden_layers"]):
-        for name in targets:
-            part = "self_attn" if name in ATTENTION else "mlp"
-            module = f"base_model.model.model.layers.{layer}.{part}.{name}"
-            num_in = width if name == "down_proj" else hidden
-            for half, shape in (("A", [rank, num_in]), ("B", [outputs.get(name, hidden), rank])):
-                begin, end = end, end + HALF_BYTES * shape[0] * shape[1]
-                tensor = {"dtype": "F16", "shape": shape, "data_offsets": [begin, end]}
-                header[f"{module}.lora_{half}.weight"] = tensor
-    text = json.dumps(header).encode()
+    matrices = adapter_matrices(shape, rank, targets)
+    header = encode_header((name, "F16", size) for name, size in matrices)
     with (folder / "adapter_model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+        file.write(header)
+        file.truncate(len(header) + HALF_BYTES * shape.num_adapter_weights(rank, targets))
+    write_adapter_config(folder, shape, rank, targets)
 
 
 def adapters(
     root: Path, base: str, targets: Sequence[str], ranks: Sequence[int]
 ) -> tuple[int, list[Adapter]]:
     """Bytes of a block, and the adapter of each rank."""
-    write_base(root / "base", base)
+    shape = BASES[base]
+    write_base_config(shape, root / "base", 4096)
     family, config = read_model_config(root / "base")
     sites = family.build(config, NoWeights(), TorchOperators()).site_weights.table
     groups = plan_kv_groups(config.windows, config.kv_heads, HALF_BYTES)
     geometry = base_geometry(root / "base", config, sites)
     made = []
     for rank in ranks:
-        write_adapter(root / f"rank-{rank}", base, targets, rank)
+        write_empty_adapter(root / f"rank-{rank}", shape, targets, rank)
         modules = read_adapter(root / f"rank-{rank}", geometry, sites, max(ranks)).modules
         plans = plan_sites(modules, sites, ItemBytes(lambda info, kind: HALF_BYTES, HALF_BYTES), {})
         matrices = [part.matrix for plan in plans for part in plan.parts]

@@ -7,15 +7,14 @@ Whoever reads them handles as many bytes as those of a real adapter, but few com
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape, write_adapter_config
+from benchmarks.llama import ALL_SEVEN, Shape, adapter_matrices, write_adapter_config
+from loraplex.adapter_format.safetensors_header import LENGTH_BYTES, encode_header
 from loraplex_services.common.objects.file import FileStore
 
 PAGE_BYTES = 4096
@@ -55,26 +54,18 @@ def dig_holes(path: Path) -> None:
 def write_sparse_adapter(shape: Shape, folder: Path, rank: int, seed: int) -> Path:
     """An adapter on all linears in bfloat16, as long as a real one."""
     folder.mkdir(parents=True)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for layer in range(shape.num_layers):
-        for name in ALL_SEVEN:
-            num_inputs, num_outputs = shape.linears[name]
-            block = "self_attn" if name in ATTENTION else "mlp"
-            module = f"base_model.model.model.layers.{layer}.{block}.{name}"
-            for half, size in (("A", [rank, num_inputs]), ("B", [num_outputs, rank])):
-                begin, end = end, end + BFLOAT16_BYTES * size[0] * size[1]
-                tensor = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
-                header[f"{module}.lora_{half}.weight"] = tensor
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % PAGE_BYTES)
+    matrices = adapter_matrices(shape, rank)
+    header = encode_header((name, "BF16", size) for name, size in matrices)
+    text = header[LENGTH_BYTES:] + b" " * (-len(header) % PAGE_BYTES)
+    begin = LENGTH_BYTES + len(text)
+    num_bytes = BFLOAT16_BYTES * shape.num_adapter_weights(rank)
     rng = np.random.default_rng(seed)
     with (folder / "adapter_model.safetensors").open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-        for page in rng.choice(end // PAGE_BYTES, NUM_FILLED, replace=False):
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        file.truncate(begin + num_bytes)
+        for page in rng.choice(num_bytes // PAGE_BYTES, NUM_FILLED, replace=False):
             values = rng.standard_normal(PAGE_BYTES // BFLOAT16_BYTES, np.float32) * 0.02
-            file.seek(8 + len(text) + int(page) * PAGE_BYTES)
+            file.seek(begin + int(page) * PAGE_BYTES)
             file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
     write_adapter_config(folder, shape, rank, ALL_SEVEN)
     return folder

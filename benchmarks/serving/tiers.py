@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import shutil
@@ -38,7 +37,7 @@ from unittest.mock import patch
 import psutil
 import torch
 
-from benchmarks.llama import Shape, write_adapter
+from benchmarks.llama import Shape, write_adapter, write_base_config
 from benchmarks.machine import write_results
 from benchmarks.serving.many_adapters import make_config
 from benchmarks.serving.sparse_files import SparseStore, dig_holes, write_sparse_adapter
@@ -68,7 +67,7 @@ class Bench:
     """An engine, and what fetches for it."""
 
     def __init__(self, work_dir: Path, arena_bytes: int) -> None:
-        base = _write_config(work_dir)
+        base = write_base_config(SHAPE, work_dir / SHAPE.name, 2048)
         with patch.object(QuantisedOnLoad, "take_codes", _same_codes(QuantisedOnLoad.take_codes)):
             self.runner = build_runner(
                 base,
@@ -148,29 +147,6 @@ def _same_codes(take: Any) -> Any:
         return made[key]
 
     return take_codes
-
-
-def _write_config(work_dir: Path) -> Path:
-    folder = work_dir / SHAPE.name
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": SHAPE.vocab_size,
-        "hidden_size": SHAPE.hidden_size,
-        "intermediate_size": SHAPE.intermediate_size,
-        "num_hidden_layers": SHAPE.num_layers,
-        "num_attention_heads": SHAPE.num_heads,
-        "num_key_value_heads": SHAPE.num_kv_heads,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def _leave_page_cache(adapter: DiskAdapter) -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu.common import write_base
-from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape, write_adapter
+from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape, write_adapter, write_base_config
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.request import Request
@@ -103,7 +102,7 @@ class Folders:
         """(base, adapters) of a geometry."""
         if name not in self._known:
             geometry, root = GEOMETRIES[name], self._root / name
-            base = write_base(geometry.shape, root / "base", 1024)
+            base = write_base_config(geometry.shape, root / "base", 1024)
             write_weights(geometry.shape, base)
             adapters = [
                 write_adapter(
