@@ -264,7 +264,7 @@ MASTER_ADDR = listen_setting(
 FULLY_SHARDED_LORAS = flag_setting(
     "LORAPLEX_FULLY_SHARDED_LORAS",
     "up worker",
-    "Divide both matrices of an adapter among tensor-parallel ranks, which saves memory.",
+    "Divide both matrices of an adapter among tensor-parallel ranks at every linear.",
 )
 
 # Worker: memory

@@ -31,6 +31,7 @@ from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeigh
 from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.sampling.drawing import DrawOperators
+from loraplex_services.worker.types.division import ONE_MATRIX
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 
@@ -42,7 +43,7 @@ class NativeOperators:
         widens = dtype is torch.bfloat16 and native.has_tiles and not native.uses_pairs
         self.name = f"native-{native.isa}" + "-widened" * widens
         self.ranks: Ranks = OneRank()
-        self.fully_sharded = False
+        self.division = ONE_MATRIX
         self.native = native
         self.attention_maker = AttentionMaker(
             NativeAttention,
@@ -104,7 +105,7 @@ class NativeOperators:
     ) -> ExpertMlps:
         """See Operators."""
         gates = [self.native.silu_multiply, self.native.gelu_tanh_multiply]
-        if self.fully_sharded or weights.gate_up_bias is not None or gate not in gates:
+        if weights.gate_up_bias is not None or gate not in gates:
             return LoopedExperts(looped.experts, gate)
         return NativeExperts(self.native, looped.experts, uses_gelu=gate == gates[1])
 

@@ -25,6 +25,7 @@ from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeigh
 from loraplex_services.worker.ops.recurrence.torch import TorchDeltaNet
 from loraplex_services.worker.ops.rope.torch import Rotate, rotate_heads
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
+from loraplex_services.worker.types.division import ONE_MATRIX, Division
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
@@ -44,8 +45,8 @@ class Operators(Protocol):
     """Ranks that share the base; one by default."""
     attention_maker: AttentionMaker
     """Makes each layer's attention backend, and the metadata of each step."""
-    fully_sharded: bool
-    """Whether they divide both matrices of an adapter's pairs: see `sharded_lora`."""
+    division: Division
+    """How they divide adapters."""
 
     @property
     def rotate(self) -> Rotate:
@@ -129,7 +130,7 @@ class TorchOperators:
     def __init__(self) -> None:
         self.ranks: Ranks = OneRank()
         self.attention_maker = AttentionMaker(VanillaAttention)
-        self.fully_sharded = False
+        self.division = ONE_MATRIX
 
     def linear(self, weight: Tensor) -> BaseLinear:
         """See Operators."""

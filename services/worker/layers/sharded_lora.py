@@ -1,4 +1,4 @@
-"""Low-rank updates with both matrices divided among the ranks (`--fully-sharded-loras`).
+"""Low-rank updates with both matrices divided among the ranks (see `types.division`).
 
 Source: Sheng et al. 2023, "S-LoRA", section 6. At a site that is cut by outputs, ranks divide the
 rank rows of A, gather the rank-sized intermediates and multiply them with their own outputs of B.

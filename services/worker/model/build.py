@@ -198,7 +198,8 @@ class Builder:
             is_addend: if ranks divide the inputs, leave the sum over the ranks to the caller.
         """
         base = self.base(modules, num_inputs, cut)
-        site_id = self.sites.add(layer, LINEAR, num_inputs, modules, cut)
+        both = self.operators.division.divides_both(num_inputs, [n for _, n in modules], cut)
+        site_id = self.sites.add(layer, LINEAR, num_inputs, modules, cut, divides_both=both)
         self.linears[site_id] = self._rows_of(base, modules, num_inputs)
         bias = None
         if has_bias:
@@ -210,7 +211,7 @@ class Builder:
         assert not (is_addend and has_bias), "each rank would add the bias"
         sum_ranks = self.operators.ranks.all_reduce if is_summed else None
         add_bias = self.operators.add_bias
-        return LoraLinear(site_id, base, bias, self._add_lora(cut), sum_ranks, add_bias)
+        return LoraLinear(site_id, base, bias, self._add_lora(cut, both), sum_ranks, add_bias)
 
     def keeps_codes(self, modules: Modules, num_inputs: int) -> bool:
         """Whether products read the codes that the files have of these weights."""
@@ -242,11 +243,10 @@ class Builder:
         self._codes[key] += num_modules
         return self.operators.coded_linear(weight, self.weights.dtype)
 
-    def _add_lora(self, cut: Cut) -> AddLora:
-        ranks = self.operators.ranks
-        if not self.operators.fully_sharded or cut is WHOLE or ranks.shard.size == 1:
+    def _add_lora(self, cut: Cut, divides_both: bool) -> AddLora:
+        if not divides_both:
             return self.operators.add_lora()
-        return ShardedLora(ranks, is_cut_by_outputs=bool(cut.outputs))
+        return ShardedLora(self.operators.ranks, is_cut_by_outputs=bool(cut.outputs))
 
     def weight(self, modules: Modules, num_inputs: int, cut: Cut) -> Tensor:
         """The stacked weights `[out, in]` of `modules`, or the part that this rank has."""

@@ -45,6 +45,7 @@ from loraplex_services.worker.model.on_load import (
 from loraplex_services.worker.model.quantised import QuantisedCheckpoint
 from loraplex_services.worker.ops.attention.backend import AUTO
 from loraplex_services.worker.ops.lora.records import Records
+from loraplex_services.worker.runner.adapter_division import division_of, log_division
 from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
 from loraplex_services.worker.runner.backends import choose_operators, share_threads
 from loraplex_services.worker.runner.decode_programs import DecodePrograms
@@ -148,7 +149,8 @@ def _build(
     operators = choose_operators(
         torch_device, torch_dtype, settings.cpu_isa, settings.attention_backend
     )
-    operators.ranks, operators.fully_sharded = ranks, settings.fully_sharded_loras
+    operators.ranks = ranks
+    operators.division = division_of(settings, ranks, torch_device, torch_dtype)
     operators.attention_maker.kv_cache_dtype = settings.kv_cache_dtype
     logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     if isinstance(operators, NativeOperators):
@@ -164,6 +166,7 @@ def _build(
     base_key = weights_key(model_dir, geometry, settings.quantization)
     stored = stored_dtype(settings.lora_dtype, operators, kv)
     layout = _adapter_layout(model, kv, operators, settings.max_lora_rank, base_key, stored)
+    log_division(layout)
     packer = Packer(geometry, layout, SiteValues(sites, layout, torch_device))
     model.ropes.reserve(settings.max_resident)
     host = _pinned_cache(arena, settings.host_cache_bytes)
@@ -209,7 +212,6 @@ def _adapter_layout(
         ropes=base_ropes(model.config),
         stored=stored,
         shard=operators.ranks.shard,
-        fully_sharded=operators.fully_sharded,
     )
 
 
@@ -354,7 +356,8 @@ def _model_info(
     if scheme := _quantization(settings):
         arithmetic += f"-{scheme}"
     if num_ranks > 1:  # sums have another order
-        arithmetic += f"-tp{num_ranks}" + "-full" * layout.fully_sharded
+        both = [str(site.id) for site in layout.sites.sites if site.divides_both]
+        arithmetic += "-".join((f"-tp{num_ranks}", *both))
     return ModelInfo(
         vocab_size=config.vocab_size,
         max_model_len=max_model_len or config.max_position_embeddings,

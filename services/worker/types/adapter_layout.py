@@ -39,8 +39,6 @@ class AdapterLayout:
     shard: Shard = ONLY
     """The tensor-parallel rank for which images are packed; `sites` is the table of the whole
     base."""
-    fully_sharded: bool = False
-    """Whether ranks divide both matrices of each pair instead of one: see `pack.site_cuts`."""
 
     @property
     def int8(self) -> bool:
@@ -78,7 +76,5 @@ class AdapterLayout:
         sites = (self.sites.sites, sorted(self.sites.modules.items()))
         types = (self.block_bytes, self.dtype, self.keeps_half, self.stored, self.max_rank)
         tokens = self.ropes.max_position_embeddings
-        parts = repr(
-            (IMAGE_VERSION, types, self.base_key, sites, tokens, self.shard, self.fully_sharded)
-        )
+        parts = repr((IMAGE_VERSION, types, self.base_key, sites, tokens, self.shard))
         return hashlib.sha256(parts.encode()).hexdigest()[:16]

@@ -52,7 +52,8 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     """How keys and values are stored: `auto` = in the model's dtype, or `int8`."""
     fully_sharded_loras: bool = False
-    """Whether both matrices of an adapter's pairs are divided among the ranks, instead of one."""
+    """Whether both matrices of an adapter's pairs are divided among the ranks at every linear,
+    instead of where this is cheaper."""
 
     def runner_fields(self) -> dict[str, Any]:
         """The fields of this class and not those of subclasses, by name."""

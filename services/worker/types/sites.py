@@ -34,6 +34,8 @@ class Site:
     out_features: int
     cut: Cut = WHOLE
     """How tensor-parallel ranks divide it."""
+    divides_both: bool = False
+    """Whether they divide both matrices of an adapter's pairs, and not one: see `division`."""
 
     def on_rank(self, shard: Shard) -> Site:
         """The site as one rank has it."""
@@ -103,6 +105,8 @@ class SiteTableBuilder:
         in_features: int,
         modules: Sequence[tuple[str, int]],
         cut: Cut = WHOLE,
+        *,
+        divides_both: bool = False,
     ) -> int:
         """Add a site of stacked modules, (name, out_features) each, and return its id."""
         site_id = len(self._sites)
@@ -111,7 +115,7 @@ class SiteTableBuilder:
             assert name not in self._modules, name
             self._modules[name] = SiteRange(site_id, begin, out_features)
             begin += out_features
-        self._sites.append(Site(site_id, layer, kind, in_features, begin, cut))
+        self._sites.append(Site(site_id, layer, kind, in_features, begin, cut, divides_both))
         return site_id
 
     def alias(self, name: str, site_id: int) -> None:

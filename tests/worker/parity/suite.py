@@ -47,12 +47,10 @@ class Stage:
     slots: dict[str, int]
 
 
-def set_stage(base_name: str, root: Path, num_ranks: int = 1, fully_sharded: bool = False) -> Stage:
+def set_stage(base_name: str, root: Path, **settings: Any) -> Stage:
     """Make the base and one adapter per feature, load everything."""
     base = make_base(base_name, root / "base")
-    return stage_of(
-        base, features_of(base), root, num_ranks=num_ranks, fully_sharded_loras=fully_sharded
-    )
+    return stage_of(base, features_of(base), root, **settings)
 
 
 def set_library_stage(base_name: str, root: Path) -> Stage:

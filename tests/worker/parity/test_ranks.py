@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex_services.worker.types.sites import LINEAR
 from tests.worker.parity.bases import BASES
 from tests.worker.parity.driving import Job, greedy
 from tests.worker.parity.suite import (
@@ -17,24 +18,33 @@ from tests.worker.parity.suite import (
 )
 
 NUM_NEW_TOKENS = 24
+DIVISIONS = {
+    "one": {},
+    "full": {"fully_sharded_loras": True},
+    "by-site": {"max_lora_rank": 24_000},
+}
+"""How adapters are divided. With so large a limit of the rank, both matrices are divided at the
+inputs of the tiny bases' blocks, and one at their outputs."""
 ALWAYS = {
-    ("llama3-rope-tied", 2, False),
-    ("llama", 2, True),
-    ("qwen3.5-moe", 2, False),
-    ("gemma4-all", 2, False),
+    ("llama3-rope-tied", 2, "one"),
+    ("llama", 2, "full"),
+    ("llama", 4, "by-site"),
+    ("qwen3.5-moe", 2, "one"),
+    ("gemma4-all", 2, "one"),
 }
 """Tied tables; recurrent layers, and experts with a shared one; layers of different heads. (base,
-ranks, whether both matrices of an adapter are divided)"""
+ranks, division)"""
 
 
 def _params() -> list[object]:
-    groups = [(name, size, full) for name in BASES for size in (2, 4) for full in (False, True)]
+    groups = [(name, size, how) for name in BASES for size in (2, 4) for how in ("one", "full")]
+    groups += [(name, size, "by-site") for name in ("llama", "qwen3.5-moe") for size in (2, 4)]
     assert set(groups) >= ALWAYS
     return [
         pytest.param(
             group,
             marks=[pytest.mark.long] * (group not in ALWAYS),
-            id=f"{group[0]}-{group[1]}" + "-full" * group[2],
+            id=f"{group[0]}-{group[1]}" + (group[2] != "one") * f"-{group[2]}",
         )
         for group in groups
     ]
@@ -42,8 +52,13 @@ def _params() -> list[object]:
 
 @pytest.fixture(scope="module", params=_params())
 def stage(request, tmp_path_factory) -> Iterator[Stage]:
-    name, *partition = request.param
-    stage = set_stage(name, tmp_path_factory.mktemp(name), *partition)
+    name, num_ranks, how = request.param
+    stage = set_stage(name, tmp_path_factory.mktemp(name), num_ranks=num_ranks, **DIVISIONS[how])
+    sites = stage.driver.runner.layout.sites.sites
+    choices = {
+        s.divides_both for s in sites if s.kind == LINEAR and (s.cut.outputs or s.cut.inputs)
+    }
+    assert choices == {"one": {False}, "full": {True}, "by-site": {False, True}}[how]
     yield stage
     stage.driver.runner.close()
 

@@ -21,7 +21,6 @@ from loraplex_services.worker.adapters.pack.site_cuts import (
     ZEROS,
     RowIds,
     cut_plans,
-    divides_both,
     local_rows,
 )
 from loraplex_services.worker.adapters.pack.site_plan import Part, Role, SitePlan
@@ -86,7 +85,7 @@ class ImageBuilder:
         fingerprint = self._layout.fingerprint
         index = ImageIndex(fingerprint, self._num_pages, self._num_bytes, sites, facts)
         layout = self._layout
-        in_torch = {site.id for site in layout.sites.sites if divides_both(site, layout)}
+        in_torch = {site.id for site in layout.sites.sites if site.divides_both}
         index = with_records(index, layout.sites.on_rank(layout.shard), in_torch)
         return PackedAdapter(index, self._data.data)
 

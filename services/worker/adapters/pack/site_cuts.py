@@ -2,9 +2,9 @@
 
 Where a site's outputs are divided, A is whole on every rank and B and all vectors are cut by
 output. Where its inputs are divided, A is cut by input and B is whole, because each rank's product
-is an addend of the result. In fully sharded layouts, A of the former is cut by rank row, and B of
-the latter by output, except at experts. The embedding's parts are whole everywhere; those of the
-head are on rank 0, which samples.
+is an addend of the result. Where both matrices are divided (`Site.divides_both`), A of the former
+is cut by rank row as well, and B of the latter by output. The embedding's parts are whole
+everywhere; those of the head are on rank 0, which samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loraplex_services.worker.types.sharding import (
     share_of,
     within,
 )
-from loraplex_services.worker.types.sites import HEAD, LINEAR, LM_HEAD, Site, Slice
+from loraplex_services.worker.types.sites import HEAD, LM_HEAD, Site, Slice
 
 RowIds = dict[str, tuple[int, ...]]
 """By module: which rows of its site's weight the adapter replaces."""
@@ -40,28 +40,21 @@ def cut_plans(plans: Sequence[SitePlan], layout: AdapterLayout, row_ids: RowIds)
     return [plan for plan in cut if plan is not None]
 
 
-def divides_both(site: Site, layout: AdapterLayout) -> bool:
-    """Whether ranks divide both matrices of a pair at the site."""
-    is_cut = bool(site.cut.outputs or site.cut.inputs)
-    return layout.fully_sharded and layout.shard.size > 1 and is_cut and site.kind == LINEAR
-
-
 def _cut_plan(plan: SitePlan, layout: AdapterLayout, row_ids: RowIds) -> SitePlan | None:
     site, shard = layout.sites.sites[plan.site_id], layout.shard
-    full = divides_both(site, layout)
     if site.kind in (LM_HEAD, HEAD):
         return plan if shard.rank == 0 else None
     if site.cut.outputs:
         spans = shard.spans(site.cut.outputs)
         parts = tuple(_by_outputs(plan.parts, spans, row_ids))
-        if full:
+        if site.divides_both:
             parts = tuple(_by_rank_rows(parts, shard))
         slices = tuple(_local_slice(part, spans) for part in plan.slices)
         return replace(plan, slices=slices, parts=parts)
     if site.cut.inputs:
         columns = shard.spans(site.cut.inputs)
         parts = tuple(_by_inputs(plan.parts, columns, shard))
-        if full:
+        if site.divides_both:
             parts = tuple(_by_share_of_outputs(parts, shard))
         return replace(plan, parts=parts)
     return plan

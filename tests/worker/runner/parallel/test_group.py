@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -45,7 +45,7 @@ class Group:
     """A runner of several ranks, and who of the other ranks has ended."""
 
     root: Path
-    fully_sharded: bool = False
+    settings: dict[str, object] = field(default_factory=dict)
     num_ranks: int = 2
     num_adapters: int = 0
     ended: list[tuple[int, int]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Group:
             dtype="float32",
             arena_bytes=1 << 20,
             num_ranks=self.num_ranks,
-            fully_sharded_loras=self.fully_sharded,
+            **self.settings,
             on_rank_end=self.note_end,
         )
 
@@ -88,7 +88,21 @@ def full(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Group]:
     """Ranks that divide both matrices of each pair, and outlive each test."""
-    group = Group(tmp_path_factory.mktemp("full"), fully_sharded=True, num_ranks=request.param)
+    settings = {"fully_sharded_loras": True}
+    group = Group(tmp_path_factory.mktemp("full"), settings, num_ranks=request.param)
+    yield group
+    assert not group.ended
+    group.runner.close()
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
+def by_site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Group]:
+    """Ranks that may load adapters so large that both matrices are divided at q, k, v and at gate,
+    up, but one at o and down. They outlive each test."""
+    settings = {"max_lora_rank": 1 << 16}
+    group = Group(tmp_path_factory.mktemp("by-site"), settings, num_ranks=request.param)
     yield group
     assert not group.ended
     group.runner.close()
@@ -169,6 +183,27 @@ def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, facto
         others = full.num_ranks - 1
         expected = tiny.NUM_LAYERS * factor * others * num_tokens * rank / full.num_ranks
         assert sent == expected * FLOAT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("targets", "factor"), [(("v_proj",), 1), (("o_proj", "down_proj"), 0), (ALL_LINEAR, 5)]
+)
+def test_each_site_sends_what_its_own_division_does(by_site, targets, factor):
+    driver, base = Driver(by_site.runner), sent_bytes(by_site, 7)
+    driver.load(1, by_site.adapter("mixed", 8, targets))
+    sent = sent_bytes(by_site, 7, ((1, 1.0),)) - base
+    by_site.runner.unload_adapter(1)
+    others = by_site.num_ranks - 1
+    expected = tiny.NUM_LAYERS * factor * others * 7 * 8 / by_site.num_ranks
+    assert sent == expected * FLOAT_BYTES
+
+
+def test_an_image_says_how_its_sites_are_divided(group, full, by_site):
+    layouts = [each.runner.layout for each in (group, full, by_site)]
+    shards = [replace(layout, shard=layouts[0].shard) for layout in layouts]
+    assert len({layout.fingerprint for layout in shards}) == 3
+    arithmetic = {each.runner.model_info().numerics_fingerprint for each in (group, full, by_site)}
+    assert len(arithmetic) == 3
 
 
 def test_divided_pairs_leave_each_rank_its_share_of_an_adapter(full):
