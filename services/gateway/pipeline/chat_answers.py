@@ -55,11 +55,7 @@ class ChatAnswers:
             self._offsets.setdefault(text_delta.index, []).extend(text_delta.offsets)
         delta = reply.feed(text_delta.text)
         if text_delta.finish_reason is not None:
-            rest = reply.finish()
-            delta.content += rest.content
-            delta.reasoning += rest.reasoning
-            delta.calls += rest.calls
-            delta.thoughts += rest.thoughts
+            delta.add(reply.finish())
         self._thoughts.setdefault(text_delta.index, []).extend(delta.thoughts)
         return delta
 

@@ -95,11 +95,7 @@ class AnswerParser:
             held = ""
         delta = self._content(held) if held else Delta()
         if self._tools is not None:
-            rest = self._tools.finish()
-            delta.content += rest.content
-            delta.reasoning += rest.reasoning
-            delta.calls += rest.calls
-            delta.thoughts += rest.thoughts
+            delta.add(self._tools.finish())
         return delta
 
     def _begin(self) -> bool:

@@ -12,79 +12,41 @@ import warnings
 from collections.abc import Set
 from typing import Any
 
-from loraplex_services.gateway.tools.reader import Delta, ToolCall, new_call_id
+from loraplex_services.gateway.tools.brackets import BracketScanner
+from loraplex_services.gateway.tools.reader import CallReader, State
 
 MAX_CHARS = 1 << 16
-_BEGIN = re.compile(r"\[\s*(?:[\w.-]*|[\w.-]+\s*\(.*)", re.DOTALL)
+_BEGIN = re.compile(r"\[\s*+(?:[\w.-]++\s*+(?:\(.*)?)?", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-_OPENS, _CLOSES = "([{", ")]}"
 
 
-class PythonReader:
-    """Splits one answer into calls or text. Calls are emitted when their list is complete."""
+class PythonReader(CallReader):
+    """Reads an answer that begins with a list of calls."""
 
     def __init__(self, names: Set[str]) -> None:
         """`names`: the functions offered; an answer that calls another is text."""
+        super().__init__(())
+        self._state = State.CALL
         self._names = names
-        self._buffer = ""
-        self._num_read = self._depth = 0
-        self._quote = ""
-        self._is_escaped = False
-        self._is_text = False
-        self.num_calls = 0
+        self._scanner: BracketScanner | None = None
 
-    def feed(self, text: str) -> Delta:
-        """Parse the next part of the text. Returns what it adds to the answer."""
-        if self._is_text:
-            return Delta(content=text)
-        self._buffer += text
+    def _read_call(self) -> bool:
         shown = self._buffer.lstrip()
         if not shown:
-            return Delta()
+            return False
         if not _BEGIN.fullmatch(shown) or len(shown) > MAX_CHARS:
-            return self._let_go()
-        while self._num_read < len(self._buffer):
-            self._read(self._buffer[self._num_read])
-            self._num_read += 1
-            if not self._depth and not self._buffer[: self._num_read].isspace():
-                return self._called()
-        return Delta()
-
-    def finish(self) -> Delta:
-        """End the text. An incomplete list becomes text."""
-        return self._let_go()
-
-    def _read(self, char: str) -> None:
-        if self._quote:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif char == "\\":
-                self._is_escaped = True
-            elif char == self._quote:
-                self._quote = ""
-        elif char in "\"'":
-            self._quote = char
-        elif char in _OPENS:
-            self._depth += 1
-        elif char in _CLOSES:
-            self._depth -= 1
-
-    def _called(self) -> Delta:
-        """The output for a complete list: its calls, or text if it calls a function that is not
-        offered."""
-        calls = _parsed(self._buffer[: self._num_read].strip())
-        if not calls or any(name not in self._names for name, _ in calls):
-            return self._let_go()
-        self._buffer = self._buffer[self._num_read :]
-        delta = self._let_go()
-        for name, arguments in calls:
-            delta.calls.append(ToolCall(self.num_calls, new_call_id(), name, arguments))
-            self.num_calls += 1
-        return delta
-
-    def _let_go(self) -> Delta:
-        text, self._buffer, self._is_text = self._buffer, "", True
-        return Delta(content=text)
+            self._give_up()
+            return True
+        if self._scanner is None:
+            self._scanner = BracketScanner(len(self._buffer) - len(shown), is_python=True)
+        if (end := self._scanner.find_end(self._buffer)) is None:
+            return False
+        calls = _parsed(self._buffer[:end].strip())
+        if calls and all(name in self._names for name, _ in calls):
+            self._emit(end, *calls)
+        else:
+            self._give_up()
+        return True
 
 
 def _parsed(text: str) -> list[tuple[str, str]]:

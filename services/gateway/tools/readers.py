@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from loraplex_services.gateway.text.chat_style import ToolFormat
 from loraplex_services.gateway.tools.gemma_calls import gemma_call
 from loraplex_services.gateway.tools.glm_calls import glm_call
 from loraplex_services.gateway.tools.harmony import HarmonyReader
+from loraplex_services.gateway.tools.json_calls import LIST, NOTATIONS, JsonReader, Notation
 from loraplex_services.gateway.tools.python_calls import PythonReader
 from loraplex_services.gateway.tools.reader import (
-    LIST,
-    NOTATIONS,
     AnswerReader,
     Delta,
-    Notation,
     ToolCall,
-    ToolReader,
     new_call_id,
     valid_json,
 )
@@ -58,10 +56,10 @@ class OnlyCallsReader:
         return self._reader.num_calls
 
     def feed(self, text: str) -> Delta:
-        return _without_content(self._reader.feed(text))
+        return replace(self._reader.feed(text), content="")
 
     def finish(self) -> Delta:
-        return _without_content(self._reader.finish())
+        return replace(self._reader.finish(), content="")
 
 
 class FirstCallReader:
@@ -82,18 +80,12 @@ class FirstCallReader:
         return _first_call(self._reader.finish())
 
 
-def _without_content(delta: Delta) -> Delta:
-    return Delta(reasoning=delta.reasoning, calls=delta.calls, thoughts=delta.thoughts)
-
-
 def _first_call(delta: Delta) -> Delta:
-    """Keep only the first call. Mutates: delta."""
-    delta.calls = [call for call in delta.calls if call.index == 0]
-    return delta
+    return replace(delta, calls=[call for call in delta.calls if call.index == 0])
 
 
 def _json_reader(notation: Notation) -> Callable[[ToolUse], AnswerReader]:
-    return lambda use: ToolReader(notation, use.names)
+    return lambda use: JsonReader(notation, use.names)
 
 
 _READERS: dict[ToolFormat, Callable[[ToolUse], AnswerReader]] = {
@@ -124,4 +116,4 @@ def reader_of(tool_format: ToolFormat, use: ToolUse) -> AnswerReader | None:
         return reader if use.is_parallel else FirstCallReader(reader)
     if use.named:
         return ArgumentsReader(use.named)
-    return OnlyCallsReader(ToolReader(LIST, frozenset())) if use.must_call else None
+    return OnlyCallsReader(JsonReader(LIST, frozenset())) if use.must_call else None

@@ -177,6 +177,7 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
         "",
         [("now", {"a": [1, [2]], "b": {"c": True}})],
     ),
+    ("pythonic", "[weather\n(city='Rome')]", "", [("weather", {"city": "Rome"})]),
     ("pythonic", "[1] says so", "[1] says so", []),
     ("pythonic", "[launch(now=True)]", "[launch(now=True)]", []),
     ("pythonic", "[now(f())]", "[now(f())]", []),
@@ -311,6 +312,8 @@ def test_a_call_that_was_cut_anywhere_is_text_and_never_half_a_call(kind: str) -
         '<tool_call>{"name": "weather", "arguments": {"city": "Rome"\nIt rains in Rome.',
         '<tool_call>{"name": "weather", "arguments": {"city" "Rome"}}',
         '<tool_call>{"name": "weather", "arguments": "no JSON"}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments"[: {"city": "Rome"}]}</tool_call>',
+        '<tool_call>{"name": "weather", "argument": {"city": "Rome"}\n</tool_call>',
     ],
 )
 def test_a_malformed_call_and_what_follows_stay_content(answer: str) -> None:
