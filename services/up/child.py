@@ -10,6 +10,7 @@ import signal
 import sys
 
 from loraplex_services.common.processes.process import MAX_ERROR_BYTES
+from loraplex_services.common.processes.tied import tied_to_parent
 from loraplex_services.up.wiring import ChildSpec
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,9 @@ class Child:
         os.set_blocking(errors, False)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "loraplex_services.up.launch", str(os.getpid())),
-                *(self.spec.module, "--error-fd", str(error_fd)),
+                *tied_to_parent(
+                    sys.executable, "-m", self.spec.module, "--error-fd", str(error_fd)
+                ),
                 env=self.spec.environ,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),

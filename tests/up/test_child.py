@@ -107,9 +107,9 @@ async def test_child_has_a_process_group_of_its_own(tmp_path: Path) -> None:
 async def test_child_dies_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{STUBBORN}")
     parent = (
-        "import os, subprocess, sys\n"
-        "launch = [sys.executable, '-m', 'loraplex_services.up.launch']\n"
-        "command = [*launch, str(os.getpid()), 'work']\n"
+        "import subprocess, sys\n"
+        "from loraplex_services.common.processes.tied import tied_to_parent\n"
+        "command = tied_to_parent(sys.executable, '-m', 'work')\n"
         "subprocess.Popen(command, process_group=0).wait()"
     )
     environ = {**os.environ, "PYTHONPATH": f"{REPO}:{tmp_path}"}

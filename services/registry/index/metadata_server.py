@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,19 +20,13 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from loraplex.errors import Unavailable
+from loraplex_services.common.processes.tied import tied_to_parent
 
 logger = logging.getLogger(__name__)
 
 _MAX_SOCKET_PATH_BYTES = 100
 _START_TIMEOUT_S = 10.0
 _RESTART_PAUSE_S = 0.5
-_TIE_TO_PARENT = """
-import ctypes, os, sys
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class MetadataServer:
@@ -71,8 +64,7 @@ class MetadataServer:
     async def _spawn(self) -> None:
         self._socket.unlink(missing_ok=True)
         self._process = subprocess.Popen(
-            [
-                *_launcher(),
+            tied_to_parent(
                 str(self._binary),
                 *("--port", "0"),
                 *("--unixsocket", str(self._socket)),
@@ -81,7 +73,7 @@ class MetadataServer:
                 *("--appendonly", "no"),
                 *("--dir", str(self._socket.parent)),
                 *("--maxmemory-policy", "noeviction"),
-            ],
+            ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -134,17 +126,6 @@ def _socket_path(state_dir: Path) -> Path:
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         raise Unavailable(f"{folder} belongs to another user; choose a shorter state folder")
     return folder / "metadata.sock"
-
-
-def _launcher() -> list[str]:
-    """A command prefix that ends the server with this process, however that ends.
-
-    Linux only. A separate program does it: running Python between fork and exec is not safe next to
-    the threads of gRPC.
-    """
-    if sys.platform != "linux":
-        return []
-    return [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid())]
 
 
 async def _answers(url: str) -> bool:
