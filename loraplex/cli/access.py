@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import moment, print_json, print_table, sized
+from loraplex.cli.output import moment, show, show_table, sized
 from loraplex.cli.parsing import add_command, add_connection, add_group, count, num_bytes, seconds
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
     from loraplex.api.registry import ApiKey
+    from loraplex.api.tenants import Tenant
 
 
 def add(commands: Any) -> None:
@@ -126,6 +127,7 @@ def _add_tenants(commands: Any) -> None:
 
 async def _first_admin_key(args: argparse.Namespace) -> None:
     """Print the first admin key of the registry, or generate one if no registry answers."""
+    from loraplex.api_keys import draw_key, token_of
     from loraplex.errors import Unavailable
 
     try:
@@ -137,7 +139,9 @@ async def _first_admin_key(args: argparse.Namespace) -> None:
             "file's path, and start the registry"
         )
         print(f"{error.message}\n{hint}", file=sys.stderr)
-        _print_drawn_key(args.json)
+        key_id, secret = draw_key()
+        token = token_of(key_id, secret)
+        show({"key_id": key_id, "token": token}, token, as_json=args.json)
         return
     print(
         "note: a registry answered and created this key for itself; to generate one for another "
@@ -147,22 +151,8 @@ async def _first_admin_key(args: argparse.Namespace) -> None:
     _print_key(key, token, args.json)
 
 
-def _print_drawn_key(as_json: bool) -> None:
-    from loraplex.api_keys import draw_key, token_of
-
-    key_id, secret = draw_key()
-    token = token_of(key_id, secret)
-    if as_json:
-        print_json({"key_id": key_id, "token": token})
-        return
-    print(token)
-
-
 def _print_key(key: ApiKey, token: str, as_json: bool) -> None:
-    if as_json:
-        print_json({**dataclasses.asdict(key), "token": token})
-        return
-    print(token)
+    show({**dataclasses.asdict(key), "token": token}, token, as_json=as_json)
 
 
 async def _keys_create(args: argparse.Namespace) -> None:
@@ -181,30 +171,19 @@ async def _keys_create(args: argparse.Namespace) -> None:
 async def _keys_list(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         keys = await client.admin.keys(args.tenant)
-    if args.json:
-        for key in keys:
-            print_json(key)
-        return
-    rows = [
-        (
-            key.key_id,
-            key.tenant,
-            ",".join(key.scopes),
-            "revoked" if key.revoked else moment(key.expires_unix_s) or "never",
-            key.description,
-        )
-        for key in keys
-    ]
-    print_table(("KEY", "TENANT", "SCOPES", "EXPIRES", "DESCRIPTION"), rows)
+    header = ("KEY", "TENANT", "SCOPES", "EXPIRES", "DESCRIPTION")
+    show_table(header, keys, _key_row, as_json=args.json)
+
+
+def _key_row(key: ApiKey) -> tuple[str, ...]:
+    expires = "revoked" if key.revoked else moment(key.expires_unix_s) or "never"
+    return key.key_id, key.tenant, ",".join(key.scopes), expires, key.description
 
 
 async def _keys_revoke(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         key = await client.admin.revoke_key(args.key_id)
-    if args.json:
-        print_json(key)
-        return
-    print(f"revoked {key.key_id}")
+    show(key, f"revoked {key.key_id}", as_json=args.json)
 
 
 async def _tenants_set(args: argparse.Namespace) -> None:
@@ -216,10 +195,7 @@ async def _tenants_set(args: argparse.Namespace) -> None:
         given["signature_keys"] = _public_keys(given["signature_keys"])
     async with client_of(args) as client:
         tenant = await client.admin.set_tenant(Tenant(args.tenant, **given), given)
-    if args.json:
-        print_json(tenant)
-        return
-    print(f"set {tenant.tenant}")
+    show(tenant, f"set {tenant.tenant}", as_json=args.json)
 
 
 def _public_keys(paths: list[Path]) -> tuple[str, ...]:
@@ -231,20 +207,17 @@ def _public_keys(paths: list[Path]) -> tuple[str, ...]:
 async def _tenants_list(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         tenants = await client.admin.tenants()
-    if args.json:
-        for tenant in tenants:
-            print_json(tenant)
-        return
-    rows = [
-        (
-            t.tenant,
-            sized(t.used_bytes),
-            sized(t.max_bytes) if t.max_bytes else "-",
-            str(t.used_versions),
-            str(t.max_versions or "-"),
-            "required" if t.signature_keys else "-",
-            f"{t.max_kl:g}" if t.max_kl else "-",
-        )
-        for t in tenants
-    ]
-    print_table(("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT", "SIGNATURE", "MAX KL"), rows)
+    header = ("TENANT", "USED", "LIMIT", "VERSIONS", "LIMIT", "SIGNATURE", "MAX KL")
+    show_table(header, tenants, _tenant_row, as_json=args.json)
+
+
+def _tenant_row(tenant: Tenant) -> tuple[str, ...]:
+    return (
+        tenant.tenant,
+        sized(tenant.used_bytes),
+        sized(tenant.max_bytes) if tenant.max_bytes else "-",
+        str(tenant.used_versions),
+        str(tenant.max_versions or "-"),
+        "required" if tenant.signature_keys else "-",
+        f"{tenant.max_kl:g}" if tenant.max_kl else "-",
+    )

@@ -7,7 +7,15 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import moment, print_json, print_table, short_digest, sized
+from loraplex.cli.output import (
+    moment,
+    print_json,
+    print_table,
+    short_digest,
+    show,
+    show_table,
+    sized,
+)
 from loraplex.cli.parsing import add_command, add_connection, add_group, count
 from loraplex.cli.publish import client_of
 
@@ -94,10 +102,8 @@ async def _base_add(args: argparse.Namespace) -> None:
             max_lora_rank=args.max_lora_rank,
             replace=args.replace,
         )
-    if args.json:
-        print_json(_base_object(base))
-        return
-    print(f"recorded {base.base_id} ({base.model_type}, {short_digest(base.fingerprint)})")
+    text = f"recorded {base.base_id} ({base.model_type}, {short_digest(base.fingerprint)})"
+    show(_base_object(base), text, as_json=args.json)
 
 
 def _base_object(base: BaseModel) -> dict[str, Any]:
@@ -113,13 +119,13 @@ async def _base_list(args: argparse.Namespace) -> None:
         return
     rows = [
         (
-            b.base_id,
-            b.model_type,
-            str(b.num_layers),
-            short_digest(b.fingerprint),
-            ",".join(b.aliases),
+            base.base_id,
+            base.model_type,
+            str(base.num_layers),
+            short_digest(base.fingerprint),
+            ",".join(base.aliases),
         )
-        for b in bases
+        for base in bases
     ]
     print_table(("BASE", "TYPE", "LAYERS", "FINGERPRINT", "ALIASES"), rows)
 
@@ -133,38 +139,26 @@ async def _audit(args: argparse.Namespace) -> None:
             shown.append(entry)
         is_named = not args.json and any(entry.actor for entry in shown)
         keys = await client.admin.keys(args.tenant) if is_named else ()
-    if args.json:
-        for entry in shown:
-            print_json(entry)
-        return
     names = {key.key_id: f"{key.key_id} ({key.description})" for key in keys if key.description}
-    rows = [
-        (
-            moment(entry.time_unix_s),
-            names.get(entry.actor, entry.actor or "-"),
-            entry.action,
-            entry.subject,
-        )
-        for entry in shown
-    ]
-    print_table(("TIME", "BY", "ACTION", "SUBJECT"), rows)
+
+    def row(entry: AuditEntry) -> tuple[str, ...]:
+        by = names.get(entry.actor, entry.actor or "-")
+        return moment(entry.time_unix_s), by, entry.action, entry.subject
+
+    show_table(("TIME", "BY", "ACTION", "SUBJECT"), shown, row, as_json=args.json)
 
 
 async def _gc(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         done = await client.admin.collect_garbage(dry_run=args.dry_run)
-    if args.json:
-        print_json(done)
-        return
     verb = "would delete" if args.dry_run else "deleted"
     freed = sized(done.deleted_bytes)
-    print(f"{verb} {done.deleted_objects} objects ({freed}), kept {done.kept_objects}")
+    text = f"{verb} {done.deleted_objects} objects ({freed}), kept {done.kept_objects}"
+    show(done, text, as_json=args.json)
 
 
 async def _reindex(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         done = await client.admin.reindex()
-    if args.json:
-        print_json(done)
-        return
-    print(f"indexed {done.versions} versions, {done.tags} tags, {done.bases} bases")
+    text = f"indexed {done.versions} versions, {done.tags} tags, {done.bases} bases"
+    show(done, text, as_json=args.json)

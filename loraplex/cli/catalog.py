@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import moment, print_fields, print_json, print_table, short_digest, sized
+from loraplex.cli.output import (
+    about,
+    moment,
+    print_fields,
+    print_json,
+    short_digest,
+    show,
+    show_table,
+    sized,
+)
 from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, count, key_value
 from loraplex.cli.publish import client_of
 
@@ -118,12 +127,8 @@ async def _list(args: argparse.Namespace) -> None:
             all_versions=args.all or bool(args.name),
         )
         found = await _ordered(versions, args.sort, args.limit)
-    if args.json:
-        for version in found:
-            print_json(version)
-        return
     header = ("NAME", "VERSION", "TAGS", "DIGEST", "RANK", "SIZE", "BASE", "CREATED", "CREATOR")
-    print_table(header, [_row(version) for version in found])
+    show_table(header, found, _row, as_json=args.json)
 
 
 async def _ordered(
@@ -160,17 +165,14 @@ async def _show(args: argparse.Namespace) -> None:
         version = (await client.signatures(found.version.ref)).version
         certificates = await client.admin.certificates(found.version.ref)
     if args.json:
-        tags = [dataclasses.asdict(tag) for tag in found.tags]
-        measured = [dataclasses.asdict(certificate) for certificate in certificates]
-        print_json({**dataclasses.asdict(version), "adapter_tags": tags, "certificates": measured})
+        others = {"adapter_tags": found.tags, "certificates": certificates}
+        print_json({**dataclasses.asdict(version), **others})
         return
     print_fields(
         {
             "adapter": version.ref,
             "description": version.description,
-            "adapter labels": ", ".join(
-                f"{key}={value}" for key, value in version.adapter_labels.items()
-            ),
+            "adapter labels": spelled_labels(version.adapter_labels),
             "digest": version.digest,
             "base": version.base_id,
             "task": _task_of(version),
@@ -180,7 +182,7 @@ async def _show(args: argparse.Namespace) -> None:
             "created": moment(version.created_unix_s),
             "creator": version.creator,
             "visibility": version.visibility,
-            "labels": ", ".join(f"{key}={value}" for key, value in version.labels.items()),
+            "labels": spelled_labels(version.labels),
             "parent": version.parent,
             "rope scaling": version.rope_scaling,
             "EOS ids": ", ".join(map(str, version.eos_token_ids)),
@@ -201,6 +203,11 @@ async def _show(args: argparse.Namespace) -> None:
         print(f"  {file.path}  {sized(file.size_bytes)}  sha256:{file.sha256[:12]}")
     for warning in version.warnings:
         print(f"warning: {warning.field} = {warning.value}: {warning.description}")
+
+
+def spelled_labels(labels: Mapping[str, str]) -> str:
+    """`team=support, env=prod`."""
+    return ", ".join(f"{key}={value}" for key, value in labels.items())
 
 
 def certified(certificate: Certificate) -> str:
@@ -249,10 +256,8 @@ async def _pull(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         with ProgressBar(args.ref) as bar:
             version = await client.pull(args.ref, args.dir, force=args.force, progress=bar)
-    if args.json:
-        print_json(version)
-        return
-    print(f"pulled {version.ref} {short_digest(version.digest)} into {args.dir}")
+    text = f"pulled {version.ref} {short_digest(version.digest)} into {args.dir}"
+    show(version, text, as_json=args.json)
 
 
 async def _diff(args: argparse.Namespace) -> None:
@@ -260,21 +265,9 @@ async def _diff(args: argparse.Namespace) -> None:
         old = (await client.get(args.ref)).version
         new = (await client.get(args.other)).version
         changes = _changes(await _facts(client, old), await _facts(client, new))
-    if args.json:
-        print_json(
-            {
-                "name": new.name,
-                "version": new.version,
-                "digest": new.digest,
-                "old": {"name": old.name, "version": old.version, "digest": old.digest},
-                "changes": changes,
-            }
-        )
-        return
-    for change in changes:
-        print(f"{change['field']}: {change['old']} -> {change['new']}")
-    if not changes:
-        print("no differences")
+    lines = [f"{change['field']}: {change['old']} -> {change['new']}" for change in changes]
+    named = {**about(new), "old": about(old), "changes": changes}
+    show(named, "\n".join(lines) or "no differences", as_json=args.json)
 
 
 async def _facts(client: RegistryClient, version: AdapterVersion) -> dict[str, str]:
@@ -303,27 +296,24 @@ def _changes(old: dict[str, str], new: dict[str, str]) -> list[dict[str, str]]:
 async def _watch(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         async for change in client.watch(args.resume):
-            if args.json:
-                print_json(_change_object(change))
-            else:
-                print(_change_line(change), flush=True)
+            show(_change_object(change), _change_line(change), as_json=args.json)
 
 
 def _change_object(change: Change) -> dict[str, Any]:
     """The change with name, version and digest at the top level; of a split, its first target's."""
-    about = change.version or change.tag
+    adapter = change.version or change.tag
     target = change.version or (
         change.tag.targets[0] if change.tag and change.tag.targets else None
     )
     return {
         "kind": change.kind,
-        "tenant": about.tenant if about else None,
-        "name": about.name if about else None,
+        "tenant": adapter.tenant if adapter else None,
+        "name": adapter.name if adapter else None,
         "version": target.version if target else None,
         "digest": target.digest if target else None,
         "base_id": change.base_id,
-        "adapter": dataclasses.asdict(change.version) if change.version else None,
-        "tag": dataclasses.asdict(change.tag) if change.tag else None,
+        "adapter": change.version,
+        "tag": change.tag,
         "resume_token": change.resume_token,
     }
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.catalog import certified
-from loraplex.cli.output import print_json, printable
+from loraplex.cli.output import about, printable, show
 from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, credentials_of
 from loraplex.cli.publish import client_of
 
@@ -107,13 +106,9 @@ def _report(as_json: bool, version: AdapterVersion, outcome: Certificate | Lorap
     """Print one line about a version: its certificate, or why it has none."""
     from loraplex.api.registry import Certificate
 
-    is_certified = isinstance(outcome, Certificate)
-    if as_json:
-        about = {"tenant": version.tenant, "name": version.name, "version": version.version}
-        found = dataclasses.asdict(outcome) if isinstance(outcome, Certificate) else None
-        error = None if is_certified else str(outcome)
-        print_json({**about, "digest": version.digest, "certificate": found, "error": error})
-    elif isinstance(outcome, Certificate):
-        print(f"{version.ref} {certified(outcome)}", flush=True)
+    if isinstance(outcome, Certificate):
+        found, error, text = outcome, None, certified(outcome)
     else:
-        print(f"{version.ref} not certified: {printable(str(outcome))}", flush=True)
+        found, error, text = None, str(outcome), f"not certified: {printable(str(outcome))}"
+    value = {**about(version), "certificate": found, "error": error}
+    show(value, f"{version.ref} {text}", as_json=as_json)

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from loraplex.cli.generate import client_of
-from loraplex.cli.output import print_json
+from loraplex.cli.output import show
 from loraplex.cli.parsing import add_command, add_connection, count
 from loraplex.refs import parse_ref
 
@@ -36,10 +36,8 @@ async def _fetch(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         for ref in args.refs:
             fetched = await client.fetch(ref, args.workers)
-            if args.json:
-                named = parse_ref(fetched.ref)
-                known = {"tenant": named.tenant, "name": named.name, "version": named.version}
-                print_json(known | dataclasses.asdict(fetched))
-            else:
-                workers = ", ".join(fetched.worker_ids)
-                print(f"{fetched.ref} {fetched.digest[:19]} on {workers} ({fetched.took_s:.2f} s)")
+            named = parse_ref(fetched.ref)
+            known = {"tenant": named.tenant, "name": named.name, "version": named.version}
+            workers = ", ".join(fetched.worker_ids)
+            text = f"{fetched.ref} {fetched.digest[:19]} on {workers} ({fetched.took_s:.2f} s)"
+            show(known | dataclasses.asdict(fetched), text, as_json=args.json)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import print_json, version_of
+from loraplex.cli.output import print_json, show, version_of
 from loraplex.cli.parsing import add_command, add_connection, count, credentials_of
 from loraplex.cli.status import print_status
 
@@ -178,16 +178,9 @@ async def _generate(args: argparse.Namespace) -> None:
                 raise
             completion = await answer(client, prompt)
     if not streamed:
-        _print_completion(completion, args.json)
-
-
-def _print_completion(completion: Completion, as_json: bool) -> None:
-    if as_json:
         served = version_of(completion.choices[0].served_by)
-        print_json({**served, **dataclasses.asdict(completion)})
-        return
-    for index, choice in enumerate(completion.choices):
-        print(f"[{index}] {choice.text}")
+        texts = [f"[{index}] {choice.text}" for index, choice in enumerate(completion.choices)]
+        show({**served, **dataclasses.asdict(completion)}, "\n".join(texts), as_json=args.json)
 
 
 async def _chat(args: argparse.Namespace) -> None:

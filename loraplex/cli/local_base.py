@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loraplex.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from loraplex.adapter_format import Geometry
+
+
+def given_folder(base: str) -> Path | None:
+    """Folder of a base that a flag names; None for "". Raises as `base_folder`."""
+    return base_folder(base, os.environ) if base else None
+
+
+def geometry_of(base: str) -> Geometry | None:
+    """Geometry of a base that a flag names; None for "". Raises as `base_folder`."""
+    from loraplex.adapter_format import geometry_from_folder
+
+    folder = given_folder(base)
+    return None if folder is None else geometry_from_folder(folder)
 
 
 def base_folder(base: str, environ: Mapping[str, str]) -> Path:

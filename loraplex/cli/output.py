@@ -6,13 +6,16 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loraplex.errors import NOTE, LoraplexError, Violation, codes_of
 
 if TYPE_CHECKING:
     from loraplex.api.output import ServedBy
+    from loraplex.api.registry import AdapterVersion
+
+T = TypeVar("T")
 
 _GRPC_NAMES = {
     1: "CANCELLED",
@@ -38,7 +41,36 @@ def print_json(value: Any) -> None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     value = {"name": None, "version": None, "digest": None, **value}
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(json.dumps(value, ensure_ascii=False, default=dataclasses.asdict), flush=True)
+
+
+def show(value: Any, text: str, *, as_json: bool) -> None:
+    """Print an object for scripts, or a text for people."""
+    if as_json:
+        print_json(value)
+    else:
+        print(text, flush=True)
+
+
+def show_table(
+    header: Sequence[str],
+    values: Sequence[T],
+    row: Callable[[T], Sequence[str]],
+    *,
+    as_json: bool,
+) -> None:
+    """Print an object of each value for scripts, or a table with a row of each for people."""
+    if not as_json:
+        print_table(header, [row(value) for value in values])
+        return
+    for value in values:
+        print_json(value)
+
+
+def about(version: AdapterVersion) -> dict[str, Any]:
+    """The fields that objects about a version have in common."""
+    names = ("name", "version", "digest", "tenant")
+    return {name: getattr(version, name) for name in names}
 
 
 def version_of(served_by: ServedBy | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import print_json, short_digest
+from loraplex.cli.output import about, short_digest, show
 from loraplex.cli.parsing import REF_FORMS, add_command, add_connection
 from loraplex.cli.publish import client_of
 
@@ -83,19 +83,9 @@ async def _export(args: argparse.Namespace) -> None:
             version, manifest = await client.export(
                 args.ref, args.dir, form=args.format, progress=bar
             )
-    if args.json:
-        print_json(
-            {
-                "name": version.name,
-                "version": version.version,
-                "digest": version.digest,
-                "tenant": version.tenant,
-                "format": args.format,
-                "manifest_digest": manifest,
-            }
-        )
-        return
-    print(f"{version.ref} written to {args.dir} as {args.format}, manifest {manifest}")
+    value = {**about(version), "format": args.format, "manifest_digest": manifest}
+    text = f"{version.ref} written to {args.dir} as {args.format}, manifest {manifest}"
+    show(value, text, as_json=args.json)
 
 
 async def _verify(args: argparse.Namespace) -> None:
@@ -131,15 +121,5 @@ def _files(version: AdapterVersion) -> dict[str, str]:
 
 
 def _print(args: argparse.Namespace, version: AdapterVersion, signer: str, verb: str) -> None:
-    if args.json:
-        print_json(
-            {
-                "name": version.name,
-                "version": version.version,
-                "digest": version.digest,
-                "tenant": version.tenant,
-                "key_sha256": signer,
-            }
-        )
-        return
-    print(f"{version.ref} {short_digest(version.digest)} {verb} by key {signer[:12]}")
+    text = f"{version.ref} {short_digest(version.digest)} {verb} by key {signer[:12]}"
+    show({**about(version), "key_sha256": signer}, text, as_json=args.json)

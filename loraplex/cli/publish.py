@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import print_fields, print_json, print_warnings, short_digest, sized
+from loraplex.cli.local_base import geometry_of
+from loraplex.cli.output import (
+    about,
+    print_fields,
+    print_json,
+    print_warnings,
+    short_digest,
+    show,
+    sized,
+)
 from loraplex.cli.parsing import (
     add_command,
     add_connection,
@@ -19,7 +28,6 @@ from loraplex.cli.parsing import (
 from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
-    from loraplex.adapter_format import Geometry
     from loraplex.api.registry import AdapterVersion, Published
     from loraplex.client.publishing import Publication
     from loraplex.client.registry_client import RegistryClient
@@ -199,22 +207,16 @@ async def _until_tagged(
 
 def _print_published(published: Published, as_json: bool) -> None:
     version = published.version
-    if as_json:
-        print_json(
-            {
-                "name": version.name,
-                "version": version.version,
-                "digest": version.digest,
-                "tenant": version.tenant,
-                "tags": version.tags,
-                "base_id": version.base_id,
-                "created": published.created,
-                "warnings": [_as_dict(warning) for warning in published.warnings],
-            }
-        )
-        return
+    value = {
+        **about(version),
+        "tags": version.tags,
+        "base_id": version.base_id,
+        "created": published.created,
+        "warnings": published.warnings,
+    }
     verb = "published" if published.created else "already published as"
-    print(f"{verb} {version.ref} {short_digest(version.digest)} ({sized(version.size_bytes)})")
+    text = f"{verb} {version.ref} {short_digest(version.digest)} ({sized(version.size_bytes)})"
+    show(value, text, as_json=as_json)
 
 
 async def _dry_run(
@@ -222,17 +224,8 @@ async def _dry_run(
 ) -> None:
     checked = await client.check(folder, publication)
     print_warnings(checked.warnings)
-    if args.json:
-        print_json(
-            {
-                "name": publication.name,
-                "base_id": checked.base_id,
-                "max_rank": checked.max_rank,
-                "warnings": [_as_dict(warning) for warning in checked.warnings],
-            }
-        )
-        return
-    print(f"would be accepted for base {checked.base_id} (rank {checked.max_rank})")
+    text = f"would be accepted for base {checked.base_id} (rank {checked.max_rank})"
+    show({"name": publication.name, **asdict(checked)}, text, as_json=args.json)
 
 
 async def _validate(args: argparse.Namespace) -> None:
@@ -275,7 +268,7 @@ async def _validate(args: argparse.Namespace) -> None:
                 "digest": digest,
                 "max_rank": report.max_rank,
                 "num_modules": report.num_modules,
-                "warnings": [_as_dict(warning) for warning in warnings],
+                "warnings": warnings,
             }
         )
         return
@@ -290,19 +283,3 @@ async def _validate(args: argparse.Namespace) -> None:
             "result": "valid",
         }
     )
-
-
-def geometry_of(base: str) -> Geometry | None:
-    """Geometry of a base on this machine, given as a folder or a hub id; None for ""."""
-    import os
-
-    from loraplex.adapter_format import geometry_from_folder
-    from loraplex.cli.local_base import base_folder
-
-    return geometry_from_folder(base_folder(base, os.environ)) if base else None
-
-
-def _as_dict(warning: Any) -> dict[str, str]:
-    import dataclasses
-
-    return dataclasses.asdict(warning)

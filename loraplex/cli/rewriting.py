@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import print_json
+from loraplex.cli.local_base import base_folder, geometry_of, given_folder
+from loraplex.cli.output import show
 from loraplex.cli.parsing import Run, add_command, add_json, add_unused_server, count
 from loraplex.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
-    from loraplex.adapter_format import Geometry, Report
+    from loraplex.adapter_format import Report
 
 METHODS = ("linear", "cat", "ties", "dare_linear", "dare_ties")
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -149,25 +151,23 @@ async def _merge(args: argparse.Namespace) -> None:
     from loraplex.rewriting.merging import Recipe, merge
 
     recipe = Recipe(args.method, args.density, args.majority_sign, args.seed)
-    report = merge(args.adapters, args.out, recipe, _geometry(args.base), _dtype(args))
+    report = merge(args.adapters, args.out, recipe, geometry_of(args.base), _dtype(args))
     _print(args, report, f"merged {len(args.adapters)} adapters ({args.method}) into {args.out}")
 
 
 def _merge_into_base(args: argparse.Namespace) -> None:
     from loraplex.rewriting.into_base import merge_into_base
 
-    base = _folder(args.base)
+    base = given_folder(args.base)
     if base is None:
         raise InvalidRequest.field("--base", "", "is required: name the base to merge into")
     if args.method not in ("linear", "cat"):
         description = "makes an adapter; merge the adapters by it first, then the result into base"
         raise InvalidRequest.field("--method", args.method, description)
     merged = merge_into_base(args.adapters, base, args.out, _dtype(args))
-    if not args.json:
-        note = " (the head is a table of its own now)" if merged.is_untied else ""
-        print(f"merged into {merged.num_modules} modules of the base{note}: {args.out}")
-        return
-    print_json({"name": args.out.resolve().name, **asdict(merged)})
+    note = " (the head is a table of its own now)" if merged.is_untied else ""
+    text = f"merged into {merged.num_modules} modules of the base{note}: {args.out}"
+    show({"name": args.out.resolve().name, **asdict(merged)}, text, as_json=args.json)
 
 
 async def _convert(args: argparse.Namespace) -> None:
@@ -188,7 +188,7 @@ async def _convert(args: argparse.Namespace) -> None:
 def _from_pickle(args: argparse.Namespace) -> None:
     from loraplex.rewriting.pickled import from_pickle
 
-    report = from_pickle(args.dir, args.out, _geometry(args.base), _dtype(args))
+    report = from_pickle(args.dir, args.out, geometry_of(args.base), _dtype(args))
     _print(args, report, f"wrote an adapter of rank {report.max_rank} into {args.out}")
 
 
@@ -196,16 +196,13 @@ def _to_trtllm(args: argparse.Namespace) -> None:
     from loraplex.rewriting.tensors import open_adapter
     from loraplex.rewriting.trtllm import to_trtllm
 
-    geometry = _geometry(args.base)
+    geometry = geometry_of(args.base)
     opened = open_adapter(args.dir, geometry)
-    num_rows = to_trtllm(opened, args.out, _dtype(args) or "F16", geometry, _folder(args.base))
+    num_rows = to_trtllm(opened, args.out, _dtype(args) or "F16", geometry, given_folder(args.base))
     _print(args, opened.report, f"wrote {num_rows} rows for TensorRT-LLM into {args.out}")
 
 
 def _to_lora(args: argparse.Namespace) -> None:
-    import os
-
-    from loraplex.cli.local_base import base_folder
     from loraplex.rewriting.other_methods import MAX_RANK, named_base, to_lora
 
     base = base_folder(args.base or named_base(args.dir), os.environ)
@@ -219,7 +216,7 @@ def _to_peft(args: argparse.Namespace) -> None:
     from loraplex.rewriting.respelling import from_tinker, is_tinker
     from loraplex.rewriting.trtllm import from_trtllm, is_trtllm
 
-    geometry, dtype = _geometry(args.base), _dtype(args)
+    geometry, dtype = geometry_of(args.base), _dtype(args)
     if args.initial is not None:
         report = without_initial(args.dir, args.initial, args.out, geometry, dtype)
     elif is_tinker(args.dir):
@@ -232,18 +229,9 @@ def _to_peft(args: argparse.Namespace) -> None:
         raise InvalidRequest.field("--base", "", description)
     else:
         base_id = "" if Path(args.base).is_dir() else args.base
-        base = _folder(args.base)
+        base = given_folder(args.base)
         report = from_trtllm(args.dir, args.out, geometry, base_id, dtype or "F16", base)
     _print(args, report, f"wrote a PEFT adapter of rank {report.max_rank} into {args.out}")
-
-
-def _folder(base: str) -> Path | None:
-    """Folder of a base on this machine; None for ""."""
-    import os
-
-    from loraplex.cli.local_base import base_folder
-
-    return base_folder(base, os.environ) if base else None
 
 
 def _dtype(args: argparse.Namespace) -> str:
@@ -251,20 +239,10 @@ def _dtype(args: argparse.Namespace) -> str:
     return DTYPES[args.dtype] if args.dtype else ""
 
 
-def _geometry(base: str) -> Geometry | None:
-    from loraplex.cli.publish import geometry_of
-
-    return geometry_of(base)
-
-
 def _print(args: argparse.Namespace, report: Report, text: str) -> None:
-    if not args.json:
-        print(text)
-        return
-    print_json(
-        {
-            "name": args.out.resolve().name,
-            "max_rank": report.max_rank,
-            "num_modules": report.num_modules,
-        }
-    )
+    value = {
+        "name": args.out.resolve().name,
+        "max_rank": report.max_rank,
+        "num_modules": report.num_modules,
+    }
+    show(value, text, as_json=args.json)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from loraplex.cli.output import print_json
+from loraplex.cli.output import show
 from loraplex.cli.parsing import count, credentials_of
 from loraplex.cli.publish import client_of
 
@@ -121,12 +121,18 @@ async def compare(args: argparse.Namespace) -> None:
         raise InvalidAdapter.of([Violation.of(candidate.ref, f"{test.mean:+.4f}", found)])
     if not is_accepted:
         raise LoraplexError(f"the tag stays: {found}", reason="UNDECIDED")
-    if args.json:
-        about = {"name": tag.name, "version": candidate.version, "digest": candidate.digest}
-        figures = {"mean": test.mean, "radius": test.radius, "pairs": test.num_pairs}
-        print_json({**about, "tag": tag.tag, "decision": test.outcome.value, **figures})
-        return
-    print(f"{tag.tenant}/{tag.name}:{tag.tag} -> v{candidate.version} ({found})")
+    value = {
+        "name": tag.name,
+        "version": candidate.version,
+        "digest": candidate.digest,
+        "tag": tag.tag,
+        "decision": test.outcome.value,
+        "mean": test.mean,
+        "radius": test.radius,
+        "pairs": test.num_pairs,
+    }
+    text = f"{tag.tenant}/{tag.name}:{tag.tag} -> v{candidate.version} ({found})"
+    show(value, text, as_json=args.json)
 
 
 async def _versions(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from loraplex.cli.output import print_fields, print_json
+from loraplex.cli.catalog import spelled_labels
+from loraplex.cli.output import print_fields, print_json, show
 from loraplex.cli.parsing import add_command, add_connection, key_value
 from loraplex.cli.publish import client_of
 
@@ -84,7 +85,7 @@ async def _describe(args: argparse.Namespace) -> None:
         {
             "adapter": args.name,
             "description": text,
-            "labels": ", ".join(f"{key}={value}" for key, value in labels.items()),
+            "labels": spelled_labels(labels),
         }
     )
 
@@ -97,9 +98,6 @@ async def _share(args: argparse.Namespace) -> None:
         sharing = await client.set_sharing(
             args.name, visibility, shared_with=args.tenants or (), pullable=args.pullable
         )
-    if args.json:
-        print_json(sharing)
-        return
     with_whom = f" with {', '.join(sharing.shared_with)}" if sharing.shared_with else ""
     pullable = " and may be downloaded" if sharing.pullable else ""
-    print(f"{args.name} is {sharing.visibility}{with_whom}{pullable}")
+    show(sharing, f"{args.name} is {sharing.visibility}{with_whom}{pullable}", as_json=args.json)

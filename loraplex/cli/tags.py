@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli import shadow
 from loraplex.cli.catalog import pending_of, sides_of, spelled
-from loraplex.cli.output import moment, print_json, print_table
+from loraplex.cli.output import moment, print_json, print_table, show
 from loraplex.cli.parsing import add_command, add_connection, add_when_loaded, key_value
 from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
@@ -159,12 +160,9 @@ def _side(text: str) -> tuple[int, int]:
 
 
 def _print(tag: Tag, as_json: bool) -> None:
-    if not as_json:
-        print(f"{tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}{pending_of(tag)}")
-        return
-    import dataclasses
-
-    print_json({**dataclasses.asdict(tag), **_first_of(tag.pending or tag.targets)})
+    text = f"{tag.tenant}/{tag.name}:{tag.tag} -> {sides_of(tag)}{pending_of(tag)}"
+    value = {**dataclasses.asdict(tag), **_first_of(tag.pending or tag.targets)}
+    show(value, text, as_json=as_json)
 
 
 def _first_of(targets: Sequence[TagTarget]) -> dict[str, Any]:
@@ -223,8 +221,6 @@ async def _rollback(args: argparse.Namespace) -> None:
 
 
 async def _history(args: argparse.Namespace) -> None:
-    import dataclasses
-
     async with client_of(args) as client:
         moves = await client.tag_history(args.name, args.tag)
     if not args.json:
@@ -262,19 +258,13 @@ async def _delete(args: argparse.Namespace) -> None:
             )
         ]
     for version in deleted:
-        if args.json:
-            print_json(version)
-        else:
-            print(f"deleted {version.ref}")
+        show(version, f"deleted {version.ref}", as_json=args.json)
 
 
 def _print_names(names: Sequence[str], as_json: bool) -> None:
     for name in names:
-        if as_json:
-            tenant, _, short = name.rpartition("/")
-            print_json({"name": short, "tenant": tenant})
-        else:
-            print(f"would delete {name}")
+        tenant, _, short = name.rpartition("/")
+        show({"name": short, "tenant": tenant}, f"would delete {name}", as_json=as_json)
 
 
 async def _matching(client: RegistryClient, args: argparse.Namespace) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import print_json, print_table
+from loraplex.cli.output import show_table
 from loraplex.cli.parsing import add_command, add_connection, add_unused_server
 from loraplex.cli.publish import client_of
 
@@ -51,17 +51,14 @@ async def _usage(args: argparse.Namespace) -> None:
             model=args.adapter,
             since=args.since,
         )
-    if args.json:
-        for entry in entries:
-            print_json(entry)
-        return
     header = ("day", "tenant", "model", *_COUNTERS, "seconds")
-    if args.csv:
+    if args.csv and not args.json:
         import csv
 
         csv.writer(sys.stdout).writerows([header, *map(_row, entries)])
         return
-    print_table([name.upper().replace("_", " ") for name in header], list(map(_row, entries)))
+    shown = [name.upper().replace("_", " ") for name in header]
+    show_table(shown, entries, _row, as_json=args.json)
 
 
 def _row(entry: UsageEntry) -> tuple[str, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.generate import client_of
-from loraplex.cli.output import print_json, print_table, version_of
+from loraplex.cli.output import print_json, print_table, show, version_of
 from loraplex.cli.parsing import add_command, add_connection, count
 
 if TYPE_CHECKING:
@@ -70,12 +71,13 @@ async def _embed(args: argparse.Namespace) -> None:
             normalize=args.normalize,
             dimensions=args.dimensions,
         )
-    if args.json:
-        print_json({**version_of(found.served_by), **dataclasses.asdict(found)})
-        return
-    for vector in found.vectors:
-        values = " ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
-        print(f"{len(vector)} values: {values}{' ...' if len(vector) > SHOWN_VALUES else ''}")
+    value = {**version_of(found.served_by), **dataclasses.asdict(found)}
+    show(value, "\n".join(map(_spelled, found.vectors)), as_json=args.json)
+
+
+def _spelled(vector: Sequence[float]) -> str:
+    values = " ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
+    return f"{len(vector)} values: {values}{' ...' if len(vector) > SHOWN_VALUES else ''}"
 
 
 async def _score(args: argparse.Namespace) -> None:
