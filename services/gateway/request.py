@@ -7,7 +7,7 @@ answer with `Tokens`, which the pipeline turns into `TextDelta`s for the APIs to
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.adapter_format import File
@@ -153,7 +153,7 @@ class TextDelta:
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: Iterable[TokenLogprob] = ()
     offsets: tuple[int, ...] = ()
     """Character offset in the choice's output at which each token begins to add text."""
     finish_reason: FinishReason | None = None

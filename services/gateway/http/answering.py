@@ -16,8 +16,8 @@ from loraplex.errors import LoraplexError
 from loraplex_services.common.limits import MAX_RUNNING
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.http.calls import OpenAICall
-from loraplex_services.gateway.http.collected import CollectedBytes
-from loraplex_services.gateway.http.formatting import CollectedChoice, Formatter, ResponseInfo
+from loraplex_services.gateway.http.collected import CollectedBytes, CollectedChoice
+from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
 from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.lora_folders import LoraFolders
 from loraplex_services.gateway.http.sse import (
@@ -93,7 +93,7 @@ class Answering:
         """The answer with all choices. A large one is formatted in a thread."""
         sampling = info.call.calls[0].sampling
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        num_deltas = sum(len(choice.text_deltas) for choice in choices)
+        num_deltas = sum(choice.num_deltas for choice in choices)
         if not has_logprobs and num_deltas <= _MAX_DELTAS_AT_ONCE:
             return json_response(formatter.full_body([c.sum() for c in choices]), info.headers())
 
@@ -194,9 +194,10 @@ async def _collected(
         async with aclosing(text_deltas):
             async for text_delta in text_deltas:
                 note(text_delta)
-                choices.setdefault(text_delta.index, CollectedChoice()).text_deltas.append(
-                    text_delta
-                )
+                if (choice := choices.get(text_delta.index)) is not None:
+                    choice.add(text_delta)
+                else:
+                    choices[text_delta.index] = CollectedChoice(text_delta)
 
     try:
         await until_gone(request.receive, collect())

@@ -1,15 +1,17 @@
-"""Accounts for the memory of answers that are collected before they are sent.
+"""Answers that are collected before they are sent, and what they may hold.
 
-A token with twenty logprobs takes thousands of bytes until its answer is complete. Requests with
-many choices and long answers would otherwise fill the memory of a gateway.
+A token with twenty logprobs takes thousands of bytes once it is formatted. Requests with many
+choices and long answers would otherwise fill the memory of a gateway.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from loraplex.api.output import Candidate, TokenLogprob, WeightSpan, joined_spans
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import (
@@ -20,7 +22,75 @@ from loraplex_services.common.limits import (
 from loraplex_services.gateway.request import TextDelta
 
 _DELTA_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 300, 100, 120
-"""Approximate sizes of a text delta, of each of its tokens and of each logprob."""
+"""Approximate sizes of a formatted text delta, of each of its tokens and of each logprob."""
+
+
+class CollectedLogprobs:
+    """Logprobs as arrays of numbers. Thousands of small objects would have to be walked by the
+    garbage collector, which stops the event loop."""
+
+    def __init__(self) -> None:
+        self._token_ids, self._logprobs = array("I"), array("d")
+        """Each token with its logprob, then its alternatives."""
+        self._ends = array("Q")
+        """Where the numbers of each token end."""
+
+    def extend(self, entries: Iterable[TokenLogprob]) -> None:
+        """Add the logprobs of further tokens."""
+        for entry in entries:
+            for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
+                self._token_ids.append(token_id)
+                self._logprobs.append(logprob)
+            self._ends.append(len(self._token_ids))
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        """The logprobs of each token."""
+        begin = 0
+        for end in self._ends:
+            token_ids, logprobs = self._token_ids[begin + 1 : end], self._logprobs[begin + 1 : end]
+            top = tuple(map(Candidate, token_ids, logprobs))
+            yield TokenLogprob(self._token_ids[begin], self._logprobs[begin], top)
+            begin = end
+
+
+class CollectedChoice:
+    """Adds up the text deltas of one choice and keeps none of them, for the same reason."""
+
+    def __init__(self, first: TextDelta) -> None:
+        self._first = self._last = first
+        self._texts = [first.text]
+        self._token_ids, self._offsets = array("q", first.token_ids), array("q", first.offsets)
+        self._logprobs = CollectedLogprobs()
+        self._logprobs.extend(first.logprobs)
+        self._spans: Iterable[WeightSpan] = first.spans
+
+    @property
+    def num_deltas(self) -> int:
+        """Number of text deltas."""
+        return len(self._texts)
+
+    def add(self, text_delta: TextDelta) -> None:
+        """Add the next text delta."""
+        self._last = text_delta
+        self._texts.append(text_delta.text)
+        self._token_ids.extend(text_delta.token_ids)
+        self._offsets.extend(text_delta.offsets)
+        self._logprobs.extend(text_delta.logprobs)
+        self._spans = joined_spans((*self._spans, *text_delta.spans))
+
+    def sum(self) -> TextDelta:
+        """The complete choice as one text delta."""
+        return TextDelta(
+            index=self._first.index,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            logprobs=self._logprobs,
+            offsets=tuple(self._offsets),
+            finish_reason=self._last.finish_reason,
+            stop_reason=self._last.stop_reason,
+            prompt_logprobs=self._first.prompt_logprobs,
+            spans=tuple(self._spans),
+        )
 
 
 class CollectedBytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NotRequired, Protocol, TypedDict
 
 from loraplex.api.output import WeightSpan, joined_spans
@@ -184,28 +184,6 @@ class UnsentSpans:
     def take(self, index: int) -> list[WeightSpan]:
         """The spans of a choice that were not sent yet. Mutates: they count as sent."""
         return self._spans.pop(index, [])
-
-
-@dataclass(slots=True)
-class CollectedChoice:
-    """Collects all text deltas of one choice."""
-
-    text_deltas: list[TextDelta] = field(default_factory=list)
-
-    def sum(self) -> TextDelta:
-        """The complete choice as one text delta."""
-        text_deltas = self.text_deltas
-        return TextDelta(
-            index=text_deltas[0].index,
-            text="".join(text_delta.text for text_delta in text_deltas),
-            token_ids=tuple(i for text_delta in text_deltas for i in text_delta.token_ids),
-            logprobs=tuple(entry for text_delta in text_deltas for entry in text_delta.logprobs),
-            offsets=tuple(offset for text_delta in text_deltas for offset in text_delta.offsets),
-            finish_reason=text_deltas[-1].finish_reason,
-            stop_reason=text_deltas[-1].stop_reason,
-            prompt_logprobs=text_deltas[0].prompt_logprobs,
-            spans=joined_spans(span for text_delta in text_deltas for span in text_delta.spans),
-        )
 
 
 class Formatter(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
@@ -74,19 +74,24 @@ class TokenNames:
 
 
 def completion_logprobs(
-    names: TokenNames, entries: Sequence[TokenLogprob], offsets: Sequence[int]
+    names: TokenNames, entries: Iterable[TokenLogprob], offsets: Sequence[int]
 ) -> CompletionLogprobs:
     """The four parallel lists of completions, an entry per generated token.
 
     `offsets` are the characters of the choice's text before each token.
     """
     texts = names.texts
-    return {
-        "tokens": [texts[entry.token_id] for entry in entries],
-        "token_logprobs": [finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_top(texts, entry) for entry in entries],
+    lists: CompletionLogprobs = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
         "text_offset": list(offsets),
     }
+    for entry in entries:
+        lists["tokens"].append(texts[entry.token_id])
+        lists["token_logprobs"].append(finite(entry.logprob))
+        lists["top_logprobs"].append(_top(texts, entry))
+    return lists
 
 
 def prompt_logprobs(

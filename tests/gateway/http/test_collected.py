@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
 
-from loraplex.api.output import Candidate, TokenLogprob
+from loraplex.api.output import (
+    Candidate,
+    FinishReason,
+    PackedLogprobs,
+    TokenLogprob,
+    WeightSpan,
+)
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.callers import ALL_SCOPES, LOCAL, Caller
 from loraplex_services.gateway.http import collected
-from loraplex_services.gateway.http.collected import CollectedBytes, bytes_of
+from loraplex_services.gateway.http.collected import CollectedBytes, CollectedChoice, bytes_of
 from loraplex_services.gateway.request import TextDelta
 
 pytestmark = pytest.mark.hostile
@@ -56,3 +63,42 @@ def test_without_keys_nothing_is_limited() -> None:
 def test_logprobs_count() -> None:
     entry = TokenLogprob(1, -1.0, tuple(Candidate(token, -1.0) for token in range(20)))
     assert bytes_of(TextDelta(0, "x", (1,), (entry,))) > 5 * bytes_of(DELTA)
+
+
+def test_collected_text_deltas_add_up_to_the_choice() -> None:
+    parts = [
+        TextDelta(
+            3,
+            text=f"{number}",
+            token_ids=(number, number + 1),
+            logprobs=tuple(
+                TokenLogprob(number, -0.1, (Candidate(9, -0.2),) * count) for count in (number, 0)
+            ),
+            offsets=(number, number),
+            finish_reason=FinishReason.LENGTH if number == 2 else None,
+            prompt_logprobs=PackedLogprobs(1) if not number else None,
+            spans=(WeightSpan(2 * number, 2, ("a",)),),
+        )
+        for number in range(3)
+    ]
+    choice = CollectedChoice(parts[0])
+    for part in parts[1:]:
+        choice.add(part)
+    whole = choice.sum()
+    assert list(whole.logprobs) == [entry for part in parts for entry in part.logprobs]
+    assert (whole.index, whole.text, whole.token_ids) == (3, "012", (0, 1, 1, 2, 2, 3))
+    assert (whole.offsets, whole.finish_reason) == ((0, 0, 1, 1, 2, 2), FinishReason.LENGTH)
+    assert whole.prompt_logprobs == PackedLogprobs(1)
+    assert whole.spans == (WeightSpan(0, 6, ("a",)),)
+
+
+def test_collected_answers_keep_no_objects_for_the_garbage_collector() -> None:
+    entry = TokenLogprob(1, -1.0, tuple(Candidate(token, -1.0) for token in range(5)))
+    spans = (WeightSpan(0, 1, ("a",)),)
+    choice = CollectedChoice(DELTA)
+    gc.collect()
+    num_before = len(gc.get_objects())
+    for number in range(1000):
+        choice.add(TextDelta(0, "x", (number,), (entry,), (number,), spans=spans))
+    gc.collect()
+    assert len(gc.get_objects()) < num_before + 500
