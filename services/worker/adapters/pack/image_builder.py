@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -94,11 +93,15 @@ class ImageBuilder:
             PackedRole(role.value, dtype, list(_merged(tiles, itemsize(dtype))))
             for role, (dtype, tiles) in self._tiles.get(plan.site_id, {}).items()
         ]
-        site = PackedSite(
-            plan.site_id, list(plan.slices), roles, self._rows_of(plan), plan.num_rows
-        )
         factors = self._factors.get(plan.site_id)
-        return site if factors is None else msgspec.structs.replace(site, factors=factors.tolist())
+        return PackedSite(
+            plan.site_id,
+            list(plan.slices),
+            roles,
+            self._rows_of(plan),
+            plan.num_rows,
+            [] if factors is None else factors.tolist(),
+        )
 
     def _rows_of(self, plan: SitePlan) -> list[int]:
         """Ids of the rows that the adapter replaces, as the rank counts them."""

@@ -91,21 +91,18 @@ class Packer:
         [image] = self._pack(folder, [self._layout])
         return image
 
-    def pack_ranks(self, folder: Path) -> list[PackedAdapter]:
-        """Pack an image for each tensor-parallel rank; what the base decides is computed once."""
-        return self._pack(folder, self._layout.ranks)
-
     def write(self, folder: Path) -> int:
         """Write the images of all ranks into the adapter's folder.
 
         Returns the pages of the largest image: every rank gives an adapter the same pages.
         """
-        images = self.pack_ranks(folder)
+        images = self._pack(folder, self._layout.ranks)
         for image, fingerprint in zip(images, self.fingerprints, strict=True):
             image.write(image_path(folder, fingerprint))
         return max(image.index.num_pages for image in images)
 
     def _pack(self, folder: Path, layouts: Sequence[AdapterLayout]) -> list[PackedAdapter]:
+        """An image for each of the layouts; what the base decides is computed once."""
         sites, max_rank = self._layout.sites, self._layout.max_rank
         report = read_adapter(folder, self._geometry, sites, max_rank)
         modules = report.modules
