@@ -68,4 +68,4 @@ class GroupedExperts:
         slots = {run.slot for run in lora.runs}
         if lora.tables is None:
             return any((slot, site) in lora.table for slot in slots for site in self._sites)
-        return any(not self._sites.isdisjoint(lora.tables.in_torch(slot)) for slot in slots)
+        return any(not self._sites.isdisjoint(lora.tables.entered(slot).in_torch) for slot in slots)

@@ -31,6 +31,7 @@ from loraplex_services.worker.model.plain import (
     windows_of,
 )
 from loraplex_services.worker.model.rope_config import rope_parameters
+from loraplex_services.worker.model.sparse import routed_mlp
 from loraplex_services.worker.ops.activation.torch import clamped_gate
 from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
 from loraplex_services.worker.types.sharding import Cut
@@ -99,17 +100,7 @@ def _mlp(builder: Builder, layer: int) -> SparseMlp:
     prefix = f"model.layers.{layer}.mlp"
     modules = [(f"{prefix}.router", moe.num_experts)]
     router = builder.linear(layer, config.hidden_size, modules, has_bias=True)
-    experts = _experts(builder, layer, f"{prefix}.experts", moe)
-    operators = builder.operators
-    return SparseMlp(
-        router,
-        experts,
-        moe.num_active,
-        moe.renormalise,
-        None,
-        operators.ranks.all_reduce,
-        operators.choose_experts,
-    )
+    return routed_mlp(builder, router, _experts(builder, layer, f"{prefix}.experts", moe))
 
 
 def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> ExpertMlps:

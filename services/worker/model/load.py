@@ -99,16 +99,13 @@ class Weights(Protocol):
         ...
 
 
-def take_rows(weights: Weights, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
-    """Tensors `[rows, *columns]` stacked by rows: (name, rows) each."""
-    taken = [weights.take(name, (rows, *columns)) for name, rows in parts]
-    return taken[0] if len(taken) == 1 else torch.cat(taken)
-
-
-def take_window(
-    weights: Weights, parts: Sequence[tuple[str, int]], columns: Sequence[int], window: TensorWindow
+def take_rows(
+    weights: Weights,
+    parts: Sequence[tuple[str, int]],
+    *columns: int,
+    window: TensorWindow | None = None,
 ) -> Tensor:
-    """`take_rows` for a window of the stacked tensors."""
+    """Tensors `[rows, *columns]` stacked by rows, (name, rows) each, or a window of the stack."""
     taken = [
         weights.take(name, (rows, *columns), own) for name, rows, own in parts_of(parts, window)
     ]

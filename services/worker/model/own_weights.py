@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.model.load import TensorWindow, Weights, take_rows, take_window
+from loraplex_services.worker.model.load import TensorWindow, Weights, take_rows
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.types.sharding import WHOLE, Cut, Shard, padded_share
 
@@ -32,9 +32,7 @@ class OwnWeights:
     def stacked(self, parts: Sequence[tuple[str, int]], num_inputs: int, cut: Cut) -> Tensor:
         """Tensors `[rows, num_inputs]` stacked by rows: (name, rows) each."""
         window = self.window(sum(rows for _, rows in parts), cut)
-        if window is None:
-            return take_rows(self.weights, parts, num_inputs)
-        return take_window(self.weights, parts, [num_inputs], window)
+        return take_rows(self.weights, parts, num_inputs, window=window)
 
     def codes(
         self, name: str, shape: tuple[int, int], window: TensorWindow | None

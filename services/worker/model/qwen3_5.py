@@ -48,18 +48,14 @@ def read_moe_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -
     own = reader.replaced("intermediate_size", width).replaced("moe_intermediate_size", width)
     own = own.replaced("norm_topk_prob", True)
     config = _read(own, "qwen3_5_moe_text", eos_token_ids)
-    shared = reader.integer("shared_expert_intermediate_size", 512)
-    moe = replace(read_moe(own, config, 8, 256), shared_intermediate_size=shared)
-    return replace(config, moe=moe)
+    return replace(config, moe=read_moe(own, config, 8, 256, shared_size=512))
 
 
 def read_next_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of Qwen 3 Next."""
     own = reader.replaced("norm_topk_prob", reader.flag("norm_topk_prob", True))
     config = _read(own, "qwen3_next", eos_token_ids)
-    shared = reader.integer("shared_expert_intermediate_size", 512)
-    moe = replace(read_moe(own, config, 10, 512), shared_intermediate_size=shared)
-    return replace(config, moe=moe)
+    return replace(config, moe=read_moe(own, config, 10, 512, shared_size=512))
 
 
 def _read(

@@ -17,8 +17,7 @@ NAMES = ExpertNames()
 def read_qwen2_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Translate config.json of Qwen 2 MoE."""
     config = qwen2.read_config(reader, eos_token_ids)
-    shared = reader.integer("shared_expert_intermediate_size", 5632)
-    moe = replace(read_moe(reader, config, 4, 60), shared_intermediate_size=shared)
+    moe = read_moe(reader, config, 4, 60, shared_size=5632)
     has_bias = reader.flag("qkv_bias", True)
     return replace(config, model_type="qwen2_moe", qkv_bias=has_bias, moe=moe)
 
@@ -30,9 +29,17 @@ def read_qwen3_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...])
 
 
 def read_moe(
-    reader: ModelConfigReader, config: ModelConfig, num_active: int, num_experts: int
+    reader: ModelConfigReader,
+    config: ModelConfig,
+    num_active: int,
+    num_experts: int,
+    shared_size: int | None = None,
 ) -> MoeConfig:
-    """The experts of a family, with its defaults. Files spell their number in two ways."""
+    """The experts of a family, with its defaults. Files spell their number in two ways.
+
+    `shared_size`: default width of the shared expert; None = the family has none.
+    """
+    key = "shared_expert_intermediate_size"
     step = reader.integer("decoder_sparse_step", 1)
     dense = reader.get("mlp_only_layers", [])
     count = reader.integer("num_experts", reader.integer("num_local_experts", num_experts))
@@ -41,6 +48,7 @@ def read_moe(
         num_active=reader.integer("num_experts_per_tok", num_active),
         intermediate_size=reader.integer("moe_intermediate_size"),
         renormalise=reader.flag("norm_topk_prob", False),
+        shared_intermediate_size=shared_size and reader.integer(key, shared_size),
         dense_layers=tuple(
             layer for layer in range(config.num_layers) if layer in dense or (layer + 1) % step != 0
         ),

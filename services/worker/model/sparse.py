@@ -51,7 +51,15 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
             gated_mlp(builder, layer, own, width, is_addend=builder.shard.size > 1),
             builder.linear(layer, hidden, gate, has_bias=False),
         )
-    operators = builder.operators
+    return routed_mlp(builder, router, experts, shared)
+
+
+def routed_mlp(
+    builder: Builder, router: LoraLinear, experts: ExpertMlps, shared: SharedExpert | None = None
+) -> SparseMlp:
+    """A sparse MLP of components that a family has built."""
+    moe, operators = builder.config.moe, builder.operators
+    assert moe is not None, builder.config.model_type
     return SparseMlp(
         router,
         experts,
@@ -135,10 +143,7 @@ class ExpertStack:
             if self._weights is None:
                 self._weights = weight.new_empty(self._num_experts, *weight.shape)
             self._weights[self._num_filled].copy_(weight)
-        base = self._builder.operators.expert_linear(self._of(self._num_filled))
+        assert self._weights is not None
+        base = self._builder.operators.expert_linear(self._weights[self._num_filled])
         self._num_filled += 1
         return self._builder.expert_linear(layer, num_inputs, modules, base, self._cut)
-
-    def _of(self, number: int) -> Tensor:
-        assert self._weights is not None
-        return self._weights[number]

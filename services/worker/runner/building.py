@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from loraplex_services.worker.adapters.device.table import AdapterTable
 from loraplex_services.worker.adapters.pack.contents import base_geometry, weights_key
 from loraplex_services.worker.adapters.pack.packing import Packer
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
-from loraplex_services.worker.cache.state_layout import StateLayout, state_layout
+from loraplex_services.worker.cache.state_layout import state_layout
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
@@ -81,9 +81,6 @@ from loraplex_services.worker.types.own_rope import base_ropes
 from loraplex_services.worker.types.runner_protocol import ModelInfo
 from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.sharding import Shard, local_config
-
-if TYPE_CHECKING:  # Triton is not everywhere
-    from loraplex_services.worker.runner.gpu_path import GpuPath
 
 logger = logging.getLogger(__name__)
 
@@ -175,8 +172,7 @@ def _build(
     info = _model_info(*facts, settings)
     is_alike = not isinstance(model, LibraryDecoder) and _are_rows_alike(config, operators)
     info = replace(info, verifies_drafts=is_alike, proposal_cost=model.proposal_cost)
-    limits = settings.max_resident, settings.max_lora_rank, *largest
-    batches = _batch_maker(model, operators, kv, loader.table, layout, torch_device, limits)
+    batches = _batch_maker(model, operators, kv, loader.table, layout, torch_device, settings)
     if isinstance(operators, NativeOperators):
         operators.native.weights.use_huge_pages()
     if isinstance(operators, NativeOperators) and ranks.shard.size == 1:
@@ -242,41 +238,29 @@ def _batch_maker(
     adapters: AdapterTable,
     layout: AdapterLayout,
     device: torch.device,
-    limits: tuple[int, int, int, int],
+    settings: RunnerSettings,
 ) -> BatchMaker:
-    """`limits` = max_resident, max_lora_rank, max_num_tokens, max_num_rows."""
+    """Where Triton computes, with device tables, workspace and captured graphs."""
     is_native = isinstance(operators, NativeOperators)
     own = local_config(model.config, layout.shard)
     states = state_layout(own, kv.arena.block_bytes)
+    gpu = None
+    if operators.name == "triton":
+        from loraplex_services.worker.runner.gpu_path import GpuPath
+
+        gpu = GpuPath(model, operators, kv, adapters, settings, layout.int8, states)
     return BatchMaker(
         kv,
         model.ropes,
         adapters,
         device,
-        max_num_tokens=limits[2],
-        max_num_rows=limits[3],
+        max_num_tokens=settings.max_num_batched_tokens,
+        max_num_rows=settings.max_num_seqs,
         attention=operators.attention_maker,
         records=Records(adapters, len(layout.sites.sites)) if is_native else None,
-        gpu=_gpu_path(model, operators, kv, adapters, limits, layout.int8, states),
+        gpu=gpu,
         states=states,
     )
-
-
-def _gpu_path(
-    model: Decoder,
-    operators: Operators,
-    kv: KvBuffer,
-    adapters: AdapterTable,
-    limits: tuple[int, int, int, int],
-    is_int8: bool,
-    states: StateLayout | None,
-) -> GpuPath | None:
-    """Tables, workspace and captured graphs where Triton computes, else None."""
-    if operators.name != "triton":
-        return None
-    from loraplex_services.worker.runner.gpu_path import GpuLimits, GpuPath
-
-    return GpuPath(model, operators, kv, adapters, GpuLimits(*limits), is_int8, states)
 
 
 def _check_context(config: ModelConfig, max_model_len: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,18 +36,8 @@ from loraplex_services.worker.runner.input_buffer import InputBuffer
 from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, MixedInputs
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.runner.warm_up import warm_up
+from loraplex_services.worker.types.runner_settings import RunnerSettings
 from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
-
-
-@dataclass(frozen=True, slots=True)
-class GpuLimits:
-    """The limits by which tables and workspaces are sized."""
-
-    max_resident: int
-    max_lora_rank: int
-    max_num_tokens: int
-    max_num_rows: int
-    """Most requests of one step."""
 
 
 class GpuPath:
@@ -59,7 +49,7 @@ class GpuPath:
         operators: Operators,
         kv: KvBuffer,
         table: AdapterTable,
-        limits: GpuLimits,
+        settings: RunnerSettings,
         int8: bool = False,
         states: StateLayout | None = None,
     ) -> None:
@@ -86,8 +76,8 @@ class GpuPath:
             arena.data.view(-1),
             stored,
             site_shapes(sites, arena.block_bytes // stored.itemsize),
-            limits.max_resident,
-            record_capacity(len(sites.modules), limits.max_resident, arena.data.nbytes),
+            settings.max_resident,
+            record_capacity(len(sites.modules), settings.max_resident, arena.data.nbytes),
         )
         side = SideStream(arena.data.device) if arena.data.is_cuda else None
         self.lora = DeviceLora(tables, side)
@@ -97,18 +87,18 @@ class GpuPath:
         self._max_model_len = model.config.max_position_embeddings
         self._block_tables = BlockTables(
             len(kv.windows),
-            max(limits.max_num_rows, BATCH_SIZES[-1]),
+            max(settings.max_num_seqs, BATCH_SIZES[-1]),
             -(-self._max_model_len // kv.tokens_per_block),
             kv.tokens_per_block,
             arena.data.device,
         )
         self._graphs: list[CapturedSteps] = []
         if arena.data.is_cuda:
-            sites_and_size = self._masks[-1], limits.max_num_tokens
+            sites_and_size = self._masks[-1], settings.max_num_batched_tokens
             warm_up(model, kv, self.lora, self._attention, *sites_and_size, states)
             # Graphs that hold collectives are not tried.
             if operators.ranks.shard.size == 1 and self._attention.backend.captures_graphs:
-                self.capture(limits.max_num_tokens, GraphMemory())
+                self.capture(settings.max_num_batched_tokens, GraphMemory())
 
     def capture(self, max_num_tokens: int, memory: GraphMemory) -> None:
         """Capture the graphs of all steps up to certain sizes. Recurrent layers look at where one
@@ -153,10 +143,10 @@ class GpuPath:
 
         The head is in no graph, so that an adapter may do anything there.
         """
-        tables = self.lora.tables
-        if not tables.in_torch(slot) <= self._heads:
+        entered = self.lora.tables.entered(slot)
+        if not entered.in_torch <= self._heads:
             return None
-        touched = tables.sites_of(slot) - self._heads
+        touched = entered.sites - self._heads
         return next(mask for mask, sites in enumerate(self._masks) if touched <= sites)
 
     def remove(self, slot: int) -> None:
@@ -187,15 +177,10 @@ class GpuPath:
     def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
         """The adapters of a step; without `num_rows`, for its head alone."""
         pending_copies = tuple(self._pending_copies_of(runs))
+        lora = LoraBatch(runs, self._table, tables=self.lora.tables, pending_copies=pending_copies)
         if num_rows is None or not runs:
-            return LoraBatch(
-                runs, self._table, None, self.lora.tables, pending_copies=pending_copies
-            )
-        dense = dense_runs(runs)
-        touched = self.lora.sites_of(runs)
-        lora = LoraBatch(
-            runs, self._table, None, self.lora.tables, None, touched, dense, pending_copies
-        )
+            return lora
+        lora = replace(lora, sites=self.lora.sites_of(runs), dense=dense_runs(runs))
         return replace(lora, work=self.lora.begin(lora.tiled, num_rows)) if lora.tiled else lora
 
     def _pending_copies_of(self, runs: Sequence[RowRun]) -> list[CopyEvents]:
@@ -208,7 +193,7 @@ class GpuPath:
         }
         found = []
         for slot in {run.slot for run in runs} & self._pending_copies.keys():
-            if self.lora.tables.in_torch(slot):
+            if self.lora.tables.entered(slot).in_torch:
                 self._pending_copies[slot].wait_all()
             else:
                 found.append(self._pending_copies[slot])

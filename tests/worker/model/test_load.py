@@ -12,7 +12,7 @@ from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.layers.operators import TorchOperators
 from loraplex_services.worker.model.dummy_weights import DummyWeights
 from loraplex_services.worker.model.families import read_model_config
-from loraplex_services.worker.model.load import Checkpoint, TensorWindow, take_rows, take_window
+from loraplex_services.worker.model.load import Checkpoint, TensorWindow, take_rows
 from tests.worker.parity.bases import make_base
 
 CPU = torch.device("cpu")
@@ -222,7 +222,7 @@ def test_windows_of_stacked_tensors_are_the_parts_of_the_whole(base):
     complete = take_rows(weights, parts, 64)
     window = TensorWindow([(16, 32), (80, 96)], (8, 24))
     expected = torch.cat([complete[16:32, 8:24], complete[80:96, 8:24]])
-    assert take_window(weights, parts, [64], window).equal(expected)
+    assert take_rows(weights, parts, 64, window=window).equal(expected)
     rows = weights.rows_in_files(parts, 64)
     assert (rows.out_features, rows.in_features) == (96, 64)
     assert rows.weight_rows(60, 70).equal(complete[60:70])

@@ -9,6 +9,7 @@ from torch import Tensor
 from loraplex_services.worker.native.bindings import DTYPE_CODES, Native
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
+from loraplex_services.worker.ops.linear.torch import BaseLinear
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 IN_TILES = -1
@@ -31,7 +32,7 @@ def as_published(weight: Tensor) -> Tensor:
     return weight
 
 
-class PackedLinear:
+class PackedLinear(BaseLinear):
     """A base weight in the order that the kernel reads."""
 
     def __init__(self, native: Native, weight: Tensor) -> None:
@@ -48,16 +49,12 @@ class PackedLinear:
         """`[T, in]` -> `[T, out]`."""
         return self._native.linear(x, self._packed, self.out_features)
 
-    def apply_float32(self, x: Tensor) -> Tensor:
-        """`[T, in]` -> float32 `[T, out]`."""
-        return self.apply(x).float()
-
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
         return self._native.unpack_rows(self._packed, self.in_features, begin, end).float()
 
 
-class TiledLinear:
+class TiledLinear(BaseLinear):
     """A bfloat16 base weight in tiles, as bfloat16 dot products read it."""
 
     def __init__(self, native: Native, weight: Tensor) -> None:
@@ -74,10 +71,6 @@ class TiledLinear:
         """`[T, in]` -> `[T, out]`."""
         return self._native.linear_tiles(x, self._packed, self.out_features)
 
-    def apply_float32(self, x: Tensor) -> Tensor:
-        """`[T, in]` -> float32 `[T, out]`."""
-        return self.apply(x).float()
-
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
         return self._native.unpack_tile_rows(self._packed, self.in_features, begin, end).float()
@@ -89,8 +82,8 @@ def is_readable(weight: CodedWeight) -> bool:
     return _kind_of(weight) is not None and _block_size(weight) is not None
 
 
-class CodedLinear:
-    """Implements `BaseLinear`; the weight stays in codes."""
+class CodedLinear(BaseLinear):
+    """A weight that stays in codes."""
 
     def __init__(self, native: Native, weight: CodedWeight) -> None:
         block_size, kind = _block_size(weight), _kind_of(weight)
@@ -124,10 +117,6 @@ class CodedLinear:
         if self._order is not None:
             x = x[:, self._order]
         return self._native.linear_codes(x, self._weight)
-
-    def apply_float32(self, x: Tensor) -> Tensor:
-        """`[T, in]` -> float32 `[T, out]`."""
-        return self.apply(x).float()
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""

@@ -30,7 +30,7 @@ class BaseLinear(WeightRows, Protocol):
     def apply_float32(self, x: Tensor) -> Tensor:
         """`[T, in]` -> fresh float32 `[T, out]`, not rounded to x's dtype where
         `keeps_float32(x)`."""
-        ...
+        return self.apply(x).float()
 
 
 def keeps_float32(x: Tensor) -> bool:

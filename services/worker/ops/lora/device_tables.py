@@ -70,7 +70,7 @@ class DeviceTables:
             (max_records, RECORD_WORDS), dtype=torch.int64, device=arena.device
         )
         self._segments = Segments(max_records)
-        self._held: dict[int, Held] = {}
+        self._entered: dict[int, EnteredRecords] = {}
 
     @property
     def is_int8(self) -> bool:
@@ -110,48 +110,37 @@ class DeviceTables:
         index = adapter.index + np.array((begin, 0, begin, 0), np.int32)
         copy_into(self.index[slot], torch.from_numpy(index))
         most = index.max(axis=0, initial=0)
-        self._held[slot] = Held(
+        self._entered[slot] = EnteredRecords(
             begin, length, adapter.sites, in_torch, trains_norms, int(most[1]), int(most[3])
         )
 
     def remove(self, slot: int) -> None:
         """Take an adapter out; its records may be reused at once."""
-        held = self._held.pop(slot)
+        entered = self._entered.pop(slot)
         self.index[slot].fill_(0)
-        self._segments.release(held.begin, held.num_records)
+        self._segments.release(entered.begin, entered.num_records)
 
-    def sites_of(self, slot: int) -> frozenset[int]:
-        """Sites where kernels have something to add for the adapter."""
-        return self._held[slot].sites
-
-    def in_torch(self, slot: int) -> Set[int]:
-        """Sites whose deltas kernels do not apply."""
-        return self._held[slot].in_torch
-
-    def max_groups(self, slot: int) -> int:
-        """Groups of the part where the adapter has most."""
-        return self._held[slot].max_groups
-
-    def max_vectors(self, slot: int) -> int:
-        """Vector records of the part where the adapter has most."""
-        return self._held[slot].max_vectors
-
-    def trains_norms(self, slot: int) -> bool:
-        """Whether the adapter replaces a norm's weight."""
-        return self._held[slot].trains_norms
+    def entered(self, slot: int) -> EnteredRecords:
+        """What the tables hold of the adapter in a slot."""
+        return self._entered[slot]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class EnteredRecords:
     """What the tables hold of one adapter."""
 
     begin: int
     num_records: int
     sites: frozenset[int]
+    """Sites where kernels have something to add."""
     in_torch: Set[int]
+    """Sites whose deltas kernels do not apply."""
     trains_norms: bool
+    """Whether it replaces a norm's weight."""
     max_groups: int
+    """Groups of the part where it has most."""
     max_vectors: int
+    """Vector records of the part where it has most."""
 
 
 class Segments:

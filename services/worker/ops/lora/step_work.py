@@ -122,8 +122,8 @@ class StepWork:
 def work_size(tables: DeviceTables, runs: Sequence[RowRun], num_rows: int) -> WorkSize:
     """What the runs of a step need."""
     cut = cut_at_tiles(runs)
-    groups = sum(tables.max_groups(run.slot) for run in cut)
-    vectors = sum(tables.max_vectors(run.slot) for run in cut)
+    groups = sum(tables.entered(run.slot).max_groups for run in cut)
+    vectors = sum(tables.entered(run.slot).max_vectors for run in cut)
     return WorkSize(num_rows, len(cut), groups, vectors)
 
 
@@ -135,10 +135,11 @@ def static_work(tables: DeviceTables, max_rows: int, runs: Tensor) -> StepWork:
 
 def fits_static_work(tables: DeviceTables, runs: Sequence[RowRun]) -> bool:
     """Whether these runs, split at tiles, fit the lists of captured steps."""
+    entered = [tables.entered(run.slot) for run in runs]
     return (
         len(runs) <= MIN_RUNS
-        and sum(tables.max_groups(run.slot) for run in runs) <= GRAPH_GROUPS
-        and all(tables.max_vectors(run.slot) <= MAX_RUN_VECTORS for run in runs)
+        and sum(adapter.max_groups for adapter in entered) <= GRAPH_GROUPS
+        and all(adapter.max_vectors <= MAX_RUN_VECTORS for adapter in entered)
     )
 
 

@@ -101,11 +101,11 @@ class DeviceLora:
         """Whether kernels have anything to add at a site."""
         if lora.sites is not None:
             return site_id in lora.sites
-        return any(site_id in self.tables.sites_of(run.slot) for run in lora.runs)
+        return any(site_id in self.tables.entered(run.slot).sites for run in lora.runs)
 
     def sites_of(self, runs: Sequence[RowRun]) -> frozenset[int]:
         """All sites where kernels have anything to add for these runs."""
-        sites = (self.tables.sites_of(slot) for slot in {run.slot for run in runs})
+        sites = (self.tables.entered(slot).sites for slot in {run.slot for run in runs})
         return frozenset[int]().union(*sites)
 
 

@@ -75,8 +75,11 @@ class LoraBatch:
     @cached_property
     def trains_norms(self) -> bool:
         """Whether some adapter replaces a norm's weight."""
-        facts = self.tables or self.records
-        return facts is not None and any(facts.trains_norms(run.slot) for run in self.runs)
+        if self.tables is not None:
+            return any(self.tables.entered(run.slot).trains_norms for run in self.runs)
+        return self.records is not None and any(
+            self.records.trains_norms(run.slot) for run in self.runs
+        )
 
     @property
     def adds_only(self) -> bool:
@@ -87,7 +90,7 @@ class LoraBatch:
     def _may_replace_rows(self) -> bool:
         """False if no adapter replaces rows of any weight, which is the usual case."""
         if self.tables is not None:
-            return any(self.tables.in_torch(run.slot) for run in self.runs)
+            return any(self.tables.entered(run.slot).in_torch for run in self.runs)
         if self.records is not None:
             return any(self.records.replaces_rows(run.slot) for run in self.runs)
         return True
