@@ -44,7 +44,7 @@ from loraplex_services.worker.cache.adapter_limits import AdapterLimits
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_layout import plan_kv_groups
 from loraplex_services.worker.cache.reclaimer import Reclaimer
-from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.types.extents import count_pages_per_block
 from loraplex_services.worker.types.residency import Load
@@ -118,7 +118,7 @@ def adapters(
     shape = BASES[base]
     write_base_config(shape, root / "base", 4096)
     family, config = read_model_config(root / "base")
-    sites = family.build(config, NoWeights(), TorchOperators()).site_weights.table
+    sites = family.build(config, NoWeights(), Operators()).site_weights.table
     groups = plan_kv_groups(config.windows, config.kv_heads, HALF_BYTES)
     geometry = base_geometry(root / "base", config, sites)
     made = []

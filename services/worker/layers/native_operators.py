@@ -9,8 +9,7 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
 from loraplex_services.worker.layers.native_experts import NativeExperts, choose_experts
-from loraplex_services.worker.layers.operators import AddLora, TorchOperators
-from loraplex_services.worker.layers.ranks import OneRank, Ranks
+from loraplex_services.worker.layers.operators import AddLora, Operators
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.ops.activation.torch import GELU_TANH, Gate
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
@@ -31,19 +30,17 @@ from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeigh
 from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.division import ONE_MATRIX
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 
-class NativeOperators:
-    """Implements `operators.Operators`."""
+class NativeOperators(Operators):
+    """Compiled kernels, except for the gates of rare activations."""
 
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
+        super().__init__()
         self._in_tiles = dtype is torch.bfloat16 and native.prefers_tiles
         widens = dtype is torch.bfloat16 and native.has_tiles and not native.uses_pairs
         self.name = f"native-{native.isa}" + "-widened" * widens
-        self.ranks: Ranks = OneRank()
-        self.division = ONE_MATRIX
         self.native = native
         self.attention_maker = AttentionMaker(
             NativeAttention,
@@ -53,7 +50,6 @@ class NativeOperators:
         self.add_bias = native.add_bias
         self.choose_experts = partial(choose_experts, native)
         self.draws = DrawOperators(native.truncate, native.draw)
-        self._torch = TorchOperators()
 
     def rotate(self, x: Tensor, cos_sin: CosSin, head_dim: int) -> Tensor:
         """In place."""
@@ -74,7 +70,7 @@ class NativeOperators:
         """See Operators."""
         if is_readable(weight):
             return CodedLinear(self.native, weight)
-        return self.linear(weight.dequantised().to(dtype))
+        return super().coded_linear(weight, dtype)
 
     def add_lora(self) -> AddLora:
         """See Operators."""
@@ -94,11 +90,7 @@ class NativeOperators:
             return self.native.silu_multiply
         if activation in GELU_TANH:
             return self.native.gelu_tanh_multiply
-        return self._torch.gate(activation)
-
-    def expert_linear(self, weight: Tensor) -> BaseLinear:
-        """Packed: nothing keeps the tensor of all experts."""
-        return self.linear(weight)
+        return super().gate(activation)
 
     def experts(
         self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts

@@ -1,11 +1,10 @@
 """The operators that layers are built from, chosen once per runner: plain torch here, C++ in
-`native_operators`.
+`native_operators`, Triton in `triton_operators`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.recurrence.torch import TorchDeltaNet
 from loraplex_services.worker.ops.rope.torch import Rotate, rotate_heads
-from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
+from loraplex_services.worker.sampling.drawing import TORCH_DRAWS
 from loraplex_services.worker.types.division import ONE_MATRIX, Division
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
@@ -36,69 +35,60 @@ AddBias = Callable[[Tensor, Tensor], object]
 """(y, bias): y, `[T, out]`, is mutated."""
 
 
-class Operators(Protocol):
-    """Makers of the components of layers."""
+class Operators:
+    """What layers are built from, in plain torch, on any device and in any dtype. Subclasses have
+    kernels for some of it."""
 
-    name: str
+    name = "torch"
     """Name in logs and in the numerics fingerprint."""
-    ranks: Ranks
-    """Ranks that share the base; one by default."""
-    attention_maker: AttentionMaker
-    """Makes each layer's attention backend, and the metadata of each step."""
-    division: Division
-    """How they divide adapters."""
+    rotate: Rotate = staticmethod(rotate_heads)
+    """Rotates the heads of queries and keys, in place or not."""
+    add_bias: AddBias = staticmethod(Tensor.add_)
+    """Adds a bias in place."""
+    choose_experts: ChooseExperts = staticmethod(choose_experts)
+    """Chooses the experts of each row."""
+    draws = TORCH_DRAWS
+    """How tokens are drawn from logits."""
 
-    @property
-    def rotate(self) -> Rotate:
-        """Rotates the heads of queries and keys, in place or not."""
-        ...
-
-    @property
-    def add_bias(self) -> AddBias:
-        """Adds a bias in place."""
-        ...
-
-    @property
-    def choose_experts(self) -> ChooseExperts:
-        """Chooses the experts of each row."""
-        ...
-
-    @property
-    def draws(self) -> DrawOperators:
-        """How tokens are drawn from logits."""
-        ...
+    def __init__(self) -> None:
+        self.ranks: Ranks = OneRank()
+        """Ranks that share the base; one by default."""
+        self.attention_maker = AttentionMaker(VanillaAttention)
+        """Makes each layer's attention backend, and the metadata of each step."""
+        self.division: Division = ONE_MATRIX
+        """How they divide adapters."""
 
     def linear(self, weight: Tensor) -> BaseLinear:
         """A base product; the weight `[out, in]` is not needed afterwards."""
-        ...
+        return DenseLinear(weight)
 
     def reads_codes(self, weight: CodedWeight) -> bool:
         """Whether products read the codes; otherwise the weight is dequantised once."""
-        ...
+        return False
 
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
         """`linear` for a weight in codes, for inputs of a dtype."""
-        ...
+        return self.linear(weight.dequantised().to(dtype))
 
     def add_lora(self) -> AddLora:
         """The low-rank update, and rows of weights that adapters replace."""
-        ...
+        return portable.add_lora
 
     def add_lora_embedding(self) -> AddLora:
         """The same at the embedding, for int64 token ids `[T]` in place of x."""
-        ...
+        return portable.add_lora_embedding
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """A root-mean-square norm."""
-        ...
+        return RmsNorm(site_id, weight)
 
     def gate(self, activation: str) -> Gate:
         """act(first half) * second half."""
-        ...
+        return plain_gate(activation)
 
     def expert_linear(self, weight: Tensor) -> BaseLinear:
         """The product of one expert; its weight is a part of `ExpertWeights`."""
-        ...
+        return self.linear(weight)
 
     def experts(
         self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
@@ -109,69 +99,10 @@ class Operators(Protocol):
             gate: theirs, as `gate` makes it or a family has it.
             looped: what computes them on any device, by `expert_linear` of these weights.
         """
-        ...
-
-    def delta_net(
-        self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights
-    ) -> DeltaNet:
-        """The gated delta net of a layer; `state_index`: its number among the recurrent layers."""
-        ...
-
-
-class TorchOperators:
-    """Plain torch, on any device and in any dtype."""
-
-    name = "torch"
-    rotate: Rotate = staticmethod(rotate_heads)
-    add_bias: AddBias = staticmethod(Tensor.add_)
-    choose_experts: ChooseExperts = staticmethod(choose_experts)
-    draws = TORCH_DRAWS
-
-    def __init__(self) -> None:
-        self.ranks: Ranks = OneRank()
-        self.attention_maker = AttentionMaker(VanillaAttention)
-        self.division = ONE_MATRIX
-
-    def linear(self, weight: Tensor) -> BaseLinear:
-        """See Operators."""
-        return DenseLinear(weight)
-
-    def reads_codes(self, weight: CodedWeight) -> bool:
-        """False: there is no kernel for codes."""
-        return False
-
-    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
-        """Dequantised."""
-        return DenseLinear(weight.dequantised().to(dtype))
-
-    def add_lora(self) -> AddLora:
-        """See Operators."""
-        return portable.add_lora
-
-    def add_lora_embedding(self) -> AddLora:
-        """See Operators."""
-        return portable.add_lora_embedding
-
-    def norm(self, site_id: int, weight: NormWeight) -> Norm:
-        """See Operators."""
-        return RmsNorm(site_id, weight)
-
-    def gate(self, activation: str) -> Gate:
-        """See Operators."""
-        return plain_gate(activation)
-
-    def expert_linear(self, weight: Tensor) -> BaseLinear:
-        """See Operators."""
-        return DenseLinear(weight)
-
-    def experts(
-        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
-    ) -> ExpertMlps:
-        """See Operators."""
         return looped
 
     def delta_net(
         self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights
     ) -> DeltaNet:
-        """See Operators."""
+        """The gated delta net of a layer; `state_index`: its number among the recurrent layers."""
         return TorchDeltaNet(config, state_index, weights)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
-from loraplex_services.worker.layers.operators import AddLora, TorchOperators
+from loraplex_services.worker.layers.operators import AddLora, Operators
 from loraplex_services.worker.ops.activation.torch import Gate
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
 from loraplex_services.worker.ops.attention.triton_backend import triton_attention
@@ -24,7 +24,7 @@ from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 
-class TritonOperators(TorchOperators):
+class TritonOperators(Operators):
     """The operators of torch, where no kernel takes their place; `lora` is set once the arena is
     there."""
 
@@ -93,20 +93,15 @@ class TritonLora:
         return self._operators.lora
 
 
-class TritonNorm:
+class TritonNorm(RmsNorm):
     """A norm in one launch; batches whose adapters train norms use torch."""
-
-    def __init__(self, site_id: int, weight: NormWeight) -> None:
-        self._portable = RmsNorm(site_id, weight)
-        self._eps = weight.eps
-        self._in_float32 = weight.in_float32
 
     def forward(self, x: Tensor, lora: LoraBatch, update: Tensor | None = None) -> Tensor:
         """See `Norm`."""
         if lora.trains_norms:
-            return self._portable.forward(x, lora, update)
+            return super().forward(x, lora, update)
         rows = x.reshape(-1, x.shape[-1])
         if update is None:
             rows = rows.contiguous()  # the only head of a layer may lie apart
-        y = add_rms_norm(rows, update, self._portable.weight, self._eps, self._in_float32)
+        y = add_rms_norm(rows, update, self.weight, self._eps, self._in_float32)
         return y.view(x.shape)

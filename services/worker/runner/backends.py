@@ -6,7 +6,7 @@ import torch
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.layers.native_operators import NativeOperators
-from loraplex_services.worker.layers.operators import Operators, TorchOperators
+from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.native.bindings import ACTIVATION_DTYPES, load_native
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.registered import registered_backend
@@ -52,7 +52,7 @@ def choose_operators(
         if native is not None:
             return NativeOperators(native, dtype)
     if is_auto or attention_backend == "vanilla":
-        return TorchOperators()
+        return Operators()
     raise InvalidRequest.field("attention_backend", attention_backend, REFUSALS[attention_backend])
 
 

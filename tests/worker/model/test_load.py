@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from loraplex.adapter_format import geometry_from_folder
 from loraplex.adapter_format.text_model import PLAIN, WRAPPED, plain_names
 from loraplex.errors import InvalidRequest, Unsupported
-from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.dummy_weights import DummyWeights
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.model.load import Checkpoint, TensorWindow, take_rows
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def build(folder, weights=None):
     family, config = read_model_config(folder)
-    return family.build(config, weights or Checkpoint(folder, torch.float32, CPU), TorchOperators())
+    return family.build(config, weights or Checkpoint(folder, torch.float32, CPU), Operators())
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapter_format.geometry import geometry_from_folder
 from loraplex.errors import InvalidAdapter, LoraplexError, Unsupported
-from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.dummy_weights import DummyWeights
 from loraplex_services.worker.model.families import read_model_config
 from loraplex_services.worker.runner.parallel.group import check_group
@@ -164,7 +164,7 @@ def test_the_heads_of_many_layers_are_those_that_transformers_reads(tmp_path: Pa
 def test_random_weights_of_its_geometry_can_be_served(base: TinyBase) -> None:
     family, config = read_model_config(base.folder)
     weights = DummyWeights(torch.float32, torch.device("cpu"))
-    assert family.build(config, weights, TorchOperators()).config is config
+    assert family.build(config, weights, Operators()).config is config
 
 
 def changed_config(base: TinyBase, folder: Path, change: dict[str, object]) -> Path:

@@ -172,8 +172,8 @@ def test_adapters_that_train_norms_or_bring_a_rope_are_refused_by_name(tmp_path)
 
 
 def test_a_device_without_support_is_refused_by_name(tmp_path):
-    from loraplex_services.worker.layers.operators import TorchOperators
+    from loraplex_services.worker.layers.operators import Operators
     from loraplex_services.worker.model.library import build_library_model
 
     with pytest.raises(Unsupported, match="on CPUs only"):
-        build_library_model(tmp_path, torch.float32, torch.device("cuda"), TorchOperators())
+        build_library_model(tmp_path, torch.float32, torch.device("cuda"), Operators())

@@ -12,7 +12,7 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.moe import Expert, ExpertWeights, LoopedExperts
-from loraplex_services.worker.layers.operators import TorchOperators
+from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.ops.activation.torch import clamped_gate
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
@@ -188,7 +188,7 @@ def test_adapters_on_experts_are_added_and_others_leave_the_kernels_alone(
         )
         for i in range(num_experts)
     ]
-    gate = TorchOperators().gate("silu")
+    gate = Operators().gate("silu")
     looped = LoopedExperts(experts, gate)
     grouped = GroupedExperts(ExpertWeights(gate_up, down), 2, gate, looped)
     arena = PackedArena(600, 1024, device, rng)
