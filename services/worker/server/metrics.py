@@ -30,60 +30,40 @@ _TOKEN_BUCKETS = tuple(
     digit * 10**power for power in range(6) for digit in (1, 2, 5) if digit * 10**power <= 200_000
 )
 
+
+def _seconds(name: str, text: str) -> Histogram:
+    return Histogram(name, text, buckets=_LATENCY_BUCKETS_S)
+
+
+def _tokens(name: str, text: str) -> Histogram:
+    return Histogram(name, text, buckets=_TOKEN_BUCKETS)
+
+
 _running = Gauge("vllm:num_requests_running", "Requests in the batch")
 _waiting = Gauge("vllm:num_requests_waiting", "Requests not yet in the batch")
 _usage = Gauge("vllm:kv_cache_usage_perc", "Share of arena blocks in use, from 0 to 1")
-_first_token = Histogram(
-    "vllm:time_to_first_token_seconds",
-    "Time from arrival to the first token",
-    buckets=_LATENCY_BUCKETS_S,
+_first_token = _seconds("vllm:time_to_first_token_seconds", "Time from arrival to the first token")
+_inter_token = _seconds("vllm:inter_token_latency_seconds", "Time between two tokens")
+_end_to_end = _seconds(
+    "vllm:e2e_request_latency_seconds", "Time from arrival to the end of a request"
 )
-_inter_token = Histogram(
-    "vllm:inter_token_latency_seconds", "Time between two tokens", buckets=_LATENCY_BUCKETS_S
+_queue = _seconds("vllm:request_queue_time_seconds", "Time from arrival to the first step")
+_prefill = _seconds(
+    "vllm:request_prefill_time_seconds", "Time from the first step to the first token"
 )
-_end_to_end = Histogram(
-    "vllm:e2e_request_latency_seconds",
-    "Time from arrival to the end of a request",
-    buckets=_LATENCY_BUCKETS_S,
+_decode = _seconds("vllm:request_decode_time_seconds", "Time from the first token to the last")
+_inference = _seconds(
+    "vllm:request_inference_time_seconds", "Time from the first step to the last token"
 )
-_queue = Histogram(
-    "vllm:request_queue_time_seconds",
-    "Time from arrival to the first step",
-    buckets=_LATENCY_BUCKETS_S,
+_per_token = _seconds(
+    "vllm:request_time_per_output_token_seconds", "Mean time between the tokens of a request"
 )
-_prefill = Histogram(
-    "vllm:request_prefill_time_seconds",
-    "Time from the first step to the first token",
-    buckets=_LATENCY_BUCKETS_S,
-)
-_decode = Histogram(
-    "vllm:request_decode_time_seconds",
-    "Time from the first token to the last",
-    buckets=_LATENCY_BUCKETS_S,
-)
-_inference = Histogram(
-    "vllm:request_inference_time_seconds",
-    "Time from the first step to the last token",
-    buckets=_LATENCY_BUCKETS_S,
-)
-_per_token = Histogram(
-    "vllm:request_time_per_output_token_seconds",
-    "Mean time between the tokens of a request",
-    buckets=_LATENCY_BUCKETS_S,
-)
-_prompt_length = Histogram(
-    "vllm:request_prompt_tokens", "Prompt tokens of a request", buckets=_TOKEN_BUCKETS
-)
-_output_length = Histogram(
-    "vllm:request_generation_tokens", "Generated tokens of a request", buckets=_TOKEN_BUCKETS
-)
-_output_limit = Histogram(
-    "vllm:request_params_max_tokens", "max_tokens of a request", buckets=_TOKEN_BUCKETS
-)
-_step_tokens = Histogram(
+_prompt_length = _tokens("vllm:request_prompt_tokens", "Prompt tokens of a request")
+_output_length = _tokens("vllm:request_generation_tokens", "Generated tokens of a request")
+_output_limit = _tokens("vllm:request_params_max_tokens", "max_tokens of a request")
+_step_tokens = _tokens(
     "vllm:iteration_tokens_total",
     "Tokens of a step: generated tokens, and prompts that it completed",
-    buckets=_TOKEN_BUCKETS,
 )
 _prefix_queries = Counter(
     "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
@@ -95,10 +75,8 @@ _accepted = Counter("vllm:spec_decode_num_accepted_tokens", "Of these, those tha
 _prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens computed")
 _generation_tokens = Counter("vllm:generation_tokens", "Tokens generated")
 _success = Counter("vllm:request_success", "Requests that ended", ["finished_reason"])
-_adapter_load = Histogram(
-    "vllm:lora_adapter_load_seconds",
-    "Time to copy an adapter from disk to the device",
-    buckets=_LATENCY_BUCKETS_S,
+_adapter_load = _seconds(
+    "vllm:lora_adapter_load_seconds", "Time to copy an adapter from disk to the device"
 )
 _sessions = Gauge("loraplex_worker_sessions", "Open sessions of gateways")
 _steps = Gauge("loraplex_worker_steps", "Engine steps since its start")
