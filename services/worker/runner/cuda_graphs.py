@@ -34,14 +34,6 @@ WARM_UP_RUNS = 2
 memory."""
 
 
-class Graph(Protocol):
-    """The used part of a `torch.cuda.CUDAGraph` that is captured."""
-
-    def replay(self) -> None:
-        """Launch all that was captured."""
-        ...
-
-
 class CapturedStep(Protocol):
     """A captured step, in one graph or in several."""
 
@@ -97,7 +89,7 @@ class Capturable(Protocol):
 class DecodeGraph:
     """A pure-decode step in one graph. Implements `CapturedStep`."""
 
-    graph: Graph
+    graph: torch.cuda.CUDAGraph
     inputs: DecodeInputs
     batch: ForwardBatch
     """Kept for its workspaces, whose addresses are in the graph."""

@@ -37,7 +37,7 @@ from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, static_work
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch, PendingCopy
 from loraplex_services.worker.runner.block_tables import BlockTables
-from loraplex_services.worker.runner.cuda_graphs import Graph, GraphMemory, forward_static
+from loraplex_services.worker.runner.cuda_graphs import GraphMemory, forward_static
 from loraplex_services.worker.runner.input_buffer import InputBuffer
 from loraplex_services.worker.runner.step_inputs import StepInputs
 
@@ -171,7 +171,7 @@ class LayerAttention:
 class GraphSegment:
     """A part of the forward pass without attention, and the attention after it."""
 
-    graph: Graph | None = None
+    graph: torch.cuda.CUDAGraph | None = None
     """None until the segment is captured."""
     sites: list[int] = field(default_factory=list)
     """Sites at which the segment reads adapters, in order."""

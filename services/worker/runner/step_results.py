@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.pooling import PooledRows, pool
 from loraplex_services.worker.runner.step_inputs import StepInputs
@@ -29,18 +29,6 @@ from loraplex_services.worker.types.step_plan import (
     SampledRow,
     StepPlan,
 )
-
-
-class Heads(Protocol):
-    """What a model computes from hidden rows `[n, H]` and their adapters."""
-
-    def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
-        """Fresh logits of tokens, float32 `[n, V]`."""
-        ...
-
-    def scores(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
-        """Logits of each row's adapter's own head, float32 `[labels]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +71,7 @@ def choose(
     step: StepInputs,
     hidden: Tensor,
     lora: LoraBatch,
-    heads: Heads,
+    model: Decoder,
     eos_ids: Sequence[int],
     before: Tensor,
     draws: DrawOperators,
@@ -105,7 +93,7 @@ def choose(
     def logits_of(token_rows: Tensor) -> Tensor:
         if announce is not None:
             announce(token_rows)
-        return heads.logits(*select_rows(hidden, lora, token_rows))
+        return model.logits(*select_rows(hidden, lora, token_rows))
 
     rows = step.plan.rows
     choosing = [row for row in rows if row.chooses]
@@ -122,7 +110,7 @@ def choose(
         )
     scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
     choices = sample(torch.from_numpy(last_rows), tokens, logits_of, eos_ids, draws)
-    pooled = pool(rows, hidden, lora, heads.scores) if step.plan.num_contexts else None
+    pooled = pool(rows, hidden, lora, model.scores) if step.plan.num_contexts else None
     end = None
     if hidden.is_cuda:
         end = torch.cuda.Event()

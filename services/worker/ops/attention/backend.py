@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.ops.attention.metadata import (
     AttentionMetadata,
-    KvCache,
     KvCacheParams,
     StaticInputs,
 )
@@ -243,7 +243,7 @@ class AttentionMaker:
         return self.backend.Metadata(**fields, **self._metadata_fields)
 
     def graph_metadata(
-        self, cache: KvCache, positions: Tensor, inputs: StaticInputs
+        self, cache: KvBuffer, positions: Tensor, inputs: StaticInputs
     ) -> AttentionMetadata:
         """Metadata of a step of generations that is captured once and replayed with other values
         in `positions` and `inputs`."""
@@ -262,7 +262,7 @@ class AttentionMaker:
         )
         return metadata.create_cuda_graph_metadata(inputs)
 
-    def idle_metadata(self, cache: KvCache, positions: Tensor) -> AttentionMetadata:
+    def idle_metadata(self, cache: KvBuffer, positions: Tensor) -> AttentionMetadata:
         """Metadata of a step that leaves the cache as it is: a context of all `positions` but the
         last, if there are several, and a generation. Contexts may read the arena's first block,
         whatever is in it."""

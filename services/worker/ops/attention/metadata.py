@@ -4,64 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from loraplex.errors import Unsupported
+from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.transfers import to_device
+from loraplex_services.worker.types.step_plan import PlannedRow
 
 CosSin: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines of each token, `[num_tokens, 1, dim / 2]` each."""
 PASS_BLOCK_TOKENS = 16
 """Tokens of a block of `PassPlanes`, as of the KV cache."""
-
-
-class KvCache(Protocol):
-    """What a backend needs of the KV cache's storage."""
-
-    tokens_per_block: int
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each KV group."""
-        ...
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key heads of the layer that has the fewest."""
-        ...
-
-    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer in every block, each `[num_blocks, Hkv, T, D]`."""
-        ...
-
-    def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Scales of int8 K and V, each `[num_blocks, Hkv, T]`; None if they have the model's
-        dtype."""
-        ...
-
-    def group_of(self, layer: int) -> int:
-        """KV group of a layer."""
-        ...
-
-
-class SequenceRow(Protocol):
-    """A sequence of the batch, as the scheduler knows it."""
-
-    @property
-    def request(self) -> RequestFacts:
-        """What it belongs to."""
-        ...
-
-
-class RequestFacts(Protocol):
-    """A request, as far as attention may ask."""
-
-    request_id: str
-    prompt_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +77,7 @@ class AttentionMetadata:
     seq_lens: Tensor
     """int64 `[num_contexts + num_generations]` on the CPU: new tokens of each sequence."""
     kv_cache_params: KvCacheParams
-    kv_cache_manager: KvCache | None = None
+    kv_cache_manager: KvBuffer | None = None
     """The cache's storage; None without a cache."""
     position_ids: Tensor | None = None
     """int64 `[num_tokens]`, on the device."""
@@ -132,7 +89,7 @@ class AttentionMetadata:
     """A captured step: no tensor here is ever replaced, and generations may be padding."""
     is_dummy_attention: bool = False
     """A profiling run: shapes only, the cache is neither read nor written."""
-    rows: Sequence[SequenceRow] = ()
+    rows: Sequence[PlannedRow] = ()
     """The sequences; `request_ids` and `prompt_lens` are read from them when they are asked for.
     Empty in steps that no request is in."""
     device_inputs: DeviceInputs | None = None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.ops.attention import triton as kernels
 from loraplex_services.worker.ops.attention import work_items
 from loraplex_services.worker.ops.attention.backend import (
@@ -21,7 +22,6 @@ from loraplex_services.worker.ops.attention.backend import (
 from loraplex_services.worker.ops.attention.metadata import (
     PASS_BLOCK_TOKENS,
     AttentionMetadata,
-    KvCache,
     StaticInputs,
 )
 from loraplex_services.worker.ops.attention.shapes import HeadShape
@@ -178,7 +178,7 @@ class TritonAttentionMetadata(AttentionMetadata):
         return self._partial[sizes]
 
 
-def _split_limit(cache: KvCache, num_rows: int, device: torch.device) -> int:
+def _split_limit(cache: KvBuffer, num_rows: int, device: torch.device) -> int:
     """Keys of an item, at most, for `num_rows` generations."""
     return work_items.split_limit(max(num_rows, 1), cache.num_kv_heads, device)
 
