@@ -39,7 +39,7 @@ class WorkerConfig:
     cache_dir: Path | None
     """None = a temporary folder, which is deleted when the worker ends."""
     cache_bytes: int | None
-    """Largest size of the disk cache; None = by the free space, see `disk_cache.default_bytes`."""
+    """Largest size of the disk cache; None = by the free space."""
     drain_s: float
     step_timeout_s: float
     service_token: str

@@ -87,10 +87,7 @@ def grow_tables(arena: Arena, layout: KvLayout, request: Request, num_tokens: in
 
 def release_behind_windows(layout: KvLayout, request: Request) -> list[int]:
     """Remove the blocks that no query from `num_computed` on can see from the block tables. Returns
-    these blocks, for the caller to give back. Mutates the block tables.
-
-    Returns these blocks, for the caller to give back. Mutates the block tables.
-    """
+    these blocks, for the caller to give back. Mutates the block tables."""
     released = []
     for window, table in zip(layout.windows, request.block_tables, strict=False):
         if window is None:

@@ -35,11 +35,7 @@ class Offer:
 
 def reuse_probability(idle_s: float) -> float:
     """The probability of a use in the next moment, up to a factor. Popularity is heavy-tailed, so
-    it decreases approximately as the reciprocal of the time since the last use.
-
-    Popularity is heavy-tailed, so the probability of a use in the next moment decreases about like
-    the reciprocal of the time since the last one.
-    """
+    it decreases approximately as the reciprocal of the time since the last use."""
     return 1.0 / (1.0 + max(0.0, idle_s))
 
 

@@ -31,10 +31,7 @@ class OutputProcessor:
 
     def process(self, plan: StepPlan, rows: Sequence[SampledRow], now: float) -> list[TokenOutput]:
         """Append what was sampled. Mutates the requests, and removes those that end. Requests that
-        have ended since the step was launched get nothing more.
-
-        Those that have ended since the step was launched get nothing more.
-        """
+        have ended since the step was launched get nothing more."""
         outputs = []
         for row, sampled in zip(plan.rows, rows, strict=True):
             assert sampled.request_id == row.request.request_id, "rows out of plan order"

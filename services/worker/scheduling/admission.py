@@ -119,8 +119,7 @@ def too_large(
     return ResourceExhausted(
         f"the request needs up to {kv_blocks} arena blocks for {request.max_num_tokens} tokens "
         f"and {adapter_blocks} for its adapters, but only {num_blocks} are not pinned: lower "
-        "max_tokens or "
-        "raise LORAPLEX_KV_MEMORY",
+        "max_tokens or raise LORAPLEX_KV_MEMORY",
         reason="REQUEST_TOO_LARGE",
     )
 

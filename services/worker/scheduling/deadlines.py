@@ -80,10 +80,7 @@ class Deadlines:
 
     def _latest_start_s(self, request: Request, now: float) -> float:
         """The latest time at which `request` can start and be in time. The prefix cache is
-        consulted only if the request would be too late without it.
-
-        What is cached of its prompt is looked up only when it would be too late otherwise.
-        """
+        consulted only if the request would be too late without it."""
         due_s = self._due_s(request)
         assert due_s is not None, request.request_id
         tiers = [self._cache.tier(digest) for digest in request.adapters.digests]

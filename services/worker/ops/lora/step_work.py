@@ -18,8 +18,6 @@ from loraplex_services.worker.transfers import copy_into
 
 MIN_RUNS = 256
 """Steps with fewer runs share compiled kernels: none is compiled while requests wait."""
-
-
 MAX_RUN_VECTORS = 2
 """Vector records of a part that a run may have in a captured step: one, or two where it is cut."""
 
