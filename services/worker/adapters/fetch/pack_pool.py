@@ -25,7 +25,11 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class PackPool:
-    """Prepares adapters for one layout, several at a time."""
+    """Prepares adapters for one layout, several at a time.
+
+    Unlike in a `ProcessPool`, nobody waits because another's job cost its process: on small
+    machines there is only one.
+    """
 
     def __init__(self, geometry: Geometry, layout: AdapterLayout) -> None:
         self.fingerprint = layout.fingerprint
