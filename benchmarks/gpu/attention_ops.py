@@ -289,20 +289,12 @@ def measure(bench: Bench, tiling: Tiling, split: int, bytes_per_s: float) -> dic
     if INTERPRETING:
         seconds = common.median_s(run, bench.q.device, 1)
     else:
-        graph = capture(run)
-        graph.replay()
-        seconds = common.device_median_s(graph.replay, 10)
+        replay = common.captured(run)
+        replay()
+        seconds = common.device_median_s(replay, 10)
     facts = bench.row(seconds / bench.num_layers, bytes_per_s)
     facts |= asdict(tiling)
     return facts | ({"split": split} if bench.case.is_decode else {})
-
-
-def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of one run."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def parse_args() -> argparse.Namespace:

@@ -201,11 +201,21 @@ def free_arena_bytes(shape: Shape) -> int:
     return free_bytes - 2 * shape.num_weights - embedding_bytes - GPU_RESERVE_BYTES
 
 
-def add_runner_options(parser: argparse.ArgumentParser) -> None:
-    """What `BenchRunner` asks of its arguments."""
+def runner_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options of a benchmark with a `BenchRunner`, which is described by its docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=1024, help="cached tokens of each sequence")
     parser.add_argument("--arena-bytes", type=int, default=0, help="0 = what the GPU has left")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     parser.add_argument("--tiny", action="store_true", help="a small model: does it run at all")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, **tiny: object) -> argparse.Namespace:
+    """What the command line says; with --tiny, what `tiny` says instead."""
+    args = parser.parse_args()
+    if args.tiny:
+        vars(args).update(tiny, shape="tiny")
+    return args

@@ -77,7 +77,7 @@ def device_median_s(run: Callable[[], object], repetitions: int) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
+def captured(run: Callable[[], object]) -> Callable[[], object]:
     """`run` as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import common
-from benchmarks.gpu.bench_runner import BenchRunner, add_runner_options, spread
+from benchmarks.gpu.bench_runner import BenchRunner, parse, runner_parser, spread
 from benchmarks.gpu.checks import check_step, setting
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape
@@ -109,7 +109,7 @@ class Results:
 def main() -> int:
     """Measure, print, write; returns how many settings failed."""
     args = parse_args()
-    shape = SHAPES["tiny" if args.tiny else args.shape]
+    shape = SHAPES[args.shape]
     results = Results(shape.name, torch.device(args.device), args)
     with tempfile.TemporaryDirectory() as scratch:
         bare: dict[int, dict[str, float]] = {}
@@ -261,14 +261,10 @@ def times_of(bench: BenchRunner, plan: StepPlan, args: argparse.Namespace) -> di
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shape", choices=[n for n in SHAPES if n != "tiny"], default="llama-3-8b")
+    parser = runner_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--steps", type=int, default=200)
-    add_runner_options(parser)
-    args = parser.parse_args()
-    if args.tiny:
-        args.context, args.steps, args.arena_bytes = 32, 3, 8 << 20
-    return args
+    return parse(parser, context=32, steps=3, arena_bytes=8 << 20)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import common
-from benchmarks.gpu.bench_runner import add_runner_options, free_arena_bytes
+from benchmarks.gpu.bench_runner import free_arena_bytes, parse, runner_parser
 from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import Shape, write_adapter, write_base_config
@@ -47,7 +47,7 @@ NUM_ROUNDS = 3
 def main() -> int:
     """Measure, print, write after every row; returns how many parts failed."""
     args = parse_args()
-    shape = SHAPES["tiny" if args.tiny else args.shape]
+    shape = SHAPES[args.shape]
     facts: dict[str, Any] = {"shape": shape.name, "adapters": args.adapters, "rank": args.rank}
     errors: list[str] = []
     facts["errors"] = errors
@@ -188,20 +188,16 @@ def compare_counts(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str,
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shape", choices=[n for n in SHAPES if n != "tiny"], default="llama-3-8b")
+    parser = runner_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--adapters", type=int, default=2000)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--running", type=int, default=MAX_RUNNING, help="requests of a step (64)")
     parser.add_argument("--requests", type=int, default=256, help="of each row of counts (256)")
     parser.add_argument("--tokens", type=int, default=64, help="of each request (64)")
     parser.add_argument("--probes", type=int, default=60, help="first tokens to time (60)")
-    add_runner_options(parser)
-    args = parser.parse_args()
-    if args.tiny:
-        args.adapters, args.rank, args.running, args.requests = 12, 8, 4, 8
-        args.tokens, args.probes, args.arena_bytes = 4, 12, 8 << 20
-    return args
+    tiny = {"adapters": 12, "rank": 8, "running": 4, "requests": 8, "tokens": 4, "probes": 12}
+    return parse(parser, **tiny, arena_bytes=8 << 20)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import common
-from benchmarks.gpu.bench_runner import BenchRunner, add_runner_options, spread
+from benchmarks.gpu.bench_runner import BenchRunner, parse, runner_parser, spread
 from benchmarks.gpu.checks import check_step, setting
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import ALL_SEVEN, ATTENTION
@@ -60,7 +60,7 @@ TINY_CASES = (
 def main() -> int:
     """Measure, print, write; returns how many cases failed."""
     args = parse_args()
-    shape = SHAPES["tiny" if args.tiny else args.shape]
+    shape = SHAPES[args.shape]
     cases = TINY_CASES if args.tiny else CASES
     longest = max(case.prompt_tokens for case in cases)
     rows: list[dict[str, Any]] = []
@@ -123,16 +123,11 @@ def plans_of(
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shape", choices=[n for n in SHAPES if n != "tiny"], default="llama-3-8b")
+    parser = runner_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--step-tokens", type=int, default=8192, help="most of one step (8192)")
-    add_runner_options(parser)
-    args = parser.parse_args()
-    if args.tiny:
-        args.context, args.steps, args.arena_bytes = 32, 2, 8 << 20
-        args.step_tokens = 64
-    return args
+    return parse(parser, context=32, steps=2, arena_bytes=8 << 20, step_tokens=64)
 
 
 if __name__ == "__main__":

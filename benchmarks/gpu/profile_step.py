@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import common
-from benchmarks.gpu.bench_runner import BenchRunner, add_runner_options, spread
+from benchmarks.gpu.bench_runner import BenchRunner, parse, runner_parser, spread
 from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import ALL_SEVEN, ATTENTION
@@ -102,7 +102,7 @@ class KernelRow:
 def main() -> int:
     """Profile every case, print its table, write all of them; returns how many failed."""
     args = parse_args()
-    shape = SHAPES["tiny" if args.tiny else args.shape]
+    shape = SHAPES[args.shape]
     cases = [
         case for case in (TINY_CASES if args.tiny else CASES) if re.search(args.cases, case.name)
     ]
@@ -258,16 +258,12 @@ def timeline_ms(steps: Sequence[Sequence[KernelEvent]]) -> dict[str, float]:
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shape", choices=[n for n in SHAPES if n != "tiny"], default="llama-3-8b")
+    parser = runner_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--steps", type=int, default=5, help="profiled steps of each case (5)")
     parser.add_argument("--rows", type=int, default=24, help="lines of each printed table (24)")
     parser.add_argument("--cases", default="", help="pattern that the names of cases contain")
-    add_runner_options(parser)
-    args = parser.parse_args()
-    if args.tiny:
-        args.context, args.steps, args.arena_bytes = 32, 2, 8 << 20
-    return args
+    return parse(parser, context=32, steps=2, arena_bytes=8 << 20)
 
 
 if __name__ == "__main__":

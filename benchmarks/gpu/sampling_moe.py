@@ -23,6 +23,7 @@ from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import (
     COPY_BYTES,
     RESULTS,
+    captured,
     copy_bytes_per_s,
     device_median_s,
     median_s,
@@ -102,7 +103,9 @@ def expert_rows(device: torch.device, is_tiny: bool, steps: int) -> Iterator[dic
             x = torch.randn(num_tokens, hidden, device=device).to(dtype)
             probs = torch.rand(num_tokens, num, device=device).softmax(-1)
             weights, chosen = probs.topk(active)
-            run = captured(partial(experts.forward, x, chosen, weights, LoraBatch((), {})), device)
+            run = partial(experts.forward, x, chosen, weights, LoraBatch((), {}))
+            if device.type == "cuda":
+                run = captured(run)
             num_read = len(chosen.unique())
             num_bytes = num_read * 3 * width * hidden * dtype.itemsize
             operations = 6 * num_tokens * active * width * hidden
@@ -116,21 +119,6 @@ def expert_rows(device: torch.device, is_tiny: bool, steps: int) -> Iterator[dic
                 "share_of_floor": num_bytes / bytes_per_s / seconds,
                 "tflop_per_s": operations / seconds / 1e12,
             }
-
-
-def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The same as one launch of a graph, on a GPU."""
-    if device.type != "cuda":
-        return run
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph.replay
 
 
 def time_s(run: Callable[[], object], device: torch.device, steps: int) -> float:

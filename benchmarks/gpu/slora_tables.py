@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import common
-from benchmarks.gpu.bench_runner import BenchRunner, add_runner_options
+from benchmarks.gpu.bench_runner import BenchRunner, parse, runner_parser
 from benchmarks.gpu.common import SHAPES
 from benchmarks.llama import ATTENTION
 
@@ -264,16 +264,13 @@ def merge_time_s(bench: BenchRunner, rank: int, args: argparse.Namespace) -> flo
 
 def parse_args() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = runner_parser(__doc__)
     parser.add_argument("--settings", default="s1,s2", help="of s1, s2, s3, s4, comma separated")
     parser.add_argument("--steps", type=int, default=20)
-    add_runner_options(parser)
-    args = parser.parse_args()
-    args.context = IN_TOKENS + OUT_TOKENS
+    parser.set_defaults(context=IN_TOKENS + OUT_TOKENS)
+    args = parse(parser, settings="s2", steps=2, arena_bytes=16 << 20)
     if unknown := set(args.settings.split(",")) - set(SETTINGS):
         parser.error(f"--settings: unknown {', '.join(sorted(unknown))}; choose of s1, s2, s3, s4")
-    if args.tiny:
-        args.settings, args.steps, args.arena_bytes = "s2", 2, 16 << 20
     return args
 
 
