@@ -33,15 +33,15 @@ class Struct:
 
 
 def _built(kind: Any, value: Any) -> Any:
-    """Plain JSON as `kind`: a struct, a list or tuple of them, or what JSON has."""
+    """Plain JSON as `kind`: a struct, a named tuple, a list or tuple of them, or what JSON has."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{name: _built(hints[name], part) for name, part in value.items()})
-    if origin is list:
-        return [_built(arguments[0], part) for part in value]
-    if origin is tuple:
-        return tuple(value)
+    if origin in (list, tuple):
+        return origin(_built(arguments[0], part) for part in value)
+    if hasattr(kind, "_fields"):
+        return kind(*value)
     if kind is bytes and isinstance(value, str):
         return base64.b64decode(value)
     return value
