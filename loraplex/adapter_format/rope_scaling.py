@@ -91,7 +91,7 @@ class RopeScaling:
 
 
 def parse(text: str) -> RopeScaling:
-    """Read a label. Raises: InvalidAdapter: naming the key, with the way out.
+    """Read a label.
 
     Raises:
         InvalidAdapter: naming the key, with the way out.
@@ -107,7 +107,7 @@ def parse(text: str) -> RopeScaling:
 
 
 def read(value: object) -> RopeScaling:
-    """Read a JSON value. Raises: InvalidAdapter: naming the key, with the way out.
+    """Read a JSON value.
 
     Raises:
         InvalidAdapter: naming the key, with the way out.

@@ -131,10 +131,10 @@ class KeptPrefix:
 
 
 BASE_ONLY = AdapterSet()
+"""No adapters."""
 BACKGROUND_PRIORITY = (1 << 31) - 1
 """Requests with the last of all priorities, such as those of batches, give way to the requests of
 all tenants."""
-"""No adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

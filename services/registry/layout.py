@@ -16,6 +16,7 @@ uploads/<upload id>/parts/<file>/<offset>-<size>-<sha256>
 uploads/<upload id>/intent.json                 written before anything becomes visible; removed
                                                 after an upload in one call
 uploads/<upload id>/finished.json               the acknowledgement
+uploads/<upload id>/refused.json                why its content was last refused
 usage/<yyyy-mm-dd>.json                         a copy of what was used on a day
 index/snapshot-<ulid>-<sha256>.gz               copies of all of adapters/, see snapshots.py
 """

@@ -86,6 +86,10 @@ class VersionRecord:
         return self.spelling or self.name
 
     @property
+    def ref(self) -> str:
+        return f"{self.tenant}/{self.name}:v{self.version}"
+
+    @property
     def deleted(self) -> bool:
         return self.generation > 1
 

@@ -12,6 +12,7 @@ from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
 from loraplex_services.registry.records import (
     AuditRecord,
+    VersionRecord,
     decode,
     encode,
     now_s,
@@ -20,6 +21,8 @@ from loraplex_services.registry.records import (
 _KEY = re.compile(layout.AUDIT + r"\d{4}-\d{2}-\d{2}/[0-9a-hjkmnp-tv-z]{26}\.json")
 _END = layout.AUDIT + "~"
 """A key that sorts after every entry."""
+REGISTRY = "registry"
+"""The actor of what the registry does by itself."""
 _WINDOW_S = 60.0
 _BATCH_KEYS = 200
 
@@ -44,6 +47,13 @@ class Audit:
         time_s = now_s()
         entry = AuditRecord(time_s, actor, tenant, action, subject, digest, dict(details or {}))
         await self._store.put(layout.audit(_date(time_s), ulid(time_s)), encode(entry))
+
+    async def write_version(
+        self, actor: str, action: str, version: VersionRecord, **details: str
+    ) -> None:
+        """Append one entry about a version."""
+        subject, digest = version.ref, version.digest
+        await self.write(actor, version.tenant, action, subject, digest=digest, details=details)
 
     async def page(
         self, tenant: str, page_size: int, before: str = ""

@@ -96,13 +96,8 @@ class Signatures:
                 continue
             key = layout.signature(*address, record.key_sha256)
             await documents.change(self._store, key, SignatureRecord, _always(record))
-            await self._audit.write(
-                record.actor,
-                version.tenant,
-                "version.sign",
-                f"{version.tenant}/{version.name}:v{version.version}",
-                digest=version.digest,
-                details={"key_sha256": record.key_sha256},
+            await self._audit.write_version(
+                record.actor, "version.sign", version, key_sha256=record.key_sha256
             )
 
     async def of(self, version: VersionRecord) -> Sequence[SignatureRecord]:
@@ -130,8 +125,7 @@ class Signatures:
         policy = await self.policy(version.tenant)
         if policy:
             signed = await self._signed_by(version, policy)
-            what = f"{version.tenant}/{version.name}:v{version.version}"
-            self._demand(version.tenant, policy, signed, what)
+            self._demand(version.tenant, policy, signed, version.ref)
 
     async def unsigned(self, tenant: str, versions: Sequence[VersionRecord]) -> set[int]:
         """The numbers of the versions that no tag may point at under the tenant's policy."""

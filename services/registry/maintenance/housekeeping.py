@@ -7,7 +7,7 @@ import datetime
 import logging
 
 from loraplex.errors import LoraplexError
-from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.access.audit import REGISTRY, Audit
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.index.usage import UsageBook
@@ -18,8 +18,6 @@ from loraplex_services.registry.publish.staging import Staging
 
 logger = logging.getLogger(__name__)
 
-ACTOR = "registry"
-"""The actor in the audit log."""
 _CHECK_S = 600.0
 _EXPIRE_CHECK_S = 1.0
 _SNAPSHOT_CHECK_S = 60.0
@@ -63,7 +61,7 @@ async def collect_once(collector: Collector, audit: Audit) -> None:
     collected = await collector.collect()
     if collected.deleted_objects:
         details = {"objects": str(collected.deleted_objects)}
-        await audit.write(ACTOR, "", "gc", "blobs", details=details)
+        await audit.write(REGISTRY, "", "gc", "blobs", details=details)
 
 
 async def expire_regularly(staging: Staging, retention: Retention) -> None:

@@ -62,13 +62,9 @@ class Certificates:
             return record
 
         await documents.change(self._store, key, Certificate, step)
-        await self._audit.write(
-            record.creator,
-            version.tenant,
-            "version.certify",
-            f"{version.tenant}/{version.name}:v{version.version}",
-            digest=version.digest,
-            details={"base_id": record.base_id, "mean_kl": f"{record.mean_kl:.3g}"},
+        kl = f"{record.mean_kl:.3g}"
+        await self._audit.write_version(
+            record.creator, "version.certify", version, base_id=record.base_id, mean_kl=kl
         )
 
 

@@ -133,9 +133,8 @@ class Deletion:
             deleted.append(buried or await self._record(tenant, name, number))
         failpoint("delete.tombstone")
         for record in deleted:
-            subject = f"{tenant}/{name}:v{record.version}"
             action = "version.purge" if purge else "version.delete"
-            await self._audit.write(mover, tenant, action, subject, digest=record.digest)
+            await self._audit.write_version(mover, action, record)
         await self._withdraw(deleted, mover, operation)
         return deleted
 

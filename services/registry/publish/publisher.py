@@ -236,13 +236,12 @@ class Publisher:
         failpoint("publish.visibility")
         items.append(version_item(version, adapter))
         action = "version.publish" if created else "version.republish"
-        subject = f"{version.tenant}/{version.name}:v{version.version}"
         # Either may come first: a publication without an acknowledgement is completed again.
         moved, _ = await asyncio.gather(
             self._move_tags(session, version, created, recovering),
-            self._audit.write(
-                session.creator, version.tenant, action, subject, digest=version.digest,
-                details={"tags": " ".join(session.options.tags), "base": version.base_id},
+            self._audit.write_version(
+                session.creator, action, version,
+                tags=" ".join(session.options.tags), base=version.base_id,
             ),
         )  # fmt: skip
         failpoint("publish.audit")

@@ -13,15 +13,13 @@ import math
 from collections.abc import Awaitable, Collection, Sequence
 
 from loraplex.errors import LoraplexError
+from loraplex_services.registry.access.audit import REGISTRY
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import scope_of
 from loraplex_services.registry.publish.deletion import Deletion
 from loraplex_services.registry.records import VersionRecord, now_s
 
 logger = logging.getLogger(__name__)
-
-ACTOR = "registry"
-"""The actor in the audit log."""
 
 RETIRE_PAUSE_S = 1.0
 """Seconds after an update before older ones are retired: workers fetch the new one in the meantime,
@@ -88,7 +86,7 @@ class Retention:
         tagged = {target.version for tag in found.tags for target in (*tag.targets, *tag.pending)}
         old = [number for number in sorted(updates)[:-kept] if number not in tagged]
         if old:
-            await self._deletion.retire(tenant, name, old, ACTOR)
+            await self._deletion.retire(tenant, name, old, REGISTRY)
             self.num_retired += len(old)
 
     async def make_room(self, tenant: str) -> None:
@@ -115,7 +113,7 @@ class Retention:
         """Delete ephemeral versions."""
         for at in range(0, len(versions), _NUM_ENDED_TOGETHER):
             some = versions[at : at + _NUM_ENDED_TOGETHER]
-            self.num_retired += await self._deletion.end(some, ACTOR)
+            self.num_retired += await self._deletion.end(some, REGISTRY)
 
 
 async def _logged(work: Awaitable[None]) -> None:

@@ -16,7 +16,7 @@ from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict, NotCertified
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents
-from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.access.audit import REGISTRY, Audit
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.publish.tags import (
@@ -33,8 +33,6 @@ NOBODY = "not loaded in time, and no gateway reported why; check that a gateway 
 MAX_STAGE_S = 86_400.0
 GATEWAYS_S = 2.0
 """Seconds that gateways have to give up a late move first, as they know a better reason."""
-ACTOR = "registry"
-"""The actor in the audit log for dropped moves."""
 
 
 class Staging:
@@ -118,7 +116,7 @@ class Staging:
             if seen is None or not seen.pending or now_s() - GATEWAYS_S < seen.pending_until_s:
                 continue
             with contextlib.suppress(Conflict):
-                await self.finish(address, seen.generation, NOBODY, ACTOR)
+                await self.finish(address, seen.generation, NOBODY, REGISTRY)
                 count += 1
         return count
 

@@ -61,7 +61,7 @@ class TagRules:
             )
 
     async def _check_kl(self, version: VersionRecord, max_kl: float) -> None:
-        what = f"{version.tenant}/{version.name}:v{version.version}"
+        what = version.ref
         counted = latest_by_operator(version.base_id, await self._certificates.of(version))
         if not counted:
             raise NotCertified.of(
