@@ -129,7 +129,7 @@ template <class W>
 void multiply(const Product& g, const W* packed) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_panel_tasks = ceil_div(num_panels, kTaskPanels);
-    parallel_for(num_panel_tasks * ceil_div(g.num_rows, kTaskRows), [&](int64_t task) {
+    parallel_shares(num_panel_tasks * ceil_div(g.num_rows, kTaskRows), [&](int64_t task) {
         const int64_t begin = task % num_panel_tasks * kTaskPanels;
         const int64_t end = smaller(begin + kTaskPanels, num_panels);
         int64_t row = task / num_panel_tasks * kTaskRows;

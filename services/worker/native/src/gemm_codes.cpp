@@ -119,7 +119,7 @@ template <Code Kind, class Rows>
 void multiply(const CodedProduct& g, const Rows& rows) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
-    parallel_for(ceil_div(num_panels, kTaskPanels) * num_row_tasks, [&](int64_t task) {
+    parallel_shares(ceil_div(num_panels, kTaskPanels) * num_row_tasks, [&](int64_t task) {
         const int64_t first = task / num_row_tasks * kTaskPanels;
         const int64_t begin = task % num_row_tasks * kTaskRows;
         const int64_t end = smaller(begin + kTaskRows, g.num_rows);

@@ -35,9 +35,9 @@ namespace {
 
 // Bytes of a task's inputs that stay in the second-level cache while the task's panels pass by.
 constexpr int64_t kCachedBytes = 512 << 10;
-// Outputs of one task: few enough for all threads to have one, enough to outweigh claiming it.
-constexpr int64_t kTasksPerThread = 6;
+// Panels of a task of many rows or long inputs: each reads these again.
 constexpr int64_t kMaxTaskPanels = 12;
+constexpr int64_t kTasksPerThread = 6;
 
 struct TileProduct {
     const bf16* x;
@@ -70,15 +70,20 @@ Ahead ahead_of(const bf16* weights, const bf16* next, int64_t num_tiles, int64_t
     return {reinterpret_cast<const char*>(next + block * num_tiles * kTileItems), kLine};
 }
 
-// Long inputs are taken in chunks that stay in the cache for all panels. The sums are kept in float32 in
-// between, so that chunks do not change the result.
+// Tiles of inputs that stay in the cache for all panels of a task of `num_rows`.
+int64_t chunk_of(const TileProduct& g, int64_t num_rows) {
+    if (num_rows <= PanelProduct::kMaxRows) return g.num_tiles;
+    const int64_t fitting = kCachedBytes / (num_rows * kTileBytes);
+    return smaller(g.num_tiles, smaller(fitting < 1 ? 1 : fitting, PanelProduct::kSharedTiles));
+}
+
+// Long inputs are taken in chunks. The sums are kept in float32 in between, so that chunks do not change the
+// result.
 template <class T>
 void multiply_panels(const TileProduct& g, T* y, int64_t row, int64_t num_rows, int64_t begin,
                      int64_t end) {
     const int64_t num_blocks = ceil_div(num_rows, PanelProduct::kMaxRows);
-    const int64_t fitting = kCachedBytes / (num_rows * kTileBytes);
-    int64_t chunk = num_blocks == 1 ? g.num_tiles : smaller(fitting, PanelProduct::kSharedTiles);
-    chunk = smaller(g.num_tiles, chunk < 1 ? 1 : chunk);
+    const int64_t chunk = chunk_of(g, num_rows);
     const bool is_whole = chunk == g.num_tiles;
     float* sums = scratch(0, (is_whole ? PanelProduct::kMaxRows : num_rows * (end - begin)) *
                                  kTilePanel);
@@ -110,9 +115,12 @@ void multiply(const TileProduct& g, T* y) {
     constexpr int64_t kTaskRows = PanelProduct::kTaskRows;
     const int64_t num_panels = ceil_div(g.num_outputs, kTilePanel);
     const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
-    int64_t panels = num_panels * num_row_tasks / (num_threads() * kTasksPerThread);
-    panels = panels < 1 ? 1 : smaller(panels, kMaxTaskPanels);
-    parallel_for(ceil_div(num_panels, panels) * num_row_tasks, [&](int64_t task) {
+    int64_t panels = 1;
+    if (num_row_tasks > 1 || chunk_of(g, g.num_rows) < g.num_tiles) {
+        panels = num_panels * num_row_tasks / (num_threads() * kTasksPerThread);
+        panels = panels < 1 ? 1 : smaller(panels, kMaxTaskPanels);
+    }
+    parallel_shares(ceil_div(num_panels, panels) * num_row_tasks, [&](int64_t task) {
         const int64_t begin = task / num_row_tasks * panels;
         const int64_t end = smaller(begin + panels, num_panels);
         const int64_t row = task % num_row_tasks * kTaskRows;

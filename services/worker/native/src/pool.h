@@ -1,5 +1,6 @@
 // A small pool of threads for parallel loops over numbered tasks.
 #pragma once
+#include <atomic>
 #include <cstdint>
 
 namespace lpx {
@@ -20,6 +21,33 @@ template <class Body>
 void parallel_for(int64_t num_tasks, const Body& body) {
     run_tasks([](const void* context, int64_t i) { (*static_cast<const Body*>(context))(i); }, &body,
               num_tasks);
+}
+
+// A share of a loop's tasks, [next, end). On a cache line of its own.
+struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+};
+
+// parallel_for for tasks that prefetch what the next one reads: each thread takes a share of neighbouring
+// tasks in order, and then helps with the shares of others.
+template <class Body>
+void parallel_shares(int64_t num_tasks, const Body& body) {
+    constexpr int64_t kMaxShares = 256;
+    Share shares[kMaxShares];
+    int64_t num_shares = num_threads() < kMaxShares ? num_threads() : kMaxShares;
+    if (num_tasks < num_shares) num_shares = num_tasks;
+    for (int64_t i = 0; i < num_shares; ++i) {
+        shares[i].next.store(num_tasks * i / num_shares, std::memory_order_relaxed);
+        shares[i].end = num_tasks * (i + 1) / num_shares;
+    }
+    parallel_for(num_shares, [&](int64_t own) {
+        for (int64_t i = 0; i < num_shares; ++i) {
+            Share& share = shares[(own + i) % num_shares];
+            int64_t task;
+            while ((task = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end) body(task);
+        }
+    });
 }
 
 // A float buffer of this thread, 64-byte aligned, kept and grown from call to call; `which` tells
