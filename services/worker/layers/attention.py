@@ -9,6 +9,7 @@ from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.ops.activation.torch import Gated
 from loraplex_services.worker.ops.attention.backend import AttentionBackend
 from loraplex_services.worker.ops.attention.interruptible import forward_interruptibly
 from loraplex_services.worker.ops.norm.torch import Norm
@@ -27,16 +28,15 @@ class SelfAttention:
         sizes: tuple[int, int, int],
         head_norms: tuple[Norm, Norm] | None,
         rotate: Rotate,
-        query_scales: Tensor | None = None,
-        is_gated: bool = False,
+        scales_queries: bool = False,
+        gated: Gated | None = None,
     ) -> None:
         """See `forward`.
 
         Args:
             sizes: widths of all query heads, of all key heads, and of one head.
-            query_scales: float32 `[positions, 1]`: factors of queries, where they depend on the
-                position.
-            is_gated: `qkv` has a gate after each query head, of the same width.
+            scales_queries: the batch has a factor for the queries of each row.
+            gated: by sigmoid, if `qkv` has a gate after each query head, of the same width.
         """
         self._qkv = qkv
         self._o = o
@@ -45,9 +45,9 @@ class SelfAttention:
         self._q_size, self._kv_size, self._head_dim = sizes
         self._head_norms = head_norms
         self._rotate = rotate
-        self._query_scales = query_scales
-        self._is_gated = is_gated
-        changes_heads = head_norms is not None or query_scales is not None or is_gated
+        self._scales_queries = scales_queries
+        self._gated = gated
+        changes_heads = head_norms is not None or scales_queries or gated is not None
         self._takes_fused = self._backend_rotates and not changes_heads
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
@@ -57,20 +57,21 @@ class SelfAttention:
             attended = forward_interruptibly(self._backend, qkv, None, None, batch.attention)
             return self._o.forward(attended, batch.lora)
         gates = None
-        if self._is_gated:
+        if self._gated is not None:
             qkv, gates = self._without_gates(qkv)
         q, k, v = qkv.split((self._q_size, self._kv_size, self._kv_size), dim=-1)
         if self._head_norms is not None:
             q, k = (
                 self._normed(x, n, batch) for x, n in zip((q, k), self._head_norms, strict=True)
             )
-        if self._query_scales is not None:
-            q = q * self._query_scales[batch.positions].to(q.dtype)
+        if self._scales_queries:
+            assert batch.query_scales is not None, "set before the first layer"
+            q = q * batch.query_scales
         if not self._backend_rotates:
             q, k = (self._rotate(x, cos_sin, self._head_dim) for x in (q, k))
         attended = forward_interruptibly(self._backend, q, k, v, batch.attention)
-        if gates is not None:
-            attended = attended * gates.sigmoid()
+        if self._gated is not None and gates is not None:
+            attended = self._gated(gates, attended)
         return self._o.forward(attended, batch.lora)
 
     def _without_gates(self, x: Tensor) -> tuple[Tensor, Tensor]:

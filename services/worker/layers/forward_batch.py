@@ -29,5 +29,7 @@ class ForwardBatch:
     layer_inputs: Tensor | None = None
     """`[T, layers, width]`: set by the model before its first layer, if layers have inputs of their
     own."""
+    query_scales: Tensor | None = None
+    """`[T, 1]`: set by the model before its first layer, if queries are scaled by position."""
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values of this pass by layer, for layers that share them. Layers fill it."""

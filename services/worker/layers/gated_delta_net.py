@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.ops.activation.torch import Gated
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet
 from loraplex_services.worker.ops.rope.torch import CosSin
@@ -29,14 +29,16 @@ class GatedDeltaNet:
         norm: Norm,
         split: Split,
         value_dim: int,
+        gated: Gated,
     ) -> None:
-        """`norm`: of each head; `value_dim`: its width."""
+        """`norm`: of each head; `value_dim`: its width; `gated`: by silu."""
         self._in_proj = in_proj
         self._out_proj = out_proj
         self._net = net
         self._norm = norm
         self._split = split
         self._value_dim = value_dim
+        self._gated = gated
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
@@ -44,5 +46,5 @@ class GatedDeltaNet:
         qkv, gates, b, a = self._split(self._in_proj.forward(x, batch.lora))
         read = self._net.forward(qkv, a, b, batch.states)
         heads = self._norm.forward(read.view(len(x), -1, self._value_dim), batch.lora)
-        gated = heads.flatten(1).float() * F.silu(gates.float())
+        gated = self._gated(gates.float(), heads.flatten(1).float())
         return self._out_proj.forward(gated.to(x.dtype), batch.lora)

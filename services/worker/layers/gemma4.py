@@ -13,9 +13,11 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.mlp import GatedMlp
 from loraplex_services.worker.layers.moe import ExpertMlps
+from loraplex_services.worker.ops.activation.torch import Gated
 from loraplex_services.worker.ops.attention.backend import AttentionBackend
 from loraplex_services.worker.ops.attention.interruptible import forward_interruptibly
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.ops.moe.torch import ChooseExperts
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
 
@@ -87,16 +89,15 @@ class Gemma4Router:
     """`[H]`."""
     projection: LoraLinear
     expert_scale: Tensor
-    """`[experts]`."""
+    """float32 `[experts]`."""
     num_active: int
+    choose_experts: ChooseExperts
 
     def forward(self, x: Tensor, lora: LoraBatch) -> tuple[Tensor, Tensor]:
         """`[T, H]` -> chosen experts, int64 `[T, k]`, and their weights, float32 `[T, k]`."""
         scaled = self.norm.forward(x, lora) * self.scale * x.shape[-1] ** -0.5
-        probs = self.projection.forward(scaled, lora).softmax(dim=-1, dtype=torch.float32)
-        weights, chosen = probs.topk(self.num_active, dim=-1)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        return chosen, (weights * self.expert_scale[chosen]).float()
+        scores = self.projection.forward(scaled, lora)
+        return self.choose_experts(scores, self.num_active, True, self.expert_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +163,12 @@ class LayerInput:
     gate: LoraLinear
     projection: LoraLinear
     norm: Norm
-    activate: Callable[[Tensor], Tensor]
+    gated: Gated
+    """By the activation."""
 
     def forward(self, x: Tensor, own: Tensor, lora: LoraBatch) -> Tensor:
         """What is added to `x`, `[T, H]`; `own`: `[T, width]`."""
-        gated = self.activate(self.gate.forward(x, lora)) * own
+        gated = self.gated(self.gate.forward(x, lora), own)
         return self.norm.forward(self.projection.forward(gated, lora), lora)
 
 

@@ -38,21 +38,18 @@ class LoraLinear:
         bias: Tensor | None,
         add_lora: Callable[[Tensor, Tensor, int, LoraBatch], None],
         sum_ranks: Callable[[Tensor], Tensor] | None = None,
-        add_bias: Callable[[Tensor, Tensor], object] = Tensor.add_,
     ) -> None:
         """`base` and its `bias`, `[out]`, to which `add_lora` adds the adapters of a batch.
 
         Args:
             sum_ranks: where the inputs are divided among ranks, and so each rank's outputs, those
                 of adapters included, are addends of the result.
-            add_bias: adds `[out]` to each row of `[T, out]`, of one dtype, in place.
         """
         self.site_id = site_id
         self.base = base
-        self._bias = bias
+        self.bias = bias
         self._add_lora = add_lora
         self._sum_ranks = sum_ranks
-        self._add_bias = add_bias
         self._joined = add_lora if isinstance(add_lora, JoinedUpdate) else None
 
     def forward(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
@@ -67,9 +64,7 @@ class LoraLinear:
             self._add_lora(y, x, self.site_id, lora)
         if self._sum_ranks is not None:
             y = self._sum_ranks(y)
-        if self._bias is not None:
-            self._add_bias(y, self._bias)
-        return y
+        return y if self.bias is None else y.add_(self.bias)
 
     def forward_float32(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
         """`forward` with a float32 result, which is not rounded to x's dtype on the way if the
@@ -79,7 +74,7 @@ class LoraLinear:
         y = self._widened(self.base.apply_float32(x), num_outputs)
         lora.await_site(self.site_id)
         portable.add_lora(y, x, self.site_id, lora)
-        return y if self._bias is None else y.add_(self._bias)
+        return y if self.bias is None else y.add_(self.bias)
 
     def _widened(self, y: Tensor, num_outputs: int) -> Tensor:
         missing = num_outputs - self.base.out_features

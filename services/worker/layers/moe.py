@@ -12,7 +12,7 @@ from torch import Tensor
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.mlp import GatedMlp
-from loraplex_services.worker.ops.activation.torch import Gate
+from loraplex_services.worker.ops.activation.torch import Gate, Gated
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 from loraplex_services.worker.ops.moe.torch import ChooseExperts
@@ -47,6 +47,13 @@ class SharedExpert:
 
     mlp: GatedMlp
     gate: LoraLinear
+    gated: Gated
+    """By the sigmoid."""
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
+        gate = self.gate.forward(x, batch.lora)
+        return self.gated(gate, self.mlp.forward(x, batch))
 
 
 class ExpertMlps(Protocol):
@@ -116,9 +123,8 @@ class SparseMlp:
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         scores = self._router.forward(x, batch.lora)
-        chosen, weights = self._choose_experts(scores, self._num_active, self._renormalise)
+        chosen, weights = self._choose_experts(scores, self._num_active, self._renormalise, None)
         out = self._experts.forward(x, chosen, weights, batch.lora)
         if self._shared is not None:
-            gate = self._shared.gate.forward(x, batch.lora).sigmoid()
-            out += gate * self._shared.mlp.forward(x, batch)
+            out += self._shared.forward(x, batch)
         return self._sum_ranks(out)

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.moe import Expert
-from loraplex_services.worker.native.bindings import DTYPE_CODES, Native, row_stride
-from loraplex_services.worker.ops.linear.cpu import PackedLinear, TiledLinear
+from loraplex_services.worker.native.bindings import Native, row_stride
+from loraplex_services.worker.native.elementwise import Operation
+from loraplex_services.worker.native.library import DTYPE_CODES
+from loraplex_services.worker.ops.activation.torch import GELU_TANH, Activation
+from loraplex_services.worker.ops.linear.cpu import CodedLinear, PackedLinear, TiledLinear
+from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.types.model_config import ClampedSwiglu
+
+CLAMPED = -1
+"""Stands for `ClampedSwiglu` (`native/src/experts.cpp`)."""
 
 
 def choose_experts(
-    native: Native, scores: Tensor, num_active: int, renormalise: bool
+    native: Native,
+    scores: Tensor,
+    num_active: int,
+    renormalise: bool,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.moe.torch.choose_experts`; of equal weights, those of the first experts win."""
     num_rows, num_experts = scores.shape
@@ -29,20 +43,51 @@ def choose_experts(
         num_experts,
         num_active,
         renormalise,
+        None if factors is None else factors.data_ptr(),
         chosen.data_ptr(),
         weights.data_ptr(),
     )
     return chosen, weights
 
 
-class NativeExperts:
-    """Implements `moe.ExpertMlps`: experts without biases, gated by silu or gelu."""
+def operation_of(activation: str) -> Operation | None:
+    """The operation act(a) * b; None if there is no kernel of it."""
+    if activation in GELU_TANH:
+        return Operation.GELU_TANH
+    return {"silu": Operation.SILU, "sigmoid": Operation.SIGMOID}.get(activation)
 
-    def __init__(self, native: Native, experts: Sequence[Expert], uses_gelu: bool) -> None:
-        """`uses_gelu`: gates are gelu by its tanh formula instead of silu."""
+
+@dataclass(frozen=True, slots=True)
+class NativeGate:
+    """The gate of experts as the kernel reads it."""
+
+    operation: int
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @classmethod
+    def of(cls, activation: Activation) -> NativeGate | None:
+        """None if there is no kernel of it."""
+        if isinstance(activation, ClampedSwiglu):
+            return cls(CLAMPED, activation.alpha, activation.limit)
+        operation = operation_of(activation)
+        return None if operation is None else cls(operation)
+
+
+def are_readable(experts: Sequence[Expert]) -> bool:
+    """Whether the kernel reads all weights."""
+    linears = chain.from_iterable((expert.gate_up, expert.down) for expert in experts)
+    return all(_words_of(linear.base) is not None for linear in linears)
+
+
+class NativeExperts:
+    """Implements `moe.ExpertMlps`."""
+
+    def __init__(self, native: Native, experts: Sequence[Expert], gate: NativeGate) -> None:
+        """See `Operators.experts`."""
         self.experts = experts
         self._native = native
-        self._uses_gelu = uses_gelu
+        self._gate = gate
         words = [(*_words(expert.gate_up), *_words(expert.down)) for expert in experts]
         self._words = torch.tensor(words, dtype=torch.int64)
 
@@ -60,7 +105,9 @@ class NativeExperts:
             len(self.experts),
             x.shape[1],
             self.experts[0].down.base.in_features,
-            self._uses_gelu,
+            self._gate.operation,
+            self._gate.alpha,
+            self._gate.limit,
             y.data_ptr(),
             row_stride(y),
             DTYPE_CODES[x.dtype],
@@ -71,8 +118,13 @@ class NativeExperts:
         return y
 
 
-def _words(linear: LoraLinear) -> tuple[int, int, int]:
+def _words(linear: LoraLinear) -> tuple[int, int, int, int]:
     """A site as the kernel reads it."""
-    base = linear.base
-    assert isinstance(base, PackedLinear | TiledLinear), base
-    return (*base.words, linear.site_id)
+    words, bias = _words_of(linear.base), linear.bias
+    assert words is not None, linear.base
+    return (*words, linear.site_id, 0 if bias is None else bias.data_ptr())
+
+
+def _words_of(base: BaseLinear) -> tuple[int, int] | None:
+    """See `PackedLinear.words`; None = the kernel cannot read the weight."""
+    return base.words if isinstance(base, PackedLinear | TiledLinear | CodedLinear) else None

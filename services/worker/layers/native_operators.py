@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
-from loraplex_services.worker.layers.native_experts import NativeExperts, choose_experts
+from loraplex_services.worker.layers.moe import Expert, ExpertMlps, ExpertWeights
+from loraplex_services.worker.layers.native_experts import (
+    NativeExperts,
+    NativeGate,
+    are_readable,
+    choose_experts,
+    operation_of,
+)
 from loraplex_services.worker.layers.operators import AddLora, Operators
 from loraplex_services.worker.native.bindings import Native
-from loraplex_services.worker.ops.activation.torch import GELU_TANH, Gate
+from loraplex_services.worker.ops.activation.torch import Activation, Gate, Gated, stacked_gate
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.cpu import NativeAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
@@ -30,7 +37,7 @@ from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeigh
 from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.sampling.drawing import DrawOperators
-from loraplex_services.worker.types.model_config import RecurrenceConfig
+from loraplex_services.worker.types.model_config import ClampedSwiglu, RecurrenceConfig
 
 
 class NativeOperators(Operators):
@@ -47,7 +54,6 @@ class NativeOperators(Operators):
             layer_fields={"native": native},
             metadata_fields={"task_queries": native.task_queries},
         )
-        self.add_bias = native.add_bias
         self.choose_experts = partial(choose_experts, native)
         self.draws = DrawOperators(native.truncate, native.draw)
 
@@ -84,22 +90,31 @@ class NativeOperators(Operators):
         """See Operators."""
         return NativeNorm(self.native, site_id, weight)
 
-    def gate(self, activation: str) -> Gate:
+    def gate(self, activation: Activation) -> Gate:
         """See Operators."""
-        if activation == "silu":
-            return self.native.silu_multiply
-        if activation in GELU_TANH:
-            return self.native.gelu_tanh_multiply
-        return super().gate(activation)
+        if isinstance(activation, ClampedSwiglu):
+            return super().gate(activation)
+        return stacked_gate(self.gated(activation))
+
+    def gated(self, activation: str) -> Gated:
+        """See Operators."""
+        operation = operation_of(activation)
+        if operation is None:
+            return super().gated(activation)
+        return partial(self.native.elementwise, operation)
 
     def experts(
-        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
+        self,
+        weights: ExpertWeights | None,
+        num_active: int,
+        activation: Activation,
+        experts: Sequence[Expert],
     ) -> ExpertMlps:
         """See Operators."""
-        gates = [self.native.silu_multiply, self.native.gelu_tanh_multiply]
-        if weights.gate_up_bias is not None or gate not in gates:
-            return LoopedExperts(looped.experts, gate)
-        return NativeExperts(self.native, looped.experts, uses_gelu=gate == gates[1])
+        gate = NativeGate.of(activation)
+        if gate is None or not are_readable(experts):
+            return super().experts(weights, num_active, activation, experts)
+        return NativeExperts(self.native, experts, gate)
 
     def delta_net(
         self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights

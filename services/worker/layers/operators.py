@@ -4,14 +4,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
+from loraplex_services.worker.layers.moe import (
+    Expert,
+    ExpertMlps,
+    ExpertWeights,
+    LoopedExperts,
+)
 from loraplex_services.worker.layers.ranks import OneRank, Ranks
-from loraplex_services.worker.ops.activation.torch import Gate, plain_gate
+from loraplex_services.worker.ops.activation.torch import (
+    Activation,
+    Gate,
+    Gated,
+    plain_gate,
+    plain_gated,
+)
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.torch import VanillaAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
@@ -31,10 +42,6 @@ AddLora = Callable[[Tensor, Tensor, int, LoraBatch], None]
 """(y, x, site id, batch): see `ops/lora`."""
 
 
-AddBias = Callable[[Tensor, Tensor], object]
-"""(y, bias): y, `[T, out]`, is mutated."""
-
-
 class Operators:
     """What layers are built from, in plain torch, on any device and in any dtype. Subclasses have
     kernels for some of it."""
@@ -43,8 +50,6 @@ class Operators:
     """Name in logs and in the numerics fingerprint."""
     rotate: Rotate = staticmethod(rotate_heads)
     """Rotates the heads of queries and keys, in place or not."""
-    add_bias: AddBias = staticmethod(Tensor.add_)
-    """Adds a bias in place."""
     choose_experts: ChooseExperts = staticmethod(choose_experts)
     """Chooses the experts of each row."""
     draws = TORCH_DRAWS
@@ -82,24 +87,33 @@ class Operators:
         """A root-mean-square norm."""
         return RmsNorm(site_id, weight)
 
-    def gate(self, activation: str) -> Gate:
+    def gate(self, activation: Activation) -> Gate:
         """act(first half) * second half."""
         return plain_gate(activation)
+
+    def gated(self, activation: str) -> Gated:
+        """act(a) * b."""
+        return plain_gated(activation)
 
     def expert_linear(self, weight: Tensor) -> BaseLinear:
         """The product of one expert; its weight is a part of `ExpertWeights`."""
         return self.linear(weight)
 
     def experts(
-        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
+        self,
+        weights: ExpertWeights | None,
+        num_active: int,
+        activation: Activation,
+        experts: Sequence[Expert],
     ) -> ExpertMlps:
         """The routed experts of a layer.
 
         Args:
-            gate: theirs, as `gate` makes it or a family has it.
-            looped: what computes them on any device, by `expert_linear` of these weights.
+            weights: None if each expert has weights of its own, in codes.
+            activation: of their gates.
+            experts: made of `expert_linear` of these weights.
         """
-        return looped
+        return LoopedExperts(experts, plain_gate(activation))
 
     def delta_net(
         self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights

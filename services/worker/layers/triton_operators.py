@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
-from loraplex_services.worker.layers.moe import ExpertMlps, ExpertWeights, LoopedExperts
+from loraplex_services.worker.layers.moe import (
+    Expert,
+    ExpertMlps,
+    ExpertWeights,
+    LoopedExperts,
+)
 from loraplex_services.worker.layers.operators import AddLora, Operators
-from loraplex_services.worker.ops.activation.torch import Gate
+from loraplex_services.worker.ops.activation.torch import Activation, Gate, plain_gate
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
 from loraplex_services.worker.ops.attention.triton_backend import triton_attention
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
@@ -44,15 +51,22 @@ class TritonOperators(Operators):
         """See Operators."""
         return TritonNorm(site_id, weight)
 
-    def gate(self, activation: str) -> Gate:
+    def gate(self, activation: Activation) -> Gate:
         """See Operators."""
         return silu_and_multiply if activation == "silu" else super().gate(activation)
 
     def experts(
-        self, weights: ExpertWeights, num_active: int, gate: Gate, looped: LoopedExperts
+        self,
+        weights: ExpertWeights | None,
+        num_active: int,
+        activation: Activation,
+        experts: Sequence[Expert],
     ) -> ExpertMlps:
         """See Operators."""
-        return GroupedExperts(weights, num_active, gate, looped)
+        looped = LoopedExperts(experts, plain_gate(activation))
+        if weights is None:
+            return looped
+        return GroupedExperts(weights, num_active, self.gate(activation), looped)
 
     def delta_net(
         self, config: RecurrenceConfig, state_index: int, weights: DeltaWeights

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.worker.layers.attention import SelfAttention, query_scales
+from loraplex_services.worker.layers.attention import SelfAttention
 from loraplex_services.worker.layers.embedding import LoraEmbedding, TokenTable
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.mlp import GatedMlp
@@ -88,7 +88,6 @@ class Builder:
     published: dict[int, WeightRows] = field(default_factory=dict)
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     """Where the weights are; set before the layers are built."""
-    _query_scales: Tensor | None = None
     _codes: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """Linears by their scheme and by whether their products read codes."""
 
@@ -119,7 +118,6 @@ class Builder:
             self._embedding_site(table), tokens, self.operators.add_lora_embedding()
         )
         self.device = table.device
-        self._query_scales = query_scales(config, self.device)
         makers = make_mixer or Builder.attention, make_mlp or dense_mlp
         layers: list[Layer] = [
             make_layer(self, i) if make_layer else self._layer(i, *makers)
@@ -210,8 +208,7 @@ class Builder:
         is_summed = bool(cut.inputs) and self.shard.size > 1 and not is_addend
         assert not (is_addend and has_bias), "each rank would add the bias"
         sum_ranks = self.operators.ranks.all_reduce if is_summed else None
-        add_bias = self.operators.add_bias
-        return LoraLinear(site_id, base, bias, self._add_lora(cut, both), sum_ranks, add_bias)
+        return LoraLinear(site_id, base, bias, self._add_lora(cut, both), sum_ranks)
 
     def keeps_codes(self, modules: Modules, num_inputs: int) -> bool:
         """Whether products read the codes that the files have of these weights."""
@@ -332,8 +329,8 @@ class Builder:
             sizes=(own.q_size, own.kv_size, config.head_dim),
             head_norms=head_norms,
             rotate=self.operators.rotate,
-            query_scales=self._query_scales,
-            is_gated=config.gated_attention,
+            scales_queries=config.query_scale is not None,
+            gated=self.operators.gated("sigmoid") if config.gated_attention else None,
         )
 
     def _head(self, embedding: Tensor) -> LoraLinear:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from loraplex_services.worker.layers.attention import query_scales
 from loraplex_services.worker.layers.embedding import LoraEmbedding
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
@@ -157,6 +158,7 @@ class Decoder:
         self._head = head
         self._score = score
         self._layer_inputs = layer_inputs
+        self._query_scales = query_scales(config, embedding.weight.device)
         self.ropes = Ropes(config.ropes, embedding.weight.device)
         self.pass_layers: LayersPass = self.forward_layers
         """What computes the layers: `forward_layers`, or something that gives the same."""
@@ -186,6 +188,9 @@ class Decoder:
         if self._layer_inputs is not None:
             inputs = self._layer_inputs.forward(batch.input_ids, x, batch.lora)
             batch = replace(batch, layer_inputs=inputs)
+        if self._query_scales is not None:
+            factors = self._query_scales[batch.positions].to(x.dtype)
+            batch = replace(batch, query_scales=factors)
         rotations = self.ropes.by_layer(batch.positions, x.dtype, batch.rope_rows)
         return self.pass_layers(x, rotations, batch)
 

@@ -34,7 +34,6 @@ from loraplex_services.worker.model.plain import (
 )
 from loraplex_services.worker.model.rope_config import rope_from_params
 from loraplex_services.worker.model.sparse import ExpertNames, stacked_experts
-from loraplex_services.worker.ops.activation.torch import ACTIVATIONS
 from loraplex_services.worker.ops.norm.torch import Norm, NormWeight
 from loraplex_services.worker.types.model_config import (
     KvHeads,
@@ -316,8 +315,11 @@ def _feed(builder: Builder, layer: int) -> Gemma4Feed:
         _plain_norm(builder, hidden),
         builder.weights.take(f"{prefix}.router.scale", (hidden,)),
         builder.linear(layer, hidden, [(f"{prefix}.router.proj", num_experts)], has_bias=False),
-        builder.weights.take(f"{prefix}.router.per_expert_scale", (num_experts,)),
+        builder.weights.take(
+            f"{prefix}.router.per_expert_scale", (num_experts,), dtype=torch.float32
+        ),
         config.moe.num_active,
+        builder.operators.choose_experts,
     )
     post = builder.norm(layer, f"{prefix}.post_feedforward_layernorm_1", hidden)
     own = _norms(builder, layer, "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
@@ -335,5 +337,5 @@ def _input(builder: Builder, layer: int) -> LayerInput:
         builder.linear(layer, hidden, gate, has_bias=False),
         builder.linear(layer, width, projection, has_bias=False),
         builder.norm(layer, f"{prefix}.post_per_layer_input_norm", hidden),
-        ACTIVATIONS[config.activation],
+        builder.operators.gated(config.activation),
     )

@@ -14,7 +14,6 @@ from loraplex_services.worker.layers.moe import (
     Expert,
     ExpertMlps,
     ExpertWeights,
-    LoopedExperts,
     SparseMlp,
 )
 from loraplex_services.worker.model.build import Builder, inner_inputs
@@ -32,7 +31,6 @@ from loraplex_services.worker.model.plain import (
 )
 from loraplex_services.worker.model.rope_config import rope_parameters
 from loraplex_services.worker.model.sparse import routed_mlp
-from loraplex_services.worker.ops.activation.torch import clamped_gate
 from loraplex_services.worker.types.model_config import ClampedSwiglu, ModelConfig, MoeConfig
 from loraplex_services.worker.types.sharding import Cut
 
@@ -136,8 +134,7 @@ def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> Exper
             )
         )
     assert moe.swiglu is not None, "read_config sets it"
-    gate = clamped_gate(moe.swiglu)
-    return builder.operators.experts(weights, moe.num_active, gate, LoopedExperts(experts, gate))
+    return builder.operators.experts(weights, moe.num_active, moe.swiglu, experts)
 
 
 def _stacked(builder: Builder, name: str, shape: tuple[int, int, int], cut: Cut) -> Tensor:

@@ -148,6 +148,7 @@ def _mixer(builder: Builder, layer: int) -> Mixer:
         builder.norm(layer, f"{prefix}.norm", config.value_dim, is_plain=True),
         _split_next(own) if is_next else _split(own),
         config.value_dim,
+        builder.operators.gated("silu"),
     )
 
 

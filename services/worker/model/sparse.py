@@ -11,7 +11,6 @@ from loraplex_services.worker.layers.moe import (
     Expert,
     ExpertMlps,
     ExpertWeights,
-    LoopedExperts,
     SharedExpert,
     SparseMlp,
 )
@@ -22,7 +21,6 @@ from loraplex_services.worker.model.build import (
     inner_inputs,
     inner_outputs,
 )
-from loraplex_services.worker.ops.activation.torch import plain_gate
 from loraplex_services.worker.types.sharding import Cut
 
 
@@ -50,6 +48,7 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
         shared = SharedExpert(
             gated_mlp(builder, layer, own, width, is_addend=builder.shard.size > 1),
             builder.linear(layer, hidden, gate, has_bias=False),
+            builder.operators.gated("sigmoid"),
         )
     return routed_mlp(builder, router, experts, shared)
 
@@ -96,11 +95,10 @@ def stacked_experts(builder: Builder, layer: int, prefix: str, names: ExpertName
             builder.sites.alias(f"{own}.down_proj", expert.down.site_id)
         experts.append(expert)
     activation, operators = builder.config.activation, builder.operators
-    looped = LoopedExperts(experts, plain_gate(activation))
-    if gate_up.is_coded or down.is_coded:
-        return looped
-    weights = ExpertWeights(gate_up.weights, down.weights)
-    return operators.experts(weights, moe.num_active, operators.gate(activation), looped)
+    weights = None
+    if not (gate_up.is_coded or down.is_coded):
+        weights = ExpertWeights(gate_up.weights, down.weights)
+    return operators.experts(weights, moe.num_active, activation, experts)
 
 
 class ExpertStack:

@@ -18,16 +18,15 @@ from torch import Tensor
 from loraplex_services.worker.native.build import BuildFailed, build_library
 from loraplex_services.worker.native.check import computes_right
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
+from loraplex_services.worker.native.elementwise import Operation, compute
 from loraplex_services.worker.native.isa import TORCH, choose_isa
-from loraplex_services.worker.native.library import open_library
+from loraplex_services.worker.native.library import ACTIVATION_DTYPES, DTYPE_CODES, open_library
 from loraplex_services.worker.native.pages import WeightMemory
 from loraplex_services.worker.native.program import Program, ProgramMemory, Recorder
 from loraplex_services.worker.sampling import fixed_log
 
 logger = logging.getLogger(__name__)
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 TILE_ROWS, TILE_INPUTS = 16, 32
 """Outputs and inputs of one tile of a packed weight (`native/src/tiles.h`)."""
 INVERSES, LOGS = torch.tensor(fixed_log.INVERSES), torch.tensor(fixed_log.LOGS)
@@ -152,15 +151,7 @@ class Native:
         self._kernels.lpx_linear_codes(
             x.data_ptr(),
             row_stride(x),
-            weight.codes.data_ptr(),
-            weight.kind,
-            weight.scales.data_ptr(),
-            DTYPE_CODES[weight.scales.dtype],
-            None if weight.zeros is None else weight.zeros.data_ptr(),
-            0 if weight.zeros is None else DTYPE_CODES[weight.zeros.dtype],
-            weight.zero,
-            weight.group_size,
-            weight.block_size,
+            *weight.words,
             y.data_ptr(),
             DTYPE_CODES[x.dtype],
             num_rows,
@@ -285,36 +276,13 @@ class Native:
             cos.shape[-1],
         )
 
-    def silu_multiply(self, x: Tensor) -> Tensor:
-        """silu(first half) * second half of `[T, 2 * width]`: fresh `[T, width]`."""
-        return self._gate(self._kernels.lpx_silu_multiply, x)
-
-    def gelu_tanh_multiply(self, x: Tensor) -> Tensor:
-        """The same with gelu by its tanh formula."""
-        return self._gate(self._kernels.lpx_gelu_tanh_multiply, x)
-
-    def _gate(self, kernel: Callable[..., None], x: Tensor) -> Tensor:
-        num_rows, width = x.shape[0], x.shape[1] // 2
-        y = torch.empty(num_rows, width, dtype=x.dtype)
-        kernel(
-            x.data_ptr(),
-            row_stride(x),
-            y.data_ptr(),
-            width,
-            DTYPE_CODES[x.dtype],
-            num_rows,
-            width,
-        )
+    def elementwise(self, operation: Operation, a: Tensor, b: Tensor) -> Tensor:
+        """See `Operation`: fresh, of a's dtype. Both are float32 or bfloat16 of at most three
+        dimensions, of which the last is dense or repeated."""
+        y = torch.empty(torch.broadcast_shapes(a.shape, b.shape), dtype=a.dtype)
+        is_done = compute(self._kernels, operation, y, a, b)
+        assert is_done, (a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride())
         return y
-
-    def add_bias(self, y: Tensor, bias: Tensor) -> None:
-        """Add `bias`, `[out]` of y's dtype, to each row of `[T, out]` in place."""
-        assert bias.dtype is y.dtype and bias.is_contiguous(), (bias.dtype, bias.stride())
-        num_rows, width = y.shape
-        code = DTYPE_CODES[y.dtype]
-        self._kernels.lpx_add_bias(
-            y.data_ptr(), row_stride(y), bias.data_ptr(), code, num_rows, width
-        )
 
     def kernel(self, name: str) -> Callable[..., None]:
         """A kernel that one operation calls, which says what it takes."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
+from loraplex_services.worker.native.elementwise import Operation
 from loraplex_services.worker.sampling.drawing import draw
 
 TOLERANCE = 1e-4
@@ -52,7 +53,7 @@ class Kernels(Protocol):
         """See Native."""
         ...
 
-    def silu_multiply(self, x: Tensor) -> Tensor:
+    def elementwise(self, operation: Operation, a: Tensor, b: Tensor) -> Tensor:
         """See Native."""
         ...
 
@@ -81,8 +82,8 @@ def computes_right(kernels: Kernels) -> bool:
     pairs += _products_of_codes(kernels, x, generator)
     scale = x.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
     pairs.append((kernels.norm(x, None, weight[0], 1e-5, True), x * scale * weight[0]))
-    gated = torch.cat((product, product), dim=1)
-    pairs.append((kernels.silu_multiply(gated), F.silu(product) * product))
+    gated = kernels.elementwise(Operation.SILU, product, product)
+    pairs.append((gated, F.silu(product) * product))
     keys = torch.arange(39).view(13, 3)
     if not kernels.draw(x, keys).equal(draw(x, keys)):
         return False

@@ -7,6 +7,8 @@ from enum import IntEnum
 
 from torch import Tensor
 
+from loraplex_services.worker.native.library import DTYPE_CODES
+
 
 class CodeKind(IntEnum):
     """What a code is: an unsigned integer less its zero point, or float8 (e4m3)."""
@@ -34,3 +36,19 @@ class PackedCodes:
     group_size: int
     block_size: int
     """Inputs that are summed before they are scaled; divides `group_size`."""
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """Arguments of the kernel."""
+        zeros = self.zeros
+        return (
+            self.codes.data_ptr(),
+            self.kind,
+            self.scales.data_ptr(),
+            DTYPE_CODES[self.scales.dtype],
+            0 if zeros is None else zeros.data_ptr(),
+            0 if zeros is None else DTYPE_CODES[zeros.dtype],
+            self.zero,
+            self.group_size,
+            self.block_size,
+        )

@@ -5,7 +5,11 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-_I, _P = ctypes.c_int64, ctypes.c_void_p
+import torch
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
+_I, _D, _P = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_set_threads": (None, (_I,)),
     "lpx_packed_items": (_I, (_I, _I)),
@@ -22,17 +26,21 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lpx_add_lora": (None, (_P, _I, _I, _P, _I, _I, _I, _I, _P, _I)),
     "lpx_add_lora_embedding": (None, (_P, _I, _P, _I, _I, _I, _I, _P)),
     "lpx_add_products": (None, (_P, _I, _I, _I, _P, _I, _I, _I, _P, _I)),
-    "lpx_choose_experts": (None, (_P, *(_I,) * 6, _P, _P)),
-    "lpx_experts": (None, (_P, _I, _P, _P, _I, _P, *(_I,) * 4, _P, _I, _I, _I, _P, _I)),
+    "lpx_choose_experts": (None, (_P, *(_I,) * 6, _P, _P, _P)),
+    "lpx_experts": (
+        None,
+        (_P, _I, _P, _P, _I, _P, *(_I,) * 4, _D, _D, _P, _I, _I, _I, _P, _I),
+    ),
     "lpx_task_queries": (_I, ()),
     "lpx_attend": (None, (_P, _P, _P, _P, _P, _P, _I, _P, _P, _P, _I)),
     "lpx_attend_tiles": (None, (_P, _P, _P, _P, _P, _P, _P, _P, _I)),
-    "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, _I, ctypes.c_double, _I)),
+    "lpx_norm": (None, (_P, _I, _P, _I, _P, _P, _I, _I, _I, _I, _I, _D, _I)),
     "lpx_rotate": (None, (_P, _I, _P, _P, _I, _I, _I, _I, _I)),
-    "lpx_silu_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
-    "lpx_gelu_tanh_multiply": (None, (_P, _I, _P, _I, _I, _I, _I)),
-    "lpx_add_bias": (None, (_P, _I, _P, _I, _I, _I)),
-    "lpx_delta_net": (None, (_P, _P, _P, _I, *(_P,) * 11)),
+    "lpx_elementwise": (
+        None,
+        (_I, _P, *(_I,) * 3, _P, *(_I,) * 4, _P, *(_I,) * 7),
+    ),
+    "lpx_delta_net": (None, (*(_P, _I) * 3, _I, *(_P,) * 11, _I)),
     "lpx_truncate": (None, (_P, _I, _P, _I)),
     "lpx_draw": (None, (_P, _I, _P, _P, _P, _I, _P, _I)),
     "lpx_kernel_number": (_I, (ctypes.c_char_p,)),

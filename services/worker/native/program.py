@@ -18,9 +18,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loraplex_services.worker.native.arithmetic import Arithmetic
+
 _EMPTY = torch.ops.aten.empty.memory_format
 _FRESH = torch.ops.aten.lift_fresh.default
 """Called by `torch.tensor`, whose memory does not stay."""
+_RESHAPED = torch.ops.aten._unsafe_view.default
+"""A view that torch makes of a copy."""
 
 
 class ProgramMemory:
@@ -75,12 +79,13 @@ class Program:
     """The calls of one pass, which read and write at the addresses of that pass."""
 
     def __init__(
-        self, library: ctypes.CDLL, words: Sequence[int], memory: ProgramMemory, result: Tensor
+        self, library: ctypes.CDLL, words: Sequence[int], memory: object, result: Tensor
     ) -> None:
+        """`memory`: what the addresses of the words point into."""
         self._run = library.lpx_run_program
         self._words = torch.tensor(words, dtype=torch.int64)
         self._arguments = self._words.data_ptr(), len(words)
-        self._memory = memory  # which the addresses point into
+        self._memory = memory
         self.result = result
         """Where each run leaves its result."""
 
@@ -90,12 +95,14 @@ class Program:
 
 
 class Recorder(TorchDispatchMode):
-    """Calls kernels and lists the calls. While it is entered, torch allocates in `memory`."""
+    """Calls kernels and lists the calls. While it is entered, torch allocates in `memory`, and the
+    kernel of `arithmetic.py` computes for it where it can."""
 
     def __init__(self, library: ctypes.CDLL, memory: ProgramMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no type here
         self._library = library
         self._memory = memory
+        self._arithmetic = Arithmetic(self, memory.take)
         self._thread = threading.get_ident()
         self._words: list[int] = []
         self._is_complete = True
@@ -113,8 +120,15 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if function is _EMPTY:
             return self._memory.take(args[0], kwargs["dtype"])
+        computed = self._arithmetic.compute(function, args, kwargs)
+        if computed is not None:
+            return computed
+        with self:  # which operators such as `flatten` are made of
+            parts = function.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
         result = function(*args, **kwargs)
-        is_view = function.is_view and function is not _FRESH
+        is_view = function is _RESHAPED or (function.is_view and function is not _FRESH)
         self._is_complete &= is_view and _share_memory(result, args[0])
         return result
 
@@ -136,7 +150,8 @@ class Recorder(TorchDispatchMode):
         """What was recorded; None if it is not all that the pass did."""
         if not self._is_complete:
             return None
-        return Program(self._library, self._words, self._memory, result)
+        memory = self._memory, self._arithmetic.constants
+        return Program(self._library, self._words, memory, result)
 
 
 def _share_memory(result: Any, source: Any) -> bool:

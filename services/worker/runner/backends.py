@@ -7,7 +7,8 @@ import torch
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.layers.operators import Operators
-from loraplex_services.worker.native.bindings import ACTIVATION_DTYPES, load_native
+from loraplex_services.worker.native.bindings import load_native
+from loraplex_services.worker.native.library import ACTIVATION_DTYPES
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.registered import registered_backend
 from loraplex_services.worker.ops.launch import INTERPRETING

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -59,8 +60,7 @@ class DecodePrograms:
             and isinstance(metadata, NativeAttentionMetadata)
             and metadata.kv_cache_params.use_cache
             and not metadata.is_dummy_attention
-            and batch.states is None
-            and batch.layer_inputs is None
+            and (batch.states is None or len(batch.states.words) == num_rows)
             and len(lora.runs) <= num_rows
             and lora.adds_only
         )
@@ -85,29 +85,20 @@ class _Inputs:
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._task_ends = torch.arange(1, max_rows + 1)
+        self._ends = torch.arange(1, max_rows + 1)
+        self._spans = torch.stack((self._ends - 1, self._ends), dim=1)
         self._runs = torch.zeros(max_rows, RUN_WORDS, dtype=torch.int64)
-        self._x = torch.empty(0)
-        self._rotations: list[CosSin] = []
-        """One for each kind of layer."""
-        self._sequences: list[Tensor] = []
-        """Those of each KV group."""
+        self._tensors: list[Tensor] = []
+        """Those of `_varying`."""
 
     def write(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> None:
         """Take over the inputs of a step."""
-        metadata = batch.attention
-        assert isinstance(metadata, NativeAttentionMetadata)
-        kinds = _kinds(rotations)
-        if not self._rotations:
-            self._allocate(x, kinds, metadata)
-        num_rows = len(x)
-        self._x[:num_rows] = x
-        for ours, kind in zip(self._rotations, kinds, strict=True):
-            for fixed, values in zip(ours, kind, strict=True):
-                fixed[:num_rows] = values
-        for fixed, group in zip(self._sequences, metadata.groups, strict=True):
-            fixed[:num_rows] = group.words
-        self._write_runs(num_rows, batch.lora)
+        varying = _varying(x, rotations, batch)
+        if not self._tensors:
+            self._tensors = [new.new_empty(self._max_rows, *new.shape[1:]) for new in varying]
+        for ours, new in zip(self._tensors, varying, strict=True):
+            ours[: len(x)] = new
+        self._write_runs(len(x), batch.lora)
 
     def _write_runs(self, num_rows: int, lora: LoraBatch) -> None:
         """The kernels skip runs without rows."""
@@ -116,35 +107,53 @@ class _Inputs:
             self._runs[: len(runs)] = runs
             self._runs[len(runs) : num_rows] = 0
 
-    def _allocate(
-        self, x: Tensor, kinds: Sequence[CosSin], metadata: NativeAttentionMetadata
-    ) -> None:
-        def room_for(values: Tensor) -> Tensor:
-            return values.new_empty(self._max_rows, *values.shape[1:])
-
-        self._x = room_for(x)
-        self._rotations = [(room_for(cos), room_for(sin)) for cos, sin in kinds]
-        self._sequences = [room_for(group.words) for group in metadata.groups]
-
     def read(
         self, num_rows: int, rotations: Sequence[CosSin], batch: ForwardBatch
     ) -> tuple[Tensor, Sequence[CosSin], ForwardBatch]:
         """The inputs that were written last, as a pass takes them. The batch's metadata is
         mutated."""
-        kinds = _kinds(rotations)
-        metadata, lora = batch.attention, batch.lora
+        ours = iter([tensor[:num_rows] for tensor in self._tensors])
+        x = next(ours)
+        of_kind = {id(kind): (next(ours), next(ours)) for kind in _kinds(rotations)}
+        metadata, lora, states = batch.attention, batch.lora, batch.states
         assert isinstance(metadata, NativeAttentionMetadata)
-        ours = [(cos[:num_rows], sin[:num_rows]) for cos, sin in self._rotations]
-        of_kind = {id(kind): mine for kind, mine in zip(kinds, ours, strict=True)}
-        metadata.task_ends = self._task_ends[:num_rows]
+        metadata.task_ends = self._ends[:num_rows]
         metadata.groups = tuple(
-            GroupSequences(words[:num_rows], group.block_ids)
-            for words, group in zip(self._sequences, metadata.groups, strict=True)
+            GroupSequences(next(ours), group.block_ids) for group in metadata.groups
         )
+        if states is not None:
+            states = replace(
+                states,
+                row_ends=self._ends[:num_rows],
+                words=self._spans[:num_rows],
+                sources=next(ours),
+                targets=next(ours),
+            )
         if lora.runs:
             lora = replace(lora, runs_at=self._runs[:num_rows])
-        fixed = [of_kind[id(kind)] for kind in rotations]
-        return self._x[:num_rows], fixed, replace(batch, lora=lora)
+        fixed = replace(
+            batch,
+            lora=lora,
+            states=states,
+            layer_inputs=None if batch.layer_inputs is None else next(ours),
+            query_scales=None if batch.query_scales is None else next(ours),
+        )
+        return x, [of_kind[id(kind)] for kind in rotations], fixed
+
+
+def _varying(x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> list[Tensor]:
+    """What differs between steps of equal numbers of rows, besides runs, in the order in which
+    `_Inputs.read` takes it."""
+    metadata, states = batch.attention, batch.states
+    assert isinstance(metadata, NativeAttentionMetadata)
+    of_states = () if states is None else (states.sources, states.targets)
+    others = (*of_states, batch.layer_inputs, batch.query_scales)
+    return [
+        x,
+        *chain.from_iterable(_kinds(rotations)),
+        *(group.words for group in metadata.groups),
+        *(tensor for tensor in others if tensor is not None),
+    ]
 
 
 def _kinds(rotations: Sequence[CosSin]) -> list[CosSin]:

@@ -6,15 +6,18 @@ import platform
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.layers.native_operators import NativeOperators
 from loraplex_services.worker.native import bindings, build
 from loraplex_services.worker.native.check import computes_right
+from loraplex_services.worker.native.elementwise import Operation
 from loraplex_services.worker.native.isa import (
     GENERIC,
     ISA_FLAGS,
@@ -172,7 +175,23 @@ def test_gated_silu_equals_the_reference_over_the_whole_range(compiled, dtype, w
     torch.manual_seed(4)
     x = (torch.randn(19, 2 * width) * 30).to(dtype)
     x[0, 0], x[1, 0], x[2, 0] = 1000.0, -1000.0, 0.0
-    close(compiled.silu_multiply(x), silu_and_multiply(x).to(dtype))
+    close(compiled.elementwise(Operation.SILU, *x.chunk(2, 1)), silu_and_multiply(x).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("operation", "activate"),
+    [
+        (Operation.SIGMOID, torch.sigmoid),
+        (Operation.GELU_TANH, partial(F.gelu, approximate="tanh")),
+    ],
+)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_an_activation_times_a_matrix_equals_torch(compiled, dtype, operation, activate):
+    torch.manual_seed(4)
+    x = (torch.randn(19, 100) * 9).to(dtype)
+    for gates in (x[:, 3:53], x[:, :1]):
+        found = compiled.elementwise(operation, gates, x[:, 50:])
+        close(found, (activate(gates.double()).to(dtype) * x[:, 50:]).to(dtype))
 
 
 def test_torch_is_the_path_that_can_always_be_forced():

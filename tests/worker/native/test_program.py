@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from loraplex_services.worker.native.elementwise import Operation
 from loraplex_services.worker.native.program import ProgramMemory
 from tests.worker.native.isas import ISAS, native
 
@@ -34,7 +35,8 @@ def compute(compiled):
 
     def function(x, update):
         normed = compiled.norm(x, update, weight, EPS, False)
-        return compiled.silu_multiply(compiled.linear(normed, packed, 2 * WIDTH))
+        first, second = compiled.linear(normed, packed, 2 * WIDTH).chunk(2, dim=1)
+        return compiled.elementwise(Operation.SILU, first, second)
 
     return function
 
@@ -105,7 +107,7 @@ def test_a_view_keeps_the_memory_of_its_tensor(compiled, compute):
     def function(x, update):
         first = compute(x, update)[:2]
         compute(x, update)
-        return compiled.silu_multiply(first)
+        return compiled.elementwise(Operation.SILU, *first.chunk(2, dim=1))
 
     program, inputs = recorded(compiled, ProgramMemory(MAX_ROWS), 4, function)
     values = drawn(4)
@@ -117,12 +119,13 @@ def test_a_view_keeps_the_memory_of_its_tensor(compiled, compute):
     "in_torch",
     [
         torch.neg,
-        lambda x: x.add_(1),
-        lambda x: torch.cat((x, x)),
-        lambda x: x.t().contiguous(),
+        lambda x: x.neg_(),
+        lambda x: x.add(x, alpha=2),
+        lambda x: x.double() * 2,
+        lambda x: x.view(2, 2, -1, 4).permute(3, 2, 1, 0) * 2,
         lambda x: torch.tensor([1.0]),
     ],
-    ids=["function", "in place", "joined", "copied", "constant"],
+    ids=["function", "in place", "scaled", "wider type", "permuted", "constant"],
 )
 def test_a_pass_that_computes_in_torch_has_no_program(compiled, compute, in_torch):
     memory, values = ProgramMemory(MAX_ROWS), drawn(4)
@@ -131,6 +134,46 @@ def test_a_pass_that_computes_in_torch_has_no_program(compiled, compute, in_torc
     result, program = compiled.record(lambda: in_torch(compute(*values)), memory)
     assert program is None
     assert result.equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "in_torch",
+    [
+        lambda x, z: x + z,
+        lambda x, z: x * 0.3,
+        lambda x, z: x.mul_(z[:, :1]),
+        lambda x, z: x.add_(z[0]),
+        lambda x, z: torch.cat((x[:, 5:], z, x[:, :5]), dim=-1),
+        lambda x, z: x.view(len(x), -1, 2, 4)[:, :, 1].flatten(1) + 1,
+        lambda x, z: x.view(len(x), -1, 2)[:, :, :1].flatten(1).contiguous(),
+        lambda x, z: (x.float() * z).to(z.dtype),
+        lambda x, z: z.view(len(z), 3, -1)[:, 1] * x[:, :16],
+    ],
+    ids=[
+        "sum",
+        "number",
+        "repeated along a row",
+        "repeated in rows",
+        "joined",
+        "heads",
+        "columns",
+        "wider type",
+        "parts",
+    ],
+)
+def test_sums_products_and_copies_have_the_bits_of_torch(compiled, in_torch, dtype):
+    def as_dtype():
+        return [(9 * value).to(dtype) for value in drawn(4)]
+
+    memory, inputs = ProgramMemory(MAX_ROWS), as_dtype()
+    memory.begin(4)
+    _, program = compiled.record(lambda: in_torch(*inputs), memory)
+    assert program is not None
+    values = as_dtype()
+    expected = in_torch(*(value.clone() for value in values))
+    ours = run(program, inputs, values)
+    assert ours.dtype is expected.dtype and ours.equal(expected)
 
 
 def test_views_are_no_computation(compiled, compute):
@@ -146,11 +189,11 @@ def test_views_are_no_computation(compiled, compute):
 
 def test_a_kernel_that_programs_cannot_call_prevents_one(compiled):
     memory, scores = ProgramMemory(MAX_ROWS), torch.randn(2, WIDTH)
-    no_rows = torch.zeros(14, dtype=torch.int64)
+    limits = torch.tensor([[0.0, 1.0, 0.0]] * 2)
     memory.begin(2)
 
     def compute():
-        compiled.kernel("delta_net")(*[None] * 3, 0, *[None] * 10, no_rows.data_ptr())
+        compiled.kernel("truncate")(scores.data_ptr(), WIDTH, limits.data_ptr(), 2)
         return scores
 
     assert compiled.record(compute, memory)[1] is None

@@ -16,8 +16,9 @@ from tests.worker.parity.runners import parity_runner
 from tests.worker.parity.suite import random_prompt
 
 DENSE = ("llama", "phi3-longrope", "qwen2-window", "qwen3", "gemma2", "gemma3")
-SPARSE = ("mixtral", "qwen3-moe")
-IN_PYTHON = ("qwen2-moe", "qwen3.5", "gemma4", "ministral3")
+SPARSE = ("mixtral", "qwen3-moe", "qwen2-moe", "gpt-oss")
+RECURRENT = ("qwen3.5-moe", "qwen3-next")
+UNUSUAL = ("gemma4", "gemma4-all", "ministral3")
 FEATURES = ("rank-8-all-linear", "rank-33-odd", "dora", "lora-bias", "bias-all", "patterns")
 NUM_TOKENS = 12
 
@@ -32,12 +33,22 @@ class Compared:
 
     def __init__(self, model):
         self._compute, self._programmed = model.forward_layers, model.pass_layers
+        self.programs = model.pass_layers.__self__
         self.sizes = Counter()
         model.pass_layers = self.forward
 
     def forward(self, x, rotations, batch):
-        expected = self._compute(x.clone(), rotations, batch)
-        result = self._programmed(x, rotations, batch)
+        if batch.states is None:
+            expected = self._compute(x.clone(), rotations, batch)
+            result = self._programmed(x, rotations, batch)
+        else:
+            words = batch.states.cells.view(torch.int32)  # NaN where nothing is
+            before = words.clone()
+            expected = self._compute(x.clone(), rotations, batch)
+            after = words.clone()
+            words.copy_(before)
+            result = self._programmed(x, rotations, batch)
+            assert words.equal(after)
         assert result.equal(expected)
         self.sizes[len(x)] += 1
         return result
@@ -74,36 +85,35 @@ def drive(runner, base, tmp_path, features=FEATURES):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("base_name", DENSE + SPARSE)
+@pytest.mark.parametrize("base_name", DENSE + SPARSE + RECURRENT + UNUSUAL)
 def test_a_program_gives_the_bits_of_the_layers_in_python(base_name, dtype, tmp_path, num_runs):
     base = make_base(base_name, tmp_path / "base")
-    runner = parity_runner(base.folder, arena_bytes=64 << 20, dtype=dtype)
+    runner = parity_runner(base.folder, arena_bytes=24 << 20, dtype=dtype)
     compared = Compared(runner._model)
     applying = features_of(base)
     features = [name for name in (*FEATURES, *EXPERT_FEATURES) if name in applying]
     drive(runner, base, tmp_path, features)
+    assert not compared.programs._uses_torch
     assert len(num_runs) > 4
     assert sum(num_runs.values()) > sum(compared.sizes.values()) / 5
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
-    [("quantization", "int8"), ("quantization", "int4"), ("kv_cache_dtype", "int8")],
+    ("base_name", "setting", "value"),
+    [
+        ("qwen3", "quantization", "int8"),
+        ("qwen3", "quantization", "int4"),
+        ("mixtral", "quantization", "int8"),
+        ("qwen3", "kv_cache_dtype", "int8"),
+    ],
 )
-def test_programs_read_weights_and_keys_in_codes(setting, value, tmp_path, num_runs):
-    base = make_base("qwen3", tmp_path / "base")
+def test_programs_read_weights_and_keys_in_codes(base_name, setting, value, tmp_path, num_runs):
+    base = make_base(base_name, tmp_path / "base")
     runner = parity_runner(base.folder, arena_bytes=64 << 20, dtype="bfloat16", **{setting: value})
     compared = Compared(runner._model)
-    drive(runner, base, tmp_path)
+    drive(runner, base, tmp_path, [name for name in FEATURES if name in features_of(base)])
+    assert not compared.programs._uses_torch
     assert sum(num_runs.values()) > sum(compared.sizes.values()) / 5
-
-
-@pytest.mark.parametrize("base_name", IN_PYTHON)
-def test_layers_that_compute_in_torch_stay_in_python(base_name, tmp_path, num_runs):
-    base = make_base(base_name, tmp_path / "base")
-    runner = parity_runner(base.folder, arena_bytes=64 << 20)
-    drive(runner, base, tmp_path, ["rank-4-attention", "dora", "patterns"])
-    assert not num_runs
 
 
 def test_adapters_that_replace_weights_stay_in_python(tmp_path, num_runs):

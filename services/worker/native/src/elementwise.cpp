@@ -1,6 +1,7 @@
 // The small operators between products, each one pass over its rows.
 #include <cmath>
 
+#include "activations.h"
 #include "kernels.h"
 #include "pool.h"
 #include "vec.h"
@@ -66,34 +67,33 @@ void rotate_head(T* x, const T* cos, const T* sin, int64_t half) {
     }
 }
 
-// z / (1 + exp(-u)): silu has u = z.
-inline Vec sigmoid_product(Vec z, Vec u) {
-    return div(z, add(set1(1.0f), exp(sub(zero(), u))));
-}
-inline Vec silu(Vec z) { return sigmoid_product(z, z); }
-// gelu by its tanh formula: 0.5 z (1 + tanh(v)) = z / (1 + exp(-2 v)), v = sqrt(2 / pi) (z + 0.044715 z^3).
-inline Vec gelu_tanh(Vec z) {
-    const Vec cubic = fma(mul(z, z), set1(0.044715f * 1.5957691216f), set1(1.5957691216f));
-    return sigmoid_product(z, mul(z, cubic));
-}
+// Distances between rows, groups and items, which are 0 where values repeat.
+struct Strides {
+    int64_t rows, groups, items;  // items lie next to each other, or all are the first
+};
 
-template <class T, class Activation>
-void gate_row(const T* gate, const T* up, T* y, int64_t n, const Activation& activation) {
-    for (int64_t i = 0; i < n; i += kLanes) {
-        const Vec active = rounded(activation(load_n(gate + i, n - i)), T());
-        store_n(y + i, mul(active, load_n(up + i, n - i)), n - i);
+template <class T>
+struct Operand {
+    const T* data;
+    Strides strides;
+
+    Vec load(int64_t row, int64_t group, int64_t i, int64_t n) const {
+        const T* first = data + row * strides.rows + group * strides.groups;
+        if (strides.items != 0) return load_n(first + i, n);
+        return set1(sum(load_n(first, 1)));  // the other lanes are 0
     }
-}
+};
 
-template <class Activation>
-void gate_rows(const void* x, int64_t ldx, void* y, int64_t ldy, int64_t dtype, int64_t num_rows,
-               int64_t width, const Activation& activation) {
-    with_activation(dtype, [&](auto t) {
-        using T = decltype(t);
-        each_row(num_rows, [&](int64_t row) {
-            const T* gate = static_cast<const T*>(x) + row * ldx;
-            gate_row(gate, gate + width, static_cast<T*>(y) + row * ldy, width, activation);
-        });
+// y[row, group, i] = operation(a[row, group, i], b[row, group, i]).
+template <class T, class A, class B, class Operation>
+void each_item(T* y, const Strides& strides, const Operand<A>& a, const Operand<B>& b, int64_t num_rows,
+               int64_t num_groups, int64_t num_items, const Operation& operation) {
+    each_head(num_rows, num_groups, [&](int64_t row, int64_t group) {
+        T* out = y + row * strides.rows + group * strides.groups;
+        for (int64_t i = 0; i < num_items; i += kLanes) {
+            const int64_t n = num_items - i;
+            store_n(out + i, operation(a.load(row, group, i, n), b.load(row, group, i, n)), n);
+        }
     });
 }
 
@@ -135,31 +135,40 @@ LPX_EXPORT void lpx_rotate(void* x, int64_t ldx, const void* cos, const void* si
     });
 }
 
-// y[row] = silu(x[row, :width]) * x[row, width:].
-LPX_EXPORT void lpx_silu_multiply(const void* x, int64_t ldx, void* y, int64_t ldy, int64_t dtype,
-                                  int64_t num_rows, int64_t width) {
-    lpx::gate_rows(x, ldx, y, ldy, dtype, num_rows, width, lpx::silu);
-}
-
-// y[row] = gelu(x[row, :width]) * x[row, width:], gelu by its tanh formula.
-LPX_EXPORT void lpx_gelu_tanh_multiply(const void* x, int64_t ldx, void* y, int64_t ldy,
-                                       int64_t dtype, int64_t num_rows, int64_t width) {
-    lpx::gate_rows(x, ldx, y, ldy, dtype, num_rows, width, lpx::gelu_tanh);
-}
-
-// y[row] += bias, in place.
-LPX_EXPORT void lpx_add_bias(void* y, int64_t ldy, const void* bias, int64_t dtype, int64_t num_rows,
-                             int64_t width) {
+// y = a, a + b, a * b, or act(a) * b, where act(a) is rounded to y's dtype; each [rows, groups, items].
+// The arguments of y, a and b end with their strides. a has y's dtype unless it is copied, and so has b in
+// a product with an activation.
+LPX_EXPORT void lpx_elementwise(int64_t operation, void* y, int64_t y_dtype, int64_t y_rows,
+                                int64_t y_groups, const void* a, int64_t a_dtype, int64_t a_rows,
+                                int64_t a_groups, int64_t a_items, const void* b, int64_t b_dtype,
+                                int64_t b_rows, int64_t b_groups, int64_t b_items, int64_t num_rows,
+                                int64_t num_groups, int64_t num_items) {
     using namespace lpx;
-    with_activation(dtype, [&](auto t) {
-        using T = decltype(t);
-        const T* values = static_cast<const T*>(bias);
-        each_row(num_rows, [&](int64_t row) {
-            T* out = static_cast<T*>(y) + row * ldy;
-            for (int64_t i = 0; i < width; i += kLanes) {
-                const int64_t n = width - i;
-                store_n(out + i, add(load_n(out + i, n), load_n(values + i, n)), n);
-            }
-        });
+    with_activation(y_dtype, [&](auto item) {
+        using T = decltype(item);
+        const auto each = [&](auto of_a, auto of_b, const auto& function) {
+            using A = decltype(of_a);
+            using B = decltype(of_b);
+            const Operand<A> left{static_cast<const A*>(a), {a_rows, a_groups, a_items}};
+            const Operand<B> right{static_cast<const B*>(b), {b_rows, b_groups, b_items}};
+            each_item(static_cast<T*>(y), {y_rows, y_groups, 1}, left, right, num_rows, num_groups,
+                      num_items, function);
+        };
+        const auto with_b = [&](const auto& function) {
+            with_activation(b_dtype, [&](auto of_b) { each(T(), of_b, function); });
+        };
+        const auto gate = [&](const auto& activation) {
+            each(T(), T(), [&](Vec x, Vec z) { return mul(rounded(activation(x), T()), z); });
+        };
+        switch (operation) {
+            case kCopy:
+                with_activation(a_dtype, [&](auto of_a) { each(of_a, of_a, [](Vec x, Vec) { return x; }); });
+                break;
+            case kAdd: with_b([](Vec x, Vec z) { return add(x, z); }); break;
+            case kMultiply: with_b([](Vec x, Vec z) { return mul(x, z); }); break;
+            case kSilu: gate(silu); break;
+            case kGeluTanh: gate(gelu_tanh); break;
+            default: gate(sigmoid);
+        }
     });
 }

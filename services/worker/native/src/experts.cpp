@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "activations.h"
 #include "kernels.h"
 #include "pool.h"
 #include "vec.h"
@@ -15,17 +16,26 @@ namespace lpx {
 namespace {
 
 constexpr int64_t kTaskRows = 16;
-constexpr int64_t kInTiles = -1;
+constexpr int64_t kInTiles = -1, kInCodes = -2;
+constexpr int64_t kClamped = -1;
 
 // As `native_experts.py` writes them, in int64 words.
 struct Linear {
-    int64_t packed, dtype, site;  // dtype kInTiles = as `lpx_pack_tiles` packs it
+    int64_t packed, dtype, site, bias;  // dtype kInTiles = as `lpx_pack_tiles` packs it, kInCodes = Codes
+};
+// Arguments of `lpx_linear_codes`.
+struct Codes {
+    int64_t packed, kind, scales, scale_dtype, zeros, zero_dtype, zero, group_size, block_size;
 };
 struct Expert {
     Linear gate_up, down;
 };
 struct Run {
     int64_t record, begin, end, coef;
+};
+struct Gate {
+    int64_t operation;  // of `lpx_elementwise`, or kClamped
+    float alpha, limit;
 };
 
 // Of one call; kept from call to call.
@@ -74,20 +84,31 @@ void select_runs(Work& work, const Run* runs, int64_t num_runs, const int64_t* b
     }
 }
 
-// y = x W^T with the adapters of `work.runs`; rows are dense.
+inline const void* address(int64_t word) { return reinterpret_cast<const void*>(word); }
+
+// y = x W^T with the adapters of `work.runs`, and the bias; rows are dense.
 void apply(const Work& work, const Linear& linear, const void* x, int64_t num_inputs, void* y,
            int64_t num_outputs, int64_t dtype, int64_t num_rows) {
-    const void* packed = reinterpret_cast<const void*>(linear.packed);
-    if (linear.dtype == kInTiles) {
+    const void* packed = address(linear.packed);
+    if (linear.dtype == kInCodes) {
+        const Codes& own = *static_cast<const Codes*>(packed);
+        lpx_linear_codes(x, num_inputs, address(own.packed), own.kind, address(own.scales),
+                         own.scale_dtype, address(own.zeros), own.zero_dtype, own.zero, own.group_size,
+                         own.block_size, y, dtype, num_rows, num_inputs, num_outputs);
+    } else if (linear.dtype == kInTiles) {
         lpx_linear_tiles(x, num_inputs, packed, y, num_outputs, dtype, num_rows, num_inputs,
                          num_outputs);
     } else {
         lpx_linear(x, num_inputs, packed, linear.dtype, y, num_outputs, dtype, num_rows, num_inputs,
                    num_outputs);
     }
-    if (work.runs.empty()) return;
-    lpx_add_lora(x, num_inputs, num_inputs, y, num_outputs, num_outputs, dtype, linear.site,
-                 work.runs.data(), static_cast<int64_t>(work.runs.size()));
+    if (!work.runs.empty()) {
+        lpx_add_lora(x, num_inputs, num_inputs, y, num_outputs, num_outputs, dtype, linear.site,
+                     work.runs.data(), static_cast<int64_t>(work.runs.size()));
+    }
+    if (linear.bias == 0) return;
+    lpx_elementwise(kAdd, y, dtype, num_outputs, 0, y, dtype, num_outputs, 0, 1, address(linear.bias),
+                    dtype, 0, 0, 1, num_rows, 1, num_outputs);
 }
 
 template <class Body>
@@ -98,10 +119,40 @@ void each_row(int64_t num_rows, const Body& body) {
     });
 }
 
+// The gate of gpt-oss, whose values lie next to each other: (up + 1) * gate * sigmoid(alpha * gate), both
+// clamped.
+template <class T>
+void clamped_gate_row(const T* both, T* y, int64_t width, float alpha, float limit) {
+    float gates[kLanes], ups[kLanes], pairs[2 * kLanes];
+    const Vec most = set1(limit), least = set1(-limit);
+    for (int64_t i = 0; i < width; i += kLanes) {
+        const int64_t n = smaller(width - i, kLanes);
+        store(pairs, load_n(both + 2 * i, 2 * n));
+        store(pairs + kLanes, load_n(both + 2 * i + kLanes, 2 * n - kLanes));
+        for (int64_t j = 0; j < kLanes; ++j) gates[j] = pairs[2 * j], ups[j] = pairs[2 * j + 1];
+        const Vec gate = min(load(gates), most);
+        const Vec up = add(max(min(load(ups), most), least), set1(1.0f));
+        store_n(y + i, mul(up, sigmoid_product(gate, mul(gate, set1(alpha)))), n);
+    }
+}
+
+// inner = gates of both, [rows, 2 * width].
+template <class T>
+void gate_rows(const Gate& gate, const T* both, T* inner, int64_t dtype, int64_t num_rows, int64_t width) {
+    if (gate.operation == kClamped) {
+        each_row(num_rows, [&](int64_t i) {
+            clamped_gate_row(both + i * 2 * width, inner + i * width, width, gate.alpha, gate.limit);
+        });
+        return;
+    }
+    lpx_elementwise(gate.operation, inner, dtype, width, 0, both, dtype, 2 * width, 0, 1, both + width,
+                    dtype, 2 * width, 0, 1, num_rows, 1, width);
+}
+
 // Softmax of a row's scores, and its `num_active` largest, of which equal ones go by number.
 template <class T>
 void choose(const T* scores, int64_t num_experts, int64_t num_active, bool renormalise,
-            int64_t* chosen, float* weights) {
+            const float* factors, int64_t* chosen, float* weights) {
     float* shares = scratch(0, num_experts + kLanes);
     float largest = -INFINITY, total = 0.0f;
     for (int64_t i = 0; i < num_experts; i += kLanes) {
@@ -124,39 +175,43 @@ void choose(const T* scores, int64_t num_experts, int64_t num_active, bool renor
         of_chosen += weights[k];
     }
     for (int64_t k = 0; renormalise && k < num_active; ++k) weights[k] /= of_chosen;
+    for (int64_t k = 0; factors != nullptr && k < num_active; ++k) weights[k] *= factors[chosen[k]];
 }
 
 }  // namespace
 }  // namespace lpx
 
 // The experts of each row, int64 [num_rows, num_active], and their weights, float32, by scores of all.
+// `factors`, unless null, multiply the weights: float32 [num_experts].
 LPX_EXPORT void lpx_choose_experts(const void* scores, int64_t lds, int64_t dtype, int64_t num_rows,
                                    int64_t num_experts, int64_t num_active, int64_t renormalise,
-                                   void* chosen, void* weights) {
+                                   const void* factors, void* chosen, void* weights) {
     using namespace lpx;
     with_activation(dtype, [&](auto t) {
         using T = decltype(t);
         each_row(num_rows, [&](int64_t row) {
             choose(static_cast<const T*>(scores) + row * lds, num_experts, num_active,
-                   renormalise != 0, static_cast<int64_t*>(chosen) + row * num_active,
+                   renormalise != 0, static_cast<const float*>(factors),
+                   static_cast<int64_t*>(chosen) + row * num_active,
                    static_cast<float*>(weights) + row * num_active);
         });
     });
 }
 
 // y[row] = sum over k of weights[row][k] * expert chosen[row][k] of x[row], where an expert is
-// down(act(gate) * up). `experts`: all, as Expert; `uses_gelu`: act is gelu by its tanh formula, else silu.
+// down(gate of gate_up). `experts`: all, as Expert; `gate`, `alpha`, `limit`: as Gate.
 LPX_EXPORT void lpx_experts(const void* x, int64_t ldx, const void* chosen, const void* weights,
                             int64_t num_active, const void* experts, int64_t num_experts,
-                            int64_t hidden, int64_t width, int64_t uses_gelu, void* y, int64_t ldy,
-                            int64_t dtype, int64_t num_rows, const void* runs, int64_t num_runs) {
+                            int64_t hidden, int64_t width, int64_t gate, double alpha, double limit,
+                            void* y, int64_t ldy, int64_t dtype, int64_t num_rows, const void* runs,
+                            int64_t num_runs) {
     using namespace lpx;
     static thread_local Work work_of_thread;
     Work& work = work_of_thread;
     sort_pairs(work, static_cast<const int64_t*>(chosen), static_cast<const float*>(weights),
                num_rows, num_active, num_experts);
     work.sums.assign(num_rows * hidden, 0.0f);
-    const auto activate = uses_gelu ? lpx_gelu_tanh_multiply : lpx_silu_multiply;
+    const Gate own{gate, static_cast<float>(alpha), static_cast<float>(limit)};
     with_activation(dtype, [&](auto t) {
         using T = decltype(t);
         int64_t first = 0;
@@ -176,7 +231,7 @@ LPX_EXPORT void lpx_experts(const void* x, int64_t ldx, const void* chosen, cons
             });
             select_runs(work, static_cast<const Run*>(runs), num_runs, rows, rows + n);
             apply(work, expert.gate_up, in, hidden, both, 2 * width, dtype, n);
-            activate(both, 2 * width, inner, width, dtype, n, width);
+            gate_rows(own, both, inner, dtype, n, width);
             apply(work, expert.down, inner, width, out, hidden, dtype, n);
             each_row(n, [&](int64_t i) {
                 float* sums = work.sums.data() + rows[i] * hidden;

@@ -2,6 +2,13 @@
 #pragma once
 #include "abi.h"
 
+namespace lpx {
+
+// What `lpx_elementwise` computes, as Python numbers it.
+enum Operation : int64_t { kCopy = 0, kAdd = 1, kMultiply = 2, kSilu = 3, kGeluTanh = 4, kSigmoid = 5 };
+
+}  // namespace lpx
+
 // gemm.cpp
 LPX_EXPORT void lpx_linear(const void* x, int64_t ldx, const void* packed, int64_t weight_dtype,
                            void* y, int64_t ldy, int64_t activation_dtype, int64_t num_rows,
@@ -23,11 +30,12 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
 // experts.cpp
 LPX_EXPORT void lpx_choose_experts(const void* scores, int64_t lds, int64_t dtype, int64_t num_rows,
                                    int64_t num_experts, int64_t num_active, int64_t renormalise,
-                                   void* chosen, void* weights);
+                                   const void* factors, void* chosen, void* weights);
 LPX_EXPORT void lpx_experts(const void* x, int64_t ldx, const void* chosen, const void* weights,
                             int64_t num_active, const void* experts, int64_t num_experts,
-                            int64_t hidden, int64_t width, int64_t uses_gelu, void* y, int64_t ldy,
-                            int64_t dtype, int64_t num_rows, const void* runs, int64_t num_runs);
+                            int64_t hidden, int64_t width, int64_t gate, double alpha, double limit,
+                            void* y, int64_t ldy, int64_t dtype, int64_t num_rows, const void* runs,
+                            int64_t num_runs);
 // attention.cpp
 LPX_EXPORT void lpx_attend(const void* q, const void* k, const void* v, void* keys, void* values,
                            void* y, int64_t dtype, const void* layout, const void* sequences,
@@ -42,9 +50,14 @@ LPX_EXPORT void lpx_norm(void* x, int64_t ldx, const void* update, int64_t ldu, 
                          int64_t width, double eps, int64_t in_float32);
 LPX_EXPORT void lpx_rotate(void* x, int64_t ldx, const void* cos, const void* sin, int64_t dtype,
                            int64_t num_rows, int64_t num_heads, int64_t head_dim, int64_t half);
-LPX_EXPORT void lpx_silu_multiply(const void* x, int64_t ldx, void* y, int64_t ldy, int64_t dtype,
-                                  int64_t num_rows, int64_t width);
-LPX_EXPORT void lpx_gelu_tanh_multiply(const void* x, int64_t ldx, void* y, int64_t ldy,
-                                       int64_t dtype, int64_t num_rows, int64_t width);
-LPX_EXPORT void lpx_add_bias(void* y, int64_t ldy, const void* bias, int64_t dtype, int64_t num_rows,
-                             int64_t width);
+LPX_EXPORT void lpx_elementwise(int64_t operation, void* y, int64_t y_dtype, int64_t y_rows,
+                                int64_t y_groups, const void* a, int64_t a_dtype, int64_t a_rows,
+                                int64_t a_groups, int64_t a_items, const void* b, int64_t b_dtype,
+                                int64_t b_rows, int64_t b_groups, int64_t b_items, int64_t num_rows,
+                                int64_t num_groups, int64_t num_items);
+// recurrence.cpp
+LPX_EXPORT void lpx_delta_net(const void* qkv, int64_t ldq, const void* a, int64_t lda, const void* b,
+                              int64_t ldb, int64_t dtype, const void* taps, const void* rates,
+                              const void* bias, void* mixed, void* y, void* arena, const void* layout,
+                              const void* sources, const void* targets, const void* words,
+                              const void* row_ends, int64_t num_rows);

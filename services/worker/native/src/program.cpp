@@ -56,9 +56,8 @@ constexpr Kernel kKernels[] = {
     describe<lpx_attend_tiles>("lpx_attend_tiles"),
     describe<lpx_norm>("lpx_norm"),
     describe<lpx_rotate>("lpx_rotate"),
-    describe<lpx_silu_multiply>("lpx_silu_multiply"),
-    describe<lpx_gelu_tanh_multiply>("lpx_gelu_tanh_multiply"),
-    describe<lpx_add_bias>("lpx_add_bias"),
+    describe<lpx_elementwise>("lpx_elementwise"),
+    describe<lpx_delta_net>("lpx_delta_net"),
 };
 
 }  // namespace

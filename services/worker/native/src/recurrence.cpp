@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernels.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -221,18 +222,15 @@ void recur(const Inputs<T>& in, const States& states, const Shape& shape, int64_
 }  // namespace
 }  // namespace lpx
 
-// y = the outputs of a step; the states advance. `layout` = int64: the fields of `Shape` in
-// their order, rows of the step, and the distances between rows of qkv, a and b. `taps` are
-// [K, channels], `mixed` is [T, channels] to work in.
-LPX_EXPORT void lpx_delta_net(const void* qkv, const void* a, const void* b, int64_t dtype,
-                              const void* taps, const void* rates, const void* bias, void* mixed,
-                              void* y, void* arena, const void* sources, const void* targets,
-                              const void* words, const void* row_ends, const void* layout) {
+// y = the outputs of a step; the states advance. `layout` = the fields of `Shape`, int64, in their
+// order. `taps` are [K, channels], `mixed` is [T, channels] to work in.
+LPX_EXPORT void lpx_delta_net(const void* qkv, int64_t ldq, const void* a, int64_t lda, const void* b,
+                              int64_t ldb, int64_t dtype, const void* taps, const void* rates,
+                              const void* bias, void* mixed, void* y, void* arena, const void* layout,
+                              const void* sources, const void* targets, const void* words,
+                              const void* row_ends, int64_t num_rows) {
     using namespace lpx;
-    const int64_t* sizes = static_cast<const int64_t*>(layout);
-    const Shape shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-                      sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]};
-    const int64_t num_rows = sizes[10];
+    const Shape shape = *static_cast<const Shape*>(layout);
     const States states{static_cast<float*>(arena), static_cast<const int64_t*>(sources),
                         static_cast<const int64_t*>(targets), static_cast<const int64_t*>(words),
                         static_cast<const int64_t*>(row_ends)};
@@ -242,12 +240,12 @@ LPX_EXPORT void lpx_delta_net(const void* qkv, const void* a, const void* b, int
         using T = decltype(t);
         parallel_for(num_rows * pieces, [&](int64_t task) {
             const int64_t channel = task % pieces * kTaskChannels;
-            convolve(static_cast<const T*>(qkv), sizes[11], static_cast<const float*>(taps),
+            convolve(static_cast<const T*>(qkv), ldq, static_cast<const float*>(taps),
                      static_cast<float*>(mixed), states, shape, task / pieces, channel,
                      std::min(kTaskChannels, channels - channel));
         });
         const Inputs<T> in{static_cast<const float*>(mixed), static_cast<const T*>(a),
-                           static_cast<const T*>(b), sizes[12], sizes[13],
+                           static_cast<const T*>(b), lda, ldb,
                            static_cast<const float*>(rates), static_cast<const float*>(bias),
                            static_cast<T*>(y)};
         parallel_for(num_rows * shape.value_heads, [&](int64_t task) {

@@ -38,20 +38,35 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 formulas of the same function are one here."""
 
 
+Activation = str | ClampedSwiglu
 Gate = Callable[[Tensor], Tensor]
 """act(gate) * up of stacked projections: `[T, 2 * width]` -> `[T, width]`. The gate is the first
 half, but see `clamped_gate`."""
+Gated = Callable[[Tensor, Tensor], Tensor]
+"""act(a) * b, fresh; a may be repeated along the last dimension of b."""
 
 
-def plain_gate(activation: str) -> Gate:
-    """The gate of an activation, in torch on any device."""
+def plain_gated(activation: str) -> Gated:
+    """The product of an activation, in torch on any device."""
     activate = ACTIVATIONS[activation]
+    return lambda a, b: activate(a) * b
+
+
+def stacked_gate(gated: Gated) -> Gate:
+    """The gate of stacked projections."""
 
     def gate(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
-        return activate(first) * second
+        return gated(first, second)
 
     return gate
+
+
+def plain_gate(activation: Activation) -> Gate:
+    """The gate of an activation, in torch on any device."""
+    if isinstance(activation, ClampedSwiglu):
+        return clamped_gate(activation)
+    return stacked_gate(plain_gated(activation))
 
 
 def clamped_gate(swiglu: ClampedSwiglu) -> Gate:

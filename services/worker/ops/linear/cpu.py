@@ -6,14 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.native.bindings import DTYPE_CODES, Native
+from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
+from loraplex_services.worker.native.library import DTYPE_CODES
 from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-IN_TILES = -1
-"""Stands for the type of a weight in tiles (`native/src/experts.cpp`)."""
+IN_TILES, IN_CODES = -1, -2
+"""Stand for the type of a weight in tiles or codes (`native/src/experts.cpp`)."""
 PANEL, QUAD = 32, 4
 BLOCK_SIZES = (128, 64, 32, 16)
 """Inputs that the kernel may sum before it scales."""
@@ -111,6 +112,12 @@ class CodedLinear(BaseLinear):
             min(weight.group_size, self.in_features),
             block_size,
         )
+        self._words = torch.tensor(self._weight.words)
+
+    @property
+    def words(self) -> tuple[int, int] | None:
+        """See PackedLinear; None if inputs must be put into another order first."""
+        return None if self._order is not None else (self._words.data_ptr(), IN_CODES)
 
     def apply(self, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""

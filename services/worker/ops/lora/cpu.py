@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.native.bindings import DTYPE_CODES, Native, row_stride
+from loraplex_services.worker.native.bindings import Native, row_stride
+from loraplex_services.worker.native.library import DTYPE_CODES
 from loraplex_services.worker.ops.lora.records import pack_runs
 from loraplex_services.worker.ops.lora.tables import SiteDelta
 from loraplex_services.worker.ops.lora.torch import look_up, replace_looked_up

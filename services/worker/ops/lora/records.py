@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.native.bindings import DTYPE_CODES
+from loraplex_services.worker.native.library import DTYPE_CODES
 from loraplex_services.worker.ops.lora.tables import DeltaTable, SiteDelta, Tile
 
 RUN_WORDS = 4

@@ -7,7 +7,9 @@ import struct
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.native.bindings import DTYPE_CODES, Native, row_stride
+from loraplex_services.worker.cache.state_layout import StateLayout
+from loraplex_services.worker.native.bindings import Native, row_stride
+from loraplex_services.worker.native.library import DTYPE_CODES
 from loraplex_services.worker.ops.recurrence.backend import DeltaWeights, StateBatch
 from loraplex_services.worker.types.model_config import RecurrenceConfig
 
@@ -24,27 +26,32 @@ class NativeDeltaNet:
         self._state_index = state_index
         self._taps = weights.taps.T.contiguous()
         self._weights = weights
+        self._shape: Tensor | None = None
+        """As the kernel reads it. Kept, because programs hold its address."""
 
     def forward(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
         """See `DeltaNet`; rows of qkv, a, b may lie apart."""
         weights = self._taps, self._weights.rates, self._weights.step_bias
         tables = states.sources, states.targets, states.words, states.row_ends
-        layout = self._layout(qkv, a, b, states)
         assert all(x.dtype is torch.float32 and x.is_contiguous() for x in weights)
         assert all(x.dtype is torch.int64 and x.is_contiguous() for x in tables)
+        if self._shape is None:
+            self._shape = self._shape_of(states.layout)
         mixed = torch.empty(qkv.shape, dtype=torch.float32)
         y = torch.empty(len(qkv), self._config.values_size, dtype=qkv.dtype)
+        outputs = mixed, y, states.cells
         self._native.kernel("delta_net")(
-            *(x.data_ptr() for x in (qkv, a, b)),
+            *(word for x in (qkv, a, b) for word in (x.data_ptr(), row_stride(x))),
             DTYPE_CODES[qkv.dtype],
-            *(x.data_ptr() for x in (*weights, mixed, y, states.cells, *tables, layout)),
+            *(x.data_ptr() for x in (*weights, *outputs, self._shape, *tables)),
+            len(states.row_ends),
         )
         return y
 
-    def _layout(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
-        config, cells = self._config, states.layout
+    def _shape_of(self, cells: StateLayout) -> Tensor:
+        config = self._config
         words = struct.pack(
-            "14q",
+            "10q",
             config.num_key_heads,
             config.num_value_heads,
             config.key_dim,
@@ -55,9 +62,5 @@ class NativeDeltaNet:
             cells.block_cells,
             cells.block_items,
             cells.num_blocks,
-            len(states.row_ends),
-            row_stride(qkv),
-            row_stride(a),
-            row_stride(b),
         )
         return torch.frombuffer(bytearray(words), dtype=torch.int64)
