@@ -114,7 +114,7 @@ def choose(scores: Tensor, sampling: dict[str, Any], keys: Tensor, way: DrawOper
     limits = limits_of([params] * len(scores), scores.shape[-1])
     if limits is not None:
         way.truncate(scores, torch.from_numpy(limits))
-    return way.draw(scores, keys)
+    return way.draw(scores, keys, 0)
 
 
 if __name__ == "__main__":

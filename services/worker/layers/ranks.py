@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from loraplex_services.worker.ops.linear.torch import BaseLinear
-from loraplex_services.worker.types.sharding import ONLY, Shard
+from loraplex_services.worker.ops.linear.torch import BaseLinear, keeps_float32
+from loraplex_services.worker.types.sharding import ONLY, Shard, share_of
 
 
 class Ranks(Protocol):
@@ -89,6 +89,13 @@ class GatheredLinear:
     def apply_float32(self, x: Tensor) -> Tensor:
         """`[T, in]` -> float32 `[T, out]` on rank 0."""
         return self._ranks.gather(self._own.apply_float32(x), self.out_features)
+
+    def own_columns(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> fresh float32 `[T, own]`: this rank's outputs, without padding."""
+        y = self._own.apply_float32(x) if keeps_float32(x) else self._own.apply(x).float()
+        shard = self._ranks.shard
+        begin, end = share_of(self.out_features, shard.rank, shard.size)
+        return y[:, : end - begin].contiguous()
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """No rank has them all; adapters are packed from files."""

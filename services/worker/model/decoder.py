@@ -14,6 +14,7 @@ from loraplex_services.worker.layers.attention import query_scales
 from loraplex_services.worker.layers.embedding import LoraEmbedding
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
+from loraplex_services.worker.layers.ranks import GatheredLinear
 from loraplex_services.worker.layers.ropes import Ropes
 from loraplex_services.worker.layers.score import ScoreHead
 from loraplex_services.worker.ops.linear.torch import WeightRows, keeps_float32
@@ -245,9 +246,24 @@ class Decoder:
         else:
             base.apply(hidden)
 
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Fresh logits of the base, float32 `[n, own]`: this rank's columns, which are those of
+        `Shard.vocabulary`."""
+        head = self._head.base
+        assert isinstance(head, GatheredLinear), "only ranks have columns of their own"
+        return self._capped(head.own_columns(hidden))
+
+    def rows_with_heads(self, lora: LoraBatch) -> list[tuple[int, int]]:
+        """Token rows [begin, end) whose adapters change the head. Only rank 0 has their values."""
+        table, site_id = lora.table, self._head.site_id
+        runs = [run for run in lora.runs if table.get((run.slot, site_id)) is not None]
+        return [(run.begin, run.end) for run in runs]
+
     def _base_logits(self, hidden: Tensor, lora: LoraBatch, width: int) -> Tensor:
         """Float32 `[n, width]`, with columns beyond the base's where adapters have more tokens."""
-        logits = self._head.forward_float32(hidden, lora, width)
+        return self._capped(self._head.forward_float32(hidden, lora, width))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         softcap = self.config.logit_softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 

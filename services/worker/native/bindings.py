@@ -315,7 +315,7 @@ class Native:
         num_rows, width = scores.shape
         self._library.lpx_truncate(scores.data_ptr(), width, limits.data_ptr(), num_rows)
 
-    def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
+    def draw(self, scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
         """See `sampling.drawing.draw`."""
         assert scores.is_contiguous() and keys.is_contiguous(), (scores.stride(), keys.stride())
         num_rows, width = scores.shape
@@ -323,6 +323,7 @@ class Native:
         self._library.lpx_draw(
             scores.data_ptr(),
             width,
+            first_id,
             keys.data_ptr(),
             INVERSES.data_ptr(),
             LOGS.data_ptr(),

@@ -42,7 +42,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "lpx_delta_net": (None, (*(_P, _I) * 3, _I, *(_P,) * 11, _I)),
     "lpx_truncate": (None, (_P, _I, _P, _I)),
-    "lpx_draw": (None, (_P, _I, _P, _P, _P, _I, _P, _I)),
+    "lpx_draw": (None, (_P, _I, _I, _P, _P, _P, _I, _P, _I)),
     "lpx_kernel_number": (_I, (ctypes.c_char_p,)),
     "lpx_run_program": (None, (_P, _I)),
 }

@@ -25,7 +25,8 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.ranks import Ranks
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
-from loraplex_services.worker.runner.parallel.messages import Enter, LogitRows, Unload
+from loraplex_services.worker.runner.parallel.messages import Enter, Unload
+from loraplex_services.worker.runner.parallel.shared_head import LeadingHead, SharedHead
 from loraplex_services.worker.runner.proposals import propose
 from loraplex_services.worker.runner.step_batch import BatchMaker
 from loraplex_services.worker.runner.step_inputs import StepInputs
@@ -36,6 +37,7 @@ from loraplex_services.worker.runner.step_results import (
     take_outputs,
 )
 from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
+from loraplex_services.worker.sampling.best_columns import BestRows
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.extents import Extents
@@ -93,10 +95,14 @@ class TorchRunner:
         """Tokens that the last step chose, on the device: see `step_results`."""
         self._ranks = ranks
         self._followers: Followers | None = None
+        self._shared_head = SharedHead(model, ranks, draws)
+        self._leading_head: LeadingHead | None = None
 
     def lead(self, followers: Followers) -> None:
         """Let the other ranks, which are ready, follow this one from now on."""
         self._followers = followers
+        head = self._shared_head
+        self._leading_head = LeadingHead(head, self._model, self._draws, followers.send)
 
     def close(self) -> None:
         """End the other ranks, if there are any."""
@@ -221,23 +227,25 @@ class TorchRunner:
         self._model.add_to_logits(select_rows(passed.hidden, passed.lora, token_rows)[0])
 
     @torch.inference_mode()
+    def follow_best(self, passed: Passed, token_rows: Tensor, rows: BestRows) -> None:
+        """Give this rank's best token for some rows of a step to rank 0."""
+        hidden, _ = select_rows(passed.hidden, passed.lora, token_rows)
+        self._shared_head.best(hidden, rows)
+
+    @torch.inference_mode()
     def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> Passed:
         return Passed(gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs))
 
     @torch.inference_mode()
     def _choose(self, step: StepInputs, passed: Passed) -> StepResults:
         eos_ids, before = self._info.eos_token_ids, self._outputs
-        announce = None if self._followers is None else self._announce_rows
         hidden, lora, batch = passed
-        results = choose(step, hidden, lora, self._model, eos_ids, before, self._draws, announce)
+        results = choose(
+            step, hidden, lora, self._model, eos_ids, before, self._draws, self._leading_head
+        )
         self._outputs = results.outputs
         if self._model.draft_head is None or batch is None or not step.plan.uses_cache:
             return results
         chosen = results.outputs.tolist()
         proposals = propose(step.plan.rows, chosen, hidden, batch, self._model)
         return replace(results, proposals=proposals)
-
-    def _announce_rows(self, token_rows: Tensor) -> None:
-        """Have the other ranks compute their part of the logits that come next."""
-        assert self._followers is not None
-        self._followers.send(LogitRows(token_rows.numpy().tobytes()))

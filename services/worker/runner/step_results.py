@@ -6,7 +6,7 @@ host wants are under way when `choose` returns, and `StepResults.read` waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
+from loraplex_services.worker.runner.parallel.shared_head import LeadingHead
 from loraplex_services.worker.runner.pooling import PooledRows, pool
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.sampling.drawing import DrawOperators
@@ -75,7 +76,7 @@ def choose(
     eos_ids: Sequence[int],
     before: Tensor,
     draws: DrawOperators,
-    announce: Callable[[Tensor], None] | None = None,
+    shared: LeadingHead | None = None,
 ) -> StepResults:
     """Choose a token for each row that is to have one.
 
@@ -87,12 +88,12 @@ def choose(
         hidden: `[T, H]`.
         before: the outputs of the step before.
         draws: of the model's operators.
-        announce: called with the token rows before their logits are computed.
+        shared: the head, if ranks divide its tokens.
     """
 
     def logits_of(token_rows: Tensor) -> Tensor:
-        if announce is not None:
-            announce(token_rows)
+        if shared is not None:
+            shared.announce(token_rows)
         return model.logits(*select_rows(hidden, lora, token_rows))
 
     rows = step.plan.rows
@@ -109,7 +110,11 @@ def choose(
             ]
         )
     scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
-    choices = sample(torch.from_numpy(last_rows), tokens, logits_of, eos_ids, draws)
+    token_rows = torch.from_numpy(last_rows)
+    if shared is None:
+        choices = sample(token_rows, tokens, logits_of, eos_ids, draws)
+    else:
+        choices = shared.choose(token_rows, tokens, hidden, lora, logits_of, eos_ids)
     pooled = pool(rows, hidden, lora, model.scores) if step.plan.num_contexts else None
     end = None
     if hidden.is_cuda:

@@ -4,18 +4,45 @@ Triton in `ops/sampling`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_services.worker.sampling.masks import MINUS_INF, truncate
+from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.sampling.philox import GUMBEL_MAX, GUMBEL_MIN, gumbel
 
+MIN_TEMPERATURE = 1e-5
+"""Lower temperatures choose the argmax: dividing by them would overflow."""
+SEED_BITS = (1 << 64) - 1
 NOISE_TOKENS = 1 << 16
 """Number of tokens whose noise is computed together, so that intermediates stay in the processor's
 caches."""
+
+
+class RowDraws(NamedTuple):
+    """How each of n rows with a temperature is drawn."""
+
+    temperatures: NDArray[np.float32]
+    """`[n]`."""
+    keys: NDArray[np.int64]
+    """`[n, 3]`: see `draw`."""
+
+
+def is_drawn(token: NextToken) -> bool:
+    """Whether a token has a temperature."""
+    return token.params.temperature >= MIN_TEMPERATURE
+
+
+def draws_of(tokens: Sequence[NextToken]) -> RowDraws:
+    """The draws of tokens with a temperature."""
+    temperatures = np.array([token.params.temperature for token in tokens], dtype=np.float32)
+    keys = [(t.params.seed & SEED_BITS, t.position, t.request.sample_index) for t in tokens]
+    return RowDraws(temperatures, np.array(keys, dtype=np.uint64).view(np.int64).reshape(-1, 3))
 
 
 class DrawOperators(NamedTuple):
@@ -23,12 +50,12 @@ class DrawOperators(NamedTuple):
 
     truncate: Callable[[Tensor, Tensor], None]
     """(scores, limits): see `masks.truncate`."""
-    draw: Callable[[Tensor, Tensor], Tensor]
-    """(scores, keys): see `draw`."""
+    draw: Callable[[Tensor, Tensor, int], Tensor]
+    """(scores, keys, first id): see `draw`."""
 
 
-def draw(scores: Tensor, keys: Tensor) -> Tensor:
-    """The argmax of scores + noise; int64 `[N]`. Ties go to the lowest id.
+def draw(scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
+    """The column of the argmax of scores + noise; int64 `[N]`. Ties go to the lowest.
 
     Noise is bounded, so a token further below the row's maximum than the bounds are apart never
     wins; skipping it changes no draw and spares most of a large vocabulary.
@@ -36,6 +63,7 @@ def draw(scores: Tensor, keys: Tensor) -> Tensor:
     Args:
         scores: float32 `[N, V]`; -inf where a token may not win.
         keys: int64 `[N, 3]`: seed, output position, sample index.
+        first_id: the token of the first column.
     """
     reach = GUMBEL_MAX - GUMBEL_MIN + 0.5
     floor = scores.amax(dim=-1, keepdim=True) - reach
@@ -44,7 +72,7 @@ def draw(scores: Tensor, keys: Tensor) -> Tensor:
     for begin in range(0, len(rows), NOISE_TOKENS):
         row, token = rows[begin : begin + NOISE_TOKENS], ids[begin : begin + NOISE_TOKENS]
         seeds, positions, samples = keys[row].unbind(dim=-1)
-        noisy[row, token] = scores[row, token] + gumbel(seeds, token, positions, samples)
+        noisy[row, token] = scores[row, token] + gumbel(seeds, token + first_id, positions, samples)
     return first_argmax(noisy)
 
 

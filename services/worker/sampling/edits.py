@@ -203,6 +203,18 @@ def edits_of(tokens: Sequence[NextToken], eos_ids: Sequence[int], num_tokens: in
     return edits
 
 
+def changes_logits(token: NextToken) -> bool:
+    """Whether a token's request may change the logits from which it is chosen."""
+    params = token.params
+    return bool(
+        token.request.constraint is not None
+        or params.logit_bias
+        or (token.position and _has_penalties(params))
+        or token.position < params.min_tokens
+        or _has_masks(params, token.position)
+    )
+
+
 def _has_masks(params: SamplingParams, position: int) -> bool:
     """Whether a request forbids tokens itself. Besides EOS ids, there are always others."""
     return bool(

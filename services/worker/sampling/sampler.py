@@ -19,8 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
-from loraplex_services.worker.sampling.edits import edits_of
+from loraplex_services.worker.sampling.drawing import (
+    TORCH_DRAWS,
+    DrawOperators,
+    draws_of,
+    first_argmax,
+    is_drawn,
+)
+from loraplex_services.worker.sampling.edits import changes_logits, edits_of
 from loraplex_services.worker.sampling.logprobs import (
     ListedTokens,
     LogprobRows,
@@ -36,11 +42,6 @@ from loraplex_services.worker.types.step_plan import Sampled
 MAX_LOGIT_ROWS = 1024
 """Most rows of the width of the vocabulary that exist at the same time."""
 
-MIN_TEMPERATURE = 1e-5
-"""Lower temperatures choose the argmax: dividing by them would overflow."""
-
-SEED_BITS = (1 << 64) - 1
-
 LogitsOf = Callable[[Tensor], Tensor]
 """Maps token rows of the batch, int64 `[n]`, to fresh logits, float32 `[n, V]`. The rows are on the
 host: asking a device for them would wait for the step."""
@@ -53,10 +54,13 @@ class Choices:
     token_ids: Tensor
     """int64 `[N]`, on the device."""
     chunks: Sequence[ChosenChunk]
+    order: Sequence[int] | None = None
+    """By token: its index in the chunks; None = they are in order."""
 
     def read(self) -> list[Sampled]:
         """Plain values; the step is done."""
-        return [sampled for chunk in self.chunks for sampled in chunk.read()]
+        sampled = [sampled for chunk in self.chunks for sampled in chunk.read()]
+        return sampled if self.order is None else [sampled[index] for index in self.order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,15 @@ class ChosenChunk:
             Sampled(None, None) if best.get(i) == MINUS_INF else Sampled(token_id, logprobs.get(i))
             for i, token_id in enumerate(self.token_ids.tolist())
         ]
+
+
+def needs_best_only(token: NextToken, num_tokens: int) -> bool:
+    """Whether a token follows from the best of its row's `num_tokens` scores with their noise, so
+    that nobody needs the row's other logits."""
+    params = token.params
+    if params.logprobs is not None or changes_logits(token):
+        return False
+    return not is_drawn(token) or limits_of((params,), num_tokens) is None
 
 
 def sample(
@@ -115,7 +128,7 @@ def _sample_chunk(
     logits: Tensor, tokens: Sequence[NextToken], eos_ids: Sequence[int], operators: DrawOperators
 ) -> tuple[Tensor, ChosenChunk]:
     asking = [i for i, token in enumerate(tokens) if token.params.logprobs is not None]
-    drawing = [i for i, token in enumerate(tokens) if token.params.temperature >= MIN_TEMPERATURE]
+    drawing = [i for i, token in enumerate(tokens) if is_drawn(token)]
     upload = Upload()
     edits = edits_of(tokens, eos_ids, logits.shape[-1])
     edits.upload(upload, len(tokens))
@@ -155,11 +168,10 @@ def _upload_draws(upload: Upload, tokens: Sequence[NextToken], num_tokens: int) 
     """The tensors that `_draw` reads of rows with a temperature."""
     if not tokens:
         return
-    params = [token.params for token in tokens]
-    upload.add("temperatures", np.array([p.temperature for p in params], dtype=np.float32))
-    keys = [(t.params.seed & SEED_BITS, t.position, t.request.sample_index) for t in tokens]
-    upload.add("keys", np.array(keys, dtype=np.uint64).view(np.int64))
-    limits = limits_of(params, num_tokens)
+    draws = draws_of(tokens)
+    upload.add("temperatures", draws.temperatures)
+    upload.add("keys", draws.keys)
+    limits = limits_of([token.params for token in tokens], num_tokens)
     if limits is not None:
         upload.add("limits", limits)
 
@@ -169,7 +181,7 @@ def _draw(logits: Tensor, upload: Upload, operators: DrawOperators) -> Tensor:
     scaled = logits.div_(upload["temperatures"][:, None])
     if "limits" in upload:
         operators.truncate(scaled, upload["limits"])
-    return operators.draw(scaled, upload["keys"])
+    return operators.draw(scaled, upload["keys"], 0)
 
 
 def score_tokens(

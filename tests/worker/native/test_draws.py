@@ -35,6 +35,13 @@ def test_a_draw_is_that_of_torch(compiled, width, scale):
     assert compiled.draw(scores, keys).equal(drawing.draw(scores, keys))
 
 
+def test_columns_of_a_row_have_the_noise_of_their_tokens(compiled):
+    scores, keys = torch.zeros(300, 3000), random_keys(300, seed=2)
+    for begin, end in ((0, 3000), (1, 70), (777, 2900), (2**31, 2**31 + 200)):
+        part = scores[:, : end - begin].contiguous()
+        assert compiled.draw(part, keys, begin).equal(drawing.draw(part, keys, begin))
+
+
 def test_equal_scores_are_drawn_alike_however_the_row_is_cut(compiled):
     """Thousands of draws from flat rows: what is passed over for too little noise matters most."""
     scores, keys = torch.zeros(3000, 500), random_keys(3000, seed=1)

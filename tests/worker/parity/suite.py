@@ -147,11 +147,21 @@ def check_mixed_batch(
 
 
 def check_sampled_tokens(stage: Stage) -> None:
-    """Compare the sampled tokens of ranks with those of one rank."""
-    prompt = random_prompt(random.Random(5))
-    alone = parity_runner(stage.base.folder, arena_bytes=16 << 20)
+    """Compare the sampled tokens of ranks with those of one rank. Some rows of a batch have their
+    logits gathered, for their sampling or for the head of their adapter, and some have not."""
+    rng = random.Random(5)
+    prompts = [random_prompt(rng) for _ in range(12)]
+    alone = Driver(parity_runner(stage.base.folder, arena_bytes=32 << 20))
+    names = [name for name in ("rslora", "lm-head", "added-tokens") if name in stage.slots]
+    for name in names:
+        alone.load(stage.slots[name], stage.base.folder.parent / name)
+    slots = [(), *(((stage.slots[name], 1.0),) for name in names)]
     outputs = []
-    for driver in (stage.driver, Driver(alone)):
-        request = greedy("r", prompt, 12, temperature=1.0, top_p=0.9, top_k=40, seed=11)
-        outputs += driver.run([Job(request)])
+    for driver in (stage.driver, alone):
+        jobs = []
+        for i, prompt in enumerate(prompts):
+            changes = {"top_p": 0.9, "top_k": 40} if i % 3 == 0 else {}
+            request = greedy(f"r{i}", prompt, 12, temperature=0.5 * (i % 5), seed=11 + i, **changes)
+            jobs.append(Job(request, slots[i % len(slots)], i % 5))
+        outputs.append(driver.run(jobs))
     assert outputs[0] == outputs[1]

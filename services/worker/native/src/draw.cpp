@@ -96,17 +96,18 @@ struct Best {
     int64_t token = -1;
 };
 
-// The best of tokens [begin, end), the lowest among equals; -1 where no score is left. Blocks and
-// tokens that cannot win are passed over. That changes no result: sums round monotonically, and the
+// The best of columns [begin, end), the lowest among equals; -1 where no score is left. Column 0 is
+// the token `first`. Blocks and tokens that cannot win are passed over. That changes no result: sums round monotonically, and the
 // noise that a token needs is reduced by what rounding can add.
-Best draw(const float* scores, int64_t begin, int64_t end, Key key, const Logs& tables) {
+Best draw(const float* scores, int64_t begin, int64_t end, int64_t first, Key key,
+          const Logs& tables) {
     Best best;
     uint32_t words[kBlock];
     for (int64_t block = begin; block < end; block += kBlock) {
         const int64_t n = std::min<int64_t>(kBlock, end - block);
         const float top = largest(scores + block, n);
         if (!(top + kMostNoise > best.score)) continue;
-        philox(static_cast<uint32_t>(block), key, words);
+        philox(static_cast<uint32_t>(first + block), key, words);
         const float slack = 0.01f + std::fabs(best.score) * 0x1p-22f;
         const uint32_t least = best.token < 0 ? 0 : least_word(best.score - top - slack);
         uint32_t any = 0;
@@ -124,10 +125,11 @@ Best draw(const float* scores, int64_t begin, int64_t end, Key key, const Logs& 
 }  // namespace
 }  // namespace lpx
 
-// tokens[row] = argmax over i < width of scores[row, i] + noise, 0 where every score is -inf.
-// keys [num_rows, 3] = seed, output position, sample index.
-LPX_EXPORT void lpx_draw(const void* scores, int64_t width, const void* keys, const void* inverses,
-                         const void* logs, int64_t ln2, void* tokens, int64_t num_rows) {
+// tokens[row] = argmax over i < width of scores[row, i] + noise of token first + i, 0 where every
+// score is -inf. keys [num_rows, 3] = seed, output position, sample index.
+LPX_EXPORT void lpx_draw(const void* scores, int64_t width, int64_t first, const void* keys,
+                         const void* inverses, const void* logs, int64_t ln2, void* tokens,
+                         int64_t num_rows) {
     using namespace lpx;
     const Logs tables = {static_cast<const int64_t*>(inverses), static_cast<const int64_t*>(logs),
                          ln2};
@@ -139,7 +141,8 @@ LPX_EXPORT void lpx_draw(const void* scores, int64_t width, const void* keys, co
         const Key key = {static_cast<uint32_t>(k[0]), static_cast<uint32_t>(k[0] >> 32),
                          static_cast<uint32_t>(k[1]), static_cast<uint32_t>(k[2])};
         const int64_t end = std::min(begin + kTaskTokens, width);
-        parts[task] = draw(static_cast<const float*>(scores) + row * width, begin, end, key, tables);
+        const float* row_scores = static_cast<const float*>(scores) + row * width;
+        parts[task] = draw(row_scores, begin, end, first, key, tables);
     });
     for (int64_t row = 0; row < num_rows; ++row) {
         Best best;

@@ -91,11 +91,12 @@ def most_gumbel(words):
     return -tl.log(((words ^ WORD).to(tl.float32) + 0.5) * WORD_UNIT)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["first_id", "num_rows"])
 def floor_kernel(
     floors,
     best_scores,
     best_tokens,
+    first_id,
     keys,
     inverses,
     logs,
@@ -109,18 +110,19 @@ def floor_kernel(
     seed = tl.load(keys + 3 * row, mask=inside, other=0)
     position = tl.load(keys + 3 * row + 1, mask=inside, other=0)
     sample = tl.load(keys + 3 * row + 2, mask=inside, other=0)
-    token = tl.load(best_tokens + row, mask=inside, other=0)
+    token = tl.load(best_tokens + row, mask=inside, other=0) + first_id
     noise = gumbel(philox_words(seed, token, position, sample), inverses, logs)
     best = tl.load(best_scores + row, mask=inside, other=0.0)
     tl.store(floors + row, best + noise - SLACK, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["first_id", "num_blocks"])
 def draw_kernel(
     best_scores,
     best_tokens,
     scores,
     floors,
+    first_id,
     keys,
     inverses,
     logs,
@@ -138,7 +140,7 @@ def draw_kernel(
     floor = tl.load(floors + row)
     if tl.max(score, axis=0) + NOISE_MAX >= floor:
         seed, position = tl.load(keys + 3 * row), tl.load(keys + 3 * row + 1)
-        words = philox_words(seed, token, position, tl.load(keys + 3 * row + 2))
+        words = philox_words(seed, token + first_id, position, tl.load(keys + 3 * row + 2))
         if tl.max(score + most_gumbel(words), axis=0) >= floor:
             score += gumbel(words, inverses, logs)
             best = tl.max(score, axis=0)
@@ -147,15 +149,17 @@ def draw_kernel(
     tl.store(best_tokens + row * num_blocks + block, winner)
 
 
-def draw(scores: Tensor, keys: Tensor) -> Tensor:
-    """Semantics: argmax over i of scores[n, i] + gumbel(seed n, i, position n, sample n).
+def draw(scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
+    """Semantics: argmax over i of scores[n, i] + gumbel(seed n, id, position n, sample n), where id
+    is first_id + i.
 
     Args:
         scores: float32 `[N, V]`, contiguous; -inf where a token may not win.
         keys: int64 `[N, 3]`, contiguous: seed, output position, sample index.
+        first_id: the token of the first column.
 
     Returns:
-        int64 `[N]`; ties go to the lowest id.
+        int64 `[N]`; ties go to the lowest column.
     """
     num_rows, num_tokens = scores.shape
     assert scores.is_contiguous() and keys.is_contiguous(), (scores.stride(), keys.stride())
@@ -164,13 +168,14 @@ def draw(scores: Tensor, keys: Tensor) -> Tensor:
     best_tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=scores.device)
     floors, tables = scores.new_empty(num_rows), _log_tables(scores.device)
     floor_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
-        floors, *scores.max(dim=-1), keys, *tables, num_rows, BLOCK_ROWS=BLOCK_ROWS
+        floors, *scores.max(dim=-1), first_id, keys, *tables, num_rows, BLOCK_ROWS=BLOCK_ROWS
     )
     draw_kernel[num_rows, num_blocks](
         best_scores,
         best_tokens,
         scores,
         floors,
+        first_id,
         keys,
         *tables,
         num_tokens,

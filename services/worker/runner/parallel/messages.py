@@ -128,6 +128,19 @@ class LogitRows(msgspec.Struct, frozen=True, tag="logits"):
     """int64, ascending."""
 
 
+class BestTokens(msgspec.Struct, frozen=True, tag="best"):
+    """Give rank 0 the best token of this rank for some token rows of the last step."""
+
+    token_rows: bytes
+    """int64 `[n]`, ascending."""
+    drawn: bytes
+    """int64: which of these rows have a temperature, ascending; the others take the best logit."""
+    temperatures: bytes
+    """float32: see `sampling.drawing.RowDraws`."""
+    keys: bytes
+    """int64: see there."""
+
+
 class Copy(msgspec.Struct, frozen=True, tag="copy"):
     """Fill extents from the rank's own image in a folder."""
 
@@ -163,7 +176,7 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
     slot: int
 
 
-Order = RankStart | Refuse | Step | LogitRows | Copy | Drop | Enter | Unload
+Order = RankStart | Refuse | Step | LogitRows | BestTokens | Copy | Drop | Enter | Unload
 """To a rank."""
 Reply = Join | RankReady | RankRefused | CopyDone
 """A message from a rank."""

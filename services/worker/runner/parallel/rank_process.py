@@ -1,8 +1,8 @@
 """A rank that follows rank 0: `python -m loraplex_services.worker.runner.parallel.rank_process`.
 
 It has its part of the base and of every adapter, and does what rank 0 does, in the same order. It
-knows neither prompts nor sampling. It ends when rank 0 hangs up. Ranks of rank 0's machine are
-started by `Followers`, those of other machines by `server.node`.
+knows no prompts. It ends when rank 0 hangs up. Ranks of rank 0's machine are started by
+`Followers`, those of other machines by `server.node`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from loraplex.errors import LoraplexError
 from loraplex_services.common.processes.process import die_with_parent
@@ -36,6 +37,7 @@ from loraplex_services.worker.runner.parallel.collectives import Meeting, reach_
 from loraplex_services.worker.runner.parallel.followers import own_build
 from loraplex_services.worker.runner.parallel.group import LOCAL_TIMEOUT_S, NODES_TIMEOUT_S
 from loraplex_services.worker.runner.parallel.messages import (
+    BestTokens,
     Copy,
     CopyDone,
     Drop,
@@ -55,6 +57,8 @@ from loraplex_services.worker.runner.parallel.mirror import StepReader
 from loraplex_services.worker.runner.parallel.remote_images import RemoteBytes
 from loraplex_services.worker.runner.parallel.rendezvous import LOOPBACK, connect
 from loraplex_services.worker.runner.runner import Passed, TorchRunner
+from loraplex_services.worker.sampling.best_columns import BestRows
+from loraplex_services.worker.sampling.drawing import RowDraws
 from loraplex_services.worker.types.messages import WireError
 from loraplex_services.worker.types.nodes import REFUSED_STATUS, Nodes
 from loraplex_services.worker.types.sharding import Shard
@@ -87,8 +91,11 @@ class FollowingRank:
                     self._passed = self._runner.follow(self._steps.read(step))
                 case LogitRows(token_rows):
                     assert self._passed is not None, "logits come after a step"
-                    rows = torch.from_numpy(np.frombuffer(token_rows, np.int64).copy())
-                    self._runner.follow_logits(self._passed, rows)
+                    self._runner.follow_logits(self._passed, _int64s(token_rows))
+                case BestTokens() as best:
+                    assert self._passed is not None, "tokens come after a step"
+                    rows = _int64s(best.token_rows)
+                    self._runner.follow_best(self._passed, rows, _best_rows(best))
                 case Copy() as copy:
                     self._copy(copy)
                 case Drop(copy_id):
@@ -116,6 +123,16 @@ class FollowingRank:
             logger.error("adapter load failed", exc_info=error)
             error = LoraplexError("an adapter could not be loaded", reason="ADAPTER_LOAD_FAILED")
         self._rank_zero.send(CopyDone(copy_id, WireError.of(error)))
+
+
+def _int64s(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.int64).copy())
+
+
+def _best_rows(best: BestTokens) -> BestRows:
+    temperatures = np.frombuffer(best.temperatures, np.float32)
+    keys = np.frombuffer(best.keys, np.int64).reshape(-1, 3)
+    return BestRows(np.frombuffer(best.drawn, np.int64), RowDraws(temperatures, keys))
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from loraplex_services.worker.ops.sampling.triton import (
     most_gumbel,
 )
 from loraplex_services.worker.ops.sampling.triton import gumbel as gumbel_of
+from loraplex_services.worker.sampling import drawing
 from loraplex_services.worker.sampling.philox import gumbel
 
 SEEDS = (0, 3, -1, -(2**63), 2**63 - 1)
@@ -65,6 +66,14 @@ def test_noise_decides_between_two_tokens_as_published(device):
 def test_ties_and_rows_without_any_token_take_the_lowest_id(device):
     scores = torch.full((1, BLOCK_TOKENS + 9), -torch.inf, device=device)
     assert draw(scores, keys_of(device, 1)).tolist() == [0]
+
+
+def test_columns_of_a_row_have_the_noise_of_their_tokens(device):
+    scores, keys = torch.zeros(9, 3000, device=device), keys_of(device, 9)
+    for begin, end in ((1, 70), (777, 2900)):
+        part = scores[:, begin:end].contiguous()
+        expected = drawing.draw(part.cpu(), keys.cpu(), begin)
+        assert draw(part, keys, begin).cpu().equal(expected)
 
 
 def test_no_noise_is_above_the_bound_that_blocks_are_skipped_by(device):

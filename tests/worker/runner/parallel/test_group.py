@@ -29,6 +29,8 @@ from tests.worker.parity.driving import Driver, Job, greedy
 
 PATIENCE_S = 60.0
 FLOAT_BYTES = 4
+PAIR_BYTES = 8
+"""Of a score and a token."""
 ALL_LINEAR = tuple(name.split(".")[1] for name in tiny.LINEARS)
 READY = RankReady(
     config="config",
@@ -128,27 +130,46 @@ def held_bytes(group: Group, folder: Path) -> list[int]:
     return found
 
 
-def sent_bytes(group: Group, num_tokens: int, slots: tuple[tuple[int, float], ...] = ()) -> float:
-    """By rank 0, for a step of that many prompt tokens, of which the last gets logits."""
+def sent_bytes(
+    group: Group, num_tokens: int, slots: tuple[tuple[int, float], ...] = (), **sampling: object
+) -> float:
+    """By rank 0, for a step of that many prompt tokens, after which a token is chosen."""
     assert isinstance(group.runner._ranks, TorchRanks)
     traffic = group.runner._ranks.traffic
     before = traffic.sent_bytes
-    Driver(group.runner).run([Job(greedy("r", range(2, 2 + num_tokens), 1), slots)])
+    request = greedy("r", range(2, 2 + num_tokens), 1, **sampling)
+    Driver(group.runner).run([Job(request, slots)])
     return traffic.sent_bytes - before
 
 
 @pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.long), 7])
 def test_a_step_sends_two_sums_a_layer_and_adapters_send_nothing(group, num_tokens):
-    """N = 2: a sum of B x h sends 2 (N - 1) B h / N numbers, the gather of logits (N - 1) V."""
+    """N = 2: a sum of B x h sends 2 (N - 1) B h / N numbers, the gather of the best of a row N - 1
+    pairs of numbers."""
     sums = 2 * tiny.NUM_LAYERS + 1  # and one for the embedding
     sum_bytes = 2 * 1 / 2 * num_tokens * tiny.HIDDEN * FLOAT_BYTES
-    logit_bytes = 1 * padded_share(tiny.VOCAB, 2) * FLOAT_BYTES
-    expected = sums * sum_bytes + logit_bytes
+    expected = sums * sum_bytes + 1 * PAIR_BYTES
     assert sent_bytes(group, num_tokens) == expected
     driver = Driver(group.runner)
     driver.load(3, group.adapter("all", 8))
     assert sent_bytes(group, num_tokens, ((3, 1.0),)) == expected
     group.runner.unload_adapter(3)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_gathered"),
+    [
+        ({"temperature": 0.8}, False),
+        ({"temperature": 0.8, "top_p": 0.9}, True),
+        ({"logprobs": 0}, True),
+    ],
+    ids=str,
+)
+def test_logits_are_gathered_of_rows_that_need_them(group, sampling, is_gathered):
+    best = sent_bytes(group, 4)
+    logit_bytes = 1 * padded_share(tiny.VOCAB, 2) * FLOAT_BYTES
+    expected = best - 1 * PAIR_BYTES + logit_bytes if is_gathered else best
+    assert sent_bytes(group, 4, **sampling) == expected
 
 
 def test_each_rank_holds_the_share_of_an_adapter_that_the_partition_says(group):
