@@ -37,12 +37,13 @@ def _literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-def opening(num_streams: int, *, resets: bool = False, path: str = WATCH) -> bytes:
+def opening(num_streams: int, *, resets: bool = False, path: str = WATCH, key: str = "") -> bytes:
     """What a client sends that opens streams and acknowledges no settings."""
     headers = {
         ":method": "POST", ":scheme": "http", ":path": path, ":authority": "x",
         "content-type": "application/grpc", "te": "trailers",
     }  # fmt: skip
+    headers |= {"authorization": key} if key else {}
     block = b"".join(_literal(k.encode(), v.encode()) for k, v in headers.items())
     sent = _PREFACE + _frame(_SETTINGS, 0, 0, b"")
     for stream in range(1, 2 * num_streams, 2):

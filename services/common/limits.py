@@ -7,7 +7,6 @@ shows this table.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -107,8 +106,8 @@ class NumberLimits:
     most: float
 
     def check(self, field: str, value: float) -> float:
-        """Returns the number. Raises InvalidRequest if it is not finite or outside the range."""
-        if not (math.isfinite(value) and self.least <= value <= self.most):
+        """Returns the number. Raises InvalidRequest if it is outside the range, as NaN is."""
+        if not self.least <= value <= self.most:
             raise InvalidRequest.field(
                 field, value, f"must be a number from {self.least:g} to {self.most:g}"
             )

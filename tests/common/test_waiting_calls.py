@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+import os
+import resource
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -16,6 +21,7 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.grpc import waiting_calls
+from loraplex_services.common.grpc.connections import Connections
 from loraplex_services.common.grpc.server import RunningServer, start
 
 pytestmark = pytest.mark.hostile
@@ -50,10 +56,14 @@ class AnyKey:
 @pytest.fixture
 async def running(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(waiting_calls, "MAX_WAITING_CALLS", MOST)
-    service = (registry_pb2_grpc.add_RegistryServiceServicer_to_server, Servicer(), NAME)
-    server = await start([service], ["127.0.0.1:0"], auth=AnyKey())
+    server = await _started()
     yield server
     await server.stop(0)
+
+
+async def _started() -> RunningServer:
+    service = (registry_pb2_grpc.add_RegistryServiceServicer_to_server, Servicer(), NAME)
+    return await start([service], ["127.0.0.1:0"], auth=AnyKey())
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -116,3 +126,66 @@ async def test_calls_that_are_never_taken_do_not_keep_new_connections_out(
             await asyncio.sleep(0.1)
     for _, writer in strangers:
         writer.close()
+
+
+async def test_connections_with_a_key_are_closed_if_more_and_more_calls_wait(
+    running: RunningServer,
+) -> None:
+    first, *others = _streams_with_a_key()
+    flooding = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(8)]
+    for connection in flooding:
+        connection.sendall(first)
+    peers = {f"ipv4:127.0.0.1:{connection.getsockname()[1]}" for connection in flooding}
+    async with asyncio.timeout(60):
+        while not all(peer in running._waiting_calls._with_key for peer in peers):
+            await asyncio.sleep(0.01)
+    with pytest.raises(OSError):  # a connection is reset
+        for stream in others:  # the event loop, which takes the calls, waits for this
+            for connection in flooding:
+                connection.sendall(stream)
+            time.sleep(0.01)
+    for connection in flooding:
+        connection.close()
+
+
+def _streams_with_a_key() -> Iterator[bytes]:
+    """The beginning of a connection with its first stream, then each of its other streams."""
+    path = f"/{NAME}/WatchAdapters"
+    sent, begin = opening(256, path=path, key="acme"), len(opening(1, path=path, key="acme"))
+    size = (len(sent) - begin) // 255
+    yield sent[:begin]
+    yield from (sent[at : at + size] for at in range(begin, len(sent), size))
+
+
+async def test_connections_are_closed_while_the_process_has_no_files_left(
+    running: RunningServer,
+) -> None:
+    connections = Connections([running.port])
+    reader, writer = await _stranger(running.port, opening(1))
+    await reader.readexactly(1)
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), limits[1])
+    )
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        num_closed = connections.close(lambda peer: False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for number in taken:
+            os.close(number)
+        connections.release()
+    assert num_closed == 1
+    await _is_closed((reader, writer))
+
+
+async def test_a_server_starts_without_a_folder_for_its_socket(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    server = await _started()
+    assert "TMPDIR" in caplog.text
+    assert await _is_served(server.port)
+    await server.stop(0)
