@@ -87,7 +87,7 @@ class NoWeights:
         """No optional tensor is there."""
         return False
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+    def take(self, name: str, shape: Sequence[int], window: None = None) -> Tensor:
         """A tensor without memory; the embedding's device is where the ropes are computed."""
         if "embed_tokens" in name:
             return torch.zeros(1, dtype=torch.float16).expand(tuple(shape))
