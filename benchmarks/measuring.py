@@ -1,4 +1,4 @@
-"""Stopwatch and medians."""
+"""Stopwatch, medians and 99th percentiles."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def timed() -> Iterator[list[float]]:
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     """The median of the ratios of what was measured alternately."""
     return round(statistics.median(a / b for a, b in zip(over, under, strict=True)), 3)
+
+
+def p99(values: Sequence[float]) -> float:
+    """The 99th percentile; nan of nothing."""
+    if not values:
+        return float("nan")
+    return sorted(values)[int(0.99 * len(values))]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.cpu.limits import measure_limits
-from benchmarks.cpu.sides import OurEngine, PeftMixed, Run
+from benchmarks.cpu.sides import OurEngine, PeftMixed, Run, median
 from benchmarks.cpu_model import (
     SHAPES,
     Shape,
@@ -150,11 +150,6 @@ def measure(
                     f" ms ({run.step_cpu_s * 1e3:.1f} of processor)",
                     flush=True,
                 )
-
-
-def median(runs: Sequence[Run], field: str) -> float:
-    """Of one field."""
-    return float(statistics.median(getattr(run, field) for run in runs))
 
 
 def ratio(ours: Sequence[Run], theirs: Sequence[Run], field: str) -> float:

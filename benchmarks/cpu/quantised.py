@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.cpu.sides import OurEngine, Run
+from benchmarks.cpu.sides import OurEngine, Run, median
 from benchmarks.cpu_model import (
     FILES,
     SHAPES,
@@ -101,11 +100,6 @@ def report(case: str, runs: Runs) -> None:
         )
         parts.append(f"{scheme} {wall:.2f}x ({cpu:.2f}x of processor time)")
     print("  ".join(parts), flush=True)
-
-
-def median(runs: list[Run], field: str) -> float:
-    """Of one field."""
-    return float(statistics.median(getattr(run, field) for run in runs))
 
 
 if __name__ == "__main__":

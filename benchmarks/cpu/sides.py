@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -183,6 +184,11 @@ class OurEngine:
 def median_or_nan(values: list[float]) -> float:
     """NaN where a run was too short to hold what is measured."""
     return statistics.median(values) if values else math.nan
+
+
+def median(runs: Sequence[Run], field: str) -> float:
+    """Of one field."""
+    return float(statistics.median(getattr(run, field) for run in runs))
 
 
 def digest_of(adapter: int) -> str:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -34,12 +33,7 @@ class CountingServer:
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
         self._child.terminate()
         await asyncio.to_thread(self._child.wait)

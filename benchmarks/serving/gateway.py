@@ -32,9 +32,11 @@ import grpc
 import psutil
 
 from benchmarks.machine import write_results
+from benchmarks.measuring import p99
 from benchmarks.serving.gateway_worker import PROBE_ID
 from loraplex.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.gateway.scripted_registry import ScriptedRegistry, start_registry
+from tests.servers import free_port
 
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
@@ -50,7 +52,7 @@ class House:
     """The processes of one run and where they listen."""
 
     def __init__(self, folder: Path, step_s: float) -> None:
-        self.http_port = _free_port()
+        self.http_port = free_port()
         self.grpc = f"unix:{folder}/gateway.sock"
         self.worker = f"unix:{folder}/worker.sock"
         self._folder = folder
@@ -182,13 +184,13 @@ async def added_latency(folder: Path, streams: int, num_probes: int) -> dict[str
     return {
         "alone_median_ms": idle["gateway"] - idle["call"],
         "median_ms": median["gateway"] - median["call"],
-        "p99_ms": _p99(alongside["gateway"]) - median["call"],
-        "p99_over_p99_ms": _p99(alongside["gateway"]) - _p99(alongside["call"]),
+        "p99_ms": p99(alongside["gateway"]) - median["call"],
+        "p99_over_p99_ms": p99(alongside["gateway"]) - p99(alongside["call"]),
         "over_session_median_ms": median["gateway"] - median["session"],
-        "over_session_p99_ms": _p99(alongside["gateway"]) - median["session"],
+        "over_session_p99_ms": p99(alongside["gateway"]) - median["session"],
         "gateway_median_ms": median["gateway"],
         "call_median_ms": median["call"],
-        "call_p99_ms": _p99(alongside["call"]),
+        "call_p99_ms": p99(alongside["call"]),
         "session_median_ms": median["session"],
     }
 
@@ -216,10 +218,6 @@ class Ways:
             found["session"].append(await self._session.probe())
             await asyncio.sleep(0.005)
         return {name: values[num_probes // 4 :] for name, values in found.items()}
-
-
-def _p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * len(values))]
 
 
 async def relayed(folder: Path, kind: str, streams: int, tokens: int) -> dict[str, float]:
@@ -266,14 +264,6 @@ def _python(
     clean = {key: value for key, value in os.environ.items() if not key.startswith("LORAPLEX_")}
     clean |= {"PYTHONPATH": str(REPO), **(env or {})}
     return subprocess.Popen([sys.executable, *command], env=clean, cwd=REPO, stdout=output)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe_socket:
-        probe_socket.bind(("127.0.0.1", 0))
-        return int(probe_socket.getsockname()[1])
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_results
+from benchmarks.measuring import p99
 from benchmarks.serving.isolation_attacks import (
     ATTACKS,
     LIMITED,
@@ -165,7 +166,7 @@ def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> di
         },
         "peak_mib": {name: peak >> 20 for name, peak in memory.peaks.items()},
         "p99_s": [
-            {name: _p99(getattr(waits, name)) for name in _WAITS} for waits in (*alone, *alongside)
+            {name: p99(getattr(waits, name)) for name in _WAITS} for waits in (*alone, *alongside)
         ],
     }
 
@@ -193,16 +194,9 @@ _WAITS = ("first_token_s", "between_tokens_s", "registry_read_s")
 
 def _ratio(alongside: Sequence[Waits], alone: Sequence[Waits], name: str) -> float:
     ratios = [
-        _p99(getattr(a, name)) / _p99(getattr(b, name))
-        for a, b in zip(alongside, alone, strict=True)
+        p99(getattr(a, name)) / p99(getattr(b, name)) for a, b in zip(alongside, alone, strict=True)
     ]
     return round(statistics.median(ratios), 2)
-
-
-def _p99(values: Sequence[float]) -> float:
-    if not values:
-        return float("nan")
-    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
 def _row(resource: str, result: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.machine import write_results
+from benchmarks.measuring import p99
 from demo.stack import running_stack
 from loraplex import InferenceClient, Publication, RegistryClient, Sampling
 from loraplex.client.generation import CompletionChunk
@@ -234,11 +235,7 @@ async def _followed_ms(
 
 def summary(values: list[float]) -> Mapping[str, float]:
     """Median and 99th percentile."""
-    ordered = sorted(values)
-    return {
-        "p50": round(statistics.median(ordered), 2),
-        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 2),
-    }
+    return {"p50": round(statistics.median(values), 2), "p99": round(p99(values), 2)}
 
 
 def main() -> None:

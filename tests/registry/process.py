@@ -44,9 +44,9 @@ class RegistryProcess:
         if wait:
             await self.until_ready()
 
-    async def until_ready(self) -> None:
+    async def until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait for the health service's `readiness`."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while not await self.is_ready():
             assert self.process is not None
             assert self.process.returncode is None, self._log.read_text()[-3000:]
