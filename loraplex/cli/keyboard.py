@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -25,12 +24,7 @@ class Keyboard:
             asyncio.get_running_loop().add_reader(sys.stdin, self._read)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._saved is not None:
             import termios
 

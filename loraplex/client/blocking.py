@@ -7,7 +7,6 @@ import functools
 import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from loraplex.client.inference_client import InferenceClient
@@ -76,17 +75,12 @@ class _Blocking:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Close the connection and the thread."""
-        self._thread.run(self._client.__aexit__(None, None, None))
+        self._thread.run(self._client.__aexit__())
         self._thread.stop()
 
 

@@ -65,6 +65,15 @@ class Channel:
         finally:
             call.cancel()
 
+    async def pages(self, method: Any, request: Any) -> AsyncGenerator[Any, None]:
+        """All pages of a unary call that lists. Mutates: request."""
+        while True:
+            page = await self.call(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata of every call."""

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loraplex.api.output import Candidate, TokenLogprob
+from loraplex.api.output import TokenLogprob
 from loraplex.api.sampling import Sampling
 from loraplex.client.inference_client import InferenceClient
 from loraplex.errors import Blocked, InvalidRequest
@@ -76,21 +76,22 @@ def divergence_at(reference: TokenLogprob, served: TokenLogprob) -> float:
     # to the reference is taken.
     num_named = len(expected) - len(shared)
     q_taken = sum(q for token, q in found.items() if token not in shared)
-    most = min(num_named * min(c for c in map(_probability, served.top)), q_left - q_taken)
+    least = min(_probability(candidate.logprob) for candidate in served.top)
+    most = min(num_named * least, q_left - q_taken)
     q_named = min(max(most, LEAST_PROBABILITY), q_left * p_named / (p_named + p_others))
     q_others = max(q_left - q_named, LEAST_PROBABILITY)
     kl += p_named * math.log(p_named / q_named) + p_others * math.log(p_others / q_others)
     return max(0.0, kl)
 
 
-def _probability(candidate: Candidate) -> float:
-    return max(math.exp(candidate.logprob), 1e-30)
+def _probability(logprob: float) -> float:
+    return max(math.exp(logprob), 1e-30)
 
 
 def _probabilities(entry: TokenLogprob) -> dict[int, float]:
     named = {candidate.token_id: candidate.logprob for candidate in entry.top}
     named[entry.token_id] = entry.logprob
-    return {token: max(math.exp(logprob), 1e-30) for token, logprob in named.items()}
+    return {token: _probability(logprob) for token, logprob in named.items()}
 
 
 def divergence(

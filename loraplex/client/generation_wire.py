@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from loraplex.api.fields import same_fields
 from loraplex.api.request import AskedAdapter, ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
 from loraplex.api.request_wire import generate_request_from_proto, generate_request_to_proto
 from loraplex.api.sampling import Sampling
@@ -104,36 +105,21 @@ def mirrored(message: admin_pb2.MirrorRequestsResponse) -> Mirrored:
 
 def status(message: admin_pb2.GetStatusResponse) -> Status:
     """A gateway's view of its stack."""
-    return Status(
-        ready=message.ready,
-        not_ready_reason=message.not_ready_reason,
-        base_ids=tuple(message.base_ids),
-        registry_connected=message.registry_connected,
-        num_adapters=message.num_adapters,
-        running_requests=message.running_requests,
-        queued_requests=message.queued_requests,
-        workers=tuple(_worker(worker) for worker in message.workers),
-        recent=recent_load_from_proto(message.recent) if message.HasField("recent") else None,
-    )
+    values = same_fields(message, Status)
+    values["base_ids"] = tuple(message.base_ids)
+    values["workers"] = tuple(_worker(worker) for worker in message.workers)
+    has_recent = message.HasField("recent")
+    values["recent"] = recent_load_from_proto(message.recent) if has_recent else None
+    return Status(**values)
 
 
 def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
-    return WorkerStatus(
-        worker_id=message.worker_id,
-        address=message.address,
-        base_id=message.base_id,
-        connected=message.connected,
-        ready=message.ready,
-        draining=message.draining,
-        load=load_from_proto(message.load),
-        num_adapters_on_device=message.num_adapters_on_device,
-        adapters=tuple(
-            ResidentAdapter(
-                adapter.ref, adapter.num_other_refs, residency_from_proto(adapter.residency)
-            )
-            for adapter in message.adapters
-        ),
-        dtype=message.dtype,
-        kernels=message.kernels,
-        quantization=message.quantization,
+    values = same_fields(message, WorkerStatus)
+    values["load"] = load_from_proto(message.load)
+    values["adapters"] = tuple(
+        ResidentAdapter(
+            adapter.ref, adapter.num_other_refs, residency_from_proto(adapter.residency)
+        )
+        for adapter in message.adapters
     )
+    return WorkerStatus(**values)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Self
 
+from loraplex.api.fields import same_fields
 from loraplex.api.output import ServedBy, Usage, WeightSpan, joined_spans
 from loraplex.api.request import UpdatePolicy
 from loraplex.api.sampling import Sampling
@@ -51,12 +51,7 @@ class InferenceClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
     async def generate(
@@ -158,19 +153,9 @@ class InferenceClient:
         """Yield the bases, then the adapters that the caller may run."""
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         request = pb.ListModelsRequest(page_size=PAGE_SIZE)
-        while True:
-            page = await self._channel.call(stub.ListModels, request)
+        async for page in self._channel.pages(stub.ListModels, request):
             for model in page.models:
-                yield Model(
-                    model.id,
-                    model.base_id,
-                    model.digest,
-                    model.created_unix_s,
-                    model.max_model_len,
-                )
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
+                yield Model(**same_fields(model, Model))
 
     async def status(self, *, include_adapters: bool = False) -> Status:
         """The gateway's view of workers, residency and load."""

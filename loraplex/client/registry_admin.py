@@ -9,9 +9,10 @@ from loraplex.adapter_format import geometry_from_folder
 from loraplex.adapter_format.base_types import check_served_type
 from loraplex.adapter_format.geometry import Geometry
 from loraplex.api import registry_wire
+from loraplex.api.fields import same_fields
 from loraplex.api.format_wire import geometry_from_proto, geometry_to_proto
 from loraplex.api.registry import ApiKey, AuditEntry, BaseModel, Certificate, Collected, Reindexed
-from loraplex.api.tenants import Tenant
+from loraplex.api.tenants import Tenant, TenantLimits
 from loraplex.client.channel import Channel
 from loraplex.errors import NotFound
 from loraplex.v1 import registry_pb2 as pb
@@ -86,13 +87,9 @@ class RegistryAdmin:
     async def audit(self, tenant: str = "") -> AsyncIterator[AuditEntry]:
         """Changes by all callers, newest first."""
         request = pb.ListAuditRequest(page_size=PAGE_SIZE, tenant=tenant)
-        while True:
-            page = await self._channel.call(self._stub.ListAudit, request)
+        async for page in self._channel.pages(self._stub.ListAudit, request):
             for entry in page.entries:
                 yield registry_wire.audit_entry(entry)
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
 
     async def set_certificate(self, ref: str, certificate: Certificate) -> Certificate:
         """Store a result of `divergence.measure` with a version; returns the certificate as
@@ -128,13 +125,8 @@ class RegistryAdmin:
     async def keys(self, tenant: str = "") -> Sequence[ApiKey]:
         """Keys of a tenant, without secrets."""
         request = pb.ListKeysRequest(tenant=tenant, page_size=1000)
-        keys: list[ApiKey] = []
-        while True:
-            answer = await self._channel.call(self._stub.ListKeys, request)
-            keys += (registry_wire.api_key(key) for key in answer.keys)
-            if not answer.next_page_token:
-                return keys
-            request.page_token = answer.next_page_token
+        pages = self._channel.pages(self._stub.ListKeys, request)
+        return [registry_wire.api_key(key) async for page in pages for key in page.keys]
 
     async def revoke_key(self, key_id: str) -> ApiKey:
         """Revoke a key. It becomes invalid everywhere within seconds."""
@@ -144,17 +136,7 @@ class RegistryAdmin:
 
     async def set_tenant(self, tenant: Tenant, fields: Collection[str] = ()) -> Tenant:
         """Create a tenant, or change the given `fields` of it; empty = all fields."""
-        message = pb.Tenant(
-            tenant=tenant.tenant,
-            max_bytes=tenant.max_bytes,
-            max_versions=tenant.max_versions,
-            requests_per_s=tenant.requests_per_s,
-            tokens_per_s=tenant.tokens_per_s,
-            max_concurrent=tenant.max_concurrent,
-            fairness_weight=tenant.fairness_weight,
-            signature_keys=tenant.signature_keys,
-            max_kl=tenant.max_kl,
-        )
+        message = pb.Tenant(**same_fields(tenant, TenantLimits))
         request = pb.SetTenantRequest(tenant=message, fields=fields)
         answer = await self._channel.call(self._stub.SetTenant, request)
         return registry_wire.tenant(answer.tenant)

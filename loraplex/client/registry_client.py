@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from loraplex.api import registry_wire
@@ -39,6 +38,7 @@ from loraplex.client.publishing import (
 from loraplex.client.registry_admin import RegistryAdmin
 from loraplex.client.settings import Credentials
 from loraplex.client.uploading import hash_files, upload
+from loraplex.errors import Violation
 from loraplex.model_layout import make_layout
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
@@ -68,12 +68,7 @@ class RegistryClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
     @property
@@ -96,12 +91,8 @@ class RegistryClient:
         options.signatures.extend(signatures_of(publication, Path(folder), specs))
         # Errors in the config or the header are reported before any byte of a large file is sent.
         await self._validate(options, specs, *config_and_header(files))
-        answer = await upload(self._channel, options, files, summed, progress)
-        return Published(
-            registry_wire.adapter_version(answer.version),
-            answer.created,
-            (*left_out, *registry_wire.violations(answer.warnings)),
-        )
+        done = await upload(self._channel, options, files, summed, progress)
+        return _published(done, left_out)
 
     async def publish(
         self,
@@ -129,9 +120,7 @@ class RegistryClient:
             options.signatures.extend(signatures_of(publication, Path(), specs))
         if tensor_file.size_bytes > _SENT_UNCHECKED_BYTES:
             await self._validate(options, specs, config_file.content, header_of(tensor_file))
-        done = await upload(self._channel, options, files, summed, progress)
-        warnings = registry_wire.violations(done.warnings)
-        return Published(registry_wire.adapter_version(done.version), done.created, warnings)
+        return _published(await upload(self._channel, options, files, summed, progress))
 
     async def check(self, folder: str | Path, publication: Publication) -> Checked:
         """Check an upload without storing anything; returns what it would become. Raises as
@@ -188,13 +177,9 @@ class RegistryClient:
             base_id=base_id,
             all_versions=all_versions,
         )
-        while True:
-            page = await self._channel.call(self._stub.ListAdapters, request)
+        async for page in self._channel.pages(self._stub.ListAdapters, request):
             for version in page.versions:
                 yield registry_wire.adapter_version(version)
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
 
     async def pull(
         self,
@@ -395,3 +380,10 @@ class RegistryClient:
             async for message in messages:
                 for change in registry_wire.changes(message):
                     yield change
+
+
+def _published(
+    done: pb.FinishUploadResponse | pb.PublishAdapterResponse, left_out: Sequence[Violation] = ()
+) -> Published:
+    version = registry_wire.adapter_version(done.version)
+    return Published(version, done.created, (*left_out, *registry_wire.violations(done.warnings)))

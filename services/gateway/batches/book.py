@@ -13,7 +13,6 @@ from loraplex_services.gateway.batches import documents, layout
 from loraplex_services.gateway.batches.records import CANCELLING, BatchRecord, cancelled
 from loraplex_services.gateway.batches.storage import Storage
 
-_BATCH_DOCUMENTS = 100
 Step = Callable[[BatchRecord], BatchRecord | None]
 
 
@@ -65,10 +64,8 @@ class BatchBook:
     async def listed(self, keys: Sequence[str]) -> AsyncGenerator[BatchRecord]:
         """The batches with these documents."""
         store = await self._storage.store()
-        for start in range(0, len(keys), _BATCH_DOCUMENTS):
-            part = keys[start : start + _BATCH_DOCUMENTS]
-            for record in await documents.read_all(store, part, BatchRecord):
-                yield record
+        async for record in documents.read_all(store, keys, BatchRecord):
+            yield record
 
     async def unfinished(self, tenant: str = "") -> list[tuple[str, str]]:
         """Tenants and ids of batches that have not ended; of one tenant if it is given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from loraplex_services.common.objects import (
 )
 
 _MAX_TRIES = 20
+_READ_AT_ONCE = 100
 
 R = TypeVar("R")
 
@@ -48,10 +49,13 @@ async def find(store: ObjectStore, key: str, cls: type[R]) -> FoundDocument[R] |
     return FoundDocument(_decoded(cls, key, stored.data), stored.etag)
 
 
-async def read_all(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> list[R]:
+async def read_all(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> AsyncGenerator[R]:
     """The documents under `keys`, leaving out those that are gone by now."""
-    found = zip(keys, await store.get_many(keys), strict=True)
-    return [_decoded(cls, key, data) for key, data in found if data is not None]
+    for start in range(0, len(keys), _READ_AT_ONCE):
+        part = keys[start : start + _READ_AT_ONCE]
+        for key, data in zip(part, await store.get_many(part), strict=True):
+            if data is not None:
+                yield _decoded(cls, key, data)
 
 
 async def change(

@@ -26,7 +26,6 @@ SEGMENT_BYTES = 8 << 20
 """What an upload holds in memory. All but the last segment of a file have it."""
 _READ_BYTES = 1 << 20
 """What a download holds in memory, for as long as its reader takes."""
-_BATCH_DOCUMENTS = 100
 
 FilePurpose = Literal["batch", "batch_output"]
 """`batch` = lines of a batch, `batch_output` = its results or errors."""
@@ -141,11 +140,9 @@ class Files:
         """The files with these documents that have not expired; of one purpose if it is given."""
         store = await self._storage.store()
         now_s = time.time()
-        for start in range(0, len(keys), _BATCH_DOCUMENTS):
-            part = keys[start : start + _BATCH_DOCUMENTS]
-            for record in await documents.read_all(store, part, FileRecord):
-                if not record.is_expired(now_s) and purpose in ("", record.purpose):
-                    yield record
+        async for record in documents.read_all(store, keys, FileRecord):
+            if not record.is_expired(now_s) and purpose in ("", record.purpose):
+                yield record
 
     async def read(self, record: FileRecord) -> AsyncGenerator[bytes]:
         """The bytes of a file. Raises: NotFound if they were deleted meanwhile."""

@@ -28,7 +28,6 @@ _INTERVAL_S = 6 * 3600.0
 _GRACE_S = 25 * 3600.0
 """An expired file stays this long for batches that read it, and so do segments without a file for
 uploads that write them."""
-_BATCH_DOCUMENTS = 100
 
 
 @dataclass(slots=True)
@@ -86,12 +85,9 @@ class Sweeper:
             for file_id in known
             if time_of_ulid(file_id.partition("-")[2]) < now_s - FILE_LIFETIME_S.least - _GRACE_S
         ]
-        for start in range(0, len(old), _BATCH_DOCUMENTS):
-            part = old[start : start + _BATCH_DOCUMENTS]
-            for record in await documents.read_all(store, part, FileRecord):
-                if record.is_expired(now_s - _GRACE_S):
-                    found.append(record.file_id)
-        return found
+        read = documents.read_all(store, old, FileRecord)
+        expired = [each.file_id async for each in read if each.is_expired(now_s - _GRACE_S)]
+        return found + expired
 
 
 async def _forget_batches(store: ObjectStore) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,8 +16,8 @@ from loraplex_services.gateway.batches.layout import id_of_document
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.app import AppContext
 from loraplex_services.gateway.http.json_body import read_json
-from loraplex_services.gateway.http.pages import check_parameters, limit_of, page_body
-from loraplex_services.gateway.http.stored_objects import BatchObject, batch_object, parse_batch
+from loraplex_services.gateway.http.pages import check_parameters, limit_of, page_of
+from loraplex_services.gateway.http.stored_objects import batch_object, parse_batch
 
 _MAX_LIMIT = 100
 
@@ -76,14 +75,7 @@ class BatchEndpoints:
         await self._context.looked_at(caller, len(keys))
         if after := query.get("after"):
             keys = [key for key in keys if id_of_document(key) < after]
-        entries: list[BatchObject] = []
-        has_more = False
-        async with aclosing(self._book.listed(keys[::-1])) as listed:
-            async for record in listed:
-                if has_more := len(entries) == limit:
-                    break
-                entries.append(batch_object(record))
-        return json_response(page_body(entries, has_more=has_more))
+        return json_response(await page_of(self._book.listed(keys[::-1]), batch_object, limit))
 
     async def read(self, request: Request) -> Response:
         """GET /v1/batches/{id}."""

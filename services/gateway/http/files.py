@@ -37,9 +37,9 @@ from loraplex_services.gateway.http.pages import (
     check_parameters,
     choice_of,
     limit_of,
-    page_body,
+    page_of,
 )
-from loraplex_services.gateway.http.stored_objects import DeletedFile, FileObject, file_object
+from loraplex_services.gateway.http.stored_objects import DeletedFile, file_object
 from loraplex_services.gateway.metrics import FILE_BYTES
 
 _PURPOSE: Final = "batch"
@@ -108,14 +108,8 @@ class FileEndpoints:
         if after := query.get("after"):
             is_later = operator.lt if newest_first else operator.gt
             keys = [key for key in keys if is_later(id_of_document(key), after)]
-        entries: list[FileObject] = []
-        has_more = False
-        async with aclosing(self._files.listed(keys, query.get("purpose", ""))) as listed:
-            async for record in listed:
-                if has_more := len(entries) == limit:
-                    break
-                entries.append(file_object(record))
-        return json_response(page_body(entries, has_more=has_more))
+        listed = self._files.listed(keys, query.get("purpose", ""))
+        return json_response(await page_of(listed, file_object, limit))
 
     async def read(self, request: Request) -> Response:
         """GET /v1/files/{id}."""
@@ -124,7 +118,6 @@ class FileEndpoints:
     async def content(self, request: Request) -> Response:
         """GET /v1/files/{id}/content: the bytes."""
         record = await self._found(request)
-
         return _Download(record, self._files, self._downloads)
 
     async def delete(self, request: Request) -> Response:

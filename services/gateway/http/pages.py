@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
 from typing import Generic, Literal, TypedDict, TypeVar
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.units import parse_digits
 
+R = TypeVar("R")
 T = TypeVar("T", bound=Mapping[str, object])
 
 
@@ -42,6 +44,18 @@ def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
     if number is None or not 1 <= number <= most:
         raise InvalidRequest.field("limit", text[:32], f"must be an integer from 1 to {most}")
     return number
+
+
+async def page_of(records: AsyncGenerator[R], entry_of: Callable[[R], T], limit: int) -> Page[T]:
+    """The first records of a list as a page; no more are read than it needs."""
+    entries: list[T] = []
+    has_more = False
+    async with aclosing(records):
+        async for record in records:
+            if has_more := len(entries) == limit:
+                break
+            entries.append(entry_of(record))
+    return page_body(entries, has_more=has_more)
 
 
 def page_body(entries: list[T], *, has_more: bool) -> Page[T]:

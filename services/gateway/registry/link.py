@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 
@@ -60,15 +61,17 @@ class RegistryLink:
         """True while the watch is open and past its snapshot."""
         return self._is_current and self._channel.get_state() is grpc.ChannelConnectivity.READY
 
+    async def _call(self, method: Any, request: Any, timeout_s: float = LOOKUP_TIMEOUT_S) -> Any:
+        """Raises: LoraplexError."""
+        try:
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
     async def lookup(self, ref: Ref, split_key: str) -> tuple[Version, tuple[Tag, ...]]:
         """Resolve one reference at the registry. Raises: NotFound, Unavailable."""
         request = registry_pb2.GetAdapterRequest(ref=str(ref), split_key=split_key)
-        try:
-            answer = await self._stub.GetAdapter(
-                request, timeout=LOOKUP_TIMEOUT_S, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        answer = await self._call(self._stub.GetAdapter, request)
         tags = tuple(registry_wire.tag(tag) for tag in answer.tags)
         return version_from_wire(answer.version), tags
 
@@ -102,20 +105,15 @@ class RegistryLink:
         finally:
             call.cancel()
         for path, content in found.items():
-            if await asyncio.to_thread(_sha256, content) != wanted[path].sha256:
+            digest = await asyncio.to_thread(hashlib.sha256, content)
+            if digest.hexdigest() != wanted[path].sha256:
                 raise DataLoss(f"{path} of {label} is not what was published")
         return {path: bytes(content) for path, content in found.items()}
 
     async def register_base(self, base: registry_pb2.Base, *, replace: bool) -> None:
         """Publish a base's geometry. Raises: LoraplexError, such as a clash with another base."""
-        try:
-            await self._stub.RegisterBase(
-                registry_pb2.RegisterBaseRequest(base=base, replace=replace),
-                timeout=REGISTER_TIMEOUT_S,
-                metadata=self._metadata,
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        request = registry_pb2.RegisterBaseRequest(base=base, replace=replace)
+        await self._call(self._stub.RegisterBase, request, REGISTER_TIMEOUT_S)
 
     async def check_key(self, token: str) -> Caller:
         """The caller that holds an API key. Raises: Unauthenticated, or Unavailable and the
@@ -127,45 +125,24 @@ class RegistryLink:
         return await self._check_key(registry_pb2.CheckKeyRequest(key_id=key_id))
 
     async def _check_key(self, request: registry_pb2.CheckKeyRequest) -> Caller:
-        try:
-            answer = await self._stub.CheckKey(
-                request, timeout=LOOKUP_TIMEOUT_S, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        key = answer.key
+        key = (await self._call(self._stub.CheckKey, request)).key
         return Caller(key.tenant, key.key_id, frozenset(key.scopes), key.expires_unix_s)
 
     async def tenant(self, tenant: str) -> TenantLimits:
         """The limits of one tenant. Raises: LoraplexError."""
         request = registry_pb2.ListTenantsRequest(tenant=tenant)
-        try:
-            answer = await self._stub.ListTenants(
-                request, timeout=LOOKUP_TIMEOUT_S, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        answer = await self._call(self._stub.ListTenants, request)
         found = [registry_wire.tenant(each) for each in answer.tenants if each.tenant == tenant]
         return found[0] if found else TenantLimits(tenant)
 
     async def record_usage(self, report: registry_pb2.RecordUsageRequest) -> None:
         """Report what was used. Raises: LoraplexError."""
-        try:
-            await self._stub.RecordUsage(
-                report, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        await self._call(self._stub.RecordUsage, report, REGISTER_TIMEOUT_S)
 
     async def usage(self, tenant: str, model: str, since: str) -> list[UsageEntry]:
         """What a tenant used, by day and model. Raises: LoraplexError."""
         request = registry_pb2.ListUsageRequest(tenant=tenant, model=model, since=since)
-        try:
-            answer = await self._stub.ListUsage(
-                request, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        answer = await self._call(self._stub.ListUsage, request, REGISTER_TIMEOUT_S)
         return [registry_wire.usage_entry(entry) for entry in answer.entries]
 
     async def finish_staged_move(self, tag: Tag, failure: str) -> None:
@@ -176,12 +153,7 @@ class RegistryLink:
             generation=tag.generation,
             failure=failure,
         )
-        try:
-            await self._stub.FinishStagedMove(
-                request, timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        await self._call(self._stub.FinishStagedMove, request, REGISTER_TIMEOUT_S)
 
     async def follow(self, resolver: Resolver) -> None:
         """Keep `resolver.snapshot` up to date until cancelled; the last one stays while
@@ -290,10 +262,6 @@ class _Watch:
         """Drop a refused token; keep it if the registry was merely unavailable."""
         if after.reason != "UNAVAILABLE":
             self.resume_token = ""
-
-
-def _sha256(content: bytearray) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _apply_event(snapshot: RegistrySnapshot, event: registry_pb2.AdapterEvent) -> None:
