@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Self
 
 MAX_VALUE_CHARS = 256
 NOTE = "note"
@@ -64,17 +65,19 @@ class LoraplexError(Exception):
         if reason is not None:
             self.reason = reason
 
+    @classmethod
+    def field(
+        cls, field: str, value: object, description: str, *, reason: str | None = None
+    ) -> Self:
+        """One violation whose description is also the message."""
+        violation = Violation.of(field, value, description)
+        return cls(f"{field}: {description}", reason=reason, violations=[violation])
+
 
 class InvalidRequest(LoraplexError):
     """A request field is wrong."""
 
     reason = "INVALID_REQUEST"
-
-    @classmethod
-    def field(cls, field: str, value: object, description: str) -> InvalidRequest:
-        """One violation whose description is also the message."""
-        violation = Violation.of(field, value, description)
-        return cls(f"{field}: {description}", violations=[violation])
 
 
 class InvalidAdapter(LoraplexError):
@@ -94,12 +97,6 @@ class Unsupported(LoraplexError):
     """A known field or method that this build does not serve."""
 
     reason = "UNSUPPORTED"
-
-    @classmethod
-    def field(cls, field: str, value: object, description: str) -> Unsupported:
-        """One violation whose description is also the message."""
-        violation = Violation.of(field, value, description)
-        return cls(f"{field}: {description}", violations=[violation])
 
 
 class Unauthenticated(LoraplexError):

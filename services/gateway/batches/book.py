@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
-from loraplex.errors import Conflict, NotFound, ResourceExhausted, Violation
+from loraplex.errors import Conflict, NotFound, ResourceExhausted
 from loraplex_services.common.limits import (
     MAX_BATCHES_PER_TENANT,
     MAX_UNFINISHED_BATCHES_PER_TENANT,
@@ -118,5 +118,4 @@ class BatchBook:
 
 def _not_found(batch_id: str) -> NotFound:
     why = "no such batch; those that ended a month ago are no longer kept"
-    violation = Violation("batch_id", batch_id[:80], why)
-    return NotFound(f"batch_id: {why}", reason="BATCH_NOT_FOUND", violations=[violation])
+    return NotFound.field("batch_id", batch_id[:80], why, reason="BATCH_NOT_FOUND")

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loraplex.errors import InvalidRequest, NotFound, ResourceExhausted, Violation
+from loraplex.errors import InvalidRequest, NotFound, ResourceExhausted
 from loraplex_services.common.limits import (
     MAX_FILE_BYTES,
     MAX_FILES_PER_TENANT,
@@ -127,8 +127,7 @@ class Files:
             found = await documents.find(store, key, FileRecord)
         if found is None or (not even_expired and found.record.is_expired(time.time())):
             why = "no such file; it may have been deleted or have expired"
-            violation = Violation(field, file_id[:80], why)
-            raise NotFound(f"{field}: {why}", reason="FILE_NOT_FOUND", violations=[violation])
+            raise NotFound.field(field, file_id[:80], why, reason="FILE_NOT_FOUND")
         return found.record
 
     async def documents(self, tenant: str) -> list[str]:

@@ -78,23 +78,16 @@ class AdapterQuery:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterEndpoints:
     """Endpoints of the list and of one adapter."""
 
-    def __init__(
-        self,
-        caller: Callable[[Request], Awaitable[Caller]],
-        resolver: Resolver,
-        fleet: Fleet,
-        registry: Callable[[str], RegistryClient],
-        recent: RecentRequests,
-    ) -> None:
-        """`registry`: the registry as seen by the holder of an API key ("" without keys)."""
-        self._caller = caller
-        self._resolver = resolver
-        self._fleet = fleet
-        self._registry = registry
-        self._recent = recent
+    caller: Callable[[Request], Awaitable[Caller]]
+    resolver: Resolver
+    fleet: Fleet
+    registry: Callable[[str], RegistryClient]
+    """The registry as seen by the holder of an API key ("" without keys)."""
+    recent: RecentRequests
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -106,16 +99,16 @@ class AdapterEndpoints:
 
     async def adapters(self, request: Request) -> JSONResponse:
         """A page of the adapters that the caller may run."""
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         query = query_of(request.query_params)
         devices = self._devices()
-        requests = {each.model: each.requests for each in self._recent.load().models}
+        requests = {each.model: each.requests for each in self.recent.load().models}
         kept: list[Listing] = []
-        names = self._resolver.snapshot.perhaps_visible(caller.tenant)
+        names = self.resolver.snapshot.perhaps_visible(caller.tenant)
         for index, adapter in enumerate(names):
             if index % _LISTED_AT_ONCE == _LISTED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-            listing = self._resolver.snapshot.listing(*adapter, caller.tenant)
+            listing = self.resolver.snapshot.listing(*adapter, caller.tenant)
             if listing is not None and query.keeps(listing, devices):
                 kept.append(listing)
         kept.sort(key=lambda listing: _SORTS[query.sort](listing, requests))
@@ -125,20 +118,20 @@ class AdapterEndpoints:
             "total": len(kept),
             "page": query.page,
             "num_pages": max(1, -(-len(kept) // PAGE_SIZE)),
-            "bases": list(self._resolver.bases()),
+            "bases": list(self.resolver.bases()),
         }
         return JSONResponse(body, headers=_NO_STORE)
 
     async def adapter(self, request: Request) -> JSONResponse:
         """One adapter: what the gateway knows, and what the registry adds."""
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         name = request.query_params.get("name", "")
         tenant, short = parse_name(name, caller.tenant, field="name")
-        listing = self._resolver.snapshot.listing(tenant, short.lower(), caller.tenant)
+        listing = self.resolver.snapshot.listing(tenant, short.lower(), caller.tenant)
         if listing is None:
             raise AdapterNotFound(name)
         devices = self._devices()
-        models = {each.model: each for each in self._recent.load().models}
+        models = {each.model: each for each in self.recent.load().models}
         last_minute = models.get(_full_name(listing))
         body = _row(listing, devices, {}) | {
             "versions": [_version(v, devices) for v in listing.versions[:MAX_VERSIONS]],
@@ -156,7 +149,7 @@ class AdapterEndpoints:
 
     async def change(self, request: Request) -> JSONResponse:
         """Move, split or roll back a tag, or delete a version, with the caller's key."""
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         body = Body(await read_json(request, caller))
         name, action = body.text("name") or "", body.text("action") or ""
         tenant, short = parse_name(name, caller.tenant, field="name")
@@ -165,7 +158,7 @@ class AdapterEndpoints:
         targets = _targets(body.raw("targets"))
         description = body.text("description")
         body.finish()
-        async with self._registry(api_key_of(request)) as registry:
+        async with self.registry(api_key_of(request)) as registry:
             match action:
                 case "tag":
                     await registry.set_tag(name, tag, targets)
@@ -187,7 +180,7 @@ class AdapterEndpoints:
         the caller's tenant used within 30 days."""
         name = _full_name(listing)
         facts = {}
-        async with self._registry(api_key) as registry:
+        async with self.registry(api_key) as registry:
             async for version in registry.list(
                 tenant=listing.tenant, name=listing.name, all_versions=True
             ):
@@ -227,7 +220,7 @@ class AdapterEndpoints:
     def _devices(self) -> Devices:
         return Counter(
             residency.digest
-            for view in self._fleet.views()
+            for view in self.fleet.views()
             for residency in view.adapters.values()
             if residency.tier is Tier.DEVICE
         )

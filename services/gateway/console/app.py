@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -40,24 +41,16 @@ _HEADERS = {
 _NO_STORE = {"cache-control": "no-store"}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ConsoleEndpoints:
     """Endpoints of the console. The page is public; its data needs a key if keys are required."""
 
-    def __init__(
-        self,
-        caller: Callable[[Request], Awaitable[Caller]],
-        resolver: Resolver,
-        fleet: Fleet,
-        controller: AdmissionController,
-        not_ready_reason: Callable[[], str],
-        recent: RecentRequests,
-    ) -> None:
-        self._caller = caller
-        self._resolver = resolver
-        self._fleet = fleet
-        self._controller = controller
-        self._not_ready_reason = not_ready_reason
-        self._recent = recent
+    caller: Callable[[Request], Awaitable[Caller]]
+    resolver: Resolver
+    fleet: Fleet
+    controller: AdmissionController
+    not_ready_reason: Callable[[], str]
+    recent: RecentRequests
 
     def routes(self) -> list[Route]:
         """`/` and everything under `/console/`."""
@@ -73,43 +66,43 @@ class ConsoleEndpoints:
 
     async def state(self, request: Request) -> Response:
         """Current state. Only admins see workers, whose load reveals other tenants."""
-        caller = await self._caller(request)
-        reason = self._not_ready_reason() or no_worker_reason(self._fleet.views())
+        caller = await self.caller(request)
+        reason = self.not_ready_reason() or no_worker_reason(self.fleet.views())
         shown: dict[str, Any] = {
             "time_s": time.time(),
             "not_ready_reason": reason,
             "tenant": caller.tenant,
             "bases": [
-                state.base_state(base, self._fleet.served(base.base_id).tokenizer.can_chat)
-                for base in self._resolver.bases().values()
+                state.base_state(base, self.fleet.served(base.base_id).tokenizer.can_chat)
+                for base in self.resolver.bases().values()
             ],
             "workers": None,
         }
         if is_admin(caller):
             sees_all = sees_all_adapters(caller)
-            labels = self._resolver.snapshot.labels(None if sees_all else caller.tenant)
-            recent = self._recent.load()
+            labels = self.resolver.snapshot.labels(None if sees_all else caller.tenant)
+            recent = self.recent.load()
             requests = {each.model: each.requests for each in recent.models}
-            views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
+            views = sorted(self.fleet.views(), key=lambda view: (view.worker_id, view.address))
             shown |= {
                 "workers": [state.worker_state(view, labels, requests, sees_all) for view in views],
                 "num_resident": state.num_resident(views),
-                "num_adapters": self._resolver.snapshot.num_adapters,
-                "running": self._controller.num_running,
-                "waiting": self._controller.num_waiting,
+                "num_adapters": self.resolver.snapshot.num_adapters,
+                "running": self.controller.num_running,
+                "waiting": self.controller.num_waiting,
                 "recent": state.recent_state(recent, sees_all),
             }
         return JSONResponse(shown, headers=_NO_STORE)
 
     async def history(self, request: Request) -> Response:
         """What the charts of a range show. Only admins see it."""
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         if not is_admin(caller):
             raise PermissionDenied("the load is shown to keys with the scope admin")
         name = request.query_params.get("range", "5m")
         if name not in RANGES:
             raise InvalidRequest.field("range", name[:32], f"must be one of {', '.join(RANGES)}")
-        shown = state.history_state(self._recent.history, name, sees_all_adapters(caller))
+        shown = state.history_state(self.recent.history, name, sees_all_adapters(caller))
         return JSONResponse(shown, headers=_NO_STORE)
 
 

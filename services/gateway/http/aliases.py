@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -33,19 +34,14 @@ those that prime-rl and SkyRL add do."""
 _UNLOADS = ("/v1/unload_lora_adapter", "/unload_lora_adapter")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class AliasEndpoints:
     """Endpoints over the registry's own client."""
 
-    def __init__(
-        self,
-        caller: Callable[[Request], Awaitable[Caller]],
-        client: Callable[[str], RegistryClient],
-        folders: LoraFolders,
-    ) -> None:
-        """`client`: the registry as seen by the holder of an API key ("" without keys)."""
-        self._caller = caller
-        self._client = client
-        self._folders = folders
+    caller: Callable[[Request], Awaitable[Caller]]
+    client: Callable[[str], RegistryClient]
+    """The registry as seen by the holder of an API key ("" without keys)."""
+    folders: LoraFolders
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -57,10 +53,10 @@ class AliasEndpoints:
 
     async def load(self, request: Request, *, in_place: bool) -> Response:
         """POST load_lora_adapter: a name that exists is replaced only in place."""
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         fields = await read_json(request, caller)
         name, folder, in_place = parse_load(fields, in_place=in_place)
-        version = await self._folders.load(
+        version = await self.folders.load(
             api_key_of(request), caller, name, folder, in_place=in_place
         )
         return PlainTextResponse(
@@ -70,9 +66,9 @@ class AliasEndpoints:
 
     async def unload(self, request: Request) -> Response:
         """POST unload_lora_adapter: deletes all versions, if `load` made them."""
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         name = parse_unload(await read_json(request, caller))
-        async with self._client(api_key_of(request)) as registry:
+        async with self.client(api_key_of(request)) as registry:
             found = [
                 version
                 async for version in registry.list(

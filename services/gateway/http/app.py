@@ -125,18 +125,13 @@ class AppContext:
         return await self.reader(request, min(num_calls, CALL_BURST))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class OpenAIEndpoints:
     """OpenAI's endpoints, health and metrics on top of the pipeline."""
 
-    def __init__(
-        self,
-        answering: Answering,
-        resolver: Resolver,
-        context: AppContext,
-    ) -> None:
-        self._resolver = resolver
-        self._context = context
-        self._answering = answering
+    answering: Answering
+    resolver: Resolver
+    context: AppContext
 
     def app(self, hosts: HostRule | None, others: Sequence[Route] = ()) -> ASGIApp:
         """The app behind its guard; `others` are routes of other endpoints."""
@@ -154,7 +149,7 @@ class OpenAIEndpoints:
             *others,
         ]
         routes.append(OpenApiEndpoint(tuple(routes)).route())
-        if self._context.shows_metrics:
+        if self.context.shows_metrics:
             routes.append(Route("/metrics", self.metrics, methods=["GET"]))
         handlers: dict[Any, Any] = {
             LoraplexError: self._on_refusal,
@@ -178,15 +173,15 @@ class OpenAIEndpoints:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        tenant = (await self._context.reader(request, LIST_CALLS)).tenant
+        tenant = (await self.context.reader(request, LIST_CALLS)).tenant
         return json_response(
-            list_models(self._resolver.models(tenant), request.query_params, tenant)
+            list_models(self.resolver.models(tenant), request.query_params, tenant)
         )
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{ref}."""
-        ref, tenant = request.path_params["ref"], (await self._context.reader(request, 1)).tenant
-        return json_response(show_model(await self._resolver.model(ref, tenant), ref))
+        ref, tenant = request.path_params["ref"], (await self.context.reader(request, 1)).tenant
+        return json_response(show_model(await self.resolver.model(ref, tenant), ref))
 
     async def healthz(self, _: Request) -> Response:
         """GET /healthz."""
@@ -194,7 +189,7 @@ class OpenAIEndpoints:
 
     async def readyz(self, _: Request) -> Response:
         """GET /readyz."""
-        reason = self._context.not_ready_reason()
+        reason = self.context.not_ready_reason()
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
 
     async def version(self, _: Request) -> Response:
@@ -204,17 +199,17 @@ class OpenAIEndpoints:
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics; if keys are required, for admins only."""
-        require_admin(await self._context.caller(request))
+        require_admin(await self.context.caller(request))
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     async def _on_refusal(self, request: Request, error: Exception) -> Response:
-        await self._context.refusals.delay(error, getattr(request.state, "caller", None))
+        await self.context.refusals.delay(error, getattr(request.state, "caller", None))
         return await _on_error(request, error)
 
     async def _complete(self, request: Request, parse: Parse) -> Any:
-        caller = await self._context.caller(request)
+        caller = await self.context.caller(request)
         call = parse(await read_json(request, caller), origin_of(request, caller.tenant))
-        return await self._answering.answer(
+        return await self.answering.answer(
             request, call, _completion_id(call, request), _FORMATTERS[parse], CHUNKS
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
@@ -177,6 +177,11 @@ def objects(value: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
     return [(f"{field}[{index}]", item) for index, item in enumerate(value)]
 
 
+def typed_body(item: Mapping[str, Any], field: str) -> Body:
+    """The fields of an object besides its type, which was read before."""
+    return Body({name: value for name, value in item.items() if name != "type"}, f"{field}.")
+
+
 def required_text(body: Body, name: str, field: str) -> str:
     """A text that may not be missing. Raises: InvalidRequest."""
     text = body.text(name)
@@ -185,14 +190,11 @@ def required_text(body: Body, name: str, field: str) -> str:
     return text
 
 
-def choice_of(value: Any, field: str, kinds: Mapping[str, Callable[[Body], Any]]) -> Any:
-    """Reads an object by its `type`. Raises: InvalidRequest, Unsupported."""
+def kind_and_body(value: Any, field: str, kinds: Collection[str]) -> tuple[str, Body]:
+    """The type of an object, and its other fields. Raises: InvalidRequest, Unsupported."""
     if not isinstance(value, dict):
         raise bad_type(field, value, "an object with a type")
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in kinds:
         raise Unsupported.field(f"{field}.type", "", f"must be one of {', '.join(kinds)}")
-    body = Body({name: item for name, item in value.items() if name != "type"}, f"{field}.")
-    chosen = kinds[kind](body)
-    body.finish()
-    return chosen
+    return kind, typed_body(value, field)

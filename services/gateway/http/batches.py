@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,21 +23,15 @@ from loraplex_services.gateway.http.stored_objects import batch_object, parse_ba
 _MAX_LIMIT = 100
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchEndpoints:
     """Endpoints over the batches of the object store."""
 
-    def __init__(
-        self,
-        context: AppContext,
-        files: Files,
-        book: BatchBook,
-        wake: Callable[[str, str], None],
-    ) -> None:
-        """`wake(tenant, batch_id)` says that a batch was created or cancelled."""
-        self._context = context
-        self._files = files
-        self._book = book
-        self._wake = wake
+    context: AppContext
+    files: Files
+    book: BatchBook
+    wake: Callable[[str, str], None]
+    """Says, by tenant and id, that a batch was created or cancelled."""
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -50,43 +45,43 @@ class BatchEndpoints:
 
     async def create(self, request: Request) -> Response:
         """POST /v1/batches: run the requests of a file."""
-        caller = await self._context.reader(request, LIST_CALLS)
+        caller = await self.context.reader(request, LIST_CALLS)
         record = parse_batch(await read_json(request, caller), caller)
-        file = await self._files.get(caller.tenant, record.input_file_id, "input_file_id")
+        file = await self.files.get(caller.tenant, record.input_file_id, "input_file_id")
         if file.purpose != "batch":
             why = f"has the purpose {file.purpose}; upload a file for batches"
             raise InvalidRequest.field("input_file_id", file.file_id, why)
         # Results are stored even beyond the quota, so that a batch which has begun can end.
-        stored = await self._files.stored(caller.tenant)
+        stored = await self.files.stored(caller.tenant)
         stored.check_quota()
-        keys = await self._book.documents(caller.tenant)
-        await self._context.looked_at(caller, stored.num_files + len(keys))
-        await self._book.create(record, keys)
-        self._wake(record.tenant, record.batch_id)
+        keys = await self.book.documents(caller.tenant)
+        await self.context.looked_at(caller, stored.num_files + len(keys))
+        await self.book.create(record, keys)
+        self.wake(record.tenant, record.batch_id)
         return json_response(batch_object(record))
 
     async def list(self, request: Request) -> Response:
         """GET /v1/batches: newest first."""
-        caller = await self._context.reader(request, LIST_CALLS)
+        caller = await self.context.reader(request, LIST_CALLS)
         query = request.query_params
         check_parameters(query, ("after", "limit"))
         limit = limit_of(query, 20, _MAX_LIMIT)
-        keys = await self._book.documents(caller.tenant)
-        await self._context.looked_at(caller, len(keys))
+        keys = await self.book.documents(caller.tenant)
+        await self.context.looked_at(caller, len(keys))
         if after := query.get("after"):
             keys = [key for key in keys if id_of_document(key) < after]
-        return json_response(await page_of(self._book.listed(keys[::-1]), batch_object, limit))
+        return json_response(await page_of(self.book.listed(keys[::-1]), batch_object, limit))
 
     async def read(self, request: Request) -> Response:
         """GET /v1/batches/{id}."""
-        tenant = (await self._context.reader(request, 1)).tenant
+        tenant = (await self.context.reader(request, 1)).tenant
         return json_response(
-            batch_object(await self._book.get(tenant, request.path_params["batch_id"]))
+            batch_object(await self.book.get(tenant, request.path_params["batch_id"]))
         )
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/batches/{id}/cancel: results so far are kept."""
-        tenant = (await self._context.reader(request, 1)).tenant
-        record = await self._book.cancel(tenant, request.path_params["batch_id"])
-        self._wake(tenant, record.batch_id)
+        tenant = (await self.context.reader(request, 1)).tenant
+        record = await self.book.cancel(tenant, request.path_params["batch_id"])
+        self.wake(tenant, record.batch_id)
         return json_response(batch_object(record))

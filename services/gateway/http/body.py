@@ -128,17 +128,23 @@ class Body:
 
     def lifetime(self, name: str) -> int:
         """Seconds from `{"anchor": "created_at", "seconds": N}`; by default the longest."""
-        value = self._take(name, {"type": "object"})
-        if value is None:
+        inner = self.inner(name, "an object with anchor and seconds")
+        if inner is None:
             return int(FILE_LIFETIME_S.most)
-        if not isinstance(value, dict):
-            raise bad_type(name, value, "an object with anchor and seconds")
-        inner = Body(value, f"{name}.")
         anchor, seconds = inner.text("anchor"), inner.integer("seconds")
         inner.finish()
         if anchor != "created_at":
             raise InvalidRequest.field(f"{name}.anchor", anchor or "", "must be created_at")
         return int(FILE_LIFETIME_S.check(f"{name}.seconds", seconds or 0))
+
+    def inner(self, name: str, expected: str = "an object") -> Body | None:
+        """The fields of an object; None if it is absent."""
+        value = self._take(name, {"type": "object"})
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise bad_type(self.prefix + name, value, expected)
+        return Body(value, f"{self.prefix}{name}.")
 
     def integer(self, name: str) -> int | None:
         """An integer field; true and false are refused."""

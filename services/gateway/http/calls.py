@@ -129,9 +129,7 @@ def call_of(
         raise InvalidRequest.field("model", model or "", "name a base or an adapter")
     stream = body.flag("stream")
     _check_sequences(len(prompts), asked.n or 1)
-    include_usage, continuous_usage = _stream_options(
-        body.raw("stream_options", {"type": "object"}), stream
-    )
+    include_usage, continuous_usage = _stream_options(body.inner("stream_options"), stream)
     if stream and asked.prompt_logprobs is not None:
         raise Unsupported.field(
             "prompt_logprobs",
@@ -273,15 +271,12 @@ def _check_sequences(num_prompts: int, num_choices: int) -> None:
         )
 
 
-def _stream_options(options: Any, stream: bool) -> tuple[bool, bool]:
+def _stream_options(body: Body | None, stream: bool) -> tuple[bool, bool]:
     """Whether a stream ends with its usage, and whether each chunk contains it."""
-    if options is None:
+    if body is None:
         return False, False
-    if not isinstance(options, dict):
-        raise bad_type("stream_options", options, "an object")
     if not stream:
         raise InvalidRequest.field("stream_options", "", "needs stream: true")
-    body = Body(options, "stream_options.")
     is_continuous = body.flag("continuous_usage_stats")
     include_usage = body.flag("include_usage", default=is_continuous)
     if is_continuous and not include_usage:

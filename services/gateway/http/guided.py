@@ -22,7 +22,7 @@ def read_grammar(body: Body) -> tuple[Grammar | None, str]:
     found = [
         (grammar, name)
         for name, read in _FIELDS.items()
-        if (grammar := read(name, body.raw(name))) is not None
+        if (value := body.raw(name)) is not None and (grammar := read(name, value)) is not None
     ]
     if len(found) > 1:
         names = " and ".join(name for _, name in found)
@@ -31,8 +31,6 @@ def read_grammar(body: Body) -> tuple[Grammar | None, str]:
 
 
 def _response_format(name: str, value: Any) -> Grammar | None:
-    if value is None:
-        return None
     if not isinstance(value, dict):
         raise bad_type(name, value, "an object with a type")
     kind = value.get("type")
@@ -54,15 +52,13 @@ def _response_format(name: str, value: Any) -> Grammar | None:
 
 def _json(name: str, value: Any) -> Grammar | None:
     """vLLM takes a schema as an object or as text."""
-    if value is None:
-        return None
     if not isinstance(value, dict | str):
         raise bad_type(name, value, "a JSON Schema")
     return Grammar(json_schema=value)
 
 
 def _json_object(name: str, value: Any) -> Grammar | None:
-    if value is None or value is False:
+    if value is False:
         return None
     if value is not True:
         raise bad_type(name, value, "true or false")
@@ -71,8 +67,6 @@ def _json_object(name: str, value: Any) -> Grammar | None:
 
 def _text_of(grammar_of: Callable[[str], Grammar]) -> Reader:
     def read(name: str, value: Any) -> Grammar | None:
-        if value is None:
-            return None
         if not isinstance(value, str):
             raise bad_type(name, value, "a string")
         return grammar_of(value)
@@ -81,8 +75,6 @@ def _text_of(grammar_of: Callable[[str], Grammar]) -> Reader:
 
 
 def _choice(name: str, value: Any) -> Grammar | None:
-    if value is None:
-        return None
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise bad_type(name, value, "a list of strings")
     if not value:
@@ -92,15 +84,14 @@ def _choice(name: str, value: Any) -> Grammar | None:
 
 def _structured_outputs(name: str, value: Any) -> Grammar | None:
     """vLLM's object with one of its kinds."""
-    if value is None:
-        return None
     if not isinstance(value, dict):
         raise bad_type(name, value, "an object")
     inner = Body(value)
     found = [
         grammar
         for kind, read in _KINDS.items()
-        if (grammar := read(f"{name}.{kind}", inner.raw(kind))) is not None
+        if (given := inner.raw(kind)) is not None
+        and (grammar := read(f"{name}.{kind}", given)) is not None
     ]
     inner.finish()
     if len(found) != 1:

@@ -118,7 +118,7 @@ class LoraFolders:
         if not is_there:
             parent = "LORAPLEX_LORA_ROOT" if is_operator else f"LORAPLEX_LORA_ROOT/{caller.tenant}"
             why = f"there is no such folder in {parent} on the gateway's machine"
-            raise NotFound(f"lora_path: {why}", violations=[Violation("lora_path", "", why)])
+            raise NotFound.field("lora_path", "", why)
         return path
 
 
@@ -150,6 +150,4 @@ def _already_loaded(name: str) -> InvalidRequest:
         f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
         "place, set 'load_inplace' to True."
     )
-    error = InvalidRequest.field("lora_name", name, why)
-    error.reason = _LOADED
-    return error
+    return InvalidRequest.field("lora_name", name, why, reason=_LOADED)

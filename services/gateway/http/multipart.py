@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -73,15 +73,15 @@ async def read_form(request: Request, write: Write) -> Form:
 
 async def _collected(parts: _Parts, write: Write) -> Form:
     form, has_file = Form(), False
-    while (name := await parts.next_part()) is not None:
-        if name == "file":
+    while (part := await parts.next_part()) is not None:
+        if part.name == "file":
             if has_file:
                 raise InvalidRequest.field("file", "", "is there twice; send one file")
             has_file = True
-            form.filename = parts.filename[:_MAX_FILENAME_CHARS] or "file"
+            form.filename = part.filename[:_MAX_FILENAME_CHARS] or "file"
             form.num_file_bytes = await write(parts.content())
         else:
-            form.fields[name] = await _value(name, parts)
+            form.fields[part.name] = await _value(part.name, parts)
     if not has_file:
         raise InvalidRequest.field("file", "", "the form has no file of this name")
     return form
@@ -97,14 +97,12 @@ async def _value(name: str, parts: _Parts) -> str:
     return value.decode(errors="replace")
 
 
-class _Kind(Enum):
-    BEGIN = "begin"
-    NAME = "name"
-    VALUE = "value"
-    HEADER = "header"
-    READY = "ready"
-    DATA = "data"
-    END = "end"
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The head of a part."""
+
+    name: str
+    filename: str
 
 
 class _Parts:
@@ -113,69 +111,61 @@ class _Parts:
     def __init__(self, request: Request, boundary: bytes) -> None:
         """Raises: FormParserError."""
         self._chunks = request.stream()
-        self._events: list[tuple[_Kind, bytes]] = []
-        """What the parser found in the last chunk and `_next` has not returned yet, last one first.
-        """
-        self._found: list[tuple[_Kind, bytes]] = []
+        self._events: deque[_Part | bytes | None] = deque()
+        """What the parser found and `_next` has not returned: the head of a part, its bytes, and
+        None at its end."""
         self._num_parts = 0
-        self.filename = ""
+        self._header, self._value = bytearray(), bytearray()
+        """Of the header that is being read."""
+        self._part = _Part("", "")
         self._parser = MultipartParser(
             boundary,
             {
-                "on_part_begin": lambda: self._add(_Kind.BEGIN),
-                "on_header_field": lambda data, start, end: self._add(_Kind.NAME, data[start:end]),
-                "on_header_value": lambda data, start, end: self._add(_Kind.VALUE, data[start:end]),
-                "on_header_end": lambda: self._add(_Kind.HEADER),
-                "on_headers_finished": lambda: self._add(_Kind.READY),
-                "on_part_data": lambda data, start, end: self._add(_Kind.DATA, data[start:end]),
-                "on_part_end": lambda: self._add(_Kind.END),
+                "on_part_begin": self._begin,
+                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+                "on_header_end": self._end_header,
+                "on_headers_finished": lambda: self._events.append(self._part),
+                "on_part_data": lambda data, start, end: self._events.append(data[start:end]),
+                "on_part_end": lambda: self._events.append(None),
             },
         )
 
-    async def next_part(self) -> str | None:
-        """The name of the next part; None after the last one."""
-        name, header, value = "", bytearray(), bytearray()
-        while (event := await self._next()) is not None:
-            kind, data = event
-            if kind is _Kind.BEGIN:
-                self.filename = ""
-            elif kind is _Kind.NAME:
-                header += data
-            elif kind is _Kind.VALUE:
-                value += data
-            elif kind is _Kind.HEADER:
-                if header.lower() == b"content-disposition":
-                    name = self._named(value)
-                header, value = bytearray(), bytearray()
-            elif kind is _Kind.READY:
-                return name
+    async def next_part(self) -> _Part | None:
+        """The head of the next part; None after the last one."""
+        while await self._has_event():
+            if isinstance(event := self._events.popleft(), _Part):
+                return event
         return None
 
     async def content(self) -> AsyncGenerator[bytes]:
-        """The bytes of the part that `next_part` named."""
-        while (event := await self._next()) is not None:
-            kind, data = event
-            if kind is _Kind.END:
+        """The bytes of the part that `next_part` returned."""
+        while await self._has_event():
+            event = self._events.popleft()
+            if not isinstance(event, bytes):
                 return
-            yield data
+            yield event
         raise InvalidRequest("the form ends within a part", reason="INVALID_FORM")
 
-    def _named(self, disposition: bytearray) -> str:
-        options: dict[bytes, bytes]
-        _, options = parse_options_header(disposition.decode("latin-1"))
-        self.filename = options.get(b"filename", b"").decode(errors="replace")
-        return options.get(b"name", b"").decode(errors="replace")
-
-    def _add(self, kind: _Kind, data: bytes = b"") -> None:
-        self._num_parts += kind is _Kind.BEGIN
+    def _begin(self) -> None:
+        self._part = _Part("", "")
+        self._num_parts += 1
         if self._num_parts > MAX_FORM_PARTS:
             raise InvalidRequest(
                 f"the form has more than {MAX_FORM_PARTS} parts", reason="INVALID_FORM"
             )
-        self._found.append((kind, data))
 
-    async def _next(self) -> tuple[_Kind, bytes] | None:
-        """The parser's next event; None at the end of the body."""
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            options: dict[bytes, bytes]
+            _, options = parse_options_header(self._value.decode("latin-1"))
+            name, filename = (options.get(key, b"") for key in (b"name", b"filename"))
+            self._part = _Part(name.decode(errors="replace"), filename.decode(errors="replace"))
+        self._header.clear()
+        self._value.clear()
+
+    async def _has_event(self) -> bool:
+        """Read on until the parser finds something; False at the end of the body."""
         while not self._events:
             try:
                 async with asyncio.timeout(MAX_FILE_IDLE_S):
@@ -183,14 +173,12 @@ class _Parts:
             except TimeoutError:
                 raise _too_slow(MAX_FILE_IDLE_S) from None
             if chunk is None:
-                return None
+                return False
             try:
                 self._parser.write(chunk)
             except FormParserError as error:
                 raise _malformed(error) from None
-            self._events = self._found[::-1]
-            self._found.clear()
-        return self._events.pop()
+        return True
 
 
 def _malformed(error: FormParserError) -> InvalidRequest:

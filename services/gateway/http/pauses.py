@@ -7,6 +7,7 @@ A pause applies only to this gateway; trainers call every server that they know.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,12 +24,12 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _PARAMETERS = ("mode", "model", "clear_cache", "wait_for_inflight_requests")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PauseEndpoints:
     """Endpoints over the running requests."""
 
-    def __init__(self, caller: Callable[[Request], Awaitable[Caller]], live: LiveRequests) -> None:
-        self._caller = caller
-        self._live = live
+    caller: Callable[[Request], Awaitable[Caller]]
+    live: LiveRequests
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -44,30 +45,30 @@ class PauseEndpoints:
         scope = await self._scope(request)
         mode = _mode(request)
         _flag(request, "clear_cache")
-        await self._live.pause(scope, mode)
+        await self.live.pause(scope, mode)
         return JSONResponse({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
         """POST /resume?model=NAME."""
-        self._live.resume(await self._scope(request))
+        self.live.resume(await self._scope(request))
         return JSONResponse({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
         """GET /is_paused?model=NAME."""
         scope = await self._scope(request)
-        return JSONResponse({"is_paused": scope in self._live.paused()})
+        return JSONResponse({"is_paused": scope in self.live.paused()})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """POST /reset_prefix_cache: changes nothing. Every cache is keyed by the digest of the
         weights, so an update leaves nothing stale."""
-        require_admin(await self._caller(request))
+        require_admin(await self.caller(request))
         _check_origin(request)
         return Response()
 
     async def _scope(self, request: Request) -> Adapter:
         """The adapter that the caller names and may pause. Raises: PermissionDenied,
         InvalidRequest."""
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         require_admin(caller)
         _check_origin(request)
         for name in request.query_params:

@@ -33,21 +33,15 @@ _NUM_FORMATS = 2
 """Number of such answers that are formatted at one time."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptEncoder:
     """Turns prompts into token ids as requests would, without a worker."""
 
-    def __init__(
-        self,
-        resolver: Resolver,
-        fleet: Fleet,
-        adapter_text: AdapterText,
-        charge: Callable[[str], Awaitable[object]],
-    ) -> None:
-        """`charge(tenant)` counts a request for its rate. Raises ResourceExhausted."""
-        self._charge = charge
-        self._resolver = resolver
-        self._fleet = fleet
-        self._adapter_text = adapter_text
+    resolver: Resolver
+    fleet: Fleet
+    adapter_text: AdapterText
+    charge: Callable[[str], Awaitable[object]]
+    """Counts a request of a tenant for its rate. Raises ResourceExhausted."""
 
     async def encode(
         self, model: str | None, tenant: str, prompt: Prompt, field: str
@@ -67,15 +61,15 @@ class PromptEncoder:
 
         Raises: NotFound, ResourceExhausted, Unavailable.
         """
-        await self._charge(tenant)
-        bases = self._resolver.bases()
+        await self.charge(tenant)
+        bases = self.resolver.bases()
         model = model or next(iter(bases), None)
         if model is None:
             raise Unavailable("no worker is ready; retry shortly", retry_after_s=1.0)
         call = GenerateCall(model=model, prompt=prompt, tenant=tenant)
-        target = await self._resolver.target(call)
-        served = self._fleet.served(target.base_id)
-        tokenizer = await self._adapter_text.tokenizer(served, target, tenant)
+        target = await self.resolver.target(call)
+        served = self.fleet.served(target.base_id)
+        tokenizer = await self.adapter_text.tokenizer(served, target, tenant)
         return ServedBase(served.model.under(target.adapters), tokenizer)
 
 

@@ -18,12 +18,12 @@ Read = Callable[[str, str, str], Awaitable[list[UsageEntry]]]
 """Usage of a tenant, of one model ("" = all), since a day ("" = 30 days ago)."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class UsageEndpoint:
     """The endpoint over the registry's counts."""
 
-    def __init__(self, caller: Callable[[Request], Awaitable[Caller]], read: Read) -> None:
-        self._caller = caller
-        self._read = read
+    caller: Callable[[Request], Awaitable[Caller]]
+    read: Read
 
     def routes(self) -> list[Route]:
         """The path."""
@@ -31,11 +31,11 @@ class UsageEndpoint:
 
     async def usage(self, request: Request) -> Response:
         """GET /v1/usage?since=YYYY-MM-DD&adapter=NAME."""
-        tenant = (await self._caller(request)).tenant
+        tenant = (await self.caller(request)).tenant
         for name in request.query_params:
             if name not in _PARAMETERS:
                 raise InvalidRequest.field(name, "", "unknown; there are since and adapter")
         adapter = request.query_params.get("adapter", "")
-        found = await self._read(tenant, adapter, request.query_params.get("since", ""))
+        found = await self.read(tenant, adapter, request.query_params.get("since", ""))
         data = [dataclasses.asdict(entry) for entry in found]
         return JSONResponse({"object": "list", "data": data})

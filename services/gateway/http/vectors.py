@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -44,18 +45,13 @@ T = TypeVar("T")
 Fields = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class VectorEndpoints:
     """The endpoints on top of the pipeline."""
 
-    def __init__(
-        self,
-        caller: Callable[[Request], Awaitable[Caller]],
-        generation: Generation,
-        resolver: Resolver,
-    ) -> None:
-        self._caller = caller
-        self._generation = generation
-        self._resolver = resolver
+    caller: Callable[[Request], Awaitable[Caller]]
+    generation: Generation
+    resolver: Resolver
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -76,7 +72,7 @@ class VectorEndpoints:
         """POST /v1/embeddings."""
         fields, origin = await self._read(request)
         call = parse_embeddings(fields, origin)
-        work = embed_all(self._generation, call.calls, call.finish)
+        work = embed_all(self.generation, call.calls, call.finish)
         pooled = await _answered(request, work, call.field_names)
         return _response(embeddings_body(call, pooled), pooled)
 
@@ -84,7 +80,7 @@ class VectorEndpoints:
         """POST /classify."""
         fields, origin = await self._read(request)
         call = parse_classify(fields, origin)
-        work = score_all(self._generation, call.calls)
+        work = score_all(self.generation, call.calls)
         pooled, scores = await _answered(request, work, call.field_names)
         return _response(classes_body(call, origin.request_id, pooled, scores), pooled)
 
@@ -96,14 +92,14 @@ class VectorEndpoints:
         name = origin.request_id
         if task == "classify" or has_head:
             classes = parse_classify(fields, origin)
-            scoring = score_all(self._generation, classes.calls)
+            scoring = score_all(self.generation, classes.calls)
             pooled, scores = await _answered(request, scoring, classes.field_names)
             shown = [shown_scores(classes, score) for score in scores]
             return _response(
                 pooling_body(classes.model, name, pooled, shown, is_base64=False), pooled
             )
         call = parse_embeddings(fields, origin)
-        work = embed_all(self._generation, call.calls, call.finish)
+        work = embed_all(self.generation, call.calls, call.finish)
         pooled = await _answered(request, work, call.field_names)
         body = pooling_body(call.model, name, pooled, pooled.vectors, is_base64=call.is_base64)
         return _response(body, pooled)
@@ -130,7 +126,7 @@ class VectorEndpoints:
 
         target = await self._target(call.model, origin)
         ranking = rank_all(
-            self._generation, target, call.pairs, calls, use_activation=call.use_activation
+            self.generation, target, call.pairs, calls, use_activation=call.use_activation
         )
         return await _answered(request, ranking, call.field_names)
 
@@ -144,10 +140,10 @@ class VectorEndpoints:
     async def _target(self, model: str, origin: Origin) -> Target:
         """The adapters that a model string means now. Raises: NotFound, Unavailable."""
         call = GenerateCall(model=model, prompt=TextPrompt(""), tenant=origin.tenant)
-        return await self._resolver.target(call)
+        return await self.resolver.target(call)
 
     async def _read(self, request: Request) -> tuple[Fields, Origin]:
-        caller = await self._caller(request)
+        caller = await self.caller(request)
         return await read_json(request, caller), origin_of(request, caller.tenant)
 
 

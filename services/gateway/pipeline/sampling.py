@@ -19,6 +19,7 @@ from loraplex_services.common.limits import (
     MAX_TOKEN_IDS_PER_FIELD,
 )
 from loraplex_services.gateway.request import ServedModel, TextRules
+from loraplex_services.gateway.text.tokenizer import CONTEXT_LENGTH_EXCEEDED
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128
@@ -72,7 +73,9 @@ def resolve(
     _check_word_tokens(words)
     sampling = _sampling(asked, base, max_tokens, draw_seed, words)
     if sampling.min_tokens > max_tokens:
-        raise _bad("min_tokens", sampling.min_tokens, f"must be at most max_tokens ({max_tokens})")
+        raise InvalidRequest.field(
+            "min_tokens", sampling.min_tokens, f"must be at most max_tokens ({max_tokens})"
+        )
     num_choices = _integer("n", asked.n, 1, 1, MAX_CHOICES)
     if sampling.prompt_logprobs is not None:
         _check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens, num_choices)
@@ -99,7 +102,7 @@ def _check_prompt_logprobs(num_top: int, num_prompt_tokens: int, num_choices: in
             f"{num_prompt_tokens} tokens, {num_top} candidates for each and n = {num_choices} "
             f"make {num_entries} logprobs; ask for at most {MAX_PROMPT_LOGPROBS}"
         )
-        raise _bad("prompt_logprobs", num_top, why)
+        raise InvalidRequest.field("prompt_logprobs", num_top, why)
 
 
 def check_grammar(grammar: Grammar | None) -> None:
@@ -110,10 +113,10 @@ def check_grammar(grammar: Grammar | None) -> None:
     if grammar is None:
         return
     if not grammar.form:
-        raise _bad("grammar", "", "set json_schema, regex, ebnf or choice")
+        raise InvalidRequest.field("grammar", "", "set json_schema, regex, ebnf or choice")
     num_chars = sum(map(len, grammar.texts))
     if num_chars > MAX_GRAMMAR_CHARS:
-        raise _bad(
+        raise InvalidRequest.field(
             "grammar", grammar.form, f"it has {num_chars} characters, at most {MAX_GRAMMAR_CHARS}"
         )
 
@@ -121,11 +124,11 @@ def check_grammar(grammar: Grammar | None) -> None:
 def check_bad_words(words: Sequence[str]) -> None:
     """Before they are tokenized. Raises: InvalidRequest."""
     if len(words) > MAX_BAD_WORDS:
-        raise _bad("bad_words", len(words), f"at most {MAX_BAD_WORDS} words")
+        raise InvalidRequest.field("bad_words", len(words), f"at most {MAX_BAD_WORDS} words")
     for index, word in enumerate(words):
         if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
             why = f"word {index} is blank or longer than {MAX_BAD_WORD_CHARS} characters"
-            raise _bad("bad_words", "", why)
+            raise InvalidRequest.field("bad_words", "", why)
 
 
 def _check_word_tokens(words: Sequence[Sequence[int]]) -> None:
@@ -139,7 +142,7 @@ def _check_word_tokens(words: Sequence[Sequence[int]]) -> None:
             f"the words, each with and without a space before it, have {num_tokens} tokens; at "
             f"most {MAX_TOKEN_IDS_PER_FIELD}"
         )
-        raise _bad("bad_words", "", why)
+        raise InvalidRequest.field("bad_words", "", why)
 
 
 def _sampling(
@@ -187,7 +190,7 @@ def _numbers(asked: Sampling, defaults: Mapping[str, float]) -> dict[str, Any]:
 
 def _within(limits: Range, field: str, value: float) -> float:
     if fault := limits.fault(value):
-        raise _bad(field, value, fault)
+        raise InvalidRequest.field(field, value, fault)
     return value
 
 
@@ -197,40 +200,32 @@ def _max_tokens(
     space_left = base.max_model_len - num_prompt_tokens
     given = asked.max_tokens
     if given is not None and (given < 0 or (given == 0 and not asked.echo)):
-        raise _bad("max_tokens", given, "must be at least 1 (0 only together with echo)")
+        raise InvalidRequest.field(
+            "max_tokens", given, "must be at least 1 (0 only together with echo)"
+        )
     # OpenAI's words: client libraries know the case by them.
     length = f"this model's maximum context length is {base.max_model_len}"
     if space_left < (0 if given == 0 else 1):
-        raise _too_long(
-            "prompt",
-            "",
-            f"{length} tokens and the prompt has {num_prompt_tokens}; shorten the prompt",
-        )
+        why = f"{length} tokens and the prompt has {num_prompt_tokens}; shorten the prompt"
+        raise InvalidRequest.field("prompt", "", why, reason=CONTEXT_LENGTH_EXCEEDED)
     if given is None:
         return space_left if fills_context else min(DEFAULT_MAX_TOKENS, space_left)
     if given > space_left:
-        raise _too_long(
-            "max_tokens",
-            given,
+        why = (
             f"{length} tokens: {num_prompt_tokens} of the prompt and max_tokens {given} exceed it; "
-            f"at most {space_left} fit",
+            f"at most {space_left} fit"
         )
+        raise InvalidRequest.field("max_tokens", given, why, reason=CONTEXT_LENGTH_EXCEEDED)
     return given
-
-
-def _too_long(field: str, value: object, description: str) -> InvalidRequest:
-    error = _bad(field, value, description)
-    error.reason = "CONTEXT_LENGTH_EXCEEDED"
-    return error
 
 
 def _stops(stops: Sequence[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
-        raise _bad("stop", len(stops), f"at most {MAX_STOPS} stop strings")
+        raise InvalidRequest.field("stop", len(stops), f"at most {MAX_STOPS} stop strings")
     for index, stop in enumerate(stops):
         num_bytes = len(stop.encode("utf-8", "surrogatepass"))
         if not 1 <= num_bytes <= MAX_STOP_BYTES:
-            raise _bad(
+            raise InvalidRequest.field(
                 "stop", "", f"string {index} has {num_bytes} bytes; send 1 to {MAX_STOP_BYTES}"
             )
     return tuple(stops)
@@ -240,7 +235,7 @@ def _seed(seed: int | None, draw: Callable[[], int]) -> int:
     if seed is None:
         return draw()
     if not -(1 << 63) <= seed <= _SEED_MASK:
-        raise _bad("seed", seed, "must be a 64-bit integer")
+        raise InvalidRequest.field("seed", seed, "must be a 64-bit integer")
     return seed & _SEED_MASK
 
 
@@ -258,9 +253,9 @@ def _logprob_token_ids(asked: Sampling, vocab_size: int) -> tuple[int, ...]:
     field = "logprob_token_ids"
     token_ids = _ids(field, asked.logprob_token_ids, vocab_size)
     if token_ids and asked.logprobs is None:
-        raise _bad(field, len(token_ids), "needs logprobs")
+        raise InvalidRequest.field(field, len(token_ids), "needs logprobs")
     if len(token_ids) > MAX_LOGPROBS:
-        raise _bad(field, len(token_ids), f"at most {MAX_LOGPROBS} token ids")
+        raise InvalidRequest.field(field, len(token_ids), f"at most {MAX_LOGPROBS} token ids")
     return token_ids
 
 
@@ -275,19 +270,19 @@ def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     """Each id once, in the order of the request: workers look at all of them in every step."""
     checked = tuple(dict.fromkeys(ids))
     if len(checked) > MAX_TOKEN_IDS_PER_FIELD:
-        raise _bad(field, len(checked), f"at most {MAX_TOKEN_IDS_PER_FIELD} token ids")
+        raise InvalidRequest.field(
+            field, len(checked), f"at most {MAX_TOKEN_IDS_PER_FIELD} token ids"
+        )
     for token_id in checked:
         if not 0 <= token_id < vocab_size:
-            raise _bad(field, token_id, f"token id {token_id} is outside 0..{vocab_size - 1}")
+            raise InvalidRequest.field(
+                field, token_id, f"token id {token_id} is outside 0..{vocab_size - 1}"
+            )
     return checked
 
 
 def _integer(field: str, value: int | None, default: int, least: int, most: int) -> int:
     number = default if value is None else value
     if not least <= number <= most:
-        raise _bad(field, number, f"must be an integer from {least} to {most}")
+        raise InvalidRequest.field(field, number, f"must be an integer from {least} to {most}")
     return number
-
-
-def _bad(field: str, value: object, description: str) -> InvalidRequest:
-    return InvalidRequest.field(field, value, description)

@@ -27,6 +27,7 @@ from loraplex_services.gateway.text.detokenize import TokenBytes
 from loraplex_services.gateway.text.final_message import cut_at_end_mark, with_end_mark
 from loraplex_services.gateway.text.template_pool import TemplatePool
 
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 _SLOW_TEXT_CHARS = 32 << 10
 """Longer texts are tokenized in a thread, while the event loop continues."""
 _TOKEN_BYTES = 1024
@@ -124,14 +125,13 @@ class BaseTokenizer:
 
     async def _render(self, prompt: ChatPrompt, tenant: str) -> str:
         if self._chat is None:
-            error = InvalidRequest.field(
+            raise InvalidRequest.field(
                 "chat_template",
                 "",
                 "this base has no chat template; use completions, or serve a base whose tokenizer "
                 "has one",
+                reason="NO_CHAT_TEMPLATE",
             )
-            error.reason = "NO_CHAT_TEMPLATE"
-            raise error
         template = self._chat.template
         messages = prompt.messages
         if "developer" not in template:
@@ -240,14 +240,13 @@ def check_length(text: str, base: ServedModel, field: str) -> None:
     """Raises: InvalidRequest for a text that cannot fit the context, however it is tokenized."""
     most = base.max_model_len * MAX_CHARS_PER_TOKEN
     if len(text) > most:
-        error = InvalidRequest.field(
+        raise InvalidRequest.field(
             field,
             "",
             f"this model's maximum context length is {base.max_model_len} tokens, and a text of "
             f"{len(text)} characters is longer; shorten it",
+            reason=CONTEXT_LENGTH_EXCEEDED,
         )
-        error.reason = "CONTEXT_LENGTH_EXCEEDED"
-        raise error
 
 
 def check_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

@@ -364,7 +364,7 @@ async def test_another_gateway_finishes_what_a_hung_one_began(storing: Stack) ->
     worker.stands_at = 2
     second = await started_second(storing)
     try:
-        while (await first._batches._book.get("default", batch.id)).owner != "g1":
+        while (await first._batches.book.get("default", batch.id)).owner != "g1":
             await asyncio.sleep(0.02)
         worker.stands_at = None
         batch = await ended(second.openai(), batch)

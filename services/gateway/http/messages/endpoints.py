@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -21,18 +22,13 @@ from loraplex_services.gateway.http.tokenize import PromptEncoder
 _EVENTS = StreamFormat(is_named=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class MessagesEndpoints:
     """Endpoints over the one path of generated text."""
 
-    def __init__(
-        self,
-        context: AppContext,
-        answering: Answering,
-        encoder: PromptEncoder,
-    ) -> None:
-        self._context = context
-        self._answering = answering
-        self._encoder = encoder
+    context: AppContext
+    answering: Answering
+    encoder: PromptEncoder
 
     def routes(self) -> list[Route]:
         """Both paths."""
@@ -43,17 +39,17 @@ class MessagesEndpoints:
 
     async def create(self, request: Request) -> Any:
         """POST /v1/messages."""
-        caller = await self._context.caller(request)
+        caller = await self.context.caller(request)
         fields = await read_json(request, caller)
         call = parse_messages(fields, origin_of(request, caller.tenant))
         answer_id = f"msg_{request.state.request_id}"
-        return await self._answering.answer(request, call, answer_id, MessagesFormatter, _EVENTS)
+        return await self.answering.answer(request, call, answer_id, MessagesFormatter, _EVENTS)
 
     async def count(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
-        caller = await self._context.text_reader(request)
+        caller = await self.context.text_reader(request)
         fields = await read_json(request, caller)
         origin = origin_of(request, caller.tenant)
         [call] = parse_messages(fields, origin, generates=False).calls
-        _, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, "messages")
+        _, ids = await self.encoder.encode(call.model, caller.tenant, call.prompt, "messages")
         return json_response({"input_tokens": len(ids)})

@@ -9,11 +9,12 @@ from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.as_chat import (
     SHARED_FIELDS,
     ChatMessages,
-    choice_of,
     joined_text,
+    kind_and_body,
     objects,
     parse_as_chat,
     required_text,
+    typed_body,
 )
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin
@@ -46,7 +47,7 @@ def parse_messages(fields: dict[str, Any], origin: Origin, *, generates: bool = 
     chat = body.named(SHARED_FIELDS | {"model", "stream"})
     messages = _messages(body.raw("system"), body.raw("messages"))
     is_prefilled = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    effort, response_format = _output_config(body.raw("output_config"))
+    effort, response_format = _output_config(body.inner("output_config"))
     choice, is_parallel = _tool_choice(body.raw("tool_choice"))
     options = chat.pop("chat_template_kwargs", None)
     if options is not None and not isinstance(options, dict):
@@ -63,7 +64,7 @@ def parse_messages(fields: dict[str, Any], origin: Origin, *, generates: bool = 
         "tools": [_tool(tool, name) for name, tool in objects(body.raw("tools") or [], "tools")],
         "tool_choice": choice,
         "parallel_tool_calls": is_parallel,
-        "user": _user(body.raw("metadata")),
+        "user": _user(body.inner("metadata")),
     }
     body.finish()
     return parse_as_chat(chat, origin, _NAMES, "")
@@ -100,7 +101,7 @@ def _add_message(chat: ChatMessages, message: dict[str, Any], field: str) -> Non
             kinds = ", ".join(_READERS[role])
             why = f"blocks of type {shown!r} are not served in messages of the {role}, only {kinds}"
             raise Unsupported.field(path, shown, why)
-        inner = Body({key: value for key, value in block.items() if key != "type"}, f"{path}.")
+        inner = typed_body(block, path)
         inner.raw("cache_control")
         read(chat, inner, path)
         inner.finish()
@@ -150,7 +151,7 @@ def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
     if (kind := tool.get("type")) not in (None, "custom"):
         why = "only tools with a name and an input_schema are served; turn this one off"
         raise Unsupported.field(f"{field}.type", str(kind)[:32], why)
-    body = Body({name: value for name, value in tool.items() if name != "type"}, f"{field}.")
+    body = typed_body(tool, field)
     for name in ("cache_control", "eager_input_streaming"):
         body.raw(name)  # A call is sent when it is complete, whatever the client allows.
     function = body.named({"name", "description", "strict"})
@@ -165,52 +166,30 @@ def _tool_choice(value: Any) -> tuple[Any, bool]:
     """Chat's tool_choice, and whether calls may be parallel."""
     if value is None:
         return None, True
-
-    def of(choice: Callable[[Body], Any]) -> Callable[[Body], tuple[Any, bool]]:
-        return lambda body: (choice(body), not body.flag("disable_parallel_tool_use"))
-
-    def named(body: Body) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": body.text("name")}}
-
-    found: tuple[Any, bool] = choice_of(
-        value,
-        "tool_choice",
-        {
-            "auto": of(lambda _: "auto"),
-            "any": of(lambda _: "required"),
-            "tool": of(named),
-            "none": of(lambda _: "none"),
-        },
-    )
-    return found
+    kind, body = kind_and_body(value, "tool_choice", ("auto", "any", "tool", "none"))
+    is_parallel = not body.flag("disable_parallel_tool_use")
+    choice: Any = "required" if kind == "any" else kind
+    if kind == "tool":
+        choice = {"type": "function", "function": {"name": body.text("name")}}
+    body.finish()
+    return choice, is_parallel
 
 
 def _thinking(value: Any) -> dict[str, Any]:
     """Variables of the template. Without `thinking` there is none, as the API promises."""
-
-    def enabled(body: Body) -> dict[str, Any]:
+    if value is None:
+        return {"enable_thinking": False}
+    kind, body = kind_and_body(value, "thinking", ("enabled", "adaptive", "disabled"))
+    variables: dict[str, Any] = {"enable_thinking": kind != "disabled"}
+    if kind != "disabled":
         body.text("display")
+    if kind == "enabled":
         budget = body.integer("budget_tokens")
         if budget is None or budget < 1:
             raise InvalidRequest.field("thinking.budget_tokens", budget or 0, "must be at least 1")
-        return {"enable_thinking": True, "thinking_budget": budget}
-
-    def adaptive(body: Body) -> dict[str, Any]:
-        body.text("display")
-        return {"enable_thinking": True}
-
-    if value is None:
-        return {"enable_thinking": False}
-    found: dict[str, Any] = choice_of(
-        value,
-        "thinking",
-        {
-            "enabled": enabled,
-            "adaptive": adaptive,
-            "disabled": lambda _: {"enable_thinking": False},
-        },
-    )
-    return found
+        variables["thinking_budget"] = budget
+    body.finish()
+    return variables
 
 
 def _check_context_management(value: Any) -> None:
@@ -222,30 +201,23 @@ def _check_context_management(value: Any) -> None:
             raise Unsupported.field(field, "", "this edit is not served; prompts stay as sent")
 
 
-def _output_config(value: Any) -> tuple[Any, dict[str, Any] | None]:
+def _output_config(body: Body | None) -> tuple[Any, dict[str, Any] | None]:
     """The effort, which the template gets, and the response format."""
-    if value is None:
+    if body is None:
         return None, None
-    if not isinstance(value, dict):
-        raise bad_type("output_config", value, "an object")
-    body = Body(value, "output_config.")
     effort, asked = body.text("effort"), body.raw("format")
     body.finish()
     if asked is None:
         return effort, None
+    _, schema = kind_and_body(asked, "output_config.format", ("json_schema",))
+    response_format = {"type": "json_schema", "json_schema": {"schema": schema.raw("schema")}}
+    schema.finish()
+    return effort, response_format
 
-    def json_schema(inner: Body) -> dict[str, Any]:
-        return {"type": "json_schema", "json_schema": {"schema": inner.raw("schema")}}
 
-    return effort, choice_of(asked, "output_config.format", {"json_schema": json_schema})
-
-
-def _user(value: Any) -> str | None:
-    if value is None:
+def _user(body: Body | None) -> str | None:
+    if body is None:
         return None
-    if not isinstance(value, dict):
-        raise bad_type("metadata", value, "an object")
-    body = Body(value, "metadata.")
     user = body.text("user_id")
     body.finish()
     return user

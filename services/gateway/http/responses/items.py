@@ -8,8 +8,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from loraplex.errors import InvalidRequest, NotFound, Unsupported, Violation
-from loraplex_services.gateway.http.as_chat import ChatMessages, joined_text, required_text
+from loraplex.errors import InvalidRequest, NotFound, Unsupported
+from loraplex_services.gateway.http.as_chat import (
+    ChatMessages,
+    joined_text,
+    required_text,
+    typed_body,
+)
 from loraplex_services.gateway.http.body import Body
 
 _TEXTS = {"input_text": "text", "text": "text"}
@@ -36,13 +41,12 @@ def resolved(item: Mapping[str, Any], field: str, kept: Mapping[str, Any]) -> Ma
     """The item, or the kept one that it refers to. Raises: InvalidRequest, NotFound."""
     if kind_of(item) != REFERENCE:
         return item
-    body = Body({name: value for name, value in item.items() if name != "type"}, f"{field}.")
+    body = typed_body(item, field)
     item_id = required_text(body, "id", field)
     body.finish()
     if item_id not in kept:
         why = "this gateway keeps no item with this id; send the item itself"
-        violation = Violation(f"{field}.id", "", why)
-        raise NotFound(f"{field}.id: {why}", reason="ITEM_NOT_FOUND", violations=[violation])
+        raise NotFound.field(f"{field}.id", "", why, reason="ITEM_NOT_FOUND")
     found: Mapping[str, Any] = kept[item_id]
     return found
 
@@ -70,7 +74,7 @@ def add_item(messages: ChatMessages, item: Mapping[str, Any], field: str) -> Non
         raise Unsupported.field(
             field, "", f"items of type {shown!r} are not served; there are {', '.join(_ADDERS)}"
         )
-    body = Body({name: value for name, value in item.items() if name != "type"}, f"{field}.")
+    body = typed_body(item, field)
     for name in _UNUSED:
         body.raw(name)
     add(messages, body, field)

@@ -10,12 +10,13 @@ from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.as_chat import (
     SHARED_FIELDS,
     ChatMessages,
-    choice_of,
+    kind_and_body,
     objects,
     parse_as_chat,
     required_text,
+    typed_body,
 )
-from loraplex_services.gateway.http.body import Body, bad_type
+from loraplex_services.gateway.http.body import Body
 from loraplex_services.gateway.http.calls import OpenAICall, Origin
 from loraplex_services.gateway.http.responses.items import (
     add_item,
@@ -92,7 +93,7 @@ def parse_responses(
     check_referred_once(given)
     items = [resolved(item, f"input[{index}]", history.kept) for index, item in enumerate(given)]
     chat = _options(body)
-    text, reasoning = _text(body.raw("text")), _reasoning(body.raw("reasoning"))
+    text, reasoning = _text(body.inner("text")), _reasoning(body.inner("reasoning"))
     includes = _includes(body.texts("include"))
     tools, choice = body.raw("tools") or [], body.raw("tool_choice")
     echoed = _echoed(body, instructions, text, reasoning, tools, choice)
@@ -171,48 +172,36 @@ def _messages(
     return messages.built()
 
 
-def _text(value: Any) -> dict[str, Any]:
+def _text(body: Body | None) -> dict[str, Any]:
     """`text` with its format and verbosity; the latter changes nothing here."""
-    body = _object(value, "text")
+    if body is None:
+        return {}
     found = body.named({"format", "verbosity"})
     body.finish()
     return found
 
 
-def _reasoning(value: Any) -> dict[str, Any]:
+def _reasoning(body: Body | None) -> dict[str, Any]:
     """The effort, which the template gets, and the summary: none is made, since the thought itself
     is sent."""
-    body = _object(value, "reasoning")
+    if body is None:
+        return {}
     effort, summary = body.text("effort"), body.text("summary")
     summary = body.text("generate_summary") or summary
     body.finish()
     return {"effort": effort, "summary": summary}
 
 
-def _object(value: Any, field: str) -> Body:
-    if value is not None and not isinstance(value, dict):
-        raise bad_type(field, value, "an object")
-    return Body(value or {}, f"{field}.")
-
-
 def _response_format(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
-
-    def json_schema(body: Body) -> dict[str, Any]:
+    kind, body = kind_and_body(value, "text.format", ("text", "json_object", "json_schema"))
+    found: dict[str, Any] = {"type": kind}
+    if kind == "json_schema":
         for name in ("name", "description", "strict"):
             body.raw(name)
-        return {"type": "json_schema", "json_schema": {"schema": body.raw("schema")}}
-
-    found: dict[str, Any] = choice_of(
-        value,
-        "text.format",
-        {
-            "text": lambda _: {"type": "text"},
-            "json_object": lambda _: {"type": "json_object"},
-            "json_schema": json_schema,
-        },
-    )
+        found["json_schema"] = {"schema": body.raw("schema")}
+    body.finish()
     return found
 
 
@@ -224,7 +213,7 @@ def _tools(value: Any) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]
         if tool.get("type") != "namespace":
             functions.append(_function(tool, where))
             continue
-        body = _typed(tool, where)
+        body = typed_body(tool, where)
         namespace = required_text(body, "name", where)
         body.text("description")
         for inner_field, inner in objects(body.raw("tools") or [], f"{where}.tools"):
@@ -243,24 +232,19 @@ def _function(tool: dict[str, Any], field: str) -> dict[str, Any]:
         shown = kind[:32] if isinstance(kind, str) else ""
         why = f"tools of type {shown!r} are not served, only functions; turn the tool off"
         raise Unsupported.field(f"{field}.type", shown, why)
-    body = _typed(tool, field)
+    body = typed_body(tool, field)
     function = body.named({"name", "description", "parameters", "strict"})
     body.finish()
     return {"type": "function", "function": function}
 
 
-def _typed(tool: dict[str, Any], field: str) -> Body:
-    return Body({name: value for name, value in tool.items() if name != "type"}, f"{field}.")
-
-
 def _tool_choice(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-
-    def function(body: Body) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": body.text("name")}}
-
-    return choice_of(value, "tool_choice", {"function": function})
+    _, body = kind_and_body(value, "tool_choice", ("function",))
+    choice = {"type": "function", "function": {"name": body.text("name")}}
+    body.finish()
+    return choice
 
 
 def _includes(names: Sequence[str]) -> frozenset[str]:

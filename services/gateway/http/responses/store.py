@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from loraplex.errors import InvalidRequest, NotFound, Violation
+from loraplex.errors import InvalidRequest, NotFound
 from loraplex_services.common.limits import (
     HTTP_BODY,
     MAX_HISTORY_RESPONSES,
@@ -125,5 +125,4 @@ def not_kept(field: str, response_id: str, reason: str) -> NotFound:
         "evicted by newer ones, or made by another gateway or before a restart; send the "
         "conversation as input"
     )
-    violation = Violation.of(field, response_id, why)
-    return NotFound(f"{field}: {why}", reason=reason, violations=[violation])
+    return NotFound.field(field, response_id, why, reason=reason)
