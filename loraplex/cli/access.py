@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     _add_keys(commands)
     _add_tenants(commands)
 

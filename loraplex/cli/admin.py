@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     _add_bases(commands)
     parser = add_command(
         commands, "audit", _audit, "Show who changed what, newest first.", "registry audit --json"

@@ -31,7 +31,6 @@ EXAMPLE = "loraplex bench trace --adapters 100 --rate 4 --duration 2m --prepare-
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     group = add_group(commands, "bench", "Measure a running stack from outside.", EXAMPLE)
     parser = add_command(
         group,

@@ -17,7 +17,7 @@ from loraplex.cli.output import (
     show_table,
     sized,
 )
-from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, count, key_value
+from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, add_label, count
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     parser = add_command(
         commands,
         "list",
@@ -37,14 +36,7 @@ def add(commands: Any) -> None:
     parser.add_argument("name", nargs="?", default="", help="list all versions of this adapter")
     parser.add_argument("--tenant", default="", help="only adapters of this tenant")
     parser.add_argument("--prefix", default="", help="only names that begin with PREFIX")
-    parser.add_argument(
-        "--label",
-        action="append",
-        default=[],
-        type=key_value,
-        metavar="K=V",
-        help="only adapters with this label; may be repeated",
-    )
+    add_label(parser, about="only adapters with this label")
     parser.add_argument("--base", default="", metavar="ID", help="only adapters of this base")
     parser.add_argument(
         "--all", action="store_true", help="list every version, not only the latest"

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
     parser = add_command(
         commands,
         "certify",

@@ -13,7 +13,6 @@ from loraplex.refs import parse_ref
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
     parser = add_command(
         commands,
         "fetch",

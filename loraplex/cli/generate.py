@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     parser = add_command(
         commands,
         "generate",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -29,17 +28,10 @@ def make_parser() -> Parser:
     """All sub-commands."""
     # Imported late, because `up` and `simulate` replace this process and need none of them.
     from loraplex.cli import bench, completion, fetch, generate, top, usage, vectors
-    from loraplex.cli.parsing import Parser, add_version
+    from loraplex.cli.parsing import make_program
 
-    parser = Parser(
-        prog="loraplex",
-        description="Serve many LoRA adapters from one base model.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_version(parser)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    description = "Serve many LoRA adapters from one base model."
+    parser, commands = make_program("loraplex", description, EPILOG)
     commands.add_parser("up", help=UP_SUMMARY, add_help=False)
     commands.add_parser("simulate", help=SIMULATE_SUMMARY, add_help=False)
     generate.add(commands)

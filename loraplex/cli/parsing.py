@@ -48,9 +48,17 @@ def with_nearest(message: str) -> str:
     return f"{message}; did you mean {near[0]!r}?" if near else message
 
 
-def add_version(parser: argparse.ArgumentParser) -> None:
-    """`--version`."""
+def make_program(name: str, description: str, epilog: str) -> tuple[Parser, Any]:
+    """The parser of a program, and where to add its commands."""
+    parser = Parser(
+        prog=name,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    return parser, parser.add_subparsers(metavar="COMMAND", required=True)
 
 
 class _Version(argparse.Action):
@@ -160,6 +168,18 @@ def _parsed(parse: Callable[[str], T], text: str) -> T:
         return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+
+
+def add_label(parser: argparse.ArgumentParser, *flags: str, about: str) -> None:
+    """`--label K=V`, which may be repeated."""
+    parser.add_argument(
+        *("--label", *flags),
+        action="append",
+        default=[],
+        type=key_value,
+        metavar="K=V",
+        help=f"{about}; may be repeated",
+    )
 
 
 def add_when_loaded(parser: argparse.ArgumentParser) -> None:

@@ -21,9 +21,9 @@ from loraplex.cli.parsing import (
     add_command,
     add_connection,
     add_json,
+    add_label,
     add_when_loaded,
     credentials_of,
-    key_value,
 )
 from loraplex.cli.staged import until_moved
 
@@ -37,7 +37,6 @@ DIR_HELP = "folder written by PEFT's save_pretrained, snapshot in a Hugging Face
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     _add_upload(commands)
     _add_validate(commands)
 
@@ -78,14 +77,7 @@ def _add_upload(commands: Any) -> None:
         "--base", default="", metavar="ID", help="base that the adapter was trained on"
     )
     parser.add_argument("--public", action="store_true", help="let every tenant run the adapter")
-    parser.add_argument(
-        "--label",
-        action="append",
-        default=[],
-        type=key_value,
-        metavar="K=V",
-        help="label of the version; may be repeated",
-    )
+    add_label(parser, about="label of the version")
     parser.add_argument(
         "--parent", default="", metavar="REF", help="version that this one was made from"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from loraplex.cli import (
@@ -17,7 +16,7 @@ from loraplex.cli import (
     sharing,
     tags,
 )
-from loraplex.cli.parsing import Parser, add_version
+from loraplex.cli.parsing import Parser, make_program
 from loraplex.cli.running import main_of
 
 EPILOG = """example:
@@ -29,15 +28,8 @@ exit codes: 0 ok, 1 other, 2 usage, 3 adapter refused, 4 conflict, 5 auth,
 
 def make_parser() -> Parser:
     """All sub-commands."""
-    parser = Parser(
-        prog="registry",
-        description="Publish, find and manage LoRA adapters.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_version(parser)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    description = "Publish, find and manage LoRA adapters."
+    parser, commands = make_program("registry", description, EPILOG)
     for group in (publish, rewriting, catalog, tags, sharing, provenance, certify, admin, access):
         group.add(commands)
     completion.add(commands, "registry", make_parser)

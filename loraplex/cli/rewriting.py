@@ -22,7 +22,6 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     _add_merge(commands)
     _add_convert(commands)
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from loraplex.cli.catalog import spelled_labels
 from loraplex.cli.output import print_fields, print_json, show
-from loraplex.cli.parsing import add_command, add_connection, key_value
+from loraplex.cli.parsing import add_command, add_connection, add_label
 from loraplex.cli.publish import client_of
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     parser = add_command(
         commands,
         "share",
@@ -47,14 +46,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("text", nargs="?", metavar="TEXT", help="new description; '' removes it")
-    parser.add_argument(
-        *("--label", "-l"),
-        action="append",
-        default=[],
-        type=key_value,
-        metavar="K=V",
-        help="add or replace a label; may be repeated",
-    )
+    add_label(parser, "-l", about="add or replace a label")
     parser.add_argument(
         "--remove-label",
         action="append",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from loraplex.cli import shadow
 from loraplex.cli.catalog import pending_of, sides_of, spelled
 from loraplex.cli.output import moment, print_json, print_table, show
-from loraplex.cli.parsing import add_command, add_connection, add_when_loaded, key_value
+from loraplex.cli.parsing import add_command, add_connection, add_label, add_when_loaded
 from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
 
@@ -22,7 +22,6 @@ MAX_WEIGHT = 1_000_000
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     parser = add_command(
         commands,
         "tag",
@@ -118,14 +117,8 @@ def _add_delete(commands: Any) -> None:
         metavar="REF",
         help="NAME:vN; with --all: NAME, or a pattern such as 'trace-*'",
     )
-    parser.add_argument(
-        *("--label", "-l"),
-        action="append",
-        default=[],
-        type=key_value,
-        metavar="K=V",
-        help="with --all: only adapters whose latest version has this label; may be repeated",
-    )
+    about = "with --all: only adapters whose latest version has this label"
+    add_label(parser, "-l", about=about)
     parser.add_argument("--dry-run", action="store_true", help="with --all: only print the names")
     parser.add_argument("--all", action="store_true", help="delete all versions and tags")
     parser.add_argument(

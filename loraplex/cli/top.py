@@ -31,7 +31,6 @@ _NUM_LINES_PIPED = 40
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
     parser = add_command(
         commands,
         "top",
@@ -167,9 +166,7 @@ def _workers(workers: tuple[WorkerStatus, ...], num_lines: int) -> list[str]:
         "ON DEVICE",
         "STEP",
     )
-    lines = table_lines(header, rows)
-    hidden = len(order) - len(shown)
-    return [*lines, f"... and {hidden} more workers"] if hidden else lines
+    return [*table_lines(header, rows), *_hidden(len(order) - len(shown), "more workers")]
 
 
 def _models(recent: RecentLoad, key: str, num_lines: int) -> list[str]:
@@ -187,9 +184,11 @@ def _models(recent: RecentLoad, key: str, num_lines: int) -> list[str]:
         for model in shown
     ]
     header = (f"ADAPTER (by {name})", "REQUESTS/S", "TOKENS/S", "ERRORS")
-    lines = table_lines(header, rows)
-    hidden = len(models) - len(shown)
-    return [*lines, f"... and {hidden} more"] if hidden else lines
+    return [*table_lines(header, rows), *_hidden(len(models) - len(shown), "more")]
+
+
+def _hidden(count: int, what: str) -> list[str]:
+    return [f"... and {count} {what}"] if count else []
 
 
 def _share(part: int, whole: int) -> str:

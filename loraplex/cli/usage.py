@@ -17,7 +17,6 @@ _COUNTERS = ("requests", "errors", "prompt_tokens", "cached_tokens", "generated_
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
     parser = add_command(
         commands,
         "usage",

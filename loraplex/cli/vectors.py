@@ -18,7 +18,6 @@ SHOWN_VALUES = 6
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
     parser = add_command(
         commands,
         "embed",

@@ -181,11 +181,11 @@ async def _publish_in_one_call(
         progress("upload", len(data), len(data))
         return answer
 
-    for pause_s in PAUSES_S:
+    for attempt, pause_s in enumerate(PAUSES_S):
         try:
             return await send()
         except Unavailable as error:
-            if pause_s == PAUSES_S[0] and error.reason in _REFUSED_AT_ONCE:
+            if not attempt and error.reason in _REFUSED_AT_ONCE:
                 raise
             await asyncio.sleep(error.retry_after_s or pause_s)
     return await send()

@@ -65,7 +65,7 @@ async def drive(
         model = models[0 if request.adapter is None else request.adapter + 1]
         prompt = random_prompt(f"{seed}/{index}", request.num_input)
         await asyncio.sleep(begin_s + request.arrival_s - time.monotonic())
-        return await _one(client, model.id, prompt, request, (begin_s, first_token_s))
+        return await _one(client, model.id, prompt, request, begin_s, first_token_s)
 
     return await asyncio.gather(*(send(i, request) for i, request in enumerate(trace)))
 
@@ -81,12 +81,16 @@ async def _one(
     model: str,
     prompt: list[int],
     request: TracedRequest,
-    times: tuple[float, float | None],
+    begin_s: float,
+    first_token_s: float | None,
 ) -> RequestOutcome:
-    """`times`: when the trace began, and how long first tokens may take."""
-    begin_s, first_token_s = times
+    """
+    Args:
+        begin_s: when the trace began.
+        first_token_s: how long the first token may take.
+    """
     sampling = Sampling(max_tokens=request.num_output, temperature=0.0, ignore_eos=True)
-    first_s: float | None = None
+    arrived_s: float | None = None
     engine_s: float | None = None
     num_output = 0
     reason = ""
@@ -94,8 +98,8 @@ async def _one(
         answer = client.generate(model, prompt, sampling, first_token_s=first_token_s)
         async with aclosing(answer) as chunks:
             async for chunk in chunks:
-                if chunk.token_ids and first_s is None:
-                    first_s = time.monotonic() - begin_s
+                if chunk.token_ids and arrived_s is None:
+                    arrived_s = time.monotonic() - begin_s
                 num_output += len(chunk.token_ids)
                 if chunk.timings:
                     engine_s = chunk.timings.queue_s + chunk.timings.prefill_s
@@ -106,7 +110,7 @@ async def _one(
     reason = reason or ("" if finished else "ENDED_EARLY")
     return RequestOutcome(
         arrival_s=request.arrival_s,
-        first_token_s=first_s,
+        first_token_s=arrived_s,
         end_s=end_s,
         num_output=num_output,
         finished=finished,

@@ -90,7 +90,6 @@ class AdapterEndpoints:
     recent: RecentRequests
 
     def routes(self) -> list[Route]:
-        """All paths."""
         return [
             Route("/console/adapters", self.adapters, methods=["GET"]),
             Route("/console/adapter", self.adapter, methods=["GET"]),

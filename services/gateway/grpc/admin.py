@@ -31,73 +31,63 @@ from loraplex_services.gateway.workers.view import WorkerView, no_worker_reason
 
 Context = grpc.aio.ServicerContext[Any, Any]
 NAME = "loraplex.v1.AdminService"
+Labels = Mapping[str, Sequence[str]]
+"""tenant/name:vN by digest, newest first."""
 _FETCH_TIMEOUT_S = 300.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """AdminService of one gateway."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        registry: RegistryLink,
-        resolver: Resolver,
-        controller: AdmissionController,
-        not_ready_reason: Callable[[], str],
-        recent: RecentRequests,
-        mirrors: Mirrors,
-    ) -> None:
-        self._fleet = fleet
-        self._registry = registry
-        self._resolver = resolver
-        self._controller = controller
-        self._not_ready_reason = not_ready_reason
-        self._recent = recent
-        self._mirrors = mirrors
+    fleet: Fleet
+    registry: RegistryLink
+    resolver: Resolver
+    controller: AdmissionController
+    not_ready_reason: Callable[[], str]
+    recent: RecentRequests
+    mirrors: Mirrors
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: Context
     ) -> admin_pb2.GetStatusResponse:
         """Bases, workers, and the adapters that they hold."""
-        views = sorted(self._fleet.views(), key=lambda view: (view.worker_id, view.address))
-        labels = self._labels() if request.include_adapters else None
-        reason = self._not_ready_reason() or no_worker_reason(views)
-        shows_load = sees_all_adapters(current_caller.get())
+        views = sorted(self.fleet.views(), key=lambda view: (view.worker_id, view.address))
+        sees_all = sees_all_adapters(current_caller.get())
+        labels = self._labels(sees_all) if request.include_adapters else None
+        reason = self.not_ready_reason() or no_worker_reason(views)
         return admin_pb2.GetStatusResponse(
             ready=not reason,
             not_ready_reason=reason,
             base_ids=sorted({view.base_id for view in views if view.takes_requests}),
-            workers=[worker_state(view, labels) for view in views],
-            registry_connected=self._registry.is_watching,
-            num_adapters=self._resolver.snapshot.num_adapters,
-            running_requests=self._controller.num_running,
-            queued_requests=self._controller.num_waiting,
-            recent=recent_load_to_proto(self._recent.load()) if shows_load else None,
+            workers=[worker_state(view, labels, sees_all) for view in views],
+            registry_connected=self.registry.is_watching,
+            num_adapters=self.resolver.snapshot.num_adapters,
+            running_requests=self.controller.num_running,
+            queued_requests=self.controller.num_waiting,
+            recent=recent_load_to_proto(self.recent.load()) if sees_all else None,
         )
 
-    def _labels(self) -> ShownLabels:
-        caller = current_caller.get()
-        sees_all = sees_all_adapters(caller)
-        labels = self._resolver.snapshot.labels(None if sees_all else caller.tenant)
-        return ShownLabels(labels, shows_unnamed=sees_all)
+    def _labels(self, sees_all: bool) -> Labels:
+        return self.resolver.snapshot.labels(None if sees_all else current_caller.get().tenant)
 
     async def FetchAdapter(
         self, request: admin_pb2.FetchAdapterRequest, context: Context
     ) -> admin_pb2.FetchAdapterResponse:
         """Load an adapter on the first workers of its rendezvous order; on one by default."""
-        found = await self._resolver.model(request.ref, current_caller.get().tenant, "ref")
+        found = await self.resolver.model(request.ref, current_caller.get().tenant, "ref")
         if isinstance(found, ServedModel):
             raise InvalidRequest.field(
                 "ref", request.ref, "this is a base, which its workers always hold; name an adapter"
             )
-        able = {v.worker_id: v for v in self._fleet.views(found.base_id) if v.takes_requests}
+        able = {v.worker_id: v for v in self.fleet.views(found.base_id) if v.takes_requests}
         if not able:
             raise Unavailable(f"no worker of {found.base_id!r} is ready", reason="NO_READY_WORKER")
         chosen = rendezvous_order(found.digest, able)[: request.num_workers or 1]
         timeout_s = min(context.time_remaining() or _FETCH_TIMEOUT_S, _FETCH_TIMEOUT_S)
         begin_s = now_s()
         await asyncio.gather(
-            *(self._fleet.load(able[worker].address, found.digest, timeout_s) for worker in chosen)
+            *(self.fleet.load(able[worker].address, found.digest, timeout_s) for worker in chosen)
         )
         return admin_pb2.FetchAdapterResponse(
             ref=found.label, digest=found.digest, worker_ids=chosen, took_s=now_s() - begin_s
@@ -113,8 +103,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidRequest.field("ref", request.ref, "name a tag, as in NAME:TAG")
         if not 0 < request.share <= 1:
             raise InvalidRequest.field("share", request.share, "must be above 0 and at most 1")
-        await self._resolver.model(request.ref, tenant)
-        with self._mirrors.opened(tenant, ref, request.share) as mirror:
+        await self.resolver.model(request.ref, tenant)
+        with self.mirrors.opened(tenant, ref, request.share) as mirror:
             # The caller knows from the metadata that requests are mirrored from now on.
             await context.send_initial_metadata(())
             while True:
@@ -128,24 +118,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class ShownLabels:
-    """The adapters that a caller may see."""
+def worker_state(view: WorkerView, labels: Labels | None, sees_all: bool) -> admin_pb2.WorkerState:
+    """State of one worker; with `labels` also the adapters that it holds.
 
-    names: Mapping[str, Sequence[str]]
-    """tenant/name:vN by digest, newest first."""
-    shows_unnamed: bool
-    """Whether digests without a name, which may be other tenants', are shown too."""
-
-    def shows(self, digest: str) -> bool:
-        """Whether the caller may see this adapter."""
-        return self.shows_unnamed or digest in self.names
-
-
-def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.WorkerState:
-    """State of one worker; with `labels` also the adapters that it holds and the caller may see.
-
-    What a worker did and held before it was lost is not shown.
+    Unless the caller `sees_all`, only adapters with a label are shown. What a worker did and held
+    before it was lost is not shown.
     """
     adapters = view.adapters.values() if view.connected else ()
     state = admin_pb2.WorkerState(
@@ -162,8 +139,10 @@ def worker_state(view: WorkerView, labels: ShownLabels | None) -> admin_pb2.Work
         quantization=view.quantization,
     )
     if labels is not None:
-        for residency in (each for each in adapters if labels.shows(each.digest)):
-            names = labels.names.get(residency.digest, ())
+        for residency in adapters:
+            names = labels.get(residency.digest, ())
+            if not (names or sees_all):
+                continue
             state.adapters.add(
                 ref=names[0] if names else "",
                 num_other_refs=max(len(names) - 1, 0),

@@ -44,7 +44,6 @@ class AliasEndpoints:
     folders: LoraFolders
 
     def routes(self) -> list[Route]:
-        """All paths."""
         loads = [
             Route(path, functools.partial(self.load, in_place=in_place), methods=["POST"])
             for path, in_place in _LOADS.items()

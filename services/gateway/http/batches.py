@@ -34,7 +34,6 @@ class BatchEndpoints:
     """Says, by tenant and id, that a batch was created or cancelled."""
 
     def routes(self) -> list[Route]:
-        """All paths."""
         one = "/v1/batches/{batch_id}"
         return [
             Route("/v1/batches", self.create, methods=["POST"]),

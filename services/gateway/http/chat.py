@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NotRequired, TypedDict
 
 from loraplex.api.output import WeightSpan
-from loraplex.errors import LoraplexError
-from loraplex_services.gateway.http.errors import Error, error_object
 from loraplex_services.gateway.http.formatting import (
     ChunkUsage,
     CommonFields,
+    Formatter,
     ResponseInfo,
     TokenIds,
     UnsentSpans,
@@ -88,7 +87,7 @@ class ChatChunk(CommonFields, ChunkUsage):
     choices: list[ChatChunkChoice]
 
 
-class ChatFormatter:
+class ChatFormatter(Formatter):
     """Formats the answer to one conversation, streamed or complete."""
 
     def __init__(self, info: ResponseInfo) -> None:
@@ -118,9 +117,6 @@ class ChatFormatter:
         if not self._info.call.include_usage:
             return []
         return [{**self._chunk([]), "usage": self._info.chat_usage(self._answers)}]
-
-    def failure(self, error: LoraplexError) -> Error:
-        return error_object(error)
 
     def full_body(self, choices: Sequence[TextDelta]) -> Chat:
         messages = [self._message(self._answers.read(text_delta)) for text_delta in choices]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NotRequired
 
-from loraplex.errors import LoraplexError
-from loraplex_services.gateway.http.errors import Error, error_object
 from loraplex_services.gateway.http.formatting import (
     ChunkUsage,
     CommonFields,
+    Formatter,
     PromptIds,
     ResponseInfo,
     TokenIds,
@@ -45,7 +44,7 @@ class CompletionResponse(CommonFields, ChunkUsage):
     choices: list[CompletionChoice]
 
 
-class CompletionFormatter:
+class CompletionFormatter(Formatter):
     """Formats the output of one request, streamed or complete."""
 
     def __init__(self, info: ResponseInfo) -> None:
@@ -73,9 +72,6 @@ class CompletionFormatter:
         if not self._info.call.include_usage:
             return []
         return [self._answer([], {"usage": self._info.usage()})]
-
-    def failure(self, error: LoraplexError) -> Error:
-        return error_object(error)
 
     def full_body(self, choices: Sequence[TextDelta]) -> CompletionResponse:
         formatted = [self._full_choice(text_delta) for text_delta in choices]

@@ -62,7 +62,6 @@ class FileEndpoints:
         )
 
     def routes(self) -> list[Route]:
-        """All paths."""
         one = "/v1/files/{file_id}"
         return [
             Route("/v1/files", self.create, methods=["POST"]),

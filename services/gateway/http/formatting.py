@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NotRequired, Protocol, TypedDict
+from typing import NotRequired, TypedDict
 
 from loraplex.api.output import WeightSpan, joined_spans
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.http.calls import OpenAICall
+from loraplex_services.gateway.http.errors import error_object
 from loraplex_services.gateway.http.logprobs import TokenNames
 from loraplex_services.gateway.pipeline.chat_answers import ChatAnswers
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
@@ -186,18 +188,22 @@ class UnsentSpans:
         return self._spans.pop(index, [])
 
 
-class Formatter(Protocol):
+class Formatter(ABC):
     """Turns the output of one request into the objects of one API."""
 
+    @abstractmethod
     def chunks(self, text_delta: TextDelta) -> Sequence[Mapping[str, object]]:
         """Stream objects for a text delta; empty if it contains nothing new for this caller."""
 
+    @abstractmethod
     def ending(self) -> Sequence[Mapping[str, object]]:
         """Stream objects that follow the last text delta."""
 
     def failure(self, error: LoraplexError) -> Mapping[str, object]:
         """The last stream object of an answer that fails after its beginning was sent."""
+        return error_object(error)
 
+    @abstractmethod
     def full_body(self, choices: Sequence[TextDelta]) -> Mapping[str, object]:
         """The one object of a response that is not streamed; `choices` in order of index."""
 

@@ -74,10 +74,17 @@ class Guard:
 
         host = headers.get("host", "")
         if self._hosts and scope["path"] not in _PROBES and not self._hosts.allows(host):
-            await _refuse(send_with_id, _bad_host(), scope["path"])
+            error: LoraplexError = PermissionDenied(
+                "without auth this Host header is not allowed; call the gateway by a loopback "
+                "name, or add the name to LORAPLEX_ALLOWED_HOSTS",
+                reason="HOST_NOT_ALLOWED",
+            )
+            await _refuse(send_with_id, error, scope["path"])
             return
         if "transfer-encoding" in headers and "content-length" in headers:
-            await _refuse(send_with_id, _two_lengths(), scope["path"])
+            # A proxy that reads it differently would take its end for another request.
+            error = InvalidRequest("send content-length or transfer-encoding, and not both")
+            await _refuse(send_with_id, error, scope["path"])
             return
         await self._app(scope, intake, send_with_id)
 
@@ -119,20 +126,6 @@ def _host_of(header: str) -> str:
     """`[::1]:80` -> `::1`, `localhost:80` -> `localhost`; "" if it is not a host."""
     match = _HOST.fullmatch(header)
     return (match[1] or match[2]) if match else ""
-
-
-def _bad_host() -> LoraplexError:
-    return PermissionDenied(
-        "without auth this Host header is not allowed; call the gateway by a loopback name, or add "
-        "the name to LORAPLEX_ALLOWED_HOSTS",
-        reason="HOST_NOT_ALLOWED",
-    )
-
-
-def _two_lengths() -> LoraplexError:
-    """The refusal of a request with two lengths. A proxy that reads it differently would take its
-    end for another request."""
-    return InvalidRequest("send content-length or transfer-encoding, and not both")
 
 
 async def _refuse(send: Send, error: LoraplexError, path: str) -> None:

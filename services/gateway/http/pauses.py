@@ -32,7 +32,6 @@ class PauseEndpoints:
     live: LiveRequests
 
     def routes(self) -> list[Route]:
-        """All paths."""
         return [
             Route("/pause", self.pause, methods=["POST"]),
             Route("/resume", self.resume, methods=["POST"]),

@@ -60,7 +60,6 @@ class StoredWork:
         self._batches = BatchEndpoints(context, files, book, self._runner.wake)
 
     def routes(self) -> list[Route]:
-        """All paths."""
         return [*self._files.routes(), *self._batches.routes()]
 
     async def run(self) -> None:

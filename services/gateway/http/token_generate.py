@@ -8,11 +8,15 @@ from typing import Any, NotRequired, TypedDict
 
 from loraplex.api.output import TokenLogprob
 from loraplex.api.request import TokenPrompt
-from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
+from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin, call_of, read_sampling
-from loraplex_services.gateway.http.errors import Error, error_object
-from loraplex_services.gateway.http.formatting import ResponseInfo, UsageInfo, WeightsField
+from loraplex_services.gateway.http.formatting import (
+    Formatter,
+    ResponseInfo,
+    UsageInfo,
+    WeightsField,
+)
 from loraplex_services.gateway.http.logprobs import (
     ChatLogprobs,
     LogprobEntry,
@@ -65,7 +69,7 @@ class Generated(TypedDict):
     usage: NotRequired[UsageInfo]
 
 
-class GenerateFormatter:
+class GenerateFormatter(Formatter):
     """Formats the output of one request, streamed or complete."""
 
     def __init__(self, info: ResponseInfo) -> None:
@@ -80,9 +84,6 @@ class GenerateFormatter:
         if not self._info.call.include_usage:
             return []
         return [{**self._body([]), "usage": self._info.usage()}]
-
-    def failure(self, error: LoraplexError) -> Error:
-        return error_object(error)
 
     def full_body(self, choices: Sequence[TextDelta]) -> Generated:
         prompt = prompt_logprob_maps(self._info.of_choice(0), choices[0].prompt_logprobs)

@@ -95,7 +95,6 @@ class TokenizeEndpoints:
         self._formats = TenantSlots(_NUM_FORMATS, max_held=1)
 
     def routes(self) -> list[Route]:
-        """Both paths."""
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),

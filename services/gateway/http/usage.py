@@ -26,7 +26,6 @@ class UsageEndpoint:
     read: Read
 
     def routes(self) -> list[Route]:
-        """The path."""
         return [Route("/v1/usage", self.usage, methods=["GET"])]
 
     async def usage(self, request: Request) -> Response:

@@ -54,7 +54,6 @@ class VectorEndpoints:
     resolver: Resolver
 
     def routes(self) -> list[Route]:
-        """All paths."""
         paths = {
             self.embeddings: ("/v1/embeddings",),
             self.classify: ("/classify",),

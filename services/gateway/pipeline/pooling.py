@@ -10,9 +10,7 @@ from loraplex.api.pooling import Pooling
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.request import GenerateCall, RunningAdapter, ServedModel
 
-_OTHER_CALLS = {
-    SEQ_CLS: "it was trained to score (task_type SEQ_CLS): ask Score, or POST /classify",
-}
+_SCORES = f"it was trained to score (task_type {SEQ_CLS}): ask Score, or POST /classify"
 _EMBEDS = "it was trained for vectors (task_type {task}): ask Embed, or POST /v1/embeddings"
 
 
@@ -24,7 +22,7 @@ def choose_pooling(call: GenerateCall, adapters: Sequence[RunningAdapter]) -> Po
     if call.pooling is Pooling.NONE:
         for adapter in adapters:
             if adapter.task != CAUSAL_LM:
-                why = _OTHER_CALLS.get(adapter.task, _EMBEDS.format(task=adapter.task))
+                why = _SCORES if adapter.task == SEQ_CLS else _EMBEDS.format(task=adapter.task)
                 field = "adapters" if call.adapters else "model"
                 named = f"{adapter.label} does not generate: {why}"
                 raise InvalidRequest.field(field, adapter.label, named)

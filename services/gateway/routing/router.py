@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from loraplex.api.residency import Tier
@@ -141,7 +141,7 @@ def choose(views: Sequence[WorkerView], request: RoutingRequest) -> WorkerView |
     if not able:
         return None
     fresh = [view for view in able if not view.stale] or able
-    return min(_candidates(fresh, request), key=_cost(request))
+    return min(_candidates(fresh, request), key=lambda view: _cost(view, request))
 
 
 def _candidates(views: list[WorkerView], request: RoutingRequest) -> list[WorkerView]:
@@ -175,17 +175,8 @@ def _holds(view: WorkerView, request: RoutingRequest) -> bool:
     return all(view.tier_of(digest) >= Tier.LOADING for digest in request.digests)
 
 
-def _cost(request: RoutingRequest) -> Callable[[WorkerView], tuple[bool, float, int, int]]:
+def _cost(view: WorkerView, request: RoutingRequest) -> tuple[bool, float, int, int]:
     """Sort key: same numerics, then time to first token, then batch size, then rendezvous order."""
-
-    def cost(view: WorkerView) -> tuple[bool, float, int, int]:
-        differs = bool(request.numerics) and view.numerics != request.numerics
-        time_s = round(first_token_s(view, request), 3)
-        return (
-            differs,
-            time_s,
-            view.num_requests,
-            -rendezvous_score(request.key, view.worker_id),
-        )
-
-    return cost
+    differs = bool(request.numerics) and view.numerics != request.numerics
+    time_s = round(first_token_s(view, request), 3)
+    return differs, time_s, view.num_requests, -rendezvous_score(request.key, view.worker_id)

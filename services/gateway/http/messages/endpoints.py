@@ -31,7 +31,6 @@ class MessagesEndpoints:
     encoder: PromptEncoder
 
     def routes(self) -> list[Route]:
-        """Both paths."""
         return [
             Route(MESSAGES_PATH, self.create, methods=["POST"]),
             Route(f"{MESSAGES_PATH}/count_tokens", self.count, methods=["POST"]),

@@ -17,13 +17,13 @@ from loraplex_services.gateway.http.blocks import (
     BlockStep,
 )
 from loraplex_services.gateway.http.errors import messages_error
-from loraplex_services.gateway.http.formatting import ResponseInfo
+from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
 from loraplex_services.gateway.request import TextDelta
 
 Event = dict[str, Any]
 
 
-class MessagesFormatter:
+class MessagesFormatter(Formatter):
     """Formats the answer to one request, streamed or complete."""
 
     def __init__(self, info: ResponseInfo) -> None:

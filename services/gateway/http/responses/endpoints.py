@@ -57,7 +57,6 @@ class ResponsesEndpoints:
         self._store = ResponseStore()
 
     def routes(self) -> list[Route]:
-        """All paths."""
         one = "/v1/responses/{response_id}"
         return [
             Route("/v1/responses", self.create, methods=["POST"]),

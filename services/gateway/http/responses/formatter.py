@@ -15,7 +15,7 @@ from loraplex_services.gateway.http.blocks import (
     BlockKind,
     BlockStep,
 )
-from loraplex_services.gateway.http.formatting import ResponseInfo
+from loraplex_services.gateway.http.formatting import Formatter, ResponseInfo
 from loraplex_services.gateway.http.logprobs import LogprobEntry, chat_logprobs
 from loraplex_services.gateway.http.responses.items import encoded_thought
 from loraplex_services.gateway.http.responses.parse import ResponsesCall
@@ -32,7 +32,7 @@ _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
 Event = dict[str, Any]
 
 
-class ResponsesFormatter:
+class ResponsesFormatter(Formatter):
     """Formats the answer to one request, streamed or complete."""
 
     def __init__(
