@@ -229,9 +229,14 @@ class Gateway:
         )
 
     def _http_app(self) -> ASGIApp:
-        context = self._app_context()
+        context = AppContext(
+            not_ready_reason=self.readiness.missing,
+            shows_metrics=self._config.is_local or self._keys is not None,
+            keys=self._keys,
+        )
+        lister = functools.partial(context.reader, num_calls=LIST_CALLS)
         console = ConsoleEndpoints(
-            functools.partial(context.reader, num_calls=LIST_CALLS),
+            lister,
             self._resolver,
             self._fleet,
             self._controller,
@@ -239,7 +244,7 @@ class Gateway:
             self._generation.usage.recent,
         )
         adapters = AdapterEndpoints(
-            functools.partial(context.reader, num_calls=LIST_CALLS),
+            lister,
             self._resolver,
             self._fleet,
             self._registry_of,
@@ -259,7 +264,7 @@ class Gateway:
         usage = UsageEndpoint(
             functools.partial(context.reader, num_calls=USAGE_CALLS), self._registry.usage
         )
-        pauses = PauseEndpoints(functools.partial(context.reader, num_calls=LIST_CALLS), self._live)
+        pauses = PauseEndpoints(lister, self._live)
         others = [
             *tokenize.routes(),
             *responses.routes(),
@@ -294,13 +299,6 @@ class Gateway:
         """A client of the registry with a caller's key, without the gateway's own identity."""
         credentials = Credentials(api_key=api_key, ca=self._config.tls.ca)
         return RegistryClient(self._config.registry_address, credentials)
-
-    def _app_context(self) -> AppContext:
-        return AppContext(
-            not_ready_reason=self.readiness.missing,
-            shows_metrics=self._config.is_local or self._keys is not None,
-            keys=self._keys,
-        )
 
     def _host_rule(self) -> HostRule | None:
         """With keys any Host is accepted, because pages of other sites cannot know a key."""

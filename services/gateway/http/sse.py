@@ -176,19 +176,14 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         raise ClientDisconnect
     finally:
         leaving.cancel()
-        await _ended(working)
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _ended(task: asyncio.Future[Any]) -> None:
-    """Cancel a task and wait for its clean-up."""
-    if not task.done():
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _start(status: int, headers: dict[str, str]) -> dict[str, Any]:

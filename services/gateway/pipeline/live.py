@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import AsyncGenerator, Collection, Coroutine
+from collections.abc import AsyncGenerator, Collection
 from contextlib import ExitStack, asynccontextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from loraplex.api.request import UpdatePolicy
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex.refs import parse_ref
 from loraplex_services.common.limits import MAX_PAUSED_PER_TENANT
+from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.pipeline.held_prompts import HeldPrompts
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest, adapter_set, scaled
@@ -78,7 +79,7 @@ class LiveRequests:
         self._live: set[LiveRequest] = set()
         self._paused: dict[Adapter, PauseMode] = {}
         self._resumed = asyncio.Event()
-        self._loads: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._loads: SharedWork[tuple[str, str], None] = SharedWork()
         """Loads in progress, by worker and digest."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._held = HeldPrompts() if limits_prompts else None
@@ -158,7 +159,9 @@ class LiveRequests:
             is_meant = adapters is None or not live.scopes.isdisjoint(adapters)
             if live.follows and is_meant and not live.is_switching:
                 live.is_switching = True
-                self._spawn(self._switch(live))
+                task = asyncio.create_task(self._switch(live))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     async def _switch(self, live: LiveRequest) -> None:
         """Move a request to what its tags point at, however often they move in the meantime."""
@@ -186,18 +189,9 @@ class LiveRequests:
 
     async def _load(self, address: str, digest: str) -> None:
         """Load an adapter on a worker, once for all requests that wait for it."""
-        key = (address, digest)
-        if key not in self._loads:
-            loading = self._spawn(self._workers.load(address, digest, LOAD_TIMEOUT_S))
-            loading.add_done_callback(lambda _: self._loads.pop(key, None))
-            self._loads[key] = loading
-        await asyncio.shield(self._loads[key])
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        await self._loads.wait(
+            (address, digest), lambda: self._workers.load(address, digest, LOAD_TIMEOUT_S)
+        )
 
 
 def check_update_policy(call: GenerateCall, target: Target) -> None:

@@ -7,7 +7,6 @@ when last checked stays valid until it expires, for at most one day.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,6 +18,7 @@ from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import MAX_UNCHECKED_KEY_S
 from loraplex_services.common.recent import Recent
 from loraplex_services.common.security.wrong_keys import WrongKeys
+from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.gateway.clock import now_s
 
 FRESH_S = 2.0
@@ -70,7 +70,7 @@ class KeyRing:
         # must not displace good ones.
         self._known: Recent[bytes, _Known] = Recent(MAX_KNOWN)
         self._refused: Recent[bytes, _Refused] = Recent(MAX_REFUSED)
-        self._asking: dict[bytes, asyncio.Task[Caller]] = {}
+        self._asking: SharedWork[bytes, Caller] = SharedWork()
 
     async def check(self, method: str, metadata: Mapping[str, str]) -> Caller:
         """The caller of a gRPC method. Raises: Unauthenticated, PermissionDenied."""
@@ -97,25 +97,13 @@ class KeyRing:
         known, refused = self._known.get(key), self._refused.get(key)
         if known is not None and self._is_fresh(known.asked_s):
             if self._now() - known.asked_s > CHECK_AGAIN_S:
-                self._ask(key, token)
+                self._asking.begin(key, lambda: self._asked(key, token))
             return self._unexpired(known.caller)
         if refused is not None and self._is_fresh(refused.asked_s):
             raise Unauthenticated(refused.message, reason="INVALID_API_KEY")
         if known is None:
             self._wrong_keys.check()
-        return await asyncio.shield(self._ask(key, token))
-
-    def _ask(self, key: bytes, token: str) -> asyncio.Task[Caller]:
-        """Ask the registry, once for all that wait for the answer."""
-        if key not in self._asking:
-            task = self._asking[key] = asyncio.create_task(self._asked(key, token))
-            task.add_done_callback(lambda task: self._answered(key, task))
-        return self._asking[key]
-
-    def _answered(self, key: bytes, task: asyncio.Task[Caller]) -> None:
-        del self._asking[key]
-        if not task.cancelled():
-            task.exception()  # perhaps nobody waits for it
+        return await self._asking.wait(key, lambda: self._asked(key, token))
 
     async def _asked(self, key: bytes, token: str) -> Caller:
         """Mutates: known, refused. Raises: Unauthenticated, or why the key cannot be checked."""

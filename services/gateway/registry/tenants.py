@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from loraplex.api.tenants import TenantLimits
 from loraplex.errors import LoraplexError
+from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.gateway.clock import now_s
 
 logger = logging.getLogger(__name__)
@@ -30,23 +31,19 @@ class TenantDirectory:
         self._ask = ask
         self._now = now
         self._known: dict[str, tuple[float, TenantLimits]] = {}
-        self._asking: dict[str, asyncio.Task[TenantLimits]] = {}
+        self._asking: SharedWork[str, TenantLimits] = SharedWork()
 
     async def limits(self, tenant: str) -> TenantLimits:
         """The limits of a tenant. Waits only if the tenant is not known yet."""
         known = self._known.get(tenant)
         if known is not None and self._now() - known[0] < FRESH_S:
             return known[1]
-        asking = self._asking.get(tenant)
-        if asking is None:
-            asking = self._asking[tenant] = asyncio.create_task(self._asked(tenant))
+        asking = self._asking.begin(tenant, lambda: self._asked(tenant))
         return known[1] if known is not None else await asyncio.shield(asking)
 
     async def close(self) -> None:
         """Cancel the requests to the registry."""
-        for task in list(self._asking.values()):
-            task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await self._asking.close()
 
     async def _asked(self, tenant: str) -> TenantLimits:
         """Mutates: known."""
@@ -58,8 +55,6 @@ class TenantDirectory:
             logger.info(
                 "tenant limits not refreshed", extra={"tenant": tenant, "reason": error.reason}
             )
-        finally:
-            del self._asking[tenant]
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         self._known[tenant] = (self._now(), limits)

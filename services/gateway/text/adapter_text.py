@@ -17,6 +17,7 @@ from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, AddedToken
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex_services.common.processes.process_pool import JobFailed
+from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.request import Target
 from loraplex_services.gateway.text.text_files_process import TextFilesReader
@@ -52,7 +53,7 @@ class AdapterText:
         self._max_kept_bytes = max_kept_bytes
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._num_kept_bytes = 0
-        self._being_made: dict[Key, asyncio.Task[BaseTokenizer]] = {}
+        self._being_made: SharedWork[Key, BaseTokenizer] = SharedWork()
         self._slots = TenantSlots(_MAX_READERS)
         self._reader = TextFilesReader()
 
@@ -79,13 +80,9 @@ class AdapterText:
         key: Key = (_key(served), *((f.path, f.sha256) for f in files))
         if key in self._kept:
             return self._used(key)
-        if key not in self._being_made:
-            made = self._make(key, served, base, adapter.label, files, tenant)
-            task = asyncio.create_task(made)
-            task.add_done_callback(lambda _: self._being_made.pop(key, None))
-            self._being_made[key] = task
-        # A caller that leaves must not cancel the work of the others.
-        return await asyncio.shield(self._being_made[key])
+        return await self._being_made.wait(
+            key, lambda: self._make(key, served, base, adapter.label, files, tenant)
+        )
 
     async def _make(
         self,
