@@ -97,14 +97,26 @@ float weigh(const Layout& l, int64_t query_head, float* scores, int64_t begin, i
     return 1.0f / (sum(total) + sink);
 }
 
-void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const QueryTask& task) {
+// What the queries of a task see of a plane.
+Blocks blocks_of(const Layout& l, const bf16* plane, const Sequence& sequence, const QueryTask& task,
+                 const Blocks* then) {
+    const int64_t oldest = seen_by(l, sequence, sequence.start + task.first).begin;
+    const int64_t high = seen_by(l, sequence, sequence.start + task.last - 1).end;
+    const int64_t items = kTokens * l.head_dim;
+    return {sequence, plane, l.block_stride, items, task.head * items, oldest / kTokens,
+            ceil_div(high, kTokens), then};
+}
+
+// `next`: the keys of the task that probably follows.
+void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const QueryTask& task,
+            const Blocks* next) {
     const Layout& l = call.layout;
     const int64_t group = l.num_heads / l.num_kv_heads, head = task.head;
     const int64_t num_rows = (task.last - task.first) * group;
     const int64_t low = sequence.start + task.first;
-    const int64_t oldest = seen_by(l, sequence, low).begin;
-    const int64_t high = seen_by(l, sequence, sequence.start + task.last - 1).end;
-    const int64_t first = oldest / kTokens, end = (high + kTokens - 1) / kTokens;
+    const Blocks values = blocks_of(l, call.values, sequence, task, next);
+    const Blocks keys = blocks_of(l, call.keys, sequence, task, &values);
+    const int64_t first = keys.first, end = keys.end;
     const int64_t width = (end - first) * kTokens;
     float* scores = scratch(0, num_rows * width);
     bf16* weights = reinterpret_cast<bf16*>(scratch(1, num_rows * width / 2));
@@ -115,9 +127,6 @@ void attend(const AttentionCall<bf16>& call, const Sequence& sequence, const Que
                         (head * group + row % group) * l.head_dim;
         std::memcpy(queries + row * l.head_dim, q, l.head_dim * sizeof(bf16));
     }
-    const int64_t items = kTokens * l.head_dim;
-    const Blocks keys{sequence, call.keys, l.block_stride, items, head * items};
-    const Blocks values{sequence, call.values, l.block_stride, items, head * items};
     float factors[kTileRows];
     for (int64_t begin = 0; begin < num_rows; begin += kTileRows) {
         const int64_t n = num_rows - begin < kTileRows ? num_rows - begin : kTileRows;
@@ -175,8 +184,12 @@ LPX_EXPORT void lpx_attend_tiles(const void* q, const void* k, const void* v, vo
         for (int64_t t = 0; t < all[i].num_tokens; ++t) write_token(call, all[i], t);
     });
     const std::vector<QueryTask>& plan = tasks;
-    parallel_for(static_cast<int64_t>(plan.size()),
-                 [&](int64_t i) { attend(call, all[plan[i].sequence], plan[i]); });
+    const int64_t num_tasks = static_cast<int64_t>(plan.size());
+    parallel_shares(num_tasks, [&](int64_t i) {
+        const QueryTask& after = plan[i + 1 < num_tasks ? i + 1 : i];
+        const Blocks next = blocks_of(l, call.keys, all[after.sequence], after, nullptr);
+        attend(call, all[plan[i].sequence], plan[i], &next);
+    });
 }
 
 #else

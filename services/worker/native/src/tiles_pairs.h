@@ -76,8 +76,6 @@ public:
     void score(const bf16* queries, const Blocks& keys, int64_t head_dim, int64_t first,
                int64_t end, float* scores, int64_t width) const {
         for (int64_t block = first; block < end; block += kBlocks) {
-            const int64_t ahead = smaller(block + 2 * kBlocks, end);
-            for (int64_t next = block + kBlocks; next < ahead; ++next) keys.prefetch(next);
             with_count<kBlocks>(end - block, [&](auto blocks) {
                 each_group([&](auto rows, int64_t row) {
                     score_group<rows.value, blocks.value>(
@@ -111,6 +109,9 @@ private:
     // Blocks of keys, and vectors of values, whose sums stay in registers.
     static constexpr int kRows = 4, kBlocks = kLanes == 16 ? 4 : 1, kValues = kLanes == 16 ? 4 : 2;
     static constexpr int kBlockVectors = kTokens / kLanes;
+    // How far ahead of its use a block is prefetched, line by line: lines that are asked for all at once are
+    // partly ignored.
+    static constexpr int64_t kAheadBlocks = 4;
 
     template <class F>
     void each_group(const F& f) const {
@@ -124,9 +125,12 @@ private:
                             int64_t block, float* scores, int64_t width) {
         constexpr int V = B * kBlockVectors;
         const bf16* from[V];
+        const bf16* ahead[V];
         Vec totals[R][V];
         for (int v = 0; v < V; ++v) {
-            from[v] = keys.at(block + v / kBlockVectors) + v % kBlockVectors * 2 * kLanes;
+            const int64_t offset = v % kBlockVectors * 2 * kLanes;
+            from[v] = keys.at(block + v / kBlockVectors) + offset;
+            ahead[v] = keys.ahead(block + kAheadBlocks + v / kBlockVectors) + offset;
             for (int r = 0; r < R; ++r) totals[r][v] = zero();
         }
         for (int64_t d = 0; d < head_dim; d += 2) {
@@ -135,6 +139,7 @@ private:
             for (int r = 0; r < R; ++r) pairs[r] = broadcast_pair(queries + r * head_dim + d);
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) {
+                __builtin_prefetch(ahead[v] + d * kTokens, 0, 3);
                 const Pairs tokens = load_pairs(from[v] + d * kTokens);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) totals[r][v] = dot(pairs[r], tokens, totals[r][v]);
@@ -155,12 +160,14 @@ private:
         }
         for (int64_t block = first; block < end; ++block) {
             const bf16* from = values.at(block) + 2 * d;
-            if (block + 2 < end) values.prefetch(block + 2);
+            const bf16* ahead = values.ahead(block + kAheadBlocks) + 2 * d;
             for (int64_t pair = 0; pair < kTokens / 2; ++pair) {
                 Pairs dims[V];
 #pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) {
-                    dims[v] = load_pairs(from + pair * 2 * head_dim + v * 2 * kLanes);
+                    const int64_t offset = pair * 2 * head_dim + v * 2 * kLanes;
+                    __builtin_prefetch(ahead + offset, 0, 3);
+                    dims[v] = load_pairs(from + offset);
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
