@@ -72,15 +72,25 @@ struct Strides {
     int64_t rows, groups, items;  // items lie next to each other, or all are the first
 };
 
+// The items of one group.
+template <class T>
+struct Items {
+    const T* first;
+    bool repeat;
+
+    Vec load(int64_t i, int64_t n) const {
+        if (!repeat) return load_n(first + i, n);
+        return set1(sum(load_n(first, 1)));  // the other lanes are 0
+    }
+};
+
 template <class T>
 struct Operand {
     const T* data;
     Strides strides;
 
-    Vec load(int64_t row, int64_t group, int64_t i, int64_t n) const {
-        const T* first = data + row * strides.rows + group * strides.groups;
-        if (strides.items != 0) return load_n(first + i, n);
-        return set1(sum(load_n(first, 1)));  // the other lanes are 0
+    Items<T> items(int64_t row, int64_t group) const {
+        return {data + row * strides.rows + group * strides.groups, strides.items == 0};
     }
 };
 
@@ -90,9 +100,11 @@ void each_item(T* y, const Strides& strides, const Operand<A>& a, const Operand<
                int64_t num_groups, int64_t num_items, const Operation& operation) {
     each_head(num_rows, num_groups, [&](int64_t row, int64_t group) {
         T* out = y + row * strides.rows + group * strides.groups;
+        const Items<A> left = a.items(row, group);
+        const Items<B> right = b.items(row, group);
         for (int64_t i = 0; i < num_items; i += kLanes) {
             const int64_t n = num_items - i;
-            store_n(out + i, operation(a.load(row, group, i, n), b.load(row, group, i, n)), n);
+            store_n(out + i, operation(left.load(i, n), right.load(i, n)), n);
         }
     });
 }
