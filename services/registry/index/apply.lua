@@ -1,18 +1,18 @@
 -- Bring changed documents into the index, all or nothing, and tell watchers.
 -- KEYS[1] = prefix of all keys; ARGV = the position seen before (epoch, sequence), how many events to
--- keep, the epoch to fill while rebuilding ('' = the current one), JSON {op, scope, items}, then the
--- documents that items and events name by their number. Keys: see catalog.py.
--- Returns {epoch, sequence after the change, ''}, or false where there is no index to change or it is
+-- keep, the epoch to fill while rebuilding ('' = the current one), JSON [{op, scope, items}...], then
+-- the documents that items and events name by their number. Keys: see catalog.py.
+-- Returns {epoch, sequence after the changes, ''}, or false where there is no index to change or it is
 -- behind that position.
 local prefix = KEYS[1]
 local max_events = tonumber(ARGV[3])
-local change = cjson.decode(ARGV[5])
+local changes = cjson.decode(ARGV[5])
 local epoch = redis.call('GET', prefix .. 'epoch')
 
 if ARGV[4] ~= '' then
   epoch = ARGV[4]
 elseif redis.call('EXISTS', prefix .. 'rebuild') == 1 then
-  redis.call('SADD', prefix .. 'dirty', change.scope)
+  for _, change in ipairs(changes) do redis.call('SADD', prefix .. 'dirty', change.scope) end
 end
 if not epoch then return false end
 local ns = prefix .. epoch .. ':'
@@ -58,73 +58,78 @@ local function refresh_newest(scope)
   end
 end
 
-local has_ended = false
-for _, item in ipairs(change.items) do
-  local key = ns .. item.key
-  local have = generation_of(redis.call('HGET', key, item.field))
-  if item.generation > have then
-    redis.call('HSET', key, item.field, string.format('%d ', item.generation) .. document(item.doc))
-    if item.use then
-      if item.generation == 1 then
-        if not item.expires_s or item.expires_s == 0 then redis.call('HSET', key, 'lasting', 1) end
-        count_use(item, 1)
-        redis.call('HSET', key, 'd:' .. item.digest, item.number)
-        redis.call('PERSIST', key)
-        redis.call('PERSIST', ns .. 't:' .. change.scope)
-        local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
-        if item.number > newest then
-          redis.call('HSET', key, 'newest', item.number)
-          redis.call('ZADD', ns .. 'names', 0, change.scope)
+local function apply(change)
+  local has_ended = false
+  for _, item in ipairs(change.items) do
+    local key = ns .. item.key
+    local have = generation_of(redis.call('HGET', key, item.field))
+    if item.generation > have then
+      redis.call('HSET', key, item.field, string.format('%d ', item.generation) .. document(item.doc))
+      if item.use then
+        if item.generation == 1 then
+          if not item.expires_s or item.expires_s == 0 then redis.call('HSET', key, 'lasting', 1) end
+          count_use(item, 1)
+          redis.call('HSET', key, 'd:' .. item.digest, item.number)
+          redis.call('PERSIST', key)
+          redis.call('PERSIST', ns .. 't:' .. change.scope)
+          local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
+          if item.number > newest then
+            redis.call('HSET', key, 'newest', item.number)
+            redis.call('ZADD', ns .. 'names', 0, change.scope)
+          end
+        else
+          if have == 1 then count_use(item, -1) end
+          -- Retired updates are never the newest, and looking through all takes longer each time.
+          local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
+          if item.number >= newest then refresh_newest(change.scope) end
         end
-      else
-        if have == 1 then count_use(item, -1) end
-        -- Retired updates are never the newest, and looking through all takes longer each time.
-        local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
-        if item.number >= newest then refresh_newest(change.scope) end
       end
-    end
-    if item.visibility then
-      if item.visibility > 1 then
-        redis.call('ZADD', ns .. 'shared', 0, change.scope)
-      else
-        redis.call('ZREM', ns .. 'shared', change.scope)
+      if item.visibility then
+        if item.visibility > 1 then
+          redis.call('ZADD', ns .. 'shared', 0, change.scope)
+        else
+          redis.call('ZREM', ns .. 'shared', change.scope)
+        end
       end
-    end
-    if item.staged_until_s then
-      local staged = item.field .. ' ' .. change.scope
-      if item.staged_until_s > 0 then
-        redis.call('ZADD', ns .. 'staged', item.staged_until_s, staged)
-      else
-        redis.call('ZREM', ns .. 'staged', staged)
+      if item.staged_until_s then
+        local staged = item.field .. ' ' .. change.scope
+        if item.staged_until_s > 0 then
+          redis.call('ZADD', ns .. 'staged', item.staged_until_s, staged)
+        else
+          redis.call('ZREM', ns .. 'staged', staged)
+        end
       end
-    end
-    if item.expires_s and item.expires_s > 0 then
-      local expiring = string.format('%d ', item.number) .. change.scope
-      if item.generation == 1 then
-        redis.call('ZADD', ns .. 'expiring', item.expires_s, expiring)
-      else
-        redis.call('ZREM', ns .. 'expiring', expiring)
-        has_ended = true
+      if item.expires_s and item.expires_s > 0 then
+        local expiring = string.format('%d ', item.number) .. change.scope
+        if item.generation == 1 then
+          redis.call('ZADD', ns .. 'expiring', item.expires_s, expiring)
+        else
+          redis.call('ZREM', ns .. 'expiring', expiring)
+          has_ended = true
+        end
       end
-    end
-    for _, event in ipairs(item.events) do
-      if event.generation > have and max_events > 0 then
-        sequence = redis.call('INCR', ns .. 'seq')
-        redis.call('XADD', ns .. 'events', 'MAXLEN', '~', max_events,
-          string.format('%d-0', sequence), 'e', document(event.doc))
+      for _, event in ipairs(item.events) do
+        if event.generation > have and max_events > 0 then
+          sequence = redis.call('INCR', ns .. 'seq')
+          redis.call('XADD', ns .. 'events', 'MAXLEN', '~', max_events,
+            string.format('%d-0', sequence), 'e', document(event.doc))
+        end
       end
     end
   end
+
+  -- An adapter that had ephemeral versions only, and has none any more, leaves the index after ten
+  -- minutes. Until then its tombstones stop older documents that arrive late. A new version keeps the
+  -- keys.
+  local adapter_key = ns .. 'a:' .. change.scope
+  if has_ended and redis.call('HEXISTS', adapter_key, 'newest') == 0
+      and redis.call('HEXISTS', adapter_key, 'lasting') == 0 then
+    redis.call('EXPIRE', adapter_key, 600)
+    redis.call('EXPIRE', ns .. 't:' .. change.scope, 600)
+  end
+
+  if change.op ~= '' then redis.call('HDEL', prefix .. 'pending', change.op) end
 end
 
--- An adapter that had ephemeral versions only, and has none any more, leaves the index after ten minutes.
--- Until then its tombstones stop older documents that arrive late. A new version keeps the keys.
-local adapter_key = ns .. 'a:' .. change.scope
-if has_ended and redis.call('HEXISTS', adapter_key, 'newest') == 0
-    and redis.call('HEXISTS', adapter_key, 'lasting') == 0 then
-  redis.call('EXPIRE', adapter_key, 600)
-  redis.call('EXPIRE', ns .. 't:' .. change.scope, 600)
-end
-
-if change.op ~= '' then redis.call('HDEL', prefix .. 'pending', change.op) end
+for _, change in ipairs(changes) do apply(change) end
 return {epoch, sequence, ''}

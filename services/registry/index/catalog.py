@@ -42,7 +42,7 @@ import redis.asyncio
 
 from loraplex_services.registry.index.feed import EventFeed
 from loraplex_services.registry.index.gathering import RequestBatcher
-from loraplex_services.registry.index.items import Item, arguments_of
+from loraplex_services.registry.index.items import IndexChange, Item, arguments_of
 from loraplex_services.registry.index.open_uploads import OpenUploads
 from loraplex_services.registry.index.recent_uses import RecentUses
 from loraplex_services.registry.index.redis_calls import (
@@ -70,8 +70,8 @@ _DROP_KEYS = 1000
 _MAX_REPLACED = 8
 """Number of past epochs that are remembered."""
 _NO_LIMIT = 1 << 30
-_MAX_FOUND_AT_ONCE = 64
-"""Most references resolved in one round trip, during which Redis does nothing else."""
+_MAX_AT_ONCE = 64
+"""Most references resolved or scopes changed in one round trip: Redis does nothing else in it."""
 
 T = TypeVar("T")
 _VERSION_FIELD = re.compile(r"v\d+")
@@ -107,7 +107,9 @@ class Catalog:
         self.usage_counters = UsageCounters(client, PREFIX)
         self.open_uploads = OpenUploads(client, PREFIX)
         self.recent_uses = RecentUses(client, PREFIX)
-        self._lookups = RequestBatcher(self._find_all, _MAX_FOUND_AT_ONCE)
+        self._lookups = RequestBatcher(self._find_all, _MAX_AT_ONCE)
+        self._notes = RequestBatcher(self._note_all, _MAX_AT_ONCE)
+        self._changes = RequestBatcher(self._apply_all, _MAX_AT_ONCE)
         self._scripts = {
             name: client.register_script(
                 resources.files("loraplex_services.registry.index")
@@ -125,10 +127,15 @@ class Catalog:
 
     async def note_pending(self, scope: str) -> str:
         """Note that objects of `scope` are about to change; returns the operation's id."""
-        operation = secrets.token_hex(8)
+        return await self._notes.ask(scope)
+
+    async def _note_all(self, scopes: Sequence[str]) -> list[str]:
+        """Several `note_pending` in one round trip."""
+        operations = [secrets.token_hex(8) for _ in scopes]
+        pairs = [text for pair in zip(operations, scopes, strict=True) for text in pair]
         async with translated():
-            await self._scripts["note"](keys=[PREFIX], args=[operation, scope])
-        return operation
+            await self._scripts["note"](keys=[PREFIX], args=pairs)
+        return operations
 
     async def pending(self) -> list[tuple[str, str, float]]:
         """(operation id, scope, age in seconds) of changes that were noted and not yet applied."""
@@ -151,20 +158,20 @@ class Catalog:
 
         `operation` is the pending note to remove in the same transaction.
         """
-        change = arguments_of(operation, scope, items, with_events=True)
-        arguments: list[Any] = [MAX_EVENTS, "", *change]
-        await self._patiently(lambda: self._run("apply", arguments))
+        change = IndexChange(scope, items, operation)
+        await self._patiently(lambda: self._changes.ask(change))
 
-    async def apply_many(
-        self, into_epoch: str, changes: Sequence[tuple[str, Sequence[Item]]]
-    ) -> None:
+    async def _apply_all(self, changes: Sequence[IndexChange]) -> list[None]:
+        """Several `apply` in one round trip, all or nothing."""
+        await self._run("apply", [MAX_EVENTS, "", *arguments_of(changes, with_events=True)])
+        return [None] * len(changes)
+
+    async def apply_many(self, into_epoch: str, changes: Sequence[IndexChange]) -> None:
         """Write documents into an index under construction, which has no watchers yet."""
-        async with translated(), self._redis.pipeline(transaction=False) as pipe:
-            for scope, items in changes:
-                change = arguments_of("", scope, items, with_events=False)
-                arguments: list[Any] = ["", 0, 0, into_epoch, *change]
-                await self._scripts["apply"](keys=[PREFIX], args=arguments, client=pipe)
-            await pipe.execute()
+        for at in range(0, len(changes), _MAX_AT_ONCE):
+            some = arguments_of(changes[at : at + _MAX_AT_ONCE], with_events=False)
+            async with translated():
+                await self._scripts["apply"](keys=[PREFIX], args=["", 0, 0, into_epoch, *some])
 
     async def find(self, scope: str, kind: str, selector: str = "") -> Found:
         """The versions that a tag, number or digest selects, and the tags. The kind `live` selects

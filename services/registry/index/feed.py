@@ -47,6 +47,9 @@ class EventFeed:
         self._epoch = ""
         self._last = 0
         """Number of the last event that was read."""
+        self._is_current = False
+        """Whether the last read brought events. A stream that gets some is that of the current
+        index."""
         self._kept: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
         """Events up to `_last` without a gap."""
         self._problem = ""
@@ -72,7 +75,7 @@ class EventFeed:
         self._num_watchers += 1
         if self._task is None:
             # Events from a time without watchers are not replayed.
-            self._epoch, self._last = "", 0
+            self._epoch, self._last, self._is_current = "", 0, False
             self._kept.clear()
             self._task = asyncio.create_task(self._follow())
         try:
@@ -136,13 +139,17 @@ class EventFeed:
                 await asyncio.sleep(_RETRY_S)
 
     async def _read_once(self) -> None:
-        """Read what is new, waiting for it. Mutates: epoch, last, kept. Raises: Unavailable."""
-        epoch, last = await self._position()
-        if epoch != self._epoch or last < self._last:
-            self._epoch, self._last = epoch, last
-            self._kept.clear()
-            return
-        entries = await self._read(epoch, self._last, MAX_READ, BLOCK_MS)
+        """Read what is new, waiting for it. Mutates: epoch, last, is_current, kept. Raises:
+        Unavailable."""
+        was_current, self._is_current = self._is_current, False
+        if not was_current:
+            epoch, last = await self._position()
+            if epoch != self._epoch or last < self._last:
+                self._epoch, self._last = epoch, last
+                self._kept.clear()
+                return
+        entries = await self._read(self._epoch, self._last, MAX_READ, BLOCK_MS)
+        self._is_current = bool(entries)
         for number, event in entries:
             if number != self._last + 1:
                 self._kept.clear()

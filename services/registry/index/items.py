@@ -48,10 +48,18 @@ class Item:
     moves and ephemeral versions."""
 
 
-def arguments_of(
-    operation: str, scope: str, items: Sequence[Item], *, with_events: bool
-) -> list[bytes]:
-    """What `apply.lua` takes for one change: what to do as JSON, then the documents as they are.
+@dataclass(frozen=True, slots=True)
+class IndexChange:
+    """Documents of one scope that change together."""
+
+    scope: str
+    items: Sequence[Item]
+    operation: str = ""
+    """The pending note that ends with it; "" = none."""
+
+
+def arguments_of(changes: Sequence[IndexChange], *, with_events: bool) -> list[bytes]:
+    """What `apply.lua` takes for changes: what to do as JSON, then the documents as they are.
 
     Documents are referred to by their position, so that the script need not parse them.
     """
@@ -61,18 +69,17 @@ def arguments_of(
         documents.append(msgspec.json.encode(document))
         return len(documents)
 
-    entries = []
-    for item in items:
+    def entry(item: Item) -> dict[str, Any]:
         events = item.events if with_events else ()
-        entries_of_events = [
-            {"generation": e.generation, "doc": position(e.to_doc())} for e in events
-        ]
+        entries = [{"generation": e.generation, "doc": position(e.to_doc())} for e in events]
         head = {"key": item.key, "field": item.field, "generation": item.generation}
-        entries.append(
-            {**head, "doc": position(item.doc), "events": entries_of_events, **item.extra}
-        )
-    change = {"op": operation, "scope": scope, "items": entries}
-    return [msgspec.json.encode(change), *documents]
+        return {**head, "doc": position(item.doc), "events": entries, **item.extra}
+
+    wanted = [
+        {"op": change.operation, "scope": change.scope, "items": [*map(entry, change.items)]}
+        for change in changes
+    ]
+    return [msgspec.json.encode(wanted), *documents]
 
 
 def scope_of(tenant: str, name: str) -> str:

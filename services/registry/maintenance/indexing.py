@@ -15,6 +15,7 @@ from loraplex_services.registry import documents, layout
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import (
     BASES_SCOPE,
+    IndexChange,
     Item,
     adapter_item,
     base_item,
@@ -201,14 +202,14 @@ class Indexer:
             if left is False:
                 raise NoIndex("Redis was emptied during the rebuild", retry_after_s=1.0)
             if isinstance(left, list):
-                changed = [(scope, await self._items_of(scope)) for scope in left]
+                changed = [IndexChange(scope, await self._items_of(scope)) for scope in left]
                 await self._catalog.apply_many(epoch, changed)
 
     async def _fill(self, epoch: str) -> tuple[int, int, int]:
         """Read every document into the index under construction; returns the number of live
         ones."""
         bases = await self._items_of(BASES_SCOPE)
-        await self._catalog.apply_many(epoch, [(BASES_SCOPE, bases)])
+        await self._catalog.apply_many(epoch, [IndexChange(BASES_SCOPE, bases)])
         versions = tags = 0
         applying: asyncio.Task[None] | None = None
         try:
@@ -226,7 +227,7 @@ class Indexer:
         return versions, tags, len(bases)
 
     async def _fill_batch(self, epoch: str, adapters: Sequence[_Adapter]) -> None:
-        await self._catalog.apply_many(epoch, [(a.scope, a.items()) for a in adapters])
+        await self._catalog.apply_many(epoch, [IndexChange(a.scope, a.items()) for a in adapters])
         await self._catalog.extend_rebuild()
 
     async def _items_of(self, scope: str) -> list[Item]:

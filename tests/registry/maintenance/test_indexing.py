@@ -19,6 +19,7 @@ from loraplex_services.registry.access.lookup import Cursor, Query
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.assembly import Registry, assemble
 from loraplex_services.registry.index.catalog import PREFIX, Catalog
+from loraplex_services.registry.index.items import IndexChange
 from loraplex_services.registry.index.metadata_server import MetadataServer
 from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
@@ -242,7 +243,7 @@ async def test_a_name_that_changes_during_a_rebuild_is_read_again(registry: Regi
     await publish(registry, "sql", 2)
     assert await registry.catalog.switch(epoch) == ["default/sql"]
     items = await registry.indexer._items_of("default/sql")
-    await registry.catalog.apply_many(epoch, [("default/sql", items)])
+    await registry.catalog.apply_many(epoch, [IndexChange("default/sql", items)])
     assert await registry.catalog.switch(epoch) is True
     assert await _version_of(registry, "sql") == 2
 
