@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -30,7 +31,8 @@ from demo.stack import Stack, running_stack
 from loraplex import InferenceClient, RegistryClient, Sampling
 
 TTL_S = 60.0
-NUM_PROGRESS = 20
+NUM_PARTS = 20
+"""Parts of a run, after each of which figures are noted."""
 SETTINGS = {"LORAPLEX_DTYPE": "float32", "LORAPLEX_KV_MEMORY": "64MiB"}
 
 
@@ -42,7 +44,7 @@ class Run:
     first_token_s: list[float] = field(default_factory=list)
     """From the call of `generate` to the first token."""
     memory: list[Counter[str]] = field(default_factory=list)
-    """Resident bytes by process, at each twentieth of the run."""
+    """Resident bytes by process, after each part of the run."""
     processor_s: list[Counter[str]] = field(default_factory=list)
     mislabelled: int = 0
     failed: int = 0
@@ -84,21 +86,37 @@ async def _client(
         run.mislabelled += chunks[0].digests[0] != digest
 
 
+def part_size(num_adapters: int) -> int:
+    """Adapters in a part of a run."""
+    return max(1, num_adapters // NUM_PARTS)
+
+
 async def _watch(run: Run, num_adapters: int) -> None:
-    """Note memory and processor time at each twentieth of the run."""
+    """Print and note memory and times after each part of the run."""
+    size = part_size(num_adapters)
     for part in itertools.count(1):
-        while len(run.publish_s) < part * num_adapters // NUM_PROGRESS:
+        while len(run.publish_s) < part * size:
             await asyncio.sleep(0.1)
         memory: Counter[str] = Counter()
         processor_s: Counter[str] = Counter()
-        for process in psutil.Process().children(recursive=True):
+        this = psutil.Process()
+        for process in (this, *this.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                name = _name(process)
+                name = "client" if process is this else _name(process)
                 memory[name] += process.memory_info().rss
                 processor_s[name] += sum(process.cpu_times()[:2])
         run.memory.append(memory)
         run.processor_s.append(processor_s)
-        print(f"{len(run.publish_s)} adapters, {run.failed} failed", flush=True)
+        shown = {name: round(num_bytes / 2**20) for name, num_bytes in memory.items()}
+        publish, first = (
+            round(1e3 * statistics.median(times[-size:]), 1)
+            for times in (run.publish_s, run.first_token_s)
+        )
+        print(
+            f"{len(run.publish_s)} adapters, {run.failed} failed, publish {publish} ms, "
+            f"first token {first} ms, MiB {shown}",
+            flush=True,
+        )
 
 
 def _name(process: psutil.Process) -> str:
@@ -113,7 +131,7 @@ def report(run: Run, elapsed_s: float) -> dict[str, object]:
     """The figures of a run."""
     tenth = max(1, len(run.publish_s) // 10)
     used_s = run.processor_s[-1] - run.processor_s[0]
-    num_between = len(run.publish_s) * (len(run.processor_s) - 1) / NUM_PROGRESS
+    num_between = part_size(len(run.publish_s)) * (len(run.processor_s) - 1)
     return {
         "adapters": len(run.publish_s),
         "failed": run.failed,
@@ -127,7 +145,7 @@ def report(run: Run, elapsed_s: float) -> dict[str, object]:
         "processor_ms_per_adapter": {
             name: 1e3 * seconds / num_between for name, seconds in used_s.most_common()
         },
-        "memory_mib_by_twentieth": {
+        "memory_mib_by_part": {
             name: [round(found[name] / 2**20) for found in run.memory] for name in run.memory[0]
         },
     }

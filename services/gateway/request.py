@@ -86,6 +86,7 @@ class RunningAdapter:
     rope_scaling: RopeScaling | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end its output if it is alone; empty = the base's."""
+    is_ephemeral: bool = False
 
 
 @dataclass(frozen=True, slots=True)

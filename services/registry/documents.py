@@ -13,6 +13,7 @@ from loraplex_services.common.objects import (
     ObjectMissing,
     ObjectStore,
     PreconditionFailed,
+    StoredObject,
     WriteUncertain,
 )
 from loraplex_services.registry.records import MAX_TAG_MOVES, TagRecord, decode, encode
@@ -40,7 +41,7 @@ async def read_all(store: ObjectStore, keys: list[str], cls: type[R]) -> list[R]
 
 async def read_folder(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
     """Every document under a prefix, ordered by key."""
-    return await read_all(store, [i.key async for i in store.list_objects(prefix)], cls)
+    return [_decoded(cls, key, data) for key, data in await store.get_folder(prefix)]
 
 
 async def read_intact(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> list[R]:
@@ -81,19 +82,23 @@ async def change(
     step: Callable[[R | None], R | None],
     *,
     durable: bool = True,
+    is_new: bool = False,
 ) -> R | None:
     """Replace a document by `step(current)`, again and again until no other writer got between.
 
     `step` gets None if there is no document, returns None to leave things as they are, and may
     raise. Returns the document as it is now. `durable` as in `ObjectStore`.
+
+    Args:
+        is_new: there is probably no document, so that it is created without looking for one first.
     """
     for attempt in range(_MAX_TRIES):
-        try:
-            stored = await store.get(key)
-        except ObjectMissing:
-            stored = None
+        is_assumed = is_new and not attempt
+        stored = None if is_assumed else await _stored(store, key)
         current = None if stored is None else _decoded(cls, key, stored.data)
         wanted = step(current)
+        if wanted is None and is_assumed:
+            continue
         if wanted is None:
             return current
         try:
@@ -112,6 +117,13 @@ async def change(
                 return wanted
             await _pause(attempt)
     raise PreconditionFailed(key)
+
+
+async def _stored(store: ObjectStore, key: str) -> StoredObject | None:
+    try:
+        return await store.get(key)
+    except ObjectMissing:
+        return None
 
 
 def _decoded(cls: type[R], key: str, data: bytes) -> R:

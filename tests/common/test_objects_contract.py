@@ -327,7 +327,8 @@ async def test_write_that_a_full_disk_refuses_leaves_no_file(
         os.write(descriptor, data[:10])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("loraplex_services.common.objects.file.write_all", full)
+    for module in ("file", "durable"):
+        monkeypatch.setattr(f"loraplex_services.common.objects.{module}.write_all", full)
     for _ in range(3):
         with pytest.raises(ObjectStoreError):
             if composes:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+
+_COPY_BYTES = 1 << 20
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -13,6 +16,18 @@ def write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def copy_range(source: Path, offset: int, length: int, out: int) -> None:
+    """Append a range of a file to the open file `out`. Raises OSError, also if the file ends
+    before the range does."""
+    with open(source, "rb", buffering=0) as file:
+        while length:
+            data = os.pread(file.fileno(), min(length, _COPY_BYTES), offset)
+            if not data:
+                raise OSError(errno.EIO, f"the file ends at byte {offset}", str(source))
+            write_all(out, data)
+            offset, length = offset + len(data), length - len(data)
 
 
 def into_folder(path: Path, move: Callable[[], None], *, durable: bool = True) -> None:

@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from loraplex_services.common.objects.durable import into_folder, sync_folder, write_all
+from loraplex_services.common.objects.durable import copy_range, into_folder, sync_folder, write_all
 from loraplex_services.common.objects.store import (
     BLOBS,
     BlobWriter,
@@ -89,6 +89,9 @@ class FileStore:
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         return await _in_thread(lambda: [self._read_or_none(key) for key in keys])
+
+    async def get_folder(self, prefix: str) -> list[tuple[str, bytes]]:
+        return await _in_thread(self._read_folder, prefix)
 
     async def get_range(self, key: str, offset: int, length: int) -> bytes:
         return await _in_thread(self._read_range, key, offset, length)
@@ -165,6 +168,11 @@ class FileStore:
         except ObjectMissing:
             return None
 
+    def _read_folder(self, prefix: str) -> list[tuple[str, bytes]]:
+        infos = self._walk(self._root, "", prefix, "")
+        found = ((info.key, self._read_or_none(info.key)) for info in infos)
+        return [(key, data) for key, data in found if data is not None]
+
     def _read_range(self, key: str, offset: int, length: int) -> bytes:
         try:
             with open(self._path(key), "rb", buffering=0) as file:
@@ -220,10 +228,16 @@ class FileStore:
             else:
                 with open(temporary, "xb", buffering=0) as out:
                     for segment in segments:
-                        _append(self._path(segment.key), segment, out.fileno())
+                        self._append(segment, out.fileno())
                     os.fsync(out.fileno())
             with self._locked(key):
                 self._replace(temporary, key)
+
+    def _append(self, segment: Segment, out: int) -> None:
+        try:
+            copy_range(self._path(segment.key), segment.offset, segment.length, out)
+        except FileNotFoundError:
+            raise ObjectMissing(segment.key) from None
 
     def _link_whole(self, key: str, temporary: Path) -> None:
         try:
@@ -381,19 +395,3 @@ def _as_store_error() -> Iterator[None]:
 
 def _etag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _append(source: Path, segment: Segment, out: int) -> None:
-    """Copy a segment to the end of the open file `out`."""
-    try:
-        file = open(source, "rb", buffering=0)
-    except FileNotFoundError:
-        raise ObjectMissing(segment.key) from None
-    with file:
-        offset, left = segment.offset, segment.length
-        while left:
-            data = os.pread(file.fileno(), min(left, 1 << 20), offset)
-            if not data:
-                raise ObjectStoreError(f"object {segment.key!r} ends at byte {offset}")
-            write_all(out, data)
-            offset, left = offset + len(data), left - len(data)

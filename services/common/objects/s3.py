@@ -71,6 +71,11 @@ class S3Store:
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         return list(await asyncio.gather(*(self._run(self._get_or_none, key) for key in keys)))
 
+    async def get_folder(self, prefix: str) -> list[tuple[str, bytes]]:
+        keys = [info.key async for info in self.list_objects(prefix)]
+        found = zip(keys, await self.get_many(keys), strict=True)
+        return [(key, data) for key, data in found if data is not None]
+
     async def get_range(self, key: str, offset: int, length: int) -> bytes:
         return await self._run(self._get_range, key, offset, length)
 

@@ -112,6 +112,9 @@ class ObjectStore(Protocol):
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Read many documents; None if one is missing."""
 
+    async def get_folder(self, prefix: str) -> list[tuple[str, bytes]]:
+        """Every document under a prefix with its key, in the order of the keys."""
+
     async def get_range(self, key: str, offset: int, length: int) -> bytes:
         """At most `length` bytes from `offset`, fewer at the end. Raises ObjectMissing."""
 

@@ -27,10 +27,13 @@ MAX_KEYS = 5_000
 counted as `OTHER`."""
 COMBINED = "+"
 """Joins the names of adapters that ran together; no name contains it."""
+MAX_NAMES = 5_000
 MAX_COMBINATIONS = 100
-"""Combinations of adapters that are counted apart for one tenant and day; further ones are counted
-as `OTHER`. Twenty adapters have 125,000 combinations of eight, and the registry keeps the counts of
-each for months."""
+"""Adapters, and combinations of adapters, that are counted apart for one tenant and day; further
+ones are counted as `OTHER`. Twenty adapters have 125,000 combinations of eight, and the registry
+keeps the counts of each for months."""
+EPHEMERAL = "ephemeral"
+"""What requests with an ephemeral adapter are counted as: there may be one for each request."""
 _BY_TENANT = LabelledCounters(TENANT_REQUESTS, TENANT_TOKENS)
 _BY_ADAPTER = LabelledCounters(ADAPTER_REQUESTS, ADAPTER_TOKENS)
 
@@ -41,8 +44,8 @@ class UsageCounter:
     def __init__(self) -> None:
         self._counts: dict[DailyUsageKey, UsageCounts] = {}
         self._day = ""
-        self._combinations: dict[str, set[str]] = {}
-        """Those that were counted on `_day`, by tenant."""
+        self._known: dict[tuple[str, bool], set[str]] = {}
+        """Models that were counted on `_day`, by tenant and whether they are combinations."""
         self.recent = RecentRequests()
 
     def add(self, prepared: PreparedRequest, outcome: str) -> None:
@@ -79,7 +82,7 @@ class UsageCounter:
         _BY_TENANT.count(tenant, shown, tokens)
         if prepared.target.adapters:
             _BY_ADAPTER.count(model, shown, tokens)
-        counts = self._of(_today(), tenant, model)
+        counts = self._of(_today(), tenant, _counted_as(prepared.target))
         counts.requests += 1
         counts.errors += is_failure
         counts.prompt_tokens += usage.prompt_tokens
@@ -101,22 +104,27 @@ class UsageCounter:
         return taken
 
     def _of(self, day: str, tenant: str, model: str) -> UsageCounts:
-        if COMBINED in model:
-            model = self._combination(day, tenant, model)
-        key = DailyUsageKey(day, tenant, model)
+        key = DailyUsageKey(day, tenant, self._limited(day, tenant, model))
         if key not in self._counts and len(self._counts) >= MAX_KEYS:
             key = DailyUsageKey(day, tenant, OTHER)
         return self._counts.setdefault(key, UsageCounts())
 
-    def _combination(self, day: str, tenant: str, model: str) -> str:
+    def _limited(self, day: str, tenant: str, model: str) -> str:
+        """The model, or `OTHER` if the tenant has had too many that day."""
         if day != self._day:
             self._day = day
-            self._combinations.clear()
-        known = self._combinations.setdefault(tenant, set())
-        if model not in known and len(known) >= MAX_COMBINATIONS:
+            self._known.clear()
+        is_combined = COMBINED in model
+        known = self._known.setdefault((tenant, is_combined), set())
+        if model not in known and len(known) >= (MAX_COMBINATIONS if is_combined else MAX_NAMES):
             return OTHER
         known.add(model)
         return model
+
+
+def _counted_as(target: Target) -> str:
+    is_ephemeral = any(adapter.is_ephemeral for adapter in target.adapters)
+    return EPHEMERAL if is_ephemeral else model_of(target)
 
 
 def model_of(target: Target) -> str:

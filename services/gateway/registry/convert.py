@@ -35,6 +35,7 @@ def version_from_wire(message: registry_pb2.AdapterVersion) -> Version:
         pooling=pooling,
         rope_scaling=_rope_scaling(message.rope_scaling),
         eos_token_ids=tuple(message.eos_token_ids),
+        is_ephemeral=message.expires_unix_s > 0,
         labels=tuple(sorted({**message.labels, **message.adapter_labels}.items())),
     )
 

@@ -181,6 +181,7 @@ def _running(version: Version, weight: float) -> RunningAdapter:
         version.pooling,
         version.rope_scaling,
         version.eos_token_ids,
+        version.is_ephemeral,
     )
 
 

@@ -43,6 +43,7 @@ class Version:
     """A rotary embedding of the adapter's own, which may lengthen its context."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end its output; empty = the base's."""
+    is_ephemeral: bool = False
     labels: tuple[tuple[str, str], ...] = ()
     """Labels of the version and of its adapter. Those of the adapter take precedence."""
 

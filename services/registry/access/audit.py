@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.objects import ObjectInfo, ObjectStore
 from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
+from loraplex_services.registry.index.gathering import RequestBatcher
 from loraplex_services.registry.records import (
     AuditRecord,
     VersionRecord,
@@ -25,6 +28,8 @@ REGISTRY = "registry"
 """The actor of what the registry does by itself."""
 _WINDOW_S = 60.0
 _BATCH_KEYS = 200
+_MAX_SHARED = 64
+"""Most versions in an entry about several of them."""
 
 
 class Audit:
@@ -32,6 +37,7 @@ class Audit:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
+        self._shared = RequestBatcher(self._write_all, _MAX_SHARED)
 
     async def write(
         self,
@@ -54,6 +60,17 @@ class Audit:
         """Append one entry about a version."""
         subject, digest = version.ref, version.digest
         await self.write(actor, version.tenant, action, subject, digest=digest, details=details)
+
+    async def write_shared(self, actor: str, tenant: str, action: str, version: str) -> None:
+        """Append `version` to an entry about several of them, which has those that come while the
+        one before is written."""
+        await self._shared.ask((actor, tenant, action, version))
+
+    async def _write_all(self, wanted: Sequence[tuple[str, str, str, str]]) -> list[None]:
+        for (actor, tenant, action), some in groupby(sorted(wanted), key=itemgetter(0, 1, 2)):
+            details = {"versions": " ".join(version for *_, version in some)}
+            await self.write(actor, tenant, action, tenant, details=details)
+        return [None] * len(wanted)
 
     async def page(
         self, tenant: str, page_size: int, before: str = ""

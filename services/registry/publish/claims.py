@@ -65,8 +65,9 @@ class Claims:
                 await self._uploads.intend(session, intent)
                 await stored
                 return same, same.upload_id == session.upload_id
-            limits = await self._tenants.get(options.tenant)
-            await self._tenants.check_quota(limits, wanted.size_bytes)
+            if not session.in_one_call:  # Its quota was checked a moment ago, when it began.
+                limits = await self._tenants.get(options.tenant)
+                await self._tenants.check_quota(limits, wanted.size_bytes)
             intent = Intent(wanted.digest, 0, generations)
             await self._uploads.intend(session, intent)
             failpoint("publish.intent")

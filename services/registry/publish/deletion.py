@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import secrets
 from collections.abc import Sequence
-from itertools import groupby
 
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Blocked
@@ -96,10 +95,13 @@ class Deletion:
         Nothing waits until the disk has it. What a power failure undoes is a version whose time is
         over for the next index that is built, and ends again.
         """
-        for tenant, some in groupby(sorted(versions), key=lambda one: one[0].partition("/")[0]):
-            names = [f"{scope.partition('/')[2]}:v{number}" for scope, number in some]
-            details = {"versions": " ".join(names)}
-            await self._audit.write(mover, tenant, "version.expire", tenant, details=details)
+        owned = [(scope.partition("/"), number) for scope, number in versions]
+        await asyncio.gather(
+            *(
+                self._audit.write_shared(mover, tenant, "version.expire", f"{name}:v{number}")
+                for (tenant, _, name), number in owned
+            )
+        )
         slots = asyncio.Semaphore(_NUM_ENDED_AT_ONCE)
 
         async def end(scope: str, number: int) -> bool:

@@ -34,6 +34,7 @@ from loraplex_services.registry.records import BaseRecord
 DEFAULT_MAX_RANK = 256
 _SMALL_BYTES = 64 << 10
 """Files up to this size, of at most some hundred tensors, are not worth a thread."""
+_SMALL_CONFIG_BYTES = 4 << 10
 
 R = TypeVar("R")
 
@@ -159,7 +160,8 @@ async def check(
 ) -> tuple[BaseRecord, Report, Header, tuple[Violation, ...]]:
     """Validate config and header against the base that the adapter is for."""
     size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
-    config = await asyncio.to_thread(parse_config, config_bytes)
+    is_small = len(config_bytes) <= _SMALL_CONFIG_BYTES
+    config = await _run(partial(parse_config, config_bytes), is_small=is_small)
     base, warnings = await bases.choose(wanted.base_id, config, wanted.bases)
     job = ValidationJob(
         config_bytes,

@@ -235,15 +235,11 @@ class Publisher:
         adapter = await self._set_visibility(session, items)
         failpoint("publish.visibility")
         items.append(version_item(version, adapter))
-        action = "version.publish" if created else "version.republish"
         # Either may come first: a publication without an acknowledgement is completed again.
         moved, _ = await asyncio.gather(
             self._move_tags(session, version, created, recovering),
-            self._audit.write_version(
-                session.creator, action, version,
-                tags=" ".join(session.options.tags), base=version.base_id,
-            ),
-        )  # fmt: skip
+            self._note(session, version, created),
+        )
         failpoint("publish.audit")
         now = await self._versions.read(version.tenant, version.name, version.version)
         if now is None or now.deleted:
@@ -255,6 +251,16 @@ class Publisher:
         await self._uploads.finish(session, finished)
         UPLOADS.labels("created" if created else "unchanged").inc()
         return finished
+
+    async def _note(self, session: UploadSession, version: VersionRecord, created: bool) -> None:
+        """Write to the audit log. Ephemeral versions share entries."""
+        tenant, creator = version.tenant, session.creator
+        action = "version.publish" if created else "version.republish"
+        if session.options.ttl_s:
+            subject = f"{version.name}:v{version.version}@{version.digest}"
+            return await self._audit.write_shared(creator, tenant, action, subject)
+        tags = " ".join(session.options.tags)
+        await self._audit.write_version(creator, action, version, tags=tags, base=version.base_id)
 
     async def _move_tags(
         self,
@@ -295,8 +301,9 @@ class Publisher:
 
         address = TagAddress(version.tenant, version.name, tag)
         move_id = f"{session.upload_id}:v{version.version}"
+        is_new = created and version.version == 1 and recovering is None
         return await self._tags.move(
-            address, choose, session.creator, move_id, durable=session.is_durable
+            address, choose, session.creator, move_id, durable=session.is_durable, is_new=is_new
         )
 
     async def _stage_tag(

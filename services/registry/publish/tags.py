@@ -73,11 +73,12 @@ class Tags:
         move_id: str,
         *,
         durable: bool = True,
+        is_new: bool = False,
     ) -> TagRecord | None:
         """Point a tag at the result of `choose(current)` (None = leave it), once per `move_id`.
 
         Changes the object only: the caller updates the index. Returns the resulting tag. `durable`
-        as in `ObjectStore`.
+        as in `ObjectStore`, `is_new` as in `documents.change`.
         """
 
         def step(current: TagRecord | None) -> TagRecord | None:
@@ -88,7 +89,9 @@ class Tags:
                 return None
             return moved(address, current, tuple(targets), mover, move_id)
 
-        return await documents.change(self._store, address.key, TagRecord, step, durable=durable)
+        return await documents.change(
+            self._store, address.key, TagRecord, step, durable=durable, is_new=is_new
+        )
 
     async def set(
         self,

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from loraplex_services.gateway.pipeline.label_limits import OTHER
-from loraplex_services.gateway.pipeline.usage import MAX_COMBINATIONS, UsageCounter
+from loraplex_services.gateway.pipeline.usage import (
+    EPHEMERAL,
+    MAX_COMBINATIONS,
+    MAX_NAMES,
+    UsageCounter,
+    _counted_as,
+)
+from loraplex_services.gateway.request import RunningAdapter, Target
 
 
 @pytest.mark.hostile
@@ -24,3 +31,26 @@ async def test_combinations_of_adapters_of_one_tenant_are_limited_for_each_day()
     counter._of("2026-11-03", "acme", "acme/a+acme/b")
     counter._of("2026-11-04", "globex", "globex/x+globex/y")
     assert [key.model for key in counter.take()] == ["acme/a+acme/b", "globex/x+globex/y"]
+
+
+@pytest.mark.hostile
+async def test_names_of_one_tenant_are_limited_for_each_day() -> None:
+    counter = UsageCounter()
+    names = [f"globex/a{number}" for number in range(MAX_NAMES + 50)]
+    for name in names:
+        counter._of("2026-11-03", "globex", name).requests += 1
+        if len(counter._counts) > 1_000:
+            counter.take()
+    assert counter._limited("2026-11-03", "globex", names[0]) == names[0]
+    assert counter._limited("2026-11-03", "globex", names[-1]) == OTHER
+    assert counter._limited("2026-11-03", "acme", names[-1]) == names[-1]
+    assert counter._limited("2026-11-04", "globex", names[-1]) == names[-1]
+
+
+async def test_ephemeral_adapters_are_counted_together() -> None:
+    once = [RunningAdapter(f"acme/once-{n}:v1", f"sha256:{n}", is_ephemeral=True) for n in range(2)]
+    lasting = RunningAdapter("acme/sql:v1", "sha256:2")
+    assert {_counted_as(Target("base", (each,))) for each in once} == {EPHEMERAL}
+    assert _counted_as(Target("base", (lasting, once[0]))) == EPHEMERAL
+    assert _counted_as(Target("base", (lasting,))) == "acme/sql"
+    assert _counted_as(Target("base")) == "base"

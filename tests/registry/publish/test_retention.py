@@ -213,14 +213,18 @@ async def test_an_end_that_a_crash_interrupted_is_completed(registry: Registry) 
     assert await registry.catalog.expired(done.version.expires_s) == []
 
 
-async def test_versions_that_end_together_share_an_entry_in_the_audit_log(
+async def test_ephemeral_versions_of_one_moment_share_entries_in_the_audit_log(
     registry: Registry,
 ) -> None:
     names = [f"doc-{seed}" for seed in range(6)]
-    for seed, name in enumerate(names):
-        await publish(registry, name, seed, ttl_s=60.0)
+    publishing = (publish(registry, name, seed, ttl_s=60.0) for seed, name in enumerate(names))
+    done = await asyncio.gather(*publishing)
     assert await registry.deletion.end([(f"default/{name}", 1) for name in names], "tester") == 6
     entries, _ = await registry.audit.page("default", 100)
+    published = [entry for entry in entries if entry.action == "version.publish"]
+    assert {version for entry in published for version in entry.details["versions"].split()} == {
+        f"{each.version.name}:v1@{each.version.digest}" for each in done
+    }
     [entry] = [entry for entry in entries if entry.action == "version.expire"]
     assert entry.details["versions"].split() == [f"{name}:v1" for name in names]
 
