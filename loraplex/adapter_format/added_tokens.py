@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
-from loraplex.errors import InvalidAdapter, Violation
+from loraplex.errors import InvalidAdapter
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -191,4 +191,4 @@ def _object(content: bytes, name: str) -> dict[str, Any]:
 
 def _refused(name: str, value: object, why: str) -> InvalidAdapter:
     shown = value[:80] if isinstance(value, str) else value
-    return InvalidAdapter.of([Violation.of(name, shown, why)])
+    return InvalidAdapter.field(name, shown, why)

@@ -115,7 +115,7 @@ def _look(path: Path, tensor_file: str) -> tuple[tuple[str, ...], LeftOut]:
     missing = [name for name in (CONFIG_FILE, tensor_file) if name not in present]
     inner = [entry.name for entry in entries if _holds_adapter(entry)]
     if len(missing) == 2:
-        raise InvalidAdapter.of([Violation.of("DIR", str(path), _why_none(path, inner))])
+        raise InvalidAdapter.field("DIR", str(path), _why_none(path, inner))
     names, harmless = [], []
     for entry in entries:
         reason = _reason_to_leave(entry, is_whole=not missing)

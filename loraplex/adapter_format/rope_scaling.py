@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loraplex.errors import InvalidAdapter, Violation
+from loraplex.errors import InvalidAdapter
 
 FIELD = "rope_scaling"
 MAX_FACTOR = 1024.0
@@ -201,4 +201,4 @@ def _no_constant(name: str) -> float:
 
 def _refused(path: str, value: object, description: str) -> InvalidAdapter:
     shown = value[:80] if isinstance(value, str) else value
-    return InvalidAdapter.of([Violation.of(f"{FIELD}{path}", shown, description)])
+    return InvalidAdapter.field(f"{FIELD}{path}", shown, description)

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.strict_json import kind_of, read_object
-from loraplex.errors import InvalidAdapter, Violation
+from loraplex.errors import InvalidAdapter
 
 TENSOR_FILE = "adapter_model.safetensors"
 LENGTH_BYTES = 8
@@ -147,7 +147,7 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def _refuse(source: str, value: object, description: str) -> NoReturn:
-    raise InvalidAdapter.of([Violation.of(source, value, description)])
+    raise InvalidAdapter.field(source, value, description)
 
 
 def _metadata(value: object, source: str) -> dict[str, str]:

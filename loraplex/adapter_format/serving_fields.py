@@ -15,7 +15,7 @@ from loraplex.adapter_format.config_reader import AdapterConfigReader, is_index_
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.rope_scaling import RopeScaling
 from loraplex.adapter_format.strict_json import read_object
-from loraplex.errors import InvalidAdapter, Violation
+from loraplex.errors import InvalidAdapter
 
 ROPE_FIELD = rope_scaling.FIELD
 EOS_FIELD = "eos_token_id"
@@ -52,7 +52,7 @@ def complete_config(
         if fields.get(field) is not None and fields[field] != value:
             source = GENERATION_FILE if field == EOS_FIELD else f"the label {ROPE_FIELD}"
             description = f"is another value than that of {source}; keep one of them"
-            raise _refused(f"adapter_config.json:{field}", fields[field], description)
+            raise InvalidAdapter.field(f"adapter_config.json:{field}", fields[field], description)
     return json.dumps({**fields, **fields_given}).encode() if fields_given else config_bytes
 
 
@@ -114,7 +114,7 @@ def _eos_of(generation_config: bytes) -> list[int] | None:
     ids = _ids(fields.get(EOS_FIELD))
     if ids is None:
         description = f"must be a token id, a list of 1 to {MAX_EOS_IDS}, or null (the base's)"
-        raise _refused(f"{GENERATION_FILE}:{EOS_FIELD}", fields[EOS_FIELD], description)
+        raise InvalidAdapter.field(f"{GENERATION_FILE}:{EOS_FIELD}", fields[EOS_FIELD], description)
     return ids or None
 
 
@@ -126,7 +126,3 @@ def _ids(value: object) -> list[int] | None:
     if not is_index_list(ids) or not 0 < len(ids) <= MAX_EOS_IDS:
         return None
     return sorted(set(ids))
-
-
-def _refused(field: str, value: object, description: str) -> InvalidAdapter:
-    return InvalidAdapter.of([Violation.of(field, value, description)])

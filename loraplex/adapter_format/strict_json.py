@@ -11,7 +11,7 @@ import math
 import re
 from typing import NoReturn
 
-from loraplex.errors import InvalidAdapter, Violation
+from loraplex.errors import InvalidAdapter
 
 MAX_DEPTH = 16
 MAX_DIGITS = 20
@@ -71,7 +71,7 @@ def kind_of(value: object) -> str:
 
 
 def _refuse(source: str, value: object, description: str) -> NoReturn:
-    raise InvalidAdapter.of([Violation.of(source, value, description)])
+    raise InvalidAdapter.field(source, value, description)
 
 
 def _decode(raw: bytes, source: str) -> str:

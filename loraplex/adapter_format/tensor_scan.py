@@ -123,7 +123,9 @@ class TensorScan:
         expected = tensors[-1].end if tensors else self.header.header_bytes
         if self._position != expected:
             found = f"{self._position} bytes"
-            _refuse(TENSOR_FILE, found, f"must have {expected} bytes; upload the file whole")
+            raise InvalidAdapter.field(
+                TENSOR_FILE, found, f"must have {expected} bytes; upload the file whole"
+            )
         return frozenset(self._zero_tensors)
 
     def _scan(self, info: TensorInfo, data: bytes | memoryview) -> None:
@@ -139,7 +141,9 @@ class TensorScan:
             before = min(self._position, info.end) - len(self._carry) - len(data) - info.begin
             element = before // DTYPE_BYTES[info.dtype] + index
             description = "is NaN or infinite; the training diverged, use an earlier checkpoint"
-            _refuse(f"{TENSOR_FILE}:{info.name}", f"element {element}", description)
+            raise InvalidAdapter.field(
+                f"{TENSOR_FILE}:{info.name}", f"element {element}", description
+            )
 
     def _end_tensor(self, info: TensorInfo) -> None:
         if self._all_zero:
@@ -168,7 +172,3 @@ def warnings_of_zeros(report: Report, zero_tensors: frozenset[str]) -> tuple[Vio
         return ()
     description = "is zero in every module: the adapter changes nothing; was it trained?"
     return (Violation.of(f"{TENSOR_FILE}:lora_B", f"{len(lora_b)} tensors", description),)
-
-
-def _refuse(path: str, value: object, description: str) -> None:
-    raise InvalidAdapter.of([Violation.of(path, value, description)])

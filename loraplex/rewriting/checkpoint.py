@@ -19,7 +19,7 @@ from loraplex.adapter_format.safetensors_header import (
     parse_header,
     read_prefix,
 )
-from loraplex.errors import InvalidAdapter, Violation
+from loraplex.errors import InvalidAdapter
 from loraplex.rewriting.tensors import STORED, Array, read_rows, stored_bytes
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -125,7 +125,7 @@ class CheckpointFolder:
             rows = edit.rows(begin, end)
             if stored == "F16" and not (np.abs(rows) <= np.finfo(np.float16).max).all():
                 description = "has values that float16 cannot hold; use --dtype bfloat16"
-                raise InvalidAdapter.of([Violation.of(name, stored, description)])
+                raise InvalidAdapter.field(name, stored, description)
             sink.write(stored_bytes(rows, stored))
 
 
@@ -142,7 +142,7 @@ def _entry(
     stored = dtype if dtype and info.dtype in STORED else info.dtype
     if name in edits and stored not in STORED:
         description = f"is stored as {stored}; only {', '.join(STORED)} can be merged into"
-        raise InvalidAdapter.of([Violation.of(name, stored, description)])
+        raise InvalidAdapter.field(name, stored, description)
     return name, edits[name].shape if name in edits else info.shape, stored
 
 

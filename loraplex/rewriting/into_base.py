@@ -24,7 +24,7 @@ from loraplex.adapter_format.added_tokens import TEXT_FILES
 from loraplex.adapter_format.geometry import EMBEDDING, LM_HEAD, Geometry, quantisation_of
 from loraplex.adapter_format.quantisation import FIELD
 from loraplex.adapter_format.report import AdapterModule
-from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
+from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.rewriting.checkpoint import CheckpointFolder, Edit, TensorLocation
 from loraplex.rewriting.merged_rows import (
     COLUMN_CHUNK_ROWS,
@@ -302,4 +302,4 @@ def _update(path: Path, changes: dict[str, object]) -> None:
 
 
 def _refuse(field: str, value: object, description: str) -> NoReturn:
-    raise InvalidAdapter.of([Violation.of(field, value, description)])
+    raise InvalidAdapter.field(field, value, description)

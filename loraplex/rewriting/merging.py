@@ -23,7 +23,7 @@ from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE, TensorInfo
 from loraplex.adapter_format.serving_fields import EOS_FIELD, ROPE_FIELD
 from loraplex.adapter_format.tensor_names import PREFIX
-from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
+from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.rewriting.tensors import Array, Opened, open_adapter, write_adapter
 
 
@@ -154,7 +154,7 @@ def _pair(module: AdapterModule) -> tuple[TensorInfo, TensorInfo]:
         info = getattr(module, part)
         if info is not None:
             description = "cannot be merged: only LoRA matrices can, so leave this adapter out"
-            raise InvalidAdapter.of([Violation.of(f"{TENSOR_FILE}:{info.name}", part, description)])
+            raise InvalidAdapter.field(f"{TENSOR_FILE}:{info.name}", part, description)
     a, b = module.a or module.embedding_a, module.b or module.embedding_b
     assert a is not None and b is not None, "validated as a pair"
     return a, b
@@ -172,7 +172,7 @@ def _combined(
         ranks = [side.a.shape[0] for side in sides]
         description = f"has different ranks in the adapters, which {recipe.method} cannot merge"
         field = f"{TENSOR_FILE}:{name}"
-        raise InvalidAdapter.of([Violation.of(field, ranks, f"{description}; use --method cat")])
+        raise InvalidAdapter.field(field, ranks, f"{description}; use --method cat")
     roots = [math.sqrt(abs(side.factor)) for side in sides]
     signed = [math.copysign(r, side.factor) for r, side in zip(roots, sides, strict=True)]
     method = "linear" if alone else recipe.method
@@ -264,8 +264,7 @@ def check_one_serving(folders: Sequence[tuple[Path, float]], adapters: Sequence[
             value = adapter.config.get(name)
             if value != first:
                 description = f"differs from that in {folders[0][0]}, and two cannot be merged"
-                violation = Violation.of(f"{folder}:{name}", value, description)
-                raise InvalidAdapter.of([violation])
+                raise InvalidAdapter.field(f"{folder}:{name}", value, description)
 
 
 def _check_one_base(folders: Sequence[tuple[Path, float]], adapters: Sequence[Opened]) -> None:
@@ -277,4 +276,4 @@ def _check_one_base(folders: Sequence[tuple[Path, float]], adapters: Sequence[Op
                 f"is not {first!r} as in {folders[0][0]}; pass --base if both are the same base"
             )
             field = f"{folder}/adapter_config.json:base_model_name_or_path"
-            raise InvalidAdapter.of([Violation.of(field, named, description)])
+            raise InvalidAdapter.field(field, named, description)

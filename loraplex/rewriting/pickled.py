@@ -61,7 +61,7 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
     size = source.stat().st_size
     if size > MAX_PICKLE_BYTES:
         description = f"must have at most {MAX_PICKLE_BYTES} bytes"
-        raise InvalidAdapter.of([Violation.of(PICKLE_FILE, f"{size} bytes", description)])
+        raise InvalidAdapter.field(PICKLE_FILE, f"{size} bytes", description)
     environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     argv = [sys.executable, "-P", "-m", "loraplex.rewriting.pickle_process", *filter(None, [dtype])]
@@ -73,7 +73,7 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             description = f"could not be read within {TIMEOUT_S:.0f} s"
-            raise InvalidAdapter.of([Violation.of(PICKLE_FILE, size, description)]) from None
+            raise InvalidAdapter.field(PICKLE_FILE, size, description) from None
     if done.returncode == _REFUSED:
         raise InvalidAdapter.of([Violation(**json.loads(done.stderr.splitlines()[-1]))])
     if done.returncode != 0:

@@ -28,7 +28,7 @@ from loraplex.adapter_format.safetensors_header import TensorInfo, read_prefix
 from loraplex.adapter_format.strict_json import read_object
 from loraplex.adapter_format.tensor_names import PREFIX
 from loraplex.adapter_format.text_model import is_in_tower
-from loraplex.errors import InvalidAdapter, Violation
+from loraplex.errors import InvalidAdapter
 from loraplex.rewriting.tensors import (
     Array,
     check_folder,
@@ -123,7 +123,7 @@ def text_only(folder: Path, out: Path) -> bool:
         return False
     if not kept:
         why = "is in a tower, as all tensors are: nothing of the text model is left"
-        raise InvalidAdapter.of([Violation.of(f"{TENSOR_FILE}:{infos[0].name}", "", why)])
+        raise InvalidAdapter.field(f"{TENSOR_FILE}:{infos[0].name}", "", why)
     config = {**_config(folder), **conversion("text and images", dropped=len(dropped))}
     tensors = {info.name: _read(folder, info) for info in kept}
     _write(folder, out, config, tensors)
@@ -164,7 +164,7 @@ def _number(config: Mapping[str, object], key: str) -> float:
     value = config.get(key)
     if type(value) not in (int, float) or float(str(value)) <= 0:
         why = "must be a number above 0"
-        raise InvalidAdapter.of([Violation.of(f"{CONFIG_FILE}:{key}", value, why)])
+        raise InvalidAdapter.field(f"{CONFIG_FILE}:{key}", value, why)
     return float(str(value))
 
 
@@ -182,13 +182,13 @@ def _pairs(folder: Path) -> dict[str, tuple[Array, Array]]:
         a, b = (by_name.get(f"{PREFIX}{module}{part}") for part in _PARTS)
         if a is None or b is None or not name.startswith(PREFIX):
             why = "is not a lora_A or lora_B with its counterpart; export the adapter again"
-            raise InvalidAdapter.of([Violation.of(f"{TENSOR_FILE}:{name}", name, why)])
+            raise InvalidAdapter.field(f"{TENSOR_FILE}:{name}", name, why)
         wanted = 3 if _STACKED.fullmatch(module) else 2
         rank = a.shape[-2] if len(a.shape) == wanted else -1
         if len(b.shape) != wanted or b.shape[-1] != rank or rank == 0:
             why = f"must be {wanted}-dimensional, with one rank: A {list(a.shape)}, "
             why += f"B {list(b.shape)}"
-            raise InvalidAdapter.of([Violation.of(f"{TENSOR_FILE}:{name}", module, why)])
+            raise InvalidAdapter.field(f"{TENSOR_FILE}:{name}", module, why)
         pairs[module] = _read(folder, a), _read(folder, b)
     return pairs
 
@@ -199,7 +199,7 @@ def _joined(module: str, parts: Mapping[str, tuple[Array, Array]]) -> tuple[Arra
     if missing:
         name = f"{module}.in_proj_{missing[0]}"
         why = "is missing, so that the outputs of in_proj_qkv cannot be told apart"
-        raise InvalidAdapter.of([Violation.of(TENSOR_FILE, name, why)])
+        raise InvalidAdapter.field(TENSOR_FILE, name, why)
     pairs = [parts[part] for part in "qkv"]
     return np.concatenate([a for a, _ in pairs]), _diagonal([b for _, b in pairs])
 
@@ -238,7 +238,7 @@ def _add_experts(
         if any(len(side) not in (1, num_experts) for side in pair):
             why = f"must have 1 or {num_experts} experts"
             counts = [len(side) for side in pair]
-            raise InvalidAdapter.of([Violation.of(f"{container}.{name}", counts, why)])
+            raise InvalidAdapter.field(f"{container}.{name}", counts, why)
     found: dict[str, tuple[Array, Array]] = {}
     if _GATE in projections or _UP in projections:
         found[PARAMETERS[0]] = _gate_up(projections, num_experts, interleaved=interleaved)

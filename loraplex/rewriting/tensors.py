@@ -35,7 +35,7 @@ from loraplex.adapter_format.safetensors_header import (
 from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.adapter_format.tensor_scan import scan_file
 from loraplex.client.publishing import read_adapter
-from loraplex.errors import AlreadyExists, InvalidAdapter, Violation
+from loraplex.errors import AlreadyExists, InvalidAdapter
 
 Array = npt.NDArray[np.float32]
 
@@ -100,7 +100,7 @@ def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: obje
     if report.config.task != CAUSAL_LM:
         description = f"is not rewritten; only adapters of task_type {CAUSAL_LM} are"
         field = f"{CONFIG_FILE}:task_type"
-        raise InvalidAdapter.of([Violation.of(field, report.config.task, description)])
+        raise InvalidAdapter.field(field, report.config.task, description)
     scan_file(content.tensor_path, parse_header(content.header_prefix, size))
     return Opened(content, report, json.loads(raw))
 
@@ -141,7 +141,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
         size = (source / name).stat().st_size
         if size > MAX_BYTES[name]:
             description = f"must have at most {MAX_BYTES[name]} bytes"
-            raise InvalidAdapter.of([Violation.of(name, f"{size} bytes", description)])
+            raise InvalidAdapter.field(name, f"{size} bytes", description)
         shutil.copyfile(source / name, target / name)
 
 

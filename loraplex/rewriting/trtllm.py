@@ -24,7 +24,7 @@ from loraplex.adapter_format.geometry import Module
 from loraplex.adapter_format.report import AdapterModule
 from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex.adapter_format.tensor_names import PREFIX
-from loraplex.errors import InvalidAdapter, InvalidRequest, Violation
+from loraplex.errors import InvalidAdapter, InvalidRequest
 from loraplex.rewriting.checkpoint import CheckpointFolder
 from loraplex.rewriting.merging import scaled_by_one, tensor_name
 from loraplex.rewriting.tensors import Array, Opened, new_folder, stored_bytes, write_adapter
@@ -104,7 +104,7 @@ def to_trtllm(
         weights[index, : values.size] = values
     if dtype == "F16" and not (np.abs(weights) <= np.finfo(np.float16).max).all():
         description = "has values that float16 cannot hold; use --dtype float32 or bfloat16"
-        raise InvalidAdapter.of([Violation.of(TENSOR_FILE, dtype, description)])
+        raise InvalidAdapter.field(TENSOR_FILE, dtype, description)
     stored = np.frombuffer(stored_bytes(weights, dtype), np.dtype(_NPY_DTYPES[dtype]))
     with new_folder(out) as partial:
         np.save(partial / WEIGHTS_FILE, stored.reshape(1, *weights.shape), allow_pickle=False)
@@ -375,4 +375,4 @@ def _need_base(why: str) -> NoReturn:
 
 
 def _refuse(field: str, value: object, description: str) -> NoReturn:
-    raise InvalidAdapter.of([Violation.of(field, value, description)])
+    raise InvalidAdapter.field(field, value, description)

@@ -210,7 +210,7 @@ def _no_base() -> Unavailable:
 def _unknown(field: str, value: str, bases: list[BaseRecord]) -> InvalidAdapter:
     known = ", ".join(repr(base.base_id) for base in bases)
     description = f"is not registered; registered bases: {known}; choose one with --base"
-    return InvalidAdapter.of([Violation.of(field, value, description)])
+    return InvalidAdapter.field(field, value, description)
 
 
 def _name_warnings(base: BaseRecord, named: str) -> list[Violation]:
