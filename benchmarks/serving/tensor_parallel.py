@@ -4,7 +4,7 @@
 
 Two ranks on the two cores of one machine share a base of 110M parameters in bfloat16 and
 communicate by gloo. 16 requests for 8 adapters of rank 16 on q, k, v and o decode together, with
-one matrix of each pair divided (the default, which sends nothing) and with both divided
+one matrix of each pair divided (the default in bfloat16, which sends nothing) and with both divided
 (`--fully-sharded-loras`, S-LoRA's division), and without adapters. Rounds alternate between the
 groups. Prints medians of tokens per second and per second of both ranks' processor time.
 `tests/worker/runner/parallel/test_group.py` counts the bytes.
