@@ -164,9 +164,10 @@ def main() -> None:
         begin_s = time.perf_counter()
         run = asyncio.run(drive(stack, args.adapters, args.at_once))
         elapsed_s = time.perf_counter() - begin_s
-    result = {"options": vars(args), **report(run, elapsed_s)}
-    print(json.dumps(result, indent=1))
-    write_results("ephemeral", result)
+        # Before the folder is removed, which takes minutes after a long run.
+        result = {"options": vars(args), **report(run, elapsed_s)}
+        print(json.dumps(result, indent=1))
+        write_results("ephemeral", result)
 
 
 if __name__ == "__main__":
