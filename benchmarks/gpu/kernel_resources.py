@@ -234,13 +234,14 @@ def _list_items() -> Variant:
 
 def _draw() -> Iterator[Variant]:
     types = dict.fromkeys(("best_scores", "scores", "floors"), "*fp32")
-    types |= {"best_tokens": "*i32", "num_tokens": "i32", "num_blocks": "i32"}
+    types |= dict.fromkeys(("first_id", "num_tokens", "num_blocks"), "i32")
+    types |= {"best_tokens": "*i32"}
     types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
     constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
     yield Variant(
         "sampling.draw", sampling.draw_kernel, types, constants, divisible=("num_tokens",)
     )
-    names = ("floors", "best_scores", "keys", "inverses", "logs")
+    names = ("floors", "best_scores", "first_id", "keys", "inverses", "logs")
     of_rows = {name: types[name] for name in names} | {"best_tokens": "*i64", "num_rows": "i32"}
     constants = {"BLOCK_ROWS": sampling.BLOCK_ROWS}
     yield Variant("sampling.floor", sampling.floor_kernel, of_rows, constants)
