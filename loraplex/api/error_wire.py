@@ -24,6 +24,8 @@ MAX_DETAIL_BYTES = 6000
 _LOST_STATUS = "Internal error from Core"
 """gRPC's asyncio client replaces the status of a server that ends a call with these words, and
 INTERNAL, if a message that it still sends fails (grpc/grpc issue 36066)."""
+STATUS_LOST = "STATUS_LOST"
+"""Reason of the error that stands for such a status."""
 
 
 def to_status(error: LoraplexError) -> grpc.Status:
@@ -57,7 +59,7 @@ def from_rpc_error(error: grpc.RpcError) -> LoraplexError:
     if text == _LOST_STATUS:
         return Unavailable(
             "the server ended the call while data was being sent, and its reason was lost; retry",
-            reason="STATUS_LOST",
+            reason=STATUS_LOST,
             retry_after_s=1.0,
         )
     return from_wire(code.value[0], "", text or code.name)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from loraplex.allocation import reuse_large_blocks
-from loraplex.api.error_wire import from_rpc_error, has_details
+from loraplex.api.error_wire import STATUS_LOST, from_rpc_error, has_details
 from loraplex.client.settings import Credentials, check_address
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable
 
@@ -98,7 +98,7 @@ class Channel:
         """The typed error of a failed call. Our servers always send details; a status without them
         comes from the transport."""
         typed = from_rpc_error(error)
-        if has_details(error):
+        if has_details(error) or typed.reason == STATUS_LOST:
             return typed
         if isinstance(typed, Unavailable):
             return Unavailable(

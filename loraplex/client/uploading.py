@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import grpc
 
+from loraplex.api.error_wire import STATUS_LOST
 from loraplex.api.registry import MAX_ONE_CALL_BYTES
 from loraplex.client.channel import CHUNK_BYTES, Channel
 from loraplex.client.progress import Progress, ignore_progress
@@ -132,9 +133,15 @@ async def upload(
     It is safe to repeat: an interrupted upload continues with the bytes that are missing.
     """
     if sum(file.size_bytes for file in files) <= MAX_ONE_CALL_BYTES:
-        # An older registry does not know the call. What is unsupported otherwise is refused again.
-        with contextlib.suppress(Unsupported):
+        # An older registry does not know the call. What is unsupported otherwise is refused again,
+        # and so is what was refused for a reason that was lost.
+        try:
             return await _publish_in_one_call(channel, options, files, summed, progress)
+        except Unsupported:
+            pass
+        except Unavailable as error:
+            if error.reason != STATUS_LOST:
+                raise
     request = pb.CreateUploadRequest(options=options, files=[each.spec for each in summed])
     crc32s = {each.spec.path: each.crc32s for each in summed}
     session = await _open(channel, request)
@@ -185,7 +192,7 @@ async def _publish_in_one_call(
         try:
             return await send()
         except Unavailable as error:
-            if not attempt and error.reason in _REFUSED_AT_ONCE:
+            if error.reason == STATUS_LOST or (not attempt and error.reason in _REFUSED_AT_ONCE):
                 raise
             await asyncio.sleep(error.retry_after_s or pause_s)
     return await send()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from loraplex.client.channel import CHUNK_BYTES, Channel
@@ -158,6 +159,26 @@ async def test_an_older_registry_takes_a_small_adapter_in_parts(
     for file in small_files:
         assert servicer.stored[file.path] == file.location.read_bytes()
     assert servicer.offsets == [0, 0]
+
+
+async def test_a_small_adapter_whose_refusal_is_lost_is_sent_in_parts(
+    small_files: list[LocalFile],
+) -> None:
+    class LosesItsReason(FlakyRegistry):
+        num_calls = 0
+
+        async def PublishAdapter(
+            self, request_iterator: object, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> pb.PublishAdapterResponse:
+            self.num_calls += 1
+            await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
+            raise AssertionError
+
+    servicer = LosesItsReason()
+    await _upload(servicer, small_files)
+    assert servicer.num_calls == 1
+    for file in small_files:
+        assert servicer.stored[file.path] == file.location.read_bytes()
 
 
 async def test_declares_size_and_sha256_of_each_file(files: list[LocalFile]) -> None:
