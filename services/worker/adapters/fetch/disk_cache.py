@@ -1,4 +1,4 @@
-"""The disk cache of verified adapters: one folder per digest, bounded in bytes.
+"""The disk cache of verified adapters: one folder per digest, bounded in bytes and number.
 
     <root>/adapters/<hex>/      manifest.json, adapter_config.json, and image-<layout>, the bytes
                                 that the engine copies; adapter_model.safetensors only until there
@@ -34,6 +34,8 @@ DEFAULT_SHARE = 0.25
 """Share of the space that is free or its own, which the cache may use by default."""
 MIN_DEFAULT_BYTES = 4 << 30
 """Smallest default size, however full the disk is."""
+MAX_ADAPTERS = 16_384
+"""The engine and every gateway know each adapter on disk, which takes 1 to 2 KiB in each process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +221,12 @@ class DiskCache:
         return adapter
 
     def _shrink(self) -> None:
-        unleased = [a for a in self._adapters.values() if not self._leases[a.digest]]
-        for adapter in unleased:
-            if self.num_bytes <= self._max_bytes:
+        while self.num_bytes > self._max_bytes or len(self._adapters) > MAX_ADAPTERS:
+            digest = next((digest for digest in self._adapters if not self.is_leased(digest)), None)
+            if digest is None:
                 return
-            self._on_gone(adapter.digest)
-            self.drop(adapter.digest)
+            self._on_gone(digest)
+            self.drop(digest)
 
 
 def _hex(digest: str) -> str:

@@ -23,6 +23,7 @@ from loraplex.errors import (
 )
 from loraplex_services.common.objects.file import FileStore
 from loraplex_services.common.objects.store import blob_key
+from loraplex_services.worker.adapters.fetch import disk_cache
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskCache
 from loraplex_services.worker.adapters.fetch.pack_pool import PackPool
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
@@ -315,6 +316,18 @@ async def test_the_least_recently_used_adapter_leaves_a_full_cache(tmp_path: Pat
     assert stage.gone == [digests[2]]
     assert {a.digest for a in stage.disk.adapters()} == {digests[0], digests[1], digests[3]}
     assert sum(a.num_bytes for a in stage.disk.adapters()) <= 3 * one + 1024
+
+
+async def test_many_small_adapters_leave_by_their_number(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "MAX_ADAPTERS", 2)
+    digests = [await stage.publish(name) for name in ("one", "three", "seventh", "eleven...")]
+    stage.disk.lease(digests[0])
+    for digest in digests:
+        await stage.source.ensure(digest)
+    assert stage.gone == digests[1:3]
+    assert {a.digest for a in stage.disk.adapters()} == {digests[0], digests[3]}
 
 
 async def test_an_adapter_larger_than_the_cache_is_refused(tmp_path: Path) -> None:
