@@ -35,7 +35,7 @@ DEFAULT_SHARE = 0.25
 MIN_DEFAULT_BYTES = 4 << 30
 """Smallest default size, however full the disk is."""
 MAX_ADAPTERS = 16_384
-"""The engine and every gateway know each adapter on disk, which takes 1 to 2 KiB in each process."""
+"""The engine and every gateway know each adapter on disk, at 1 to 2 KiB of memory in each."""
 
 
 @dataclass(frozen=True, slots=True)
