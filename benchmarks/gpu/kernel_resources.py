@@ -233,9 +233,8 @@ def _list_items() -> Variant:
 
 
 def _draw() -> Iterator[Variant]:
-    types = dict.fromkeys(("best_scores", "scores", "floors"), "*fp32")
+    types = dict.fromkeys(("best_scores", "scores", "floors"), "*fp32") | {"best_tokens": "*i32"}
     types |= dict.fromkeys(("first_id", "num_tokens", "num_blocks"), "i32")
-    types |= {"best_tokens": "*i32"}
     types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
     constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
     yield Variant(
