@@ -238,10 +238,7 @@ class TritonAttention(AttentionBackend):
             cos_sin = metadata.rotations[self.layer_idx]
             rotate_and_append(q, k, v, cos_sin, planes, metadata.kv_slots[group])
         out = q.new_empty(q.shape) if metadata.out is None else metadata.out
-        if metadata.num_contexts:
-            self._contexts(out, q, planes, group, metadata, is_full=is_full)
-        if metadata.num_generations:
-            self._generations(out, q, planes, group, metadata)
+        self._attend(out, q, planes, group, metadata, is_full=is_full)
         return out
 
     def _cache(
@@ -253,6 +250,22 @@ class TritonAttention(AttentionBackend):
         assert metadata.kv_cache_manager is not None
         cache = metadata.kv_cache_manager
         return cache.planes(self.layer_idx), cache.group_of(self.layer_idx)
+
+    def _attend(
+        self,
+        out: Tensor,
+        q: Tensor,
+        planes: tuple[Tensor, Tensor],
+        group: int,
+        metadata: TritonAttentionMetadata,
+        *,
+        is_full: bool,
+    ) -> None:
+        """Compute `out` once this step's keys and values are in `planes`."""
+        if metadata.num_contexts:
+            self._contexts(out, q, planes, group, metadata, is_full=is_full)
+        if metadata.num_generations:
+            self._generations(out, q, planes, group, metadata)
 
     def _contexts(
         self,
