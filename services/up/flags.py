@@ -203,7 +203,7 @@ _FLAGS = {
         (
             "--attention-backend",
             "NAME",
-            "auto, vanilla, cpu, triton or a package's (default: auto)",
+            "auto, vanilla, cpu, triton, flashinfer or a package's (default: auto)",
         ),
         ("--model-impl", "NAME", "model code: auto, native or transformers (default: auto)"),
         ("--tensor-parallel", "N", "number of processes that divide a base (default: 1)"),

@@ -52,7 +52,7 @@ def test_reads_typed_values(setting: Setting[object], text: str, value: object) 
         (env.DRAIN_S, "-1"),
         (env.FULLY_SHARDED_LORAS, "maybe"),
         (env.DEVICE, "tpu"),
-        (env.ATTENTION_BACKEND, "flashinfer"),
+        (env.ATTENTION_BACKEND, "flashinfer2"),
         (env.MAX_REQUEST_S, "0"),
         (env.HTTP_LISTEN, "8080"),
         (env.HTTP_LISTEN, "127.0.0.1:70000"),
@@ -69,7 +69,6 @@ def test_bad_value_names_the_variable(setting: Setting[object], text: str) -> No
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        (env.ATTENTION_BACKEND, "flashinfer"),
         (env.KV_CACHE_DTYPE, "fp8"),
     ],
 )

@@ -224,10 +224,10 @@ CPU_ISA = choice_setting(
 )
 ATTENTION_BACKEND: Setting[str] = Setting(
     "LORAPLEX_ATTENTION_BACKEND",
-    choice("auto", "vanilla", "cpu", "triton", not_yet=["flashinfer"], group=ATTENTION_GROUP),
+    choice("auto", "vanilla", "cpu", "triton", "flashinfer", group=ATTENTION_GROUP),
     "auto",
     "up worker",
-    "Kernels: `triton`, `cpu` (compiled), `vanilla` (plain torch), or the name of a package's.",
+    "Kernels: `triton`, `flashinfer`, `cpu` (compiled), `vanilla` (torch), or a package's name.",
 )
 MODEL_IMPL = choice_setting(
     "LORAPLEX_MODEL_IMPL",

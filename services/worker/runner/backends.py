@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from loraplex.errors import InvalidRequest
@@ -14,7 +16,10 @@ from loraplex_services.worker.ops.attention.registered import registered_backend
 from loraplex_services.worker.ops.launch import INTERPRETING
 from loraplex_services.worker.runner.numerics import set_threads
 
-BUILT_IN = ("auto", "vanilla", "cpu", "triton")
+BUILT_IN = ("auto", "vanilla", "cpu", "triton", "flashinfer")
+FLASHINFER = "flashinfer"
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+"""What FlashInfer computes in."""
 REFUSALS = {
     "triton": "Triton kernels need the device cuda",
     "cpu": "compiled kernels need the device cpu, float32 or bfloat16, and a LORAPLEX_CPU_ISA "
@@ -31,14 +36,17 @@ def choose_operators(
     Args:
         attention_backend: `vanilla` = plain torch on any device, which shares no kernel with the
             others and is what they are compared with; `cpu` = compiled C++; `triton` = Triton, on
-            a GPU or under its interpreter; `auto` = Triton on a GPU (or under its interpreter), C++
-            on a CPU that has kernels for the dtype, else torch; the name of a registered backend =
-            its attention, and everything else as for `auto`.
+            a GPU or under its interpreter; `flashinfer` = FlashInfer's attention, and everything
+            else as for `triton`; `auto` = Triton on a GPU (or under its interpreter), C++ on a CPU
+            that has kernels for the dtype, else torch; the name of a registered backend = its
+            attention, and everything else as for `auto`.
 
     Raises: InvalidRequest when the backend does not exist or cannot compute here.
     """
     if attention_backend not in BUILT_IN:
         return _with_registered(device, dtype, cpu_isa, attention_backend)
+    if attention_backend == FLASHINFER:
+        return _with_flashinfer(device, dtype)
     is_gpu = device.type == "cuda"
     is_auto = attention_backend == "auto"
     by_default = is_gpu or (INTERPRETING and cpu_isa == "auto")
@@ -54,7 +62,7 @@ def choose_operators(
             return NativeOperators(native, dtype)
     if is_auto or attention_backend == "vanilla":
         return Operators()
-    raise InvalidRequest.field("attention_backend", attention_backend, REFUSALS[attention_backend])
+    raise _refused(attention_backend, REFUSALS[attention_backend])
 
 
 def _with_registered(
@@ -62,11 +70,37 @@ def _with_registered(
 ) -> Operators:
     backend = registered_backend(name)
     if backend is None:
-        why = "must be auto, vanilla, cpu, triton, or a name that a package registers"
-        raise InvalidRequest.field("attention_backend", name, why)
+        why = "must be auto, vanilla, cpu, triton, flashinfer, or a name that a package registers"
+        raise _refused(name, why)
     operators = choose_operators(device, dtype, cpu_isa)
     operators.attention_maker = AttentionMaker(backend, name=name)
     return operators
+
+
+def _with_flashinfer(device: torch.device, dtype: torch.dtype) -> Operators:
+    if device.type != "cuda":
+        raise _refused(FLASHINFER, "FlashInfer needs the device cuda; use auto")
+    if dtype not in HALF_DTYPES:
+        raise _refused(FLASHINFER, "FlashInfer computes float16 and bfloat16; use triton")
+    try:
+        library = importlib.import_module("flashinfer")
+    except (ImportError, OSError, RuntimeError) as error:
+        why = (
+            f"the package flashinfer-python cannot be imported ({error}); install it or use triton"
+        )
+        raise _refused(FLASHINFER, why) from error
+    from loraplex_services.worker.layers.triton_operators import TritonOperators
+    from loraplex_services.worker.ops.attention.flashinfer import flashinfer_attention
+
+    operators = TritonOperators()
+    operators.attention_maker = flashinfer_attention(
+        library.BatchPrefillWithPagedKVCacheWrapper, device
+    )
+    return operators
+
+
+def _refused(attention_backend: str, why: str) -> InvalidRequest:
+    return InvalidRequest.field("attention_backend", attention_backend, why)
 
 
 def share_threads(weight_bytes: int, operators: Operators, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Which operators a base is computed with."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -34,7 +35,15 @@ def test_a_gpu_computes_with_triton_by_default_and_by_name():
         (CPU, torch.float32, TORCH, "cpu", "LORAPLEX_CPU_ISA"),
         (CPU, torch.float16, "auto", "cpu", "float32 or bfloat16"),
         (CUDA, torch.float32, "auto", "cpu", "device cpu"),
-        (CPU, torch.float32, "auto", "flashinfer", "vanilla"),
+        (CPU, torch.bfloat16, "auto", "flashinfer", "device cuda; use auto"),
+        (CUDA, torch.float32, "auto", "flashinfer", "float16 and bfloat16; use triton"),
+        (CUDA, torch.float32, "auto", "flashinfr", "flashinfer, or a name"),
+        pytest.param(
+            *(CUDA, torch.bfloat16, "auto", "flashinfer", "flashinfer-python.*use triton"),
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("flashinfer") is not None, reason="it is installed"
+            ),
+        ),
         pytest.param(
             *(CPU, torch.float32, "auto", "triton", "device cuda"),
             marks=pytest.mark.skipif(INTERPRETING, reason="the interpreter runs Triton on a CPU"),

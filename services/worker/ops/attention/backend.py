@@ -215,7 +215,7 @@ class AttentionMaker:
     ) -> None:
         """
         Args:
-            name: of a backend that is not built in, for the numerics fingerprint.
+            name: in the numerics fingerprint; "" if the operators say which backend it is.
             layer_fields, metadata_fields: further arguments of each layer, and of each metadata.
         """
         self.backend = backend

@@ -154,10 +154,16 @@ class Bench:
         return q, k, v
 
 
-def check_case(maker: AttentionMaker, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+def check_case(
+    maker: AttentionMaker,
+    case: Case,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    head_dim: int = 32,
+) -> None:
     """Every sequence, computed chunk by chunk in one batch, equals the reference."""
     torch.manual_seed(0)
-    bench = Bench(maker, case.heads, case.window, dtype=dtype, device=device)
+    bench = Bench(maker, case.heads, case.window, head_dim, dtype, device)
     free = random.Random(str(case)).sample(range(16), 16)
     inputs = [bench.random(num) for num in LENGTHS]
     tables = [[free.pop() for _ in range(-(-num // TOKENS_PER_BLOCK))] for num in LENGTHS]
@@ -207,27 +213,32 @@ def int8_meaning(items: torch.Tensor) -> torch.Tensor:
     return (items.float() / scales).round().clamp(-127, 127) * scales
 
 
-def check_refusals(maker: AttentionMaker) -> None:
+def check_refusals(maker: AttentionMaker, head_dim: int = 32) -> None:
     """What a backend cannot do is refused by name."""
-    bench = Bench(maker, (2, 2), window=5)
+    bench = Bench(maker, (2, 2), 5, head_dim)
     metadata = bench.metadata([3], [0], [[0]])
     q, k, v = (part.flatten(1) for part in bench.random(3))
     with pytest.raises(Unsupported, match="attention_mask"):
         bench.layer.forward(q, k, v, metadata, AttentionMask.FULL)
     fields = maker._layer_fields
     with pytest.raises(InvalidRequest, match="kv_cache_dtype"):
-        maker.backend(0, 2, 32, quant_config=QuantConfig("int3"), **fields)
+        maker.backend(0, 2, head_dim, quant_config=QuantConfig("int3"), **fields)
     if not maker.backend.rotates:
         params = PositionalEmbeddingParams(bench.config.ropes[0])
         with pytest.raises(InvalidRequest, match="pos_embd_params"):
-            maker.backend(0, 2, 32, pos_embd_params=params, **fields)
+            maker.backend(0, 2, head_dim, pos_embd_params=params, **fields)
 
 
-def check_profiling(maker: AttentionMaker) -> None:
+def check_profiling(
+    maker: AttentionMaker,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    head_dim: int = 32,
+) -> None:
     """A step for memory or warm-up leaves the cache as it is."""
-    bench = Bench(maker, (4, 2))
+    bench = Bench(maker, (4, 2), None, head_dim, dtype, device)
     bench.arena.data.zero_()
-    metadata = maker.idle_metadata(bench.kv, torch.arange(9))
+    metadata = maker.idle_metadata(bench.kv, torch.arange(9, device=device))
     metadata.begin_forward()
     q, k, v = (part.flatten(1) for part in bench.random(9))
     with poisoned_outputs():
@@ -236,9 +247,9 @@ def check_profiling(maker: AttentionMaker) -> None:
     assert (bench.arena.data == 0).all()
 
 
-def check_fields(maker: AttentionMaker) -> None:
+def check_fields(maker: AttentionMaker, head_dim: int = 16) -> None:
     """The metadata says what the page says."""
-    bench = Bench(maker, (2, 1))
+    bench = Bench(maker, (2, 1), head_dim=max(head_dim, 32))
     metadata = bench.metadata([5, 17, 1], [0, 3, 30], [[1], [2, 3], [4, 5]])
     assert (metadata.num_contexts, metadata.num_generations) == (2, 1)
     assert (metadata.num_tokens, metadata.num_ctx_tokens) == (23, 22)
@@ -249,5 +260,6 @@ def check_fields(maker: AttentionMaker) -> None:
     assert metadata.prompt_lens == [40, 40, 40]
     assert metadata.position_ids is not None and metadata.position_ids[-1] == 30
     assert not metadata.is_cuda_graph and not metadata.is_dummy_attention
-    layer = maker.backend(3, 4, 16, **maker._layer_fields)
-    assert layer.shape == HeadShape(4, 4, 16, 0.25, None, None) and layer.layer_idx == 3
+    layer = maker.backend(3, 4, head_dim, **maker._layer_fields)
+    assert layer.shape == HeadShape(4, 4, head_dim, head_dim**-0.5, None, None)
+    assert layer.layer_idx == 3

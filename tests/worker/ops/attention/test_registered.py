@@ -98,7 +98,7 @@ def test_a_registered_name_is_a_value_of_the_setting(toy: type[AttentionBackend]
     assert env.ATTENTION_BACKEND.read({"LORAPLEX_ATTENTION_BACKEND": "toy"}) == "toy"
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "tritn", "", "toy"])
+@pytest.mark.parametrize("name", ["flashinfr", "tritn", "", "toy"])
 def test_a_name_that_nobody_registers_is_refused_by_the_setting(name: str) -> None:
     with pytest.raises(Exception, match="LORAPLEX_ATTENTION_BACKEND"):
         env.ATTENTION_BACKEND.read({"LORAPLEX_ATTENTION_BACKEND": name or " "})
