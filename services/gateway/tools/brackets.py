@@ -29,19 +29,19 @@ class BracketScanner:
         self.depth = 0
         """Brackets that are open."""
         self._is_value_over = False
-        """Whether the last bracket closed a value, behind which a bracket may be missing."""
+        """Whether the last bracket closed a value, after which a bracket may be missing."""
 
     def find_end(self, text: str) -> int | None:
-        """Offset behind the closing bracket; None if that has not arrived. If it may be missing,
-        the text also ends where something else follows an inner one, with a `depth` of 1.
+        """Offset after the closing bracket; None if it has not arrived yet. If it may be missing,
+        the end is also where something else follows an inner bracket; `depth` is 1 then.
 
         Args:
-            text: begins with the text of the call before.
+            text: all that has arrived; begins with the text of the previous call.
         """
         while self._at < len(text):
             if self._quote:
                 inside = _IN_QUOTES[self._quote].match(text, self._at)
-                assert inside is not None, "it matches nothing as well"
+                assert inside is not None, "the pattern also matches an empty string"
                 self._at = inside.end()
                 if not text.startswith(self._quote, self._at):
                     return None
@@ -49,7 +49,7 @@ class BracketScanner:
                 self._quote = ""
             elif self._is_value_over:
                 space = _SPACE.match(text, self._at)
-                assert space is not None, "it matches nothing as well"
+                assert space is not None, "the pattern also matches an empty string"
                 if space.end() == len(text):
                     return None
                 if text[space.end()] not in "}],":
@@ -60,7 +60,7 @@ class BracketScanner:
         return None
 
     def _next_bracket(self, text: str) -> bool:
-        """Go behind the next bracket or quotation mark; True if it closes the first bracket."""
+        """Move past the next bracket or quotation mark; True if it closes the first bracket."""
         mark = self._brackets.search(text, self._at)
         self._at = len(text) if mark is None else mark.end()
         if mark is None:

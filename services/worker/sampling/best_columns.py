@@ -23,7 +23,7 @@ PAIR = 2
 
 
 class BestRows(NamedTuple):
-    """What is asked of some rows."""
+    """How the tokens of some rows are chosen."""
 
     drawn: NDArray[np.int64]
     """Which rows have a temperature, ascending; the others take the best logit."""
