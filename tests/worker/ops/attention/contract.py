@@ -247,9 +247,9 @@ def check_profiling(
     assert (bench.arena.data == 0).all()
 
 
-def check_fields(maker: AttentionMaker, head_dim: int = 16) -> None:
+def check_fields(maker: AttentionMaker, head_dim: int = 16, device: str = "cpu") -> None:
     """The metadata says what the page says."""
-    bench = Bench(maker, (2, 1), head_dim=max(head_dim, 32))
+    bench = Bench(maker, (2, 1), head_dim=max(head_dim, 32), device=device)
     metadata = bench.metadata([5, 17, 1], [0, 3, 30], [[1], [2, 3], [4, 5]])
     assert (metadata.num_contexts, metadata.num_generations) == (2, 1)
     assert (metadata.num_tokens, metadata.num_ctx_tokens) == (23, 22)

@@ -26,19 +26,22 @@ def test_what_it_cannot_do_is_refused() -> None:
     contract.check_refusals(triton_attention())
 
 
-def test_metadata_says_what_the_page_says() -> None:
-    contract.check_fields(triton_attention())
+def test_metadata_says_what_the_page_says(device: torch.device) -> None:
+    contract.check_fields(triton_attention(), device=device.type)
 
 
-def test_profiling_leaves_the_cache_alone() -> None:
-    contract.check_profiling(triton_attention())
+def test_profiling_leaves_the_cache_alone(device: torch.device) -> None:
+    contract.check_profiling(triton_attention(), device=device.type)
 
 
-def test_metadata_of_captured_steps_keeps_the_tensors_it_was_made_with() -> None:
-    bench = contract.Bench(triton_attention(), (4, 2))
-    positions, kv_slots = torch.tensor([3, 0]), torch.tensor([2 * 16 + 3, -1])
-    tables = torch.tensor([[2], [0]], dtype=torch.int32)
-    rows = torch.tensor([0, 1], dtype=torch.int32)
+def test_metadata_of_captured_steps_keeps_the_tensors_it_was_made_with(
+    device: torch.device,
+) -> None:
+    bench = contract.Bench(triton_attention(), (4, 2), device=device.type)
+    positions = torch.tensor([3, 0], device=device)
+    kv_slots = torch.tensor([2 * 16 + 3, -1], device=device)
+    tables = torch.tensor([[2], [0]], dtype=torch.int32, device=device)
+    rows = torch.tensor([0, 1], dtype=torch.int32, device=device)
     inputs = StaticInputs((kv_slots,), (tables,), rows, max_keys=64)
     metadata = bench.maker.graph_metadata(bench.kv, positions, inputs)
     assert isinstance(metadata, TritonAttentionMetadata)

@@ -47,8 +47,8 @@ def test_profiling_leaves_the_cache_alone(maker: AttentionMaker, device: torch.d
     contract.check_profiling(maker, torch.bfloat16, device.type, HEAD_DIM)
 
 
-def test_metadata_says_what_the_page_says(maker: AttentionMaker) -> None:
-    contract.check_fields(maker, HEAD_DIM)
+def test_metadata_says_what_the_page_says(maker: AttentionMaker, device: torch.device) -> None:
+    contract.check_fields(maker, HEAD_DIM, device.type)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
