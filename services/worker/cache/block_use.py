@@ -26,8 +26,9 @@ class BlockUse:
         self._idle_whole = 0
         self._held_parts: Counter[int] = Counter()
         """Number of extents of adapters that are not idle, by split block."""
-        self._sharers: dict[int, set[str]] = {}
-        """Digests of the resident adapters in each split block."""
+        self._sharers: dict[int, dict[str, None]] = {}
+        """Digests of the resident adapters in each split block, in the order of their loads, so
+        that evictions do not depend on hash values."""
 
     @property
     def held(self) -> int:
@@ -44,7 +45,7 @@ class BlockUse:
         self.num_pages += adapter.num_pages
         self._hold(adapter)
         for block in self._parts(adapter):
-            self._sharers.setdefault(block, set()).add(adapter.digest)
+            self._sharers.setdefault(block, {})[adapter.digest] = None
 
     def drop(self, adapter: CachedAdapter) -> None:
         """Remove an adapter that was not idle and whose blocks have been given back."""
@@ -52,7 +53,7 @@ class BlockUse:
         self._held_whole -= self._num_whole(adapter)
         self._release(adapter)
         for block in {*self._parts(adapter)}:
-            self._sharers[block].remove(adapter.digest)
+            del self._sharers[block][adapter.digest]
             if not self._sharers[block]:
                 del self._sharers[block]
 
@@ -88,7 +89,8 @@ class BlockUse:
             return ()
         blocks = {*self._parts(adapter)}.difference(self._held_parts)
         sharers = (self._sharers[block] for block in blocks)
-        choices = [some - {adapter.digest} for some in sharers if some.isdisjoint(protected)]
+        idle = (some for some in sharers if some.keys().isdisjoint(protected))
+        choices = [[digest for digest in some if digest != adapter.digest] for some in idle]
         return min(choices, key=len, default=())
 
     def most_of(self, adapter: CachedAdapter) -> int:

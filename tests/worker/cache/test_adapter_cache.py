@@ -316,6 +316,20 @@ def test_a_block_for_others_costs_only_the_adapters_that_share_it() -> None:
     assert len(carry_out(cache)) <= 4
 
 
+def test_adapters_that_share_a_block_are_evicted_in_the_order_of_their_loads() -> None:
+    """Otherwise simulations with the same seed differ from process to process."""
+    arena = Arena(1, pages_per_block=16)
+    reclaimer = Reclaimer(arena)
+    cache = make_cache(reclaimer, arena, max_resident=16)
+    names = [f"sha256:{number}" for number in range(16)]
+    for now, digest in enumerate(names):
+        cache.fetched(digest, Path("/"), 1, max_rank=8)
+        assert cache.load([digest], (), float(now))
+    carry_out(cache)
+    assert reclaimer.reclaim(1, 99.0)
+    assert [action.digest for action in carry_out(cache)] == names
+
+
 def test_empty_parts_of_blocks_do_not_add_up_while_others_take_blocks() -> None:
     """Each block that is taken from an adapter of 1.6 blocks leaves its other parts empty."""
     arena, rng = Arena(60, pages_per_block=8), random.Random(0)
