@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -47,17 +48,20 @@ def write_results(name: str, results: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     today = datetime.now(UTC).date().isoformat()
     document = {"measured_on": today, "machine": facts, **rounded(results)}
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     return path
 
 
 def rounded(value: Any) -> Any:
-    """The same document with floats rounded to six significant digits."""
+    """The same document with floats rounded to six significant digits. JSON has no infinity and no
+    NaN: they become null, which stands for what never came."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def read_results(name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,15 @@ def test_results_are_rounded_and_written_under_the_machine_kind(
 def test_only_floats_are_rounded(value: object, expected: object) -> None:
     assert machine.rounded(value) == expected
     assert type(machine.rounded(value)) is type(expected)
+
+
+def test_what_is_not_finite_becomes_null() -> None:
+    assert machine.rounded({"waits": [math.inf, math.nan, 1.0]}) == {"waits": [None, None, 1.0]}
+
+
+def test_stored_results_are_json() -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    for path in machine.RESULTS.rglob("*.json"):
+        json.loads(path.read_text(), parse_constant=refuse)
