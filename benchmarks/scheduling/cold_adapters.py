@@ -6,8 +6,6 @@ import dataclasses
 import heapq
 import statistics
 
-import msgspec
-
 from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, capacity, fleet
 from loraplex.workload import (
     RANK_MIXES,
@@ -18,7 +16,7 @@ from loraplex.workload import (
     ranks_of,
 )
 from loraplex_services.gateway.admission.queue import AdmissionLimits
-from loraplex_services.simulate.simulation import Simulation
+from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
 
 NUM_WORKERS, NUM_GATEWAYS = 2, 2
 DEADLINE_S, SLO_S = 60.0, 6.0
@@ -36,15 +34,8 @@ def cold_adapters(duration_s: float, seed: int) -> dict[str, float]:
     """
     mix = RANK_MIXES["S2"]
     per_s = NUM_WORKERS * capacity(fleet("fcfs", None), NUM_ADAPTERS, mix).per_s
-    base = fleet("fcfs", DEADLINE_S, SLO_S)
-    gateways_and_workers = dataclasses.replace(
-        base,
-        engine=msgspec.structs.replace(base.engine, policy="fair"),
-        num_workers=NUM_WORKERS,
-        admission=AdmissionLimits(),
-        num_gateways=NUM_GATEWAYS,
-    )
-    simulation = Simulation(gateways_and_workers, ranks_of(mix, NUM_ADAPTERS))
+    workers = gateways_before(fleet("fair", DEADLINE_S, SLO_S))
+    simulation = Simulation(workers, ranks_of(mix, NUM_ADAPTERS))
     trace = _traffic(per_s, duration_s, seed)
     outcomes = simulation.run(trace)
     polite = [o for r, o in zip(trace, outcomes, strict=True) if r.tenant != "greedy"]
@@ -58,6 +49,13 @@ def cold_adapters(duration_s: float, seed: int) -> dict[str, float]:
         "begun_in_time": good / len(begun),
         "copies_per_finished": simulation.tally.loads / sum(o.finished for o in outcomes),
     }
+
+
+def gateways_before(worker: SimulatedFleet) -> SimulatedFleet:
+    """Two gateways before two workers like this one."""
+    return dataclasses.replace(
+        worker, num_workers=NUM_WORKERS, admission=AdmissionLimits(), num_gateways=NUM_GATEWAYS
+    )
 
 
 def _traffic(per_s: float, duration_s: float, seed: int) -> list[TracedRequest]:

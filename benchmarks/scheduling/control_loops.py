@@ -4,10 +4,10 @@
 
 Each loop of `docs/internals/control-loops.md` that the simulation runs is taken away by itself, and
 all figures are simulated again: overload and fairness as `scheduling.overload` has them; the same
-on a worker with short steps; two gateways with four tenants and cold adapters (`cold_adapters`);
-and one worker on the S-LoRA paper's workload S2 at 0.9 and 1.3 of its capacity. Prints each figure
-over the one with all loops. A loop whose removal changes no figure by more than 3% is not worth its
-lines. Writes results/<machine kind>/control_loops.json.
+on a worker with short steps; two gateways with four tenants and cold adapters (`cold_adapters`), or
+with adapters that must be fetched; and one worker on the S-LoRA paper's workload S2 at 0.9 and 1.3
+of its capacity. Prints each figure over the one with all loops. A loop whose removal changes no
+figure by more than 3% is not worth its lines. Writes results/<machine kind>/control_loops.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from unittest.mock import patch
 
 from benchmarks.machine import write_results
 from benchmarks.scheduling import overload
-from benchmarks.scheduling.cold_adapters import cold_adapters
+from benchmarks.scheduling.cold_adapters import (
+    DEADLINE_S,
+    NUM_WORKERS,
+    cold_adapters,
+    gateways_before,
+)
 from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
@@ -47,6 +52,8 @@ from loraplex_services.worker.scheduling import (
 Figures = dict[str, float]
 Removal = tuple[Any, str, Any]
 OVERLOAD_S, COLD_S, PAPER_S = 15.0, 60.0, 60.0
+NUM_FETCHED = 20_000
+"""Adapters in the store."""
 FIRST_TOKEN_S = 6.0
 
 
@@ -89,6 +96,18 @@ def _policy(fair: Callable[[policies.ServiceCounters], policies.Policy]) -> list
     return [(worker, "SIMULATED_POLICIES", {**worker.SIMULATED_POLICIES, "fair": fair})]
 
 
+def _visit_and_pass(self: Any, request: Any, queue_pass: Any, now: float) -> bool:
+    """Reserved slots do not wait for the oldest request, which may be of a tenant that has no part
+    in them."""
+    if self._admission.has_slot(request, now) or len(self._running) >= self._limits.max_running:
+        return _visit(self, request, queue_pass, now)
+    queue_pass.walk.skip_flow()
+    return True
+
+
+_visit = scheduler.Scheduler._visit
+
+
 def _patient(self: Any, *args: Any, **kwargs: Any) -> None:
     _init_limits(self, *args, **{**kwargs, "max_overtaking_s": math.inf})
 
@@ -97,6 +116,9 @@ _init_limits = limits.SchedulerLimits.__init__
 
 LOOPS: dict[str, list[Removal]] = {
     "none": [],
+    "gateway: its queue": [
+        (dispatch_window.DispatchWindow, "window", lambda *args: dispatch_window.Window())
+    ],
     "gateway: fair order": [
         (queue.AdmissionQueue, "_next", _oldest),
         (queue.AdmissionQueue, "_is_preceded", lambda self, request: self.num_waiting > 0),
@@ -113,7 +135,7 @@ LOOPS: dict[str, list[Removal]] = {
     "gateway: a tenant's own window": [
         (dispatch_window.InFlightTokens, "fit", _fits_shared_window)
     ],
-    "gateway: the window of loads": [(gateway, "are_on_a_device", lambda views, digests: True)],
+    "gateway: the window of fetches": [(gateway, "are_fetched", lambda views, digests: True)],
     "gateway: run-time forecast": [(run_times.RunTimeEstimator, "run_s", lambda *args: 0.0)],
     "gateway: refusal by the expected wait": [
         (queue.AdmissionQueue, "expected_wait_s", lambda *args: 0.0)
@@ -122,7 +144,10 @@ LOOPS: dict[str, list[Removal]] = {
     "gateway: load bound": [(router, "LOAD_BOUND", 1e9)],
     "gateway: loads ahead": [(router, "_LOAD_AHEAD_S", 0.0)],
     "gateway: spare replicas": [(router, "SPARE_REPLICAS", 0)],
-    "worker: fair order": _policy(lambda counters: policies.FIRST_COME),
+    "worker: fair order": [
+        *_policy(lambda counters: policies.FIRST_COME),
+        (scheduler.Scheduler, "_visit", _visit_and_pass),
+    ],
     "worker: fair order of a tenant's adapters": _policy(_only_tenants),
     "worker: early abort": [(early_abort, "needed_s", lambda *args: 0.0)],
     "worker: reserved slots": [(admission, "reserved_slots", lambda num: 0)],
@@ -173,6 +198,23 @@ def cold(seed: int) -> Figures:
     return {f"cold: {name}": value for name, value in cold_adapters(COLD_S, seed).items()}
 
 
+def fetched(seed: int) -> Figures:
+    """The same gateways and workers; hardly any adapter is asked for twice, and all are in the
+    store, from which a fetch takes 1.5 s."""
+    ranks = ranks_of(RANK_MIXES["S2"], NUM_FETCHED)
+    per_s = NUM_WORKERS * capacity(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
+    base = fleet("fair", DEADLINE_S, FIRST_TOKEN_S)
+    costs = dataclasses.replace(base.costs, fetch_s=1.5)
+    workers = dataclasses.replace(gateways_before(base), costs=costs, on_disk=False)
+    figures = {}
+    for share in (0.8, 1.3):
+        trace = generate(Workload(NUM_FETCHED, share * per_s, COLD_S, seed=seed))
+        summary = summarize(Simulation(workers, ranks).run(trace), FIRST_TOKEN_S)
+        figures[f"fetched at {share}: throughput"] = summary.requests_per_s
+        figures[f"fetched at {share}: attainment"] = summary.attainment
+    return figures
+
+
 def paper(seed: int) -> Figures:
     """One worker on workload S2."""
     per_s = capacity(fleet("fair", None), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
@@ -199,7 +241,7 @@ def measure(loop: str, num_seeds: int) -> Figures:
     for target, name, value in LOOPS[loop]:
         patch.object(target, name, value).start()
     figures: Figures = {}
-    for scenario in (overloaded, fast, cold, paper):
+    for scenario in (overloaded, fast, cold, fetched, paper):
         try:
             found = [scenario(seed) for seed in range(num_seeds)]
         except AssertionError:

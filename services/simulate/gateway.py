@@ -18,7 +18,7 @@ from loraplex_services.gateway.admission.queue import (
 from loraplex_services.gateway.routing.router import (
     ReplicaCounts,
     RoutingRequest,
-    are_on_a_device,
+    are_fetched,
     choose,
 )
 from loraplex_services.gateway.workers.view import WorkerView
@@ -72,7 +72,7 @@ class SimulatedGateway:
             num_prompt_tokens=request.num_input,
             run_s=self._controller.run_s(request.num_output, request.num_output),
             first_token_due_s=due.first_token_s,
-            awaits_adapter=not are_on_a_device(self._views(), digests),
+            awaits_fetch=not are_fetched(self._views(), digests),
         )
         async with self._controller.admit(admission_request) as permit:
             yield permit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from typing import Any
 
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex_services.gateway.workers.view import WorkerView
@@ -34,6 +35,17 @@ SIMULATED_POLICIES: Policies = {
 by priority, because workers serve those of one tenant, priority and adapter by arrival."""
 
 
+class EveryAdapter(dict[str, AdapterResidency]):
+    """The residency of a worker that has every adapter: those without an entry are on its disk."""
+
+    def __contains__(self, digest: object) -> bool:
+        return True
+
+    def get(self, digest: str, default: Any = None) -> AdapterResidency:
+        """The entry, or one that says that the adapter is on disk."""
+        return super().get(digest) or AdapterResidency(digest, Tier.DISK)
+
+
 class SimulatedWorker:
     """An engine, its clock, and what its API server would do: fetch adapters, deliver commands."""
 
@@ -51,7 +63,7 @@ class SimulatedWorker:
         self._order = itertools.count()
         self._fetched: set[str] = set()
         self._load = WorkerLoad()
-        self._residency: dict[str, AdapterResidency] = {}
+        self._residency: dict[str, AdapterResidency] = EveryAdapter() if on_disk else {}
         self._stalls = 0
         self._in_flight: dict[str, tuple[str, ...]] = {}
         """Requests sent here that have not ended, and their adapters."""

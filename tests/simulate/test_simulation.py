@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from loraplex.api.residency import Tier
 from loraplex.workload import (
     RANK_MIXES,
     TracedRequest,
@@ -18,7 +19,9 @@ from loraplex.workload import (
     summarize,
 )
 from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.routing.router import are_fetched
 from loraplex_services.simulate.simulation import Simulation
+from loraplex_services.simulate.worker import SimulatedWorker
 from tests.simulate.fleets import COSTS, engine_config, fleet
 
 SHORT = UniformLengths((8, 64), (4, 32))
@@ -149,3 +152,12 @@ def test_the_newest_request_starts_first_under_lcfs() -> None:
     firsts = [outcome.first_token_s or 0.0 for outcome in outcomes]
     late = [first_s for first_s in firsts if first_s > trace[-1].arrival_s + 0.1]
     assert len(late) > 10 and late == sorted(late, reverse=True)
+
+
+def test_a_worker_that_has_every_adapter_tells_gateways_that_they_are_on_its_disk() -> None:
+    [on_disk, in_store] = (
+        SimulatedWorker(0, COSTS, engine_config(), on_disk=on_disk).view()
+        for on_disk in (True, False)
+    )
+    assert on_disk.tier_of("any") is Tier.DISK and are_fetched([on_disk], ["any"])
+    assert in_store.tier_of("any") is Tier.NONE and not are_fetched([in_store], ["any"])

@@ -57,7 +57,7 @@ class Permit:
         None if there are too few tokens to tell, or if the request waited for an adapter.
         """
         gaps = self.num_tokens - 1
-        if gaps < 8 or self._request.awaits_adapter:
+        if gaps < 8 or self._request.awaits_fetch:
             return None
         return RequestLatency(self._first_s - self._start_s, (now_s() - self._first_s) / gaps)
 

@@ -7,8 +7,9 @@ law, and never so small that a worker becomes idle. Requests that fit into a bat
 to the prompts that workers compute in the same time: a batch that is filled in one step is blocked
 for that step, and its requests end together.
 
-Requests whose adapters are not loaded yet wait for the load and not for steps. They have a
-separate, larger window, so that requests that are ready can pass them.
+Requests whose adapters are on no worker yet wait for the fetch and not for steps. They have a
+separate, larger window, so that other requests can pass them. A copy to the device from a worker's
+disk or host memory takes about as long as a step, so requests that wait for one do not.
 
 Each tenant has such a window of its own, so that no tenant waits because others have filled theirs.
 A tenant with nothing in flight may always send one request. The workers' fair scheduling lets it
@@ -64,8 +65,8 @@ class Window:
     batch_capacity: int = 0
     """While no more requests than this run, `max_tokens` is the limit instead."""
     max_tokens: float = math.inf
-    loading_tokens: float = math.inf
-    """A separate limit for requests whose adapters are on no device yet."""
+    fetching_tokens: float = math.inf
+    """A separate limit for requests whose adapters are on no worker yet."""
 
 
 class DispatchWindow:

@@ -64,8 +64,8 @@ class AdmissionRequest:
     """A tenant with weight 2 gets twice the service of one with weight 1."""
     first_token_due_s: float | None = None
     """Deadline of its first token, on the same clock; None = only `deadline_s` counts."""
-    awaits_adapter: bool = False
-    """True if its adapters are on no device yet."""
+    awaits_fetch: bool = False
+    """True if no worker has all its adapters yet."""
     number: int = field(default_factory=itertools.count().__next__)
 
     @property
@@ -118,8 +118,8 @@ class AdmissionQueue:
         self.tenant_share = 0
         """Running sequences allowed to each tenant that has none; 0 = no limit."""
         self._in_flight = InFlightTokens()
-        self._loading = InFlightTokens()
-        """In-flight tokens of requests that await adapters."""
+        self._fetching = InFlightTokens()
+        """In-flight tokens of requests whose adapters no worker had."""
         self._served = VirtualCounters()
         self._service_s = 0.0
         """Moving mean of the seconds that one request runs."""
@@ -286,14 +286,14 @@ class AdmissionQueue:
 
     def _window_fits(self, request: AdmissionRequest) -> bool:
         window, fits_batch = self.window, self._running + request.cost <= self.window.batch_capacity
-        if request.awaits_adapter:
-            window, fits_batch = Window(window.loading_tokens), False
+        if request.awaits_fetch:
+            window, fits_batch = Window(window.fetching_tokens), False
         return self._in_flight_of(request).fit(
             request.tenant, request.in_flight_tokens, window, fits_batch=fits_batch
         )
 
     def _in_flight_of(self, request: AdmissionRequest) -> InFlightTokens:
-        return self._loading if request.awaits_adapter else self._in_flight
+        return self._fetching if request.awaits_fetch else self._in_flight
 
     def _tenant_fits(self, request: AdmissionRequest) -> bool:
         mine = self.num_running_of(request.tenant)

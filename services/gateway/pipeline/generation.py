@@ -43,7 +43,7 @@ from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.tenants import TenantDirectory
 from loraplex_services.gateway.request import GenerateCall, Target, TextDelta
 from loraplex_services.gateway.routing.relay import Relay
-from loraplex_services.gateway.routing.router import are_on_a_device
+from loraplex_services.gateway.routing.router import are_fetched
 from loraplex_services.gateway.routing.steering import Steering
 from loraplex_services.gateway.text.adapter_text import AdapterText
 from loraplex_services.gateway.text.chat_style import AS_DETECTED, StyleSettings
@@ -270,7 +270,7 @@ class Generation:
         views = self._fleet.views(prepared.base.base_id)
         digests = [adapter.digest for adapter in prepared.target.adapters]
         run_s = self._controller.run_s(prepared.min_output, prepared.max_output)
-        return prepared.admission_request(run_s, awaits_adapter=not are_on_a_device(views, digests))
+        return prepared.admission_request(run_s, awaits_fetch=not are_fetched(views, digests))
 
     def _choices(self, prepared: PreparedRequest, steering: Steering) -> TextDeltas:
         count = prepared.resolved.num_choices

@@ -109,7 +109,7 @@ class PreparedRequest:
             tokenizer_digest=self.target.tokenizer_digest(self.base),
         )
 
-    def admission_request(self, run_s: float, *, awaits_adapter: bool) -> AdmissionRequest:
+    def admission_request(self, run_s: float, *, awaits_fetch: bool) -> AdmissionRequest:
         """The request as admission sees it."""
         return AdmissionRequest(
             self.call.tenant,
@@ -120,7 +120,7 @@ class PreparedRequest:
             run_s=run_s,
             weight=self.limits.fairness_weight,
             first_token_due_s=self.first_token_due_s,
-            awaits_adapter=awaits_adapter,
+            awaits_fetch=awaits_fetch,
         )
 
     @property

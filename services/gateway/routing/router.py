@@ -127,12 +127,11 @@ def first_token_s(view: WorkerView, request: RoutingRequest) -> float:
     return compute_s + load_s
 
 
-def are_on_a_device(views: Sequence[WorkerView], digests: Collection[str]) -> bool:
-    """True if a worker that takes requests has all these adapters loaded, or if none takes any."""
+def are_fetched(views: Sequence[WorkerView], digests: Collection[str]) -> bool:
+    """True if a worker that takes requests has all these adapters, on its disk or nearer to the
+    device, or if none takes any."""
     able = [view for view in views if view.takes_requests]
-    return not able or any(
-        all(view.tier_of(digest) is Tier.DEVICE for digest in digests) for view in able
-    )
+    return not able or any(all(digest in view.adapters for digest in digests) for view in able)
 
 
 def choose(views: Sequence[WorkerView], request: RoutingRequest) -> WorkerView | None:

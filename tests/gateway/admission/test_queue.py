@@ -168,16 +168,16 @@ def test_until_a_request_has_ended_waits_are_estimated_from_run_times() -> None:
         queue.offer(AdmissionRequest("a", deadline_s=5.5, run_s=2.0), 0.0)
 
 
-def test_requests_that_await_adapters_keep_nobody_who_is_ready_waiting() -> None:
+def test_requests_that_await_a_fetch_keep_nobody_else_waiting() -> None:
     queue = AdmissionQueue(AdmissionLimits())
-    queue.window = Window(256, loading_tokens=1024)
-    loading = [AdmissionRequest("a", awaits_adapter=True) for _ in range(9)]
-    decisions = [queue.offer(request, 0.0) for request in loading[:8]]
+    queue.window = Window(256, fetching_tokens=1024)
+    fetching = [AdmissionRequest("a", awaits_fetch=True) for _ in range(9)]
+    decisions = [queue.offer(request, 0.0) for request in fetching[:8]]
     assert decisions == [Decision.RUN] * 8
     assert queue.offer(AdmissionRequest("a"), 0.0) is Decision.RUN
-    assert queue.offer(loading[8], 0.0) is Decision.WAIT
-    assert queue.first_token(loading[0])
-    assert queue.take_ready() == [loading[8]]
+    assert queue.offer(fetching[8], 0.0) is Decision.WAIT
+    assert queue.first_token(fetching[0])
+    assert queue.take_ready() == [fetching[8]]
 
 
 def test_a_newcomer_passes_waiting_tenants_that_were_served_more() -> None:

@@ -17,7 +17,7 @@ from loraplex_services.gateway.routing.router import (
     SPARE_REPLICAS,
     ReplicaCounts,
     RoutingRequest,
-    are_on_a_device,
+    are_fetched,
     choose,
     load_cap,
     rendezvous_order,
@@ -38,13 +38,14 @@ def _routing_request(key: str, num_replicas: int = 1) -> RoutingRequest:
     return RoutingRequest(key, (key,), num_prompt_tokens=10, num_replicas=num_replicas)
 
 
-def test_adapters_are_ready_where_one_worker_that_takes_requests_has_them_all() -> None:
+def test_adapters_are_fetched_where_one_worker_that_takes_requests_has_them_all() -> None:
     on, off = AdapterResidency("a", Tier.DEVICE), AdapterResidency("b", Tier.DISK)
-    views = [_view("w0", adapters={"a": on, "b": off}), _view("w1")]
-    assert are_on_a_device(views, ["a"]) and are_on_a_device(views, [])
-    assert not are_on_a_device(views, ["a", "b"])
-    assert not are_on_a_device([replace(views[0], draining=True), views[1]], ["a"])
-    assert are_on_a_device([], ["a"])
+    views = [_view("w0", adapters={"a": on, "b": off}), _view("w1", asked=frozenset({"c"}))]
+    assert are_fetched(views, ["a", "b"]) and are_fetched(views, [])
+    assert not are_fetched(views, ["a", "c"])
+    assert not are_fetched(views, ["c"]), "it was only asked for"
+    assert not are_fetched([replace(views[0], draining=True), views[1]], ["a"])
+    assert are_fetched([], ["a"])
 
 
 @given(workers=WORKERS, key=KEYS)
