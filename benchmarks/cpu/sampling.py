@@ -24,7 +24,7 @@ from benchmarks.measuring import median_ratio, timed
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.native.bindings import load_native
 from loraplex_services.worker.native.isa import half_is_fast
-from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators
+from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, first_argmax
 from loraplex_services.worker.sampling.masks import limits_of
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -87,7 +87,10 @@ def draws(num_rows: int, vocab_size: int, repetitions: int) -> dict[str, Any]:
     if native is None:
         return {}
     native.set_threads(torch.get_num_threads())
-    ways = {"torch": TORCH_DRAWS, "compiled": DrawOperators(native.truncate, native.draw)}
+    ways = {
+        "torch": TORCH_DRAWS,
+        "compiled": DrawOperators(native.truncate, native.draw, first_argmax),
+    }
     generator = torch.Generator().manual_seed(num_rows)
     logits = torch.randn(num_rows, vocab_size, generator=generator)
     keys = torch.stack([torch.arange(num_rows)] * 3, dim=1)

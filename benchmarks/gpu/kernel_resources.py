@@ -233,17 +233,16 @@ def _list_items() -> Variant:
 
 
 def _draw() -> Iterator[Variant]:
-    types = dict.fromkeys(("best_scores", "scores", "floors"), "*fp32") | {"best_tokens": "*i32"}
-    types |= dict.fromkeys(("first_id", "num_tokens", "num_blocks"), "i32")
-    types |= dict.fromkeys(("keys", "inverses", "logs"), "*i64")
-    constants = {"BLOCK_TOKENS": sampling.BLOCK_TOKENS}
-    yield Variant(
-        "sampling.draw", sampling.draw_kernel, types, constants, divisible=("num_tokens",)
-    )
-    names = ("floors", "best_scores", "first_id", "keys", "inverses", "logs")
-    of_rows = {name: types[name] for name in names} | {"best_tokens": "*i64", "num_rows": "i32"}
-    constants = {"BLOCK_ROWS": sampling.BLOCK_ROWS}
-    yield Variant("sampling.floor", sampling.floor_kernel, of_rows, constants)
+    types = dict.fromkeys(("best_scores", "row_scores", "scores", "floors"), "*fp32")
+    types |= dict.fromkeys(("first_id", "num_tokens", "num_blocks", "num_rows"), "i32")
+    types |= dict.fromkeys(("keys", "inverses", "logs", "row_tokens"), "*i64")
+    sizes = {n: getattr(sampling, n) for n in ("BLOCK_TOKENS", "BLOCK_ROWS", "JOINED_BLOCKS")}
+    for label in ("best", "draw", "join", "floor"):
+        kernel = getattr(sampling, f"{label}_kernel")
+        own = types | {"best_tokens": "*i64" if label == "floor" else "*i32"}
+        constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        own = {name: kind for name, kind in own.items() if name in kernel.arg_names}
+        yield Variant(f"sampling.{label}", kernel, own, constants, divisible=("num_tokens",))
 
 
 NUM_EXPERTS, NUM_ACTIVE = 128, 8

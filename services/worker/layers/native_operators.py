@@ -36,7 +36,7 @@ from loraplex_services.worker.ops.norm.torch import Norm, NormWeight
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.recurrence.cpu import NativeDeltaNet
 from loraplex_services.worker.ops.rope.torch import CosSin
-from loraplex_services.worker.sampling.drawing import DrawOperators
+from loraplex_services.worker.sampling.drawing import DrawOperators, first_argmax
 from loraplex_services.worker.types.model_config import ClampedSwiglu, RecurrenceConfig
 
 
@@ -55,7 +55,7 @@ class NativeOperators(Operators):
             metadata_fields={"task_queries": native.task_queries},
         )
         self.choose_experts = partial(choose_experts, native)
-        self.draws = DrawOperators(native.truncate, native.draw)
+        self.draws = DrawOperators(native.truncate, native.draw, first_argmax)
 
     def rotate(self, x: Tensor, cos_sin: CosSin, head_dim: int) -> Tensor:
         """In place."""

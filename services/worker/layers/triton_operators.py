@@ -25,7 +25,7 @@ from loraplex_services.worker.ops.norm.torch import Norm, NormWeight, RmsNorm
 from loraplex_services.worker.ops.norm.triton import add_rms_norm
 from loraplex_services.worker.ops.recurrence.backend import DeltaNet, DeltaWeights
 from loraplex_services.worker.ops.recurrence.triton import TritonDeltaNet
-from loraplex_services.worker.ops.sampling.triton import draw
+from loraplex_services.worker.ops.sampling.triton import argmax, draw
 from loraplex_services.worker.ops.sampling.truncation import truncate
 from loraplex_services.worker.sampling.drawing import DrawOperators
 from loraplex_services.worker.types.model_config import RecurrenceConfig
@@ -36,7 +36,7 @@ class TritonOperators(Operators):
     there."""
 
     name = "triton"
-    draws = DrawOperators(truncate, draw)
+    draws = DrawOperators(truncate, draw, argmax)
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def best_columns(logits: Tensor, first_id: int, rows: BestRows, operators: DrawO
     """
     if not logits.shape[1]:  # there are more ranks than shares of tokens
         logits = logits.new_full((len(logits), 1), MINUS_INF)
-    columns = first_argmax(logits)
+    columns = operators.argmax(logits)
     scores = logits.gather(1, columns[:, None])[:, 0]
     if len(rows.drawn):
         upload = Upload()

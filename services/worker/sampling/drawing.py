@@ -46,12 +46,14 @@ def draws_of(tokens: Sequence[NextToken]) -> RowDraws:
 
 
 class DrawOperators(NamedTuple):
-    """How rows with a temperature are truncated and drawn."""
+    """How tokens are chosen, and rows with a temperature truncated."""
 
     truncate: Callable[[Tensor, Tensor], None]
     """(scores, limits): see `masks.truncate`."""
     draw: Callable[[Tensor, Tensor, int], Tensor]
     """(scores, keys, first id): see `draw`."""
+    argmax: Callable[[Tensor], Tensor]
+    """(scores): see `first_argmax`."""
 
 
 def draw(scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
@@ -83,4 +85,4 @@ def first_argmax(scores: Tensor) -> Tensor:
     return scores.argmax(dim=-1)
 
 
-TORCH_DRAWS = DrawOperators(truncate, draw)
+TORCH_DRAWS = DrawOperators(truncate, draw, first_argmax)

@@ -23,7 +23,6 @@ from loraplex_services.worker.sampling.drawing import (
     TORCH_DRAWS,
     DrawOperators,
     draws_of,
-    first_argmax,
     is_drawn,
 )
 from loraplex_services.worker.sampling.edits import changes_logits, edits_of
@@ -142,7 +141,7 @@ def _sample_chunk(
 
     raw = _rows(logits, upload["asking"]).log_softmax(dim=-1) if asking else None
     edits.apply(logits, upload)
-    token_ids = first_argmax(logits)
+    token_ids = operators.argmax(logits)
     best = None
     if edits.masked:
         best = to_host(_rows(logits, upload["masked"]).amax(dim=-1))

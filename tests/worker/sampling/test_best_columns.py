@@ -6,7 +6,13 @@ import torch
 
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.sampling.best_columns import BestRows, best_columns, best_of_ranks
-from loraplex_services.worker.sampling.drawing import TORCH_DRAWS, DrawOperators, draws_of, is_drawn
+from loraplex_services.worker.sampling.drawing import (
+    TORCH_DRAWS,
+    DrawOperators,
+    draws_of,
+    first_argmax,
+    is_drawn,
+)
 from loraplex_services.worker.sampling.next_token import NextToken
 from loraplex_services.worker.sampling.sampler import needs_best_only, sample
 from loraplex_services.worker.types.request import Request
@@ -43,7 +49,7 @@ def draws(request: pytest.FixtureRequest) -> DrawOperators:
     if request.param == "torch":
         return TORCH_DRAWS
     compiled = native(request.param)
-    return DrawOperators(compiled.truncate, compiled.draw)
+    return DrawOperators(compiled.truncate, compiled.draw, first_argmax)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0], ids=str)

@@ -19,6 +19,8 @@ from loraplex_services.worker.transfers import to_device
 
 BLOCK_TOKENS = 1024
 BLOCK_ROWS = 128
+JOINED_BLOCKS = 128
+"""Blocks of a row that are compared at a time."""
 NOISE_MAX = tl.constexpr(philox.GUMBEL_MAX + 0.1)
 """More than any noise."""
 SLACK = tl.constexpr(0.01)
@@ -149,6 +151,63 @@ def draw_kernel(
     tl.store(best_tokens + row * num_blocks + block, winner)
 
 
+@triton.jit(do_not_specialize=["num_blocks"])
+def best_kernel(
+    best_scores, best_tokens, scores, num_tokens, num_blocks, BLOCK_TOKENS: tl.constexpr
+):  # fmt: skip
+    """Grid: (row, block of tokens). The best of each block, the lowest token among equals."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    score = tl.load(scores + row * num_tokens + token, mask=token < num_tokens, other=float("-inf"))
+    best = tl.max(score, axis=0)
+    # A row without numbers has no best token, but still one of its own.
+    winner = tl.min(tl.where(score == best, token, num_tokens - 1), axis=0)
+    tl.store(best_scores + row * num_blocks + block, best)
+    tl.store(best_tokens + row * num_blocks + block, winner)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def join_kernel(
+    row_scores, row_tokens, best_scores, best_tokens, num_blocks, JOINED_BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Grid: row. The best of its blocks, the lowest token among equals."""
+    row = tl.program_id(0).to(tl.int64)
+    best_scores += row * num_blocks
+    best_tokens += row * num_blocks
+    best, token = tl.load(best_scores), tl.load(best_tokens)
+    for begin in range(0, num_blocks, JOINED_BLOCKS):
+        block = begin + tl.arange(0, JOINED_BLOCKS)
+        score = tl.load(best_scores + block, mask=block < num_blocks, other=float("-inf"))
+        top = tl.max(score, axis=0)
+        first = tl.min(tl.where(score == top, block, num_blocks - 1), axis=0)
+        if top > best:
+            best, token = top, tl.load(best_tokens + first)
+    tl.store(row_scores + row, best)
+    tl.store(row_tokens + row, token.to(tl.int64))
+
+
+def best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest score of each row, float32 `[N]`, and its column, int64 `[N]`; ties go to the
+    lowest column. Unlike torch's reduction, many programs share a row.
+
+    Args:
+        scores: float32 `[N, V]`, contiguous.
+    """
+    num_rows, num_tokens = scores.shape
+    assert scores.is_contiguous(), scores.stride()
+    of_blocks = _empty_bests(scores)
+    num_blocks = of_blocks[0].shape[1]
+    best_kernel[num_rows, num_blocks](
+        *of_blocks, scores, num_tokens, num_blocks, BLOCK_TOKENS=BLOCK_TOKENS
+    )
+    return _join(*of_blocks)
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """The columns of `best`."""
+    return best(scores.contiguous())[1]
+
+
 def draw(scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
     """Semantics: argmax over i of scores[n, i] + gumbel(seed n, id, position n, sample n), where id
     is first_id + i.
@@ -163,16 +222,14 @@ def draw(scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
     """
     num_rows, num_tokens = scores.shape
     assert scores.is_contiguous() and keys.is_contiguous(), (scores.stride(), keys.stride())
-    num_blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
-    best_scores = scores.new_empty(num_rows, num_blocks)
-    best_tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=scores.device)
     floors, tables = scores.new_empty(num_rows), _log_tables(scores.device)
     floor_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
-        floors, *scores.max(dim=-1), first_id, keys, *tables, num_rows, BLOCK_ROWS=BLOCK_ROWS
+        floors, *best(scores), first_id, keys, *tables, num_rows, BLOCK_ROWS=BLOCK_ROWS
     )
+    of_blocks = _empty_bests(scores)
+    num_blocks = of_blocks[0].shape[1]
     draw_kernel[num_rows, num_blocks](
-        best_scores,
-        best_tokens,
+        *of_blocks,
         scores,
         floors,
         first_id,
@@ -182,8 +239,28 @@ def draw(scores: Tensor, keys: Tensor, first_id: int = 0) -> Tensor:
         num_blocks,
         BLOCK_TOKENS=BLOCK_TOKENS,
     )
-    chosen = best_scores.argmax(dim=-1, keepdim=True)
-    return best_tokens.gather(-1, chosen)[:, 0].long()
+    return _join(*of_blocks)[1]
+
+
+def _empty_bests(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """For the best of each block of tokens: scores float32 and tokens int32, `[N, blocks]`."""
+    best_scores = scores.new_empty(len(scores), triton.cdiv(scores.shape[1], BLOCK_TOKENS))
+    return best_scores, torch.empty_like(best_scores, dtype=torch.int32)
+
+
+def _join(best_scores: Tensor, best_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    num_rows, num_blocks = best_scores.shape
+    row_scores = best_scores.new_empty(num_rows)
+    row_tokens = torch.empty(num_rows, dtype=torch.int64, device=best_scores.device)
+    join_kernel[(num_rows,)](
+        row_scores,
+        row_tokens,
+        best_scores,
+        best_tokens,
+        num_blocks,
+        JOINED_BLOCKS=JOINED_BLOCKS,
+    )
+    return row_scores, row_tokens
 
 
 @functools.cache

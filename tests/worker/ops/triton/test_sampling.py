@@ -8,8 +8,11 @@ import triton.language as tl
 from loraplex_services.worker.ops.sampling.reference import gumbel_scalar
 from loraplex_services.worker.ops.sampling.triton import (
     BLOCK_TOKENS,
+    JOINED_BLOCKS,
     SLACK,
     _log_tables,
+    argmax,
+    best,
     draw,
     most_gumbel,
 )
@@ -51,6 +54,28 @@ def test_tokens_are_those_of_torch(device, num_tokens, scale):
     scores[1, 0] = 1.0
     keys = keys_of(device, len(scores))
     assert draw(scores, keys).equal(expected_tokens(scores, keys))
+
+
+@pytest.mark.parametrize(
+    "num_tokens", [1, 97, BLOCK_TOKENS, 3 * BLOCK_TOKENS + 5, (JOINED_BLOCKS + 2) * BLOCK_TOKENS]
+)
+def test_the_best_token_is_the_first_of_the_highest_score(device, num_tokens):
+    generator = torch.Generator().manual_seed(num_tokens)
+    scores = torch.randint(0, 9, (5, num_tokens), generator=generator).float()
+    scores[1, -1] = 9.0
+    scores[2, : num_tokens // 2] = -torch.inf
+    scores[3] = -torch.inf
+    first = [row.tolist().index(row.max()) for row in scores]
+    highest, tokens = best(scores.to(device))
+    assert highest.tolist() == scores.amax(dim=-1).tolist()
+    assert tokens.tolist() == first
+    assert argmax(scores.to(device)[:, : num_tokens // 2 + 1]).max() <= num_tokens // 2
+
+
+def test_a_row_that_is_not_a_number_has_a_token_of_its_own(device):
+    scores = torch.full((2, BLOCK_TOKENS + 3), torch.nan, device=device)
+    scores[1, 5] = 1.0
+    assert (argmax(scores) < scores.shape[1]).all()
 
 
 def test_noise_decides_between_two_tokens_as_published(device):
