@@ -49,7 +49,7 @@ class RecentRequests:
 
     def first_token(self, after_s: float) -> None:
         """A request got its first token."""
-        self._first_tokens.append((self._now(), after_s))
+        self._first_tokens.append((self._forget_older(), after_s))
         self.history.first_token(after_s)
 
     def ended(
@@ -62,23 +62,20 @@ class RecentRequests:
         duration_s: float = 0.0,
     ) -> None:
         """A request ended, or was refused."""
-        entry = Ended(self._now(), outcome, model, prompt_tokens, generated_tokens, duration_s)
+        at_s = self._forget_older()
+        entry = Ended(at_s, outcome, model, prompt_tokens, generated_tokens, duration_s)
         self._ended.append(entry)
         failure = entry.outcome if entry.is_failure else ""
         self.history.ended(failure, entry.outcome == OK, prompt_tokens)
 
     def load(self) -> RecentLoad:
         """The summary now. Mutates: forgets what is older than the window."""
-        from_s = max(self._begin_s, self._now() - WINDOW_S)
-        while self._ended and self._ended[0].at_s < from_s:
-            self._ended.popleft()
-        while self._first_tokens and self._first_tokens[0][0] < from_s:
-            self._first_tokens.popleft()
+        at_s = self._forget_older()
         ended = list(self._ended)
         first_tokens = _percentiles([seconds for _, seconds in self._first_tokens])
         durations = _percentiles([e.duration_s for e in ended if e.outcome == OK])
         return RecentLoad(
-            window_s=self._now() - from_s,
+            window_s=min(at_s - self._begin_s, WINDOW_S),
             requests=len(ended),
             failures=dict(Counter(entry.outcome for entry in ended if entry.is_failure)),
             prompt_tokens=sum(entry.prompt_tokens for entry in ended),
@@ -89,6 +86,15 @@ class RecentRequests:
             duration_p95_s=durations[1],
             models=_models(ended),
         )
+
+    def _forget_older(self) -> float:
+        """Forget what is older than the window. Returns the time now."""
+        at_s = self._now()
+        while self._ended and self._ended[0].at_s < at_s - WINDOW_S:
+            self._ended.popleft()
+        while self._first_tokens and self._first_tokens[0][0] < at_s - WINDOW_S:
+            self._first_tokens.popleft()
+        return at_s
 
 
 def _models(ended: Sequence[Ended]) -> tuple[ModelLoad, ...]:

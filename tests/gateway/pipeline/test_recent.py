@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 import pytest
 
 from loraplex_services.gateway.pipeline.recent import MAX_MODELS, WINDOW_S, RecentRequests
@@ -41,6 +44,19 @@ def test_what_is_older_is_forgotten() -> None:
     load = recent.load()
     assert (load.window_s, load.requests, load.first_token_p50_s) == (WINDOW_S, 1, 0.0)
     assert [(each.model, each.errors) for each in load.models] == [("b", 1)]
+
+
+def test_what_is_older_is_forgotten_though_nobody_asks_for_the_load() -> None:
+    clock = Clock()
+    recent = RecentRequests(clock)
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for number in range(20_000):
+        clock.now_s = WINDOW_S * number / 100
+        recent.first_token(1.0)
+        recent.ended("ok", "a", duration_s=1.0)
+    gc.collect()
+    assert sys.getallocatedblocks() - before < 10_000
 
 
 def test_models_are_bounded_and_ranked_by_tokens() -> None:
