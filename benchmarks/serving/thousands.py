@@ -328,6 +328,10 @@ def main() -> int:
         "memory growth": round(growth, 4),
         "MB grown, by process": {key: round((last[key] - third[key]) / 1e6, 1) for key in last},
         "MB at the end": round(last.total() / 1e6),
+        "MB every two minutes, by process": {
+            key: [round(found[key] / 1e6, 1) for found in fleet.memory[:: round(120 / MEMORY_S)]]
+            for key in last
+        },
     }
     print(json.dumps(results, indent=1))
     print(f"wrote {write_results('thousands', results)}")

@@ -181,6 +181,28 @@ async def test_connections_are_closed_while_the_process_has_no_files_left(
     await _is_closed((reader, writer))
 
 
+async def test_a_server_without_calls_does_not_ask_grpc_for_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each answer of grpcio before 1.85 is lost memory."""
+    monkeypatch.setattr(waiting_calls, "_POLL_S", 0.0001)
+    count, num_counts = waiting_calls.WaitingCalls._num_arrived, 0
+
+    def counted(self: waiting_calls.WaitingCalls) -> int:
+        nonlocal num_counts
+        num_counts += 1
+        return count(self)
+
+    monkeypatch.setattr(waiting_calls.WaitingCalls, "_num_arrived", counted)
+    server = await _started()
+    async with asyncio.timeout(60):
+        while not num_counts:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    await server.stop(0)
+    assert num_counts < 20, "and not thousands"
+
+
 async def test_a_server_starts_without_a_folder_for_its_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
