@@ -41,9 +41,10 @@ class BenchRunner:
         *,
         max_resident: int = 512,
         max_model_len: int = 0,
+        quantization: str = "none",
     ):
         """`args`: device, dtype, arena_bytes (0 = what a GPU has left), context. `max_model_len`:
-        at least; 0 = what the context and the largest step need."""
+        at least; 0 = what the context and the largest step need. `quantization`: of the base."""
         self.shape, self._root = shape, root
         longest = max(2 * args.context, max_num_tokens, max_model_len)
         base = write_base_config(shape, root / "base", longest)
@@ -57,6 +58,7 @@ class BenchRunner:
             max_num_batched_tokens=max_num_tokens,
             host_cache_bytes=HOST_CACHE_BYTES,
             load_format="dummy",
+            quantization=quantization,
             executors=(AtOnce(), AtOnce()),
         )
         self.runner.arena.data.zero_()

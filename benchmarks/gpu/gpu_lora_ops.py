@@ -32,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.gpu.checks import WrongResult, compare, relative_difference, setting
+from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as lora
 from loraplex_services.worker.ops.lora.device_records import OutputRange
@@ -168,7 +169,7 @@ class OpBench:
         def all_sites() -> None:
             work.list_groups(len(x))
             for site_id, weight in enumerate(weights):
-                self.lora.product(weight, x, site_id, batch)
+                self.lora.product(DenseLinear(weight), x, site_id, batch)
 
         return all_sites
 

@@ -71,6 +71,10 @@ class Operators:
         """Whether products read the codes; otherwise the weight is dequantised once."""
         return False
 
+    def reads_expert_codes(self, weight: CodedWeight) -> bool:
+        """The same for products of experts."""
+        return self.reads_codes(weight)
+
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
         """`linear` for a weight in codes, for inputs of a dtype."""
         return self.linear(weight.dequantised().to(dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
@@ -17,7 +18,9 @@ from loraplex_services.worker.layers.operators import AddLora, Operators
 from loraplex_services.worker.ops.activation.torch import Activation, Gate, plain_gate
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
 from loraplex_services.worker.ops.attention.triton_backend import triton_attention
-from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
+from loraplex_services.worker.ops.linear.coded import CodedWeight
+from loraplex_services.worker.ops.linear.torch import BaseLinear
+from loraplex_services.worker.ops.linear.triton import TritonCodedLinear, is_readable
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -46,6 +49,20 @@ class TritonOperators(Operators):
     def add_lora(self) -> AddLora:
         """See Operators."""
         return TritonLora(self)
+
+    def reads_codes(self, weight: CodedWeight) -> bool:
+        """See Operators."""
+        return is_readable(weight)
+
+    def reads_expert_codes(self, weight: CodedWeight) -> bool:
+        """False: products of all experts in one launch read plain weights."""
+        return False
+
+    def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:
+        """See Operators."""
+        if is_readable(weight):
+            return TritonCodedLinear(weight)
+        return super().coded_linear(weight, dtype)
 
     def norm(self, site_id: int, weight: NormWeight) -> Norm:
         """See Operators."""
@@ -84,12 +101,12 @@ class TritonLora:
     def product(self, base: BaseLinear, x: Tensor, site_id: int, lora: LoraBatch) -> Tensor:
         """See `JoinedUpdate`."""
         acts = lora.work is not None or lora.runs
-        if not acts or lora.replaces_rows(site_id) or not isinstance(base, DenseLinear):
+        if not acts or lora.replaces_rows(site_id):
             y = base.apply(x)
             self(y, x, site_id, lora)
             return y
         lora.await_site(site_id)
-        return self._kernels.product(base.weight, x, site_id, lora)
+        return self._kernels.product(base, x, site_id, lora)
 
     def __call__(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         """See `ops/lora`."""

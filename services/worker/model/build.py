@@ -210,11 +210,11 @@ class Builder:
         sum_ranks = self.operators.ranks.all_reduce if is_summed else None
         return LoraLinear(site_id, base, bias, self._add_lora(cut, both), sum_ranks)
 
-    def keeps_codes(self, modules: Modules, num_inputs: int) -> bool:
-        """Whether products read the codes that the files have of these weights."""
+    def keeps_expert_codes(self, modules: Modules, num_inputs: int) -> bool:
+        """Whether experts' products read the codes that the files have of these weights."""
         name, rows = modules[0]
         codes = self.weights.take_codes(f"{name}.weight", (rows, num_inputs))
-        return codes is not None and self.operators.reads_codes(codes)
+        return codes is not None and self.operators.reads_expert_codes(codes)
 
     def base(self, modules: Modules, num_inputs: int, cut: Cut) -> BaseLinear:
         """The stacked weights of `modules`, in codes where the files have codes that a kernel

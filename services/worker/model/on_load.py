@@ -158,15 +158,18 @@ def check_library(scheme: str) -> None:
         raise Unsupported.field("quantization", scheme, why)
 
 
-def check_on_load(scheme: str, device: torch.device, method: str | None) -> None:
+def check_on_load(
+    scheme: str, device: torch.device, method: str | None, *, has_experts: bool
+) -> None:
     """Refuse what cannot be quantised on load.
 
     Args:
         method: of the base's own quantisation; None = its weights are plain.
+        has_experts: whether the base is a mixture of experts.
 
     Raises:
         InvalidRequest: no such scheme, or the base is quantised already.
-        Unsupported: there is nothing to gain on this device, or for this base.
+        Unsupported: no kernel reads the codes of experts on this device.
     """
     field = "quantization"
     if scheme == NONE:
@@ -175,6 +178,6 @@ def check_on_load(scheme: str, device: torch.device, method: str | None) -> None
         raise InvalidRequest.field(field, scheme, f"must be none, {', '.join(SCHEMES)}")
     if method is not None:
         raise InvalidRequest.field(field, scheme, f"must be none: the base is quantised ({method})")
-    if device.type != "cpu":
-        why = "is served on CPUs only, where kernels read such weights"
+    if device.type != "cpu" and has_experts:
+        why = "is served on CPUs only for mixtures of experts, whose codes no kernel reads on GPUs"
         raise Unsupported.field(field, scheme, why)

@@ -131,7 +131,7 @@ class ExpertStack:
     def add(self, layer: int, num_inputs: int, modules: Modules) -> LoraLinear:
         """Add the next expert. Its weight becomes a part of the stack, or stays in codes."""
         if not self._is_read and self._num_filled == 0:
-            self.is_coded = self._builder.keeps_codes(modules, num_inputs)
+            self.is_coded = self._builder.keeps_expert_codes(modules, num_inputs)
         if self.is_coded:
             self._num_filled += 1
             base = self._builder.base(modules, num_inputs, self._cut)

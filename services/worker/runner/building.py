@@ -285,7 +285,7 @@ def _read_model(
     family, config = read_model_config(folder)
     quantisation = quantisation_of(read_json_object(folder / "config.json"))
     method = None if quantisation is None else quantisation.method
-    check_on_load(on_load, device, method)
+    check_on_load(on_load, device, method, has_experts=config.moe is not None)
     with ProgressBar(folder.name) as bar:
         weights = _weights(settings.load_format, folder, dtype, device, bar)
         if quantisation is not None and isinstance(weights, Checkpoint):

@@ -11,6 +11,7 @@ from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.linear import triton as linear
 from loraplex_services.worker.ops.lora.plan import TILE_ROWS
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, StepWork, WorkSize
 from loraplex_services.worker.ops.lora.triton import DeviceLora
@@ -41,11 +42,12 @@ def warm_up(
         states: of the base's recurrent layers, if it has any.
     """
     mixed = min(MIXED_ROWS + 1, max_num_tokens)
-    sizes = {1, *attention.backend.warm_up_sizes, mixed, max_num_tokens}
-    for num_rows in sorted(sizes):
+    sizes = {1, *attention.backend.warm_up_sizes, *linear.warm_up_sizes(), mixed, max_num_tokens}
+    for num_rows in sorted(size for size in sizes if size <= max_num_tokens):
         hidden = model.forward(idle_batch(kv, lora, attention, sites, num_rows, states))
-        logits = model.logits(hidden[:1], LoraBatch((), {}, None, lora.tables))
-        warm_up_sampling(logits)
+        rows = hidden[: max(linear.warm_up_sizes())]
+        logits = model.logits(rows, LoraBatch((), {}, None, lora.tables))
+        warm_up_sampling(logits[:1])
     num_runs = MIN_RUNS
     while num_runs < max_num_tokens // TILE_ROWS + MIN_RUNS:
         num_runs *= 2

@@ -1,4 +1,4 @@
-"""Random weights in codes."""
+"""Random weights in codes, and rows to multiply."""
 
 import torch
 
@@ -30,3 +30,12 @@ def weight_in_codes(shape, kind, group_size, *, has_zeros=False, scales=torch.bf
     codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
     table = INTEGERS if has_zeros else INTEGERS - 8
     return CodedWeight("test", codes, scale, group_size, zeros, table)
+
+
+def rows_between_nans(num_rows, num_inputs, dtype):
+    """Rows whose neighbours in memory are no numbers; some inputs are much larger than others."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.full((num_rows, num_inputs + 3), float("nan"), dtype=dtype)[:, :num_inputs]
+    values = torch.randn(num_rows, num_inputs, generator=generator)
+    values[:, ::17] *= 20
+    return x.copy_(values)

@@ -8,7 +8,7 @@ import torch
 from loraplex_services.worker.ops.linear.coded import INTEGERS, CodedWeight
 from loraplex_services.worker.ops.linear.cpu import CodedLinear, is_readable
 from loraplex_services.worker.ops.linear.reference import linear
-from tests.worker.native.code_weights import FLOATS, weight_in_codes
+from tests.worker.native.code_weights import FLOATS, rows_between_nans, weight_in_codes
 from tests.worker.native.isas import ISAS, PAIRED, native_choosing
 
 
@@ -17,15 +17,6 @@ def compiled(request):
     """Bfloat16 rows are read in digits or widened, and in pairs, whichever is faster here."""
     with native_choosing(request.param) as library:
         yield library
-
-
-def rows_between_nans(num_rows, num_inputs, dtype):
-    """Rows whose neighbours in memory are no numbers; some inputs are much larger than others."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.full((num_rows, num_inputs + 3), float("nan"), dtype=dtype)[:, :num_inputs]
-    values = torch.randn(num_rows, num_inputs, generator=generator)
-    values[:, ::17] *= 20
-    return x.copy_(values)
 
 
 KINDS = [

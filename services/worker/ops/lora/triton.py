@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.ops.launch import must_widen, shared_bytes
+from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import triton_kernels as kernels
 from loraplex_services.worker.ops.lora.dense import add_dense
 from loraplex_services.worker.ops.lora.device_records import MAX_PARTS
@@ -53,24 +54,21 @@ class DeviceLora:
         work.list_groups(num_rows)
         return work
 
-    def product(self, base_weight: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> Tensor:
-        """`[T, in]` -> `[T, out]`: the base product and the update of a site.
-
-        Args:
-            base_weight: `[out, in]`, of x's dtype.
-        """
+    def product(self, base: BaseLinear, x: Tensor, site_id: int, lora: LoraBatch) -> Tensor:
+        """`[T, in]` -> `[T, out]`: the base product and the update of a site."""
         if not self.touches(lora, site_id):
-            return torch.nn.functional.linear(x, base_weight)
-        if lora.work is not None and not lora.dense and can_fuse(x, base_weight):
-            y = torch.empty(len(x), len(base_weight), dtype=x.dtype, device=x.device)
-            launch(y, x, site_id, lora.work, base_weight, shrinks=True, expands=True)
+            return base.apply(x)
+        if lora.work is not None and not lora.dense and can_fuse(x, base):
+            assert isinstance(base, DenseLinear)
+            y = torch.empty(len(x), base.out_features, dtype=x.dtype, device=x.device)
+            launch(y, x, site_id, lora.work, base.weight, shrinks=True, expands=True)
             return y
         early = lora.work is not None and self._side is not None
         if early:
             assert self._side is not None and lora.work is not None
             with self._side.fork():
                 launch(None, x, site_id, lora.work, None, shrinks=True, expands=False)
-        y = torch.nn.functional.linear(x, base_weight)
+        y = base.apply(x)
         if early:
             assert self._side is not None and lora.work is not None
             self._side.join()
@@ -109,15 +107,16 @@ class DeviceLora:
         return frozenset[int]().union(*sites)
 
 
-def can_fuse(x: Tensor, base_weight: Tensor) -> bool:
+def can_fuse(x: Tensor, base: BaseLinear) -> bool:
     """Whether one launch computes the base product with the update."""
-    (num_rows, num_inputs), num_outputs = x.shape, len(base_weight)
+    (num_rows, num_inputs), num_outputs = x.shape, base.out_features
     return (
-        x.dtype in (torch.bfloat16, torch.float16)
+        isinstance(base, DenseLinear)
+        and x.dtype in (torch.bfloat16, torch.float16)
         and not must_widen(x.dtype)
         and is_fused(num_rows, num_outputs)
         and shared_bytes(x.device) >= FUSED_SHARED_BYTES
-        and base_weight.is_contiguous()
+        and base.weight.is_contiguous()
         and num_inputs % fused_plan(num_outputs).block_inputs == 0
     )
 

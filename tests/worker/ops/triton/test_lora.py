@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora import reference, step_work, triton_kernels
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as fast
@@ -184,8 +185,8 @@ def test_a_base_product_with_its_update_equals_both_apart(num_rows, device):
     weight = (torch.randn(128, num_inputs, device=device) / 16).to(dtype)
     lora = fast.DeviceLora(tables)
     batch = LoraBatch(tuple(runs), table, None, tables, lora.begin(runs, num_rows))
-    assert fast.can_fuse(x, weight)
-    actual = lora.product(weight, x, SITE, batch)
+    assert fast.can_fuse(x, DenseLinear(weight))
+    actual = lora.product(DenseLinear(weight), x, SITE, batch)
     expected = x.double() @ weight.double().T
     reference.add_lora(expected, x.double(), SITE, LoraBatch(tuple(runs), table))
     torch.testing.assert_close(actual.double(), expected, rtol=4e-3, atol=4e-3)
@@ -228,5 +229,5 @@ def test_a_step_whose_runs_are_all_dense_launches_no_tiles(device, monkeypatch):
     portable.add_lora(expected, x, SITE, batch)
     monkeypatch.delattr(triton_kernels, "update_site")
     monkeypatch.delattr(step_work.StepWork, "list_groups")
-    y = fast.DeviceLora(tables).product(weight, x, SITE, batch)
+    y = fast.DeviceLora(tables).product(DenseLinear(weight), x, SITE, batch)
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)

@@ -131,7 +131,7 @@ def tokens_of(seed, count, vocab_size):
 class Forced:
     """A runner whose requests continue with tokens that are chosen beforehand."""
 
-    def __init__(self, geometry, base, adapters, device, dtype, backend):
+    def __init__(self, geometry, base, adapters, device, dtype, backend, quantization="none"):
         self._vocab_size = geometry.shape.vocab_size
         self._runner = build_runner(
             base,
@@ -143,6 +143,7 @@ class Forced:
             max_lora_rank=256,
             max_num_batched_tokens=1024,
             attention_backend=backend,
+            quantization=quantization,
         )
         self._runner.arena.data.fill_(0xFF)  # NaN wherever nothing is written
         self._free = list(range(self._runner.arena_blocks))
@@ -187,11 +188,11 @@ class Forced:
         return found
 
 
-def all_steps(name, folders, device, dtype, backend):
+def all_steps(name, folders, device, dtype, backend, quantization="none"):
     """Prompts of all adapters at once, then a mixed step, then pure decodes."""
     geometry, num_adapters = GEOMETRIES[name], len(GEOMETRIES[name].ranks)
     base, adapters = folders.of(name)
-    runner = Forced(geometry, base, adapters, device, dtype, backend)
+    runner = Forced(geometry, base, adapters, device, dtype, backend, quantization)
     slots = [((slot, 0.5 + 0.5 * slot),) for slot in range(num_adapters)]
     for number, num_tokens in enumerate(geometry.prompt_lens):
         runner.add(number, num_tokens, slots[number] if number < num_adapters else ())
@@ -204,9 +205,10 @@ def all_steps(name, folders, device, dtype, backend):
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "dtype"), params("float32"))
-def test_float32_equals_plain_torch(name, dtype, folders, device):
-    ours = all_steps(name, folders, device, dtype, "triton")
-    expected = all_steps(name, folders, device, dtype, "vanilla")
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int8", "int4"])
+def test_float32_equals_plain_torch(name, dtype, quantization, folders, device):
+    ours = all_steps(name, folders, device, dtype, "triton", quantization)
+    expected = all_steps(name, folders, device, dtype, "vanilla", quantization)
     for step, other in zip(ours, expected, strict=True):
         assert step.keys() == other.keys()
         for request, logprobs in step.items():
@@ -217,10 +219,13 @@ def test_float32_equals_plain_torch(name, dtype, folders, device):
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "dtype"), params("bfloat16"))
-def test_half_precision_loses_no_more_than_plain_torch_does(name, dtype, folders, device):
-    exact = all_steps(name, folders, device, "float32", "vanilla")
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int8", "int4"])
+def test_half_precision_loses_no_more_than_plain_torch_does(
+    name, dtype, quantization, folders, device
+):
+    exact = all_steps(name, folders, device, "float32", "vanilla", quantization)
     plain, ours = (
-        errors(all_steps(name, folders, device, dtype, backend), exact)
+        errors(all_steps(name, folders, device, dtype, backend, quantization), exact)
         for backend in ("vanilla", "triton")
     )
     means = {request: rows.mean(1) for request, rows in plain.items()}

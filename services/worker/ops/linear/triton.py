@@ -1,0 +1,286 @@
+"""Products with quantised weights on GPUs: codes are decoded in registers, or once for many
+rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraplex_services.worker.ops.launch import INTERPRETING, shared_bytes
+from loraplex_services.worker.ops.linear import triton_kernels as kernels
+from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
+from loraplex_services.worker.ops.linear.torch import BaseLinear
+from loraplex_services.worker.ops.linear.units import LANES, PAIRS, packed, unpacked
+
+LANE_INPUTS = {"fp8": (64, 32), "int8": (64, 32), "int4": (32,)}
+"""Inputs whose codes lie in the same lane of neighbouring units; the first that fits groups."""
+MIDDLE = 8
+"""What is subtracted from each four-bit code."""
+
+
+MAX_ROWS = 1024
+"""Rows up to which products decode codes in registers. For more, decoding the weight once and a
+library's product are faster."""
+MAX_EXPANDED_BYTES = 256 << 20
+"""Of weights that exist at once to be multiplied by many rows."""
+WIDE_OUTPUTS = 16384
+"""Outputs from which larger tiles still give every processor one."""
+SPLIT_ROWS = 256
+"""Rows up to which the inputs may be divided."""
+MIN_PROGRAMS, MAX_SPLITS, MIN_SPLIT_BLOCKS = 192, 8, 4
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiling:
+    """Sizes of the tiles of one product."""
+
+    block_rows: int
+    block_outputs: int
+    stages: int
+    num_warps: int
+
+
+LARGE_SHARED_BYTES = 227 << 10
+"""Shared memory that a program of the largest tiles may need."""
+TILINGS = (
+    ProductTiling(16, 64, 4, 4),
+    ProductTiling(32, 64, 4, 4),
+    ProductTiling(64, 64, 4, 4),
+    ProductTiling(128, 128, 3, 8),
+    ProductTiling(256, 128, 3, 8),
+)
+"""For half precision, by rows."""
+TILING_WIDE = ProductTiling(64, 128, 4, 8)
+"""In place of that for 64 rows, for WIDE_OUTPUTS outputs and more."""
+TILINGS_SMALL = ProductTiling(16, 64, 4, 4), ProductTiling(64, 64, 3, 4)
+"""For half precision on GPUs with less shared memory."""
+TILINGS_FLOAT32 = ProductTiling(16, 64, 2, 4), ProductTiling(64, 64, 2, 4)
+SPLIT_OUTPUTS = 64
+"""Outputs of the smallest tile."""
+EXPANDED_OUTPUTS = 64
+"""Outputs of a tile of `expand_codes`."""
+
+
+def tiling_for(
+    num_rows: int, num_outputs: int, dtype: torch.dtype, num_shared_bytes: int
+) -> ProductTiling:
+    """The smallest tiles that hold all rows, or the largest; `num_shared_bytes` that a program may
+    have."""
+    choices: Sequence[ProductTiling] = TILINGS
+    if dtype is torch.float32:
+        choices = TILINGS_FLOAT32
+    elif num_shared_bytes < LARGE_SHARED_BYTES:
+        choices = TILINGS_SMALL
+    tiling = next((tiling for tiling in choices if tiling.block_rows >= num_rows), choices[-1])
+    is_wide = choices is TILINGS and num_outputs >= WIDE_OUTPUTS
+    return TILING_WIDE if is_wide and tiling.block_rows == TILING_WIDE.block_rows else tiling
+
+
+def warm_up_sizes() -> tuple[int, ...]:
+    """Numbers of rows for which every kernel is launched: one for each tiling, and many."""
+    return (*(tiling.block_rows for tiling in TILINGS), MAX_ROWS + 1)
+
+
+def num_splits(num_outputs: int, num_blocks: int) -> int:
+    """Parts into which the inputs of a product of SPLIT_ROWS rows or fewer are divided, so that
+    there are enough programs. It depends on the weight alone, so that a row's sums are the same in
+    every such batch."""
+    splits, tiles = 1, -(-num_outputs // SPLIT_OUTPUTS)
+    while (
+        splits < MAX_SPLITS
+        and tiles * splits < MIN_PROGRAMS
+        and num_blocks >= 2 * splits * MIN_SPLIT_BLOCKS
+    ):
+        splits *= 2
+    return splits
+
+
+def is_readable(weight: CodedWeight) -> bool:
+    """Whether the kernel reads the codes."""
+    if (kind := _kind_of(weight)) is None or _lane_inputs(weight, kind) is None:
+        return False
+    zeros = weight.zeros
+    return zeros is None or (zeros.round().equal(zeros) and bool((zeros.abs() <= 128).all()))
+
+
+class TritonCodedLinear(BaseLinear):
+    """A weight that stays in codes."""
+
+    def __init__(self, weight: CodedWeight) -> None:
+        kind = _kind_of(weight)
+        lane_inputs = None if kind is None else _lane_inputs(weight, kind)
+        assert kind is not None and lane_inputs is not None, weight.scheme
+        self.scheme = weight.scheme
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self._kind, self._lane_inputs = kind, lane_inputs
+        self._block_inputs = lane_inputs * LANES[kind]
+        self._num_blocks = -(-weight.in_features // self._block_inputs)
+        device = weight.codes.device
+        self._order = None if weight.order is None else weight.order.to(device)
+        self._units = packed(weight.codes.view(torch.uint8), kind, lane_inputs)
+        self._group = 0 if weight.scales.shape[1] == 1 else weight.group_size
+        self._scales = self._by_groups(weight.scales)
+        zeros = _zeros_of(weight, kind)
+        self._zeros = None if zeros is None else self._by_groups(zeros.bfloat16())
+        self._num_splits = num_splits(self.out_features, self._num_blocks)
+        num_tiles = -(-self.out_features // SPLIT_OUTPUTS)
+        row_tiles = -(-SPLIT_ROWS // TILINGS[0].block_rows)
+        num_tickets = num_tiles * row_tiles if self._num_splits > 1 else 1
+        self._tickets = torch.zeros(num_tickets, dtype=torch.int32, device=device)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]`."""
+        return self._product(x, x.dtype)
+
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`, not rounded to x's dtype up to MAX_ROWS rows."""
+        if len(x) > MAX_ROWS:
+            return self.apply(x).float()
+        return self._product(x, torch.float32)
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        codes = unpacked(self._units[begin:end], self._kind, self._lane_inputs)
+        if self._kind == "fp8":
+            values = codes.view(FLOAT8).float()
+        elif self._kind == "int8":
+            values = codes.view(torch.int8).float()
+        else:
+            values = codes.float() - MIDDLE
+        values = values[:, : self.in_features]
+        group_size = self._group or self.in_features
+        groups = torch.arange(self.in_features, device=values.device) // group_size
+        if self._zeros is not None:
+            values = values - self._zeros[groups, begin:end].float().T
+        rows = values * self._scales[groups, begin:end].float().T
+        if self._order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(1, self._order, rows)
+
+    def _by_groups(self, values: Tensor) -> Tensor:
+        """`[out, groups]` -> `[groups, out]`, with zeros for groups in the last block that no
+        input is in."""
+        padding = 0
+        if self._group:
+            num_groups = -(-self._num_blocks * self._block_inputs // self._group)
+            padding = num_groups - values.shape[1]
+        return F.pad(values, (0, padding)).T.contiguous()
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._order is not None:
+            x = x[:, self._order]
+        if len(x) > MAX_ROWS:
+            return self._product_of_many(x)
+        assert x.stride(1) == 1 and x.shape[1] == self.in_features, (x.shape, x.stride())
+        num_rows = len(x)
+        splits = self._num_splits if num_rows <= SPLIT_ROWS else 1
+        tiling = tiling_for(num_rows, self.out_features, x.dtype, shared_bytes(x.device))
+        y = torch.empty(num_rows, self.out_features, dtype=dtype, device=x.device)
+        size = splits * y.numel() if splits > 1 else 1
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        grid = (
+            -(-self.out_features // tiling.block_outputs),
+            splits,
+            -(-num_rows // tiling.block_rows),
+        )
+        kernels.multiply_codes[grid](
+            y,
+            x,
+            *self._arrays,
+            partial,
+            self._tickets,
+            num_rows,
+            self.out_features,
+            self.in_features,
+            x.stride(0),
+            splits,
+            -(-self._num_blocks // splits),
+            **self._constants(x.dtype),
+            BLOCK_ROWS=tiling.block_rows,
+            BLOCK_OUTPUTS=tiling.block_outputs,
+            STAGES=tiling.stages,
+            num_warps=tiling.num_warps,
+        )
+        return y
+
+    def _product_of_many(self, x: Tensor) -> Tensor:
+        """Decode outputs by outputs, and let a library multiply."""
+        num_rows, num_outputs = len(x), self.out_features
+        at_once = MAX_EXPANDED_BYTES // (self.in_features * x.itemsize)
+        at_once -= at_once % EXPANDED_OUTPUTS
+        if num_outputs <= at_once:
+            return F.linear(x, self._expanded(0, num_outputs, x.dtype))
+        y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+        for begin in range(0, num_outputs, at_once):
+            end = min(begin + at_once, num_outputs)
+            torch.mm(x, self._expanded(begin, end, x.dtype).T, out=y[:, begin:end])
+        return y
+
+    def _expanded(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Rows [begin, end) of the weight, rounded to a dtype."""
+        units, scales, zeros = self._arrays
+        w = torch.empty(end - begin, self.in_features, dtype=dtype, device=units.device)
+        kernels.expand_codes[-(-len(w) // EXPANDED_OUTPUTS), self._num_blocks](
+            w,
+            units[begin:end],
+            scales[:, begin:],
+            zeros[:, begin:],
+            len(w),
+            self.in_features,
+            self.out_features,
+            **self._constants(dtype),
+            BLOCK_OUTPUTS=EXPANDED_OUTPUTS,
+        )
+        return w
+
+    @property
+    def _arrays(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._units, self._scales, self._scales if self._zeros is None else self._zeros
+
+    def _constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            "KIND": self._kind,
+            "GROUP": self._group,
+            "HAS_ZEROS": self._zeros is not None,
+            "HAS_EDGE": self.in_features % self._block_inputs != 0,
+            "LANE_INPUTS": self._lane_inputs,
+            "WIDEN": dtype is torch.float32 or INTERPRETING,
+            "PAIRS": PAIRS[self._kind] if dtype is torch.bfloat16 and not INTERPRETING else None,
+        }
+
+
+def _kind_of(weight: CodedWeight) -> str | None:
+    """The kind of the codes; None = the kernel does not read them."""
+    if weight.table is not None:
+        known = (INTEGERS, INTEGERS - MIDDLE)
+        return "int4" if any(weight.table.cpu().equal(table) for table in known) else None
+    if weight.codes.dtype is torch.int8:
+        return "int8"
+    return "fp8" if weight.codes.dtype is FLOAT8 and weight.zeros is None else None
+
+
+def _lane_inputs(weight: CodedWeight, kind: str) -> int | None:
+    """Inputs of a lane, so that groups end where lanes end; None = there is no such number."""
+    group_size = weight.group_size
+    if group_size >= weight.in_features:
+        return LANE_INPUTS[kind][0]
+    for inputs in LANE_INPUTS[kind]:
+        block = inputs * LANES[kind]
+        if group_size % inputs == 0 and (group_size % block == 0 or block % group_size == 0):
+            return inputs
+    return None
+
+
+def _zeros_of(weight: CodedWeight, kind: str) -> Tensor | None:
+    """float32 `[out, groups]`: what remains to be subtracted from decoded codes."""
+    offset = 0.0
+    if kind == "int4" and weight.table is not None:
+        offset = MIDDLE + float(weight.table[0])
+    if weight.zeros is not None:
+        return weight.zeros - offset
+    return torch.full_like(weight.scales, -offset, dtype=torch.float32) if offset else None
