@@ -9,26 +9,21 @@ model: pointers 16-byte aligned, strides divisible by 16, and the constants of i
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from benchmarks.gpu.kernel_variant import Variant, resources
 from loraplex_services.worker.cache.state_layout import plan_state
 from loraplex_services.worker.ops.activation import triton as silu
 from loraplex_services.worker.ops.attention import shapes as attention_shapes
 from loraplex_services.worker.ops.attention import triton as attention_launch
 from loraplex_services.worker.ops.attention import triton_kernels as attention
 from loraplex_services.worker.ops.attention import work_items
+from loraplex_services.worker.ops.linear import triton as linear_launch
+from loraplex_services.worker.ops.linear import triton_kernels as linear
+from loraplex_services.worker.ops.linear.units import LANES, PAIRS
 from loraplex_services.worker.ops.lora import plan as lora_plan
 from loraplex_services.worker.ops.lora import triton as lora_launch
 from loraplex_services.worker.ops.lora import triton_kernels as lora
@@ -47,66 +42,6 @@ from loraplex_services.worker.types.model_config import RecurrenceConfig
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITIES = (80, 90, 100)
-WARP_THREADS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One kernel with one set of types and constants."""
-
-    name: str
-    function: Any
-    types: Mapping[str, str]
-    """Triton's type of each run-time argument by name."""
-    constants: Mapping[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-    divisible: Sequence[str] = field(default=())
-    """Integer arguments that are multiples of 16."""
-    max_registers: int | None = None
-    """Of each thread; None = the compiler's choice."""
-
-    def compile(self, capability: int) -> Any:
-        """Triton's compiled kernel for sm_`capability`; `asm["ptx"]`, `asm["cubin"]`."""
-        names = list(self.function.arg_names)
-        signature = {name: self.types.get(name, "constexpr") for name in names}
-        attrs = {
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if name in self.divisible or signature[name].startswith("*")
-        }
-        source = ASTSource(self.function, signature, dict(self.constants), attrs)
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.max_registers is not None:
-            options["maxnreg"] = self.max_registers
-        return triton.compile(
-            source, target=GPUTarget("cuda", capability, WARP_THREADS), options=options
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What one program takes."""
-
-    num_registers: int
-    """Of each thread."""
-    spill_bytes: int
-    """Stack of each thread."""
-    shared_bytes: int
-
-
-def resources(compiled: Any) -> Resources:
-    """Read them from the machine code."""
-    from triton.knobs import nvidia
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(compiled.asm["cubin"])
-        text = subprocess.run(
-            [nvidia.cuobjdump.path, "-res-usage", str(path)], capture_output=True, text=True
-        ).stdout
-    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
-    return Resources(usage["REG"], usage["STACK"], compiled.metadata.shared)
 
 
 def variants() -> Iterator[Variant]:
@@ -121,6 +56,7 @@ def variants() -> Iterator[Variant]:
         yield from _fused(name)
         yield from _moe(dtype, name)
         yield from _recurrence(dtype, name)
+    yield from _codes()
 
 
 def _list_groups() -> Variant:
@@ -316,6 +252,51 @@ def _recurrence(dtype: torch.dtype, name: str) -> Iterator[Variant]:
             num_warps,
             num_stages,
             divisible=("x_stride", "a_stride", "b_stride"),
+        )
+
+
+def _codes() -> Iterator[Variant]:
+    """Products with quantised weights, in groups where int4 is read; and their decoding."""
+    types = dict.fromkeys(
+        [name for name in linear.multiply_codes.arg_names if name.islower()], "i32"
+    )
+    types |= dict.fromkeys(("y", "x", "w"), "*bf16") | {"codes": "*i16", "partial": "*fp32"}
+    types |= {"scales": "*fp32", "zeros": "*fp32", "scale_stride": "i32", "tickets": "*i32"}
+    large, small = linear_launch.LARGE_SHARED_BYTES, linear_launch.TILINGS_SMALL
+    for kind in LANES:
+        constants = {
+            "KIND": kind,
+            "GROUP": 64 if kind == "int4" else 0,
+            "HAS_ZEROS": False,
+            "HAS_EDGE": False,
+            "LANE_INPUTS": linear_launch.LANE_INPUTS[kind][0],
+            "WIDEN": False,
+            "PAIRS": PAIRS[kind],
+        }
+        is_grouped = kind == "int4"
+        found = {
+            tiling: ""
+            for num_outputs in (4096, 28672)
+            for tiling in linear_launch.tilings(
+                num_outputs, kind, torch.bfloat16, large, is_grouped=is_grouped
+            )
+        }
+        for tiling, suffix in (found | dict.fromkeys(small, "-small")).items():
+            sizes = {"BLOCK_ROWS": tiling.block_rows, "BLOCK_OUTPUTS": tiling.block_outputs}
+            yield Variant(
+                f"linear.{kind}-{tiling.block_rows}x{tiling.block_outputs}{suffix}.bf16",
+                linear.multiply_codes,
+                {k: v for k, v in types.items() if k in linear.multiply_codes.arg_names},
+                constants | sizes | {"STAGES": tiling.stages},
+                tiling.num_warps,
+                divisible=("num_outputs", "num_inputs", "x_stride"),
+            )
+        yield Variant(
+            f"linear.{kind}-expand.bf16",
+            linear.expand_codes,
+            {k: v for k, v in types.items() if k in linear.expand_codes.arg_names},
+            constants | {"BLOCK_OUTPUTS": linear_launch.EXPANDED_OUTPUTS},
+            divisible=("num_inputs", "scale_stride"),
         )
 
 

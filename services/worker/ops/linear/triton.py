@@ -30,9 +30,9 @@ MAX_EXPANDED_BYTES = 256 << 20
 """Of weights that exist at once to be multiplied by many rows."""
 WIDE_OUTPUTS = 16384
 """Outputs from which larger tiles still give every processor one."""
-SPLIT_ROWS = 256
-"""Rows up to which the inputs may be divided."""
 MIN_PROGRAMS, MAX_SPLITS, MIN_SPLIT_BLOCKS = 192, 8, 4
+SPLIT_ROWS, SOME_SPLIT_ROWS = 128, 512
+"""Rows up to which the inputs of a product are divided into all parts, and into half as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,11 @@ class ProductTiling:
 
 LARGE_SHARED_BYTES = 227 << 10
 """Shared memory that a program of the largest tiles may need."""
-TILINGS = (
-    ProductTiling(16, 64, 4, 4),
-    ProductTiling(32, 64, 4, 4),
-    ProductTiling(64, 64, 4, 4),
-    ProductTiling(128, 128, 3, 8),
-    ProductTiling(256, 128, 3, 8),
-)
-"""For half precision, by rows."""
-TILING_WIDE = ProductTiling(64, 128, 4, 8)
-"""In place of that for 64 rows, for WIDE_OUTPUTS outputs and more."""
-TILINGS_SMALL = ProductTiling(16, 64, 4, 4), ProductTiling(64, 64, 3, 4)
+FEW, SOME = ProductTiling(16, 64, 4, 4), ProductTiling(32, 64, 4, 4)
+NARROW, WIDE = ProductTiling(64, 64, 4, 4), ProductTiling(64, 128, 4, 4)
+MANY, MOST = ProductTiling(128, 64, 3, 4), ProductTiling(256, 128, 3, 8)
+MANY_NARROW = ProductTiling(128, 128, 3, 8)
+TILINGS_SMALL = FEW, ProductTiling(64, 64, 3, 4)
 """For half precision on GPUs with less shared memory."""
 TILINGS_FLOAT32 = ProductTiling(16, 64, 2, 4), ProductTiling(64, 64, 2, 4)
 SPLIT_OUTPUTS = 64
@@ -66,30 +60,42 @@ EXPANDED_OUTPUTS = 64
 """Outputs of a tile of `expand_codes`."""
 
 
-def tiling_for(
-    num_rows: int, num_outputs: int, dtype: torch.dtype, num_shared_bytes: int
-) -> ProductTiling:
-    """The smallest tiles that hold all rows, or the largest; `num_shared_bytes` that a program may
-    have."""
-    choices: Sequence[ProductTiling] = TILINGS
+def tilings(
+    num_outputs: int, kind: str, dtype: torch.dtype, num_shared_bytes: int, *, is_grouped: bool
+) -> tuple[ProductTiling, ...]:
+    """All that products with a weight use, by rows. They were chosen on an H200.
+
+    Args:
+        kind: of the codes.
+        dtype: of the rows.
+        num_shared_bytes: that a program may have.
+        is_grouped: the scales are those of groups, whose sums take registers.
+    """
     if dtype is torch.float32:
-        choices = TILINGS_FLOAT32
-    elif num_shared_bytes < LARGE_SHARED_BYTES:
-        choices = TILINGS_SMALL
-    tiling = next((tiling for tiling in choices if tiling.block_rows >= num_rows), choices[-1])
-    is_wide = choices is TILINGS and num_outputs >= WIDE_OUTPUTS
-    return TILING_WIDE if is_wide and tiling.block_rows == TILING_WIDE.block_rows else tiling
+        return TILINGS_FLOAT32
+    if num_shared_bytes < LARGE_SHARED_BYTES:
+        return TILINGS_SMALL
+    is_wide = num_outputs >= WIDE_OUTPUTS
+    few = FEW, SOME, WIDE if is_wide or kind == "int4" else NARROW
+    if is_grouped:
+        return *few, MANY
+    return *few, MANY, MOST if is_wide else MANY_NARROW
+
+
+def tiling_for(num_rows: int, choices: Sequence[ProductTiling]) -> ProductTiling:
+    """The first whose tiles hold all rows, or the last."""
+    return next((tiling for tiling in choices if tiling.block_rows >= num_rows), choices[-1])
 
 
 def warm_up_sizes() -> tuple[int, ...]:
     """Numbers of rows for which every kernel is launched: one for each tiling, and many."""
-    return (*(tiling.block_rows for tiling in TILINGS), MAX_ROWS + 1)
+    return (*(tiling.block_rows for tiling in (FEW, SOME, WIDE, MANY, MOST)), MAX_ROWS + 1)
 
 
 def num_splits(num_outputs: int, num_blocks: int) -> int:
-    """Parts into which the inputs of a product of SPLIT_ROWS rows or fewer are divided, so that
-    there are enough programs. It depends on the weight alone, so that a row's sums are the same in
-    every such batch."""
+    """Parts into which the inputs of a product are divided, so that there are enough programs. It
+    depends on the weight alone, so that a row's sums are the same in every batch of SPLIT_ROWS or
+    fewer."""
     splits, tiles = 1, -(-num_outputs // SPLIT_OUTPUTS)
     while (
         splits < MAX_SPLITS
@@ -129,7 +135,7 @@ class TritonCodedLinear(BaseLinear):
         self._zeros = None if zeros is None else self._by_groups(zeros.bfloat16())
         self._num_splits = num_splits(self.out_features, self._num_blocks)
         num_tiles = -(-self.out_features // SPLIT_OUTPUTS)
-        row_tiles = -(-SPLIT_ROWS // TILINGS[0].block_rows)
+        row_tiles = -(-SOME_SPLIT_ROWS // FEW.block_rows)
         num_tickets = num_tiles * row_tiles if self._num_splits > 1 else 1
         self._tickets = torch.zeros(num_tickets, dtype=torch.int32, device=device)
 
@@ -177,9 +183,8 @@ class TritonCodedLinear(BaseLinear):
         if len(x) > MAX_ROWS:
             return self._product_of_many(x)
         assert x.stride(1) == 1 and x.shape[1] == self.in_features, (x.shape, x.stride())
-        num_rows = len(x)
-        splits = self._num_splits if num_rows <= SPLIT_ROWS else 1
-        tiling = tiling_for(num_rows, self.out_features, x.dtype, shared_bytes(x.device))
+        num_rows, splits = len(x), self._num_splits_of(len(x))
+        tiling = tiling_for(num_rows, self._tilings(x.dtype, x.device))
         y = torch.empty(num_rows, self.out_features, dtype=dtype, device=x.device)
         size = splits * y.numel() if splits > 1 else 1
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
@@ -207,6 +212,21 @@ class TritonCodedLinear(BaseLinear):
             num_warps=tiling.num_warps,
         )
         return y
+
+    def _num_splits_of(self, num_rows: int) -> int:
+        """The parts of a product of so many rows, whose partial sums are written and read."""
+        if num_rows <= SPLIT_ROWS:
+            return self._num_splits
+        return max(1, self._num_splits // 2) if num_rows <= SOME_SPLIT_ROWS else 1
+
+    def _tilings(self, dtype: torch.dtype, device: torch.device) -> tuple[ProductTiling, ...]:
+        return tilings(
+            self.out_features,
+            self._kind,
+            dtype,
+            shared_bytes(device),
+            is_grouped=self._group > 0,
+        )
 
     def _product_of_many(self, x: Tensor) -> Tensor:
         """Decode outputs by outputs, and let a library multiply."""

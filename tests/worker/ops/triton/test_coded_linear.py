@@ -116,6 +116,19 @@ def test_float32_results_are_not_rounded_to_the_type_of_the_rows(device):
     torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("num_outputs", [1, 64, 4096, 6144, 28672])
+def test_every_tile_whose_inputs_are_divided_has_a_ticket(num_outputs, monkeypatch):
+    weight = weight_in_codes((num_outputs, 1), "float8", 10_000)
+    monkeypatch.setattr(fast, "num_splits", lambda num_outputs, num_blocks: 8)
+    packed = TritonCodedLinear(weight)
+    choices = fast.tilings(num_outputs, "fp8", torch.bfloat16, 1 << 30, is_grouped=False)
+    for num_rows in range(1, fast.MAX_ROWS + 1):
+        if packed._num_splits_of(num_rows) > 1:
+            tiling = fast.tiling_for(num_rows, choices)
+            row_tiles = -(-num_rows // tiling.block_rows)
+            assert -(-num_outputs // tiling.block_outputs) * row_tiles <= len(packed._tickets)
+
+
 def test_columns_in_another_order_meet_their_inputs(device):
     plain = weight_in_codes((20, 64), "int4", 32, has_zeros=True)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(2))
