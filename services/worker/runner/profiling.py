@@ -37,7 +37,9 @@ def run_largest_step(
     tables = DeviceTables(kv.arena.data.view(-1), stored, shapes, 1, len(shapes) + 1)
     operators.lora = lora = DeviceLora(tables, None)
     states = state_layout(local_config(model.config, operators.ranks.shard), kv.arena.block_bytes)
-    batch = idle_batch(kv, lora, operators.attention_maker, frozenset(), max_num_tokens, states)
+    sites: frozenset[int] = frozenset()
+    maker = operators.attention_maker
+    batch = idle_batch(model, kv, lora, maker, sites, max_num_tokens, states)
     hidden = model.forward(batch)
     return model.logits(hidden[:max_num_rows], LoraBatch((), {}, None, tables))
 

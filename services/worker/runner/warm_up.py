@@ -44,7 +44,7 @@ def warm_up(
     mixed = min(MIXED_ROWS + 1, max_num_tokens)
     sizes = {1, *attention.backend.warm_up_sizes, *linear.warm_up_sizes(), mixed, max_num_tokens}
     for num_rows in sorted(size for size in sizes if size <= max_num_tokens):
-        hidden = model.forward(idle_batch(kv, lora, attention, sites, num_rows, states))
+        hidden = model.forward(idle_batch(model, kv, lora, attention, sites, num_rows, states))
         rows = hidden[: max(linear.warm_up_sizes())]
         logits = model.logits(rows, LoraBatch((), {}, None, lora.tables))
         warm_up_sampling(logits[:1])
@@ -65,6 +65,7 @@ def warm_up_sampling(logits: torch.Tensor) -> None:
 
 
 def idle_batch(
+    model: Decoder,
     kv: KvBuffer,
     lora: DeviceLora,
     attention: AttentionMaker,
@@ -73,9 +74,10 @@ def idle_batch(
     states: StateLayout | None = None,
 ) -> ForwardBatch:
     """A generation, and a context if there is more than one row, that append nothing to the cache
-    and keep no state, and adapters without rows."""
+    and keep no state, and adapters without rows. A step may have more rows than the context has
+    positions, which then begin again: bases have tables of them."""
     device = lora.tables.arena.device
-    positions = torch.arange(num_rows, device=device)
+    positions = torch.arange(num_rows, device=device) % model.config.max_position_embeddings
     work = lora.begin((), num_rows)
     adapters = LoraBatch((), {}, None, lora.tables, work, sites)
     ids = torch.zeros(num_rows, dtype=torch.int64, device=device)

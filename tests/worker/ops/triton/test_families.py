@@ -123,6 +123,7 @@ def test_a_warm_up_leaves_the_arena_as_it_is(drivers):
     gpu, kv = runner._batches.gpu, runner._batches.kv
     before = runner.arena.data.clone()
     with torch.inference_mode():
-        batch = idle_batch(kv, gpu.lora, gpu._attention, gpu._masks[-1], 6, gpu._states)
-        assert len(runner._model.forward(batch)) == 6
+        model, sites = runner._model, gpu._masks[-1]
+        batch = idle_batch(model, kv, gpu.lora, gpu._attention, sites, 6, gpu._states)
+        assert len(model.forward(batch)) == 6
     assert torch.equal(runner.arena.data, before)

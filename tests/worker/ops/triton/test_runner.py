@@ -1,5 +1,6 @@
 """A whole model over the kernels against the same model in torch, adapters mixed in one batch."""
 
+import dataclasses
 import json
 
 import pytest
@@ -238,10 +239,22 @@ def test_a_warm_up_leaves_the_arena_as_it_is(kernel_runner):
     gpu, kv = runner._batches.gpu, runner._batches.kv
     before = runner.arena.data.clone()
     sites = site_masks(runner._model.site_weights.table)[-1]
+    model = runner._model
     with torch.inference_mode():
-        hidden = runner._model.forward(idle_batch(kv, gpu.lora, gpu._attention, sites, 6))
+        hidden = model.forward(idle_batch(model, kv, gpu.lora, gpu._attention, sites, 6))
     assert hidden.shape[0] == 6
     assert runner.arena.data.equal(before)
+
+
+def test_a_warm_up_of_more_rows_than_the_context_stays_within_it(kernel_runner, monkeypatch):
+    runner, _ = kernel_runner
+    gpu, kv, model = runner._batches.gpu, runner._batches.kv, runner._model
+    short = dataclasses.replace(model.config, max_position_embeddings=4)
+    monkeypatch.setattr(model, "config", short)
+    batch = idle_batch(model, kv, gpu.lora, gpu._attention, frozenset(), 6)
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1]
+    with torch.inference_mode():
+        assert model.forward(batch).isfinite().all()
 
 
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
