@@ -66,6 +66,8 @@ step() {
 }
 
 has() { "$PYTHON" -c "import $1" 2>/dev/null; }
+BY_BASE=""
+has xdist && BY_BASE="--dist loadscope"
 
 # tests LIMIT_S FOLDER...: in parallel, each test limited, a line and a junit file for each.
 tests() {
@@ -114,14 +116,14 @@ case "$PART" in
     [ $device = cpu ] && files=test_own_eos TEST_PROCESSES=2
     # A whole stack with trained adapters, where the libraries of the servers are.
     has grpc_health && has starlette && step 90 "$PYTHON" -m demo.run
-    tests 300 $(printf 'tests/worker/parity/%s.py ' $files) -m "not long" --device $device
+    tests 300 $(printf 'tests/worker/parity/%s.py ' $files) $BY_BASE -m "not long" --device $device
     ;;
 parity)
     PART_S=7200
     device=cuda
     [ "$KERNELS" ] && device=cpu
     KERNELS=""
-    tests 3600 tests/worker/parity -m "not long" --device $device
+    tests 3600 tests/worker/parity $BY_BASE -m "not long" --device $device
     step 3600 "$PYTHON" -m tests.worker.parity.write_table --device $device --out "$OUT/parity.md" \
         $([ $device = cpu ] && echo llama)
     ;;

@@ -367,11 +367,13 @@ def make_base(
     of the config."""
     config = config_of(name, **fields)
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # torch 2.11 has no grouped products in float64
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     torch.manual_seed(0)
     is_multimodal = config.get_text_config() is not config
     auto = "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
     model = getattr(transformers, auto).from_config(config, dtype=torch.float32).eval()
+    set_swiglu_limit(model)
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -385,3 +387,11 @@ def make_base(
     shards = {"max_shard_size": shard_bytes} if shard_bytes else {}
     model.save_pretrained(folder, **shards)
     return TinyBase(name, folder, model)
+
+
+def set_swiglu_limit(model: transformers.PreTrainedModel) -> None:
+    """Some releases of transformers (5.17) do not read it from the config of gpt-oss."""
+    limit = getattr(model.config, "swiglu_limit", None)
+    for module in model.modules():
+        if limit is not None and hasattr(module, "limit"):
+            module.limit = limit

@@ -4,6 +4,7 @@ Torch uses one thread, because results must not depend on how many threads a mac
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import peft
 import pytest
@@ -20,6 +21,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     runners.use_device(config.getoption("--device", "cpu"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadscope`, the tests of one base run in one process, which makes it once."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            test, _, base = nodeid.partition("[")
+            return f"{test.partition('::')[0]}[{base}"
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,6 +11,7 @@ from tests.worker.loading import adapter_blocks
 from tests.worker.parity.adapters import features_of, make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.quantised import LAYOUTS, quantised_base, quantised_on_load
+from tests.worker.parity.runners import device
 from tests.worker.parity.suite import check_mixed_batch, stage_of
 
 FEATURES = (
@@ -135,6 +136,8 @@ def test_a_plain_file_with_codes_is_refused_by_the_tensor(base, tmp_path):
 def test_a_base_quantised_on_load_equals_peft_over_what_its_codes_mean(
     base_name, scheme, near_ties, tmp_path
 ):
+    if device() != "cpu" and base_name != "llama":
+        pytest.skip("no kernel of GPUs reads the codes of experts")
     meant = quantised_on_load(make_base(base_name, tmp_path / "base"), scheme)
     features = ("rank-8-all-linear", "dora", "lm-head", "experts")
     features = [name for name in features if name in features_of(meant)]

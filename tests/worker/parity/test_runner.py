@@ -16,7 +16,7 @@ from tests.worker.parity.adapters import make_adapter
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.reference import Reference
-from tests.worker.parity.runners import parity_runner
+from tests.worker.parity.runners import device, parity_runner
 
 FEATURES = ["rank-4-attention", "rank-8-all-linear", "rslora", "rank-64-all-linear"]
 
@@ -137,8 +137,12 @@ def test_an_unloaded_adapter_leaves_nothing_in_the_tables(base, folders):
         driver.runner.unload_adapter(slot)
     prompt = list(range(10))
     (plain,) = driver.run([Job(greedy("base", prompt, 8))])
-    (unloaded,) = driver.run([Job(greedy("gone", prompt, 8), ((1, 1.0),))])
-    assert plain == unloaded
+    gone = [Job(greedy("gone", prompt, 8), ((1, 1.0),))]
+    if device() == "cuda":  # it chooses the captured step by the adapters in the slots
+        with pytest.raises(KeyError):
+            driver.run(gone)
+    else:
+        assert driver.run(gone) == [plain]
 
 
 def test_blocks_of_a_rank_are_what_its_bytes_need(base, folders, driver):

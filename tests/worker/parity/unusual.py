@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tests.worker.parity.adapters import ATTENTION, EXPERT_FAMILIES, draw
-from tests.worker.parity.bases import TinyBase
+from tests.worker.parity.bases import TinyBase, set_swiglu_limit
 
 FAMILIES = (
     "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma2Config",
@@ -71,6 +71,7 @@ def unusual_base(seed: int, folder: Path) -> TinyBase:
     config._experts_implementation = "eager"  # the others want widths in steps of 16 bytes
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    set_swiglu_limit(model)
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
     for name, parameter in model.named_parameters():
