@@ -1,0 +1,68 @@
+"""The results of the tests that ran on a GPU, from the files that pytest wrote.
+
+    python -m benchmarks.gpu.verdict [--device cpu] [--out DIR] JUNIT.xml...
+
+For each test file: how many tests passed, failed and were skipped. Failures are listed with the
+first line of their message, and skipped tests with their reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from benchmarks.gpu.common import RESULTS, print_table, write_results
+
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+def main() -> int:
+    """Read, print, write; returns the number of failures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    facts = summary([case for file in args.files for case in cases_of(file)])
+    print_table(facts["files"])
+    print(write_results("tests", torch.device(args.device), facts, args.out))
+    return len(facts["failures"])
+
+
+def cases_of(file: Path) -> list[ElementTree.Element]:
+    """The tests in a file of pytest's."""
+    return list(ElementTree.parse(file).getroot().iter("testcase"))
+
+
+def summary(cases: list[ElementTree.Element]) -> dict[str, Any]:
+    """Counts of each test file, failures, and reasons of skipped tests with their number."""
+    counts: dict[str, Counter[str]] = {}
+    failures, reasons = [], Counter[str]()
+    for case in cases:
+        file = case.get("classname", "").replace(".", "/") + ".py"
+        outcome, message = outcome_of(case)
+        counts.setdefault(file, Counter())[outcome] += 1
+        if outcome == "failed":
+            failures.append({"file": file, "test": case.get("name"), "message": message})
+        elif outcome == "skipped":
+            reasons[message] += 1
+    rows = [{"file": file, **{o: counts[file][o] for o in OUTCOMES}} for file in sorted(counts)]
+    totals = {outcome: sum(row[outcome] for row in rows) for outcome in OUTCOMES}
+    return {**totals, "failures": failures, "reasons": dict(reasons), "files": rows}
+
+
+def outcome_of(case: ElementTree.Element) -> tuple[str, str]:
+    """One of OUTCOMES, and the first line of the message."""
+    for tag, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+        if (found := case.find(tag)) is not None:
+            return outcome, found.get("message", "").partition("\n")[0][:300]
+    return "passed", ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
