@@ -143,5 +143,6 @@ def fits_static_work(tables: DeviceTables, runs: Sequence[RowRun]) -> bool:
 
 def _num_partial_sums(tables: DeviceTables) -> list[int]:
     """By site: partial sums of a group in all parts; none if there is one split."""
-    counts = [(num_splits(s.num_inputs), len(s.parts)) for s in tables.shapes if s.parts]
+    sites = [(shape.num_inputs, len(shape.parts)) for shape in tables.shapes if shape.parts]
+    counts = [(num_splits(*site), site[1]) for site in sites]
     return [splits * parts for splits, parts in counts if splits > 1] or [1]

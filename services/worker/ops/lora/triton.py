@@ -21,7 +21,6 @@ from loraplex_services.worker.ops.lora.device_records import MAX_PARTS
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from loraplex_services.worker.ops.lora.plan import (
     FUSED_SHARED_BYTES,
-    SPLIT_INPUTS,
     TILE_ROWS,
     LaunchPlan,
     expand_plan,
@@ -29,6 +28,7 @@ from loraplex_services.worker.ops.lora.plan import (
     is_fused,
     num_shrink_programs,
     num_splits,
+    split_inputs,
 )
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.side_stream import SideStream
@@ -164,7 +164,8 @@ def launch(
     plan = plan or _plan(x, ends[-1], base_weight)
     num_row_tiles = -(-num_rows // TILE_ROWS)
     assert num_row_tiles <= work.max_tiles, (num_rows, work.max_tiles)
-    num_shrink = num_shrink_programs(num_rows, expands) if shrinks else 0
+    num_items = len(ends) * num_splits(num_inputs, len(ends))
+    num_shrink = num_shrink_programs(num_rows, num_items, expands) if shrinks else 0
     num_tiles = sum(-(-part.length // plan.block_outputs) for part in shape.parts) * num_row_tiles
     kernels.update_site[(num_shrink + num_tiles * expands,)](
         outputs,
@@ -204,8 +205,8 @@ def constants_of(
     """What `update_site` is compiled for; `dtype` is that of x and y."""
     return {
         "NUM_PARTS": len(shape.parts),
-        "SPLITS": num_splits(shape.num_inputs),
-        "SPLIT_INPUTS": SPLIT_INPUTS,
+        "SPLITS": num_splits(shape.num_inputs, len(shape.parts)),
+        "SPLIT_INPUTS": split_inputs(shape.num_inputs, len(shape.parts)),
         "BLOCK_OUTPUTS": plan.block_outputs,
         "BLOCK_INPUTS": plan.block_inputs,
         "BLOCK_RANKS": plan.block_ranks,
@@ -218,8 +219,7 @@ def constants_of(
         "WIDEN": must_widen(dtype),
         "ALIGN": ALIGNED_ELEMENTS if shape.is_aligned else 1,
         "STAGES": plan.stages,
-        # No tile of integers is copied ahead: for sm_80 Triton 3.7.1 cannot compile that.
-        "SHRINK_STAGES": 1 if is_int8 else plan.shrink_stages,
+        "SHRINK_STAGES": plan.shrink_stages,
     }
 
 

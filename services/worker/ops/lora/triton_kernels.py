@@ -27,6 +27,9 @@ from loraplex_services.worker.ops.lora.triton_lists import (
     low_word,
 )
 
+SHARES = tl.constexpr(4)
+"""Warps of a program that computes intermediates; each sums over a share of a block's inputs."""
+
 
 @triton.jit(
     do_not_specialize=[
@@ -77,63 +80,84 @@ def _shrink_groups(
     BLOCK_SHRINK: tl.constexpr, TELLS: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr,
     WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """h[g, r, t] = factor * sum over inputs of A[r] x[t], for the groups of a site."""
-    end_1 = tl.load(counts + first_part * 2)
-    end_2, end_3, end_4 = end_1, end_1, end_1
-    if NUM_PARTS > 1:
-        end_2 = end_1 + tl.load(counts + (first_part + 1) * 2)
-        end_3, end_4 = end_2, end_2
-    if NUM_PARTS > 2:
-        end_3 = end_2 + tl.load(counts + (first_part + 2) * 2)
-        end_4 = end_3
-    if NUM_PARTS > 3:
-        end_4 = end_3 + tl.load(counts + (first_part + 3) * 2)
-    for item in range(pid, end_4 * SPLITS, num_programs):
-        group, split = item // SPLITS, item % SPLITS
-        local = (group >= end_1).to(tl.int32) + (group >= end_2) + (group >= end_3)
-        group -= choose(local, 0, end_1, end_2, end_3)
-        number = (first_part + local).to(tl.int64) * max_groups + group
-        entry = entries + number * WORDS
-        total = _partial_intermediate(
-            x, arena, entry, split * SPLIT_INPUTS, num_inputs, x_stride, SPLIT_INPUTS,
-            BLOCK_SHRINK, HAS_CUTS, INT8, WIDEN, ALIGN, STAGES,
-        )  # fmt: skip
-        h_group = local.to(tl.int64) * max_groups + group
-        if SPLITS == 1:
-            _store_intermediate(h, total, entry, h_group, INT8)
-        else:
-            lines = partial + h_group * (SPLITS * TILE_NUMBERS)
-            line = tl.arange(0, GROUP_ROWS)[:, None] * TILE_ROWS + tl.arange(0, TILE_ROWS)[None, :]
-            tl.store(lines + split * TILE_NUMBERS + line, total)
-            tl.debug_barrier()
-            if tl.atomic_add(tickets + number, 1, sem="acq_rel") == SPLITS - 1:
-                # The program that counts last adds all partial sums, always in the same order. It
-                # resets the ticket for the next launch.
-                tl.store(tickets + number, 0)
-                total = tl.load(lines + line)
-                for p in tl.static_range(1, SPLITS):
-                    total += tl.load(lines + p * TILE_NUMBERS + line)
-                _store_intermediate(h, total, entry, h_group, INT8)
-                if TELLS:
-                    tl.debug_barrier()
-                    tl.atomic_add(done + first_part + local, 1, sem="release")
-        if TELLS and SPLITS == 1:
-            tl.debug_barrier()
-            tl.atomic_add(done + first_part + local, 1, sem="release")
+    """h[g, r, t] = factor * sum over inputs of A[r] x[t], for the groups of a site. An item is a
+    split of a group; items with the same number of a group follow one another."""
+    counts += first_part * 2
+    count_0 = tl.load(counts)
+    count_1 = tl.load(counts + 2) if NUM_PARTS > 1 else count_0
+    count_2 = tl.load(counts + 4) if NUM_PARTS > 2 else count_0
+    count_3 = tl.load(counts + 6) if NUM_PARTS > 3 else count_0
+    # The next entry is loaded before it is known whether there is one.
+    item = pid
+    entry = _entry_of(item, entries, first_part, max_groups, NUM_PARTS, SPLITS)
+    a_begin, rows, strides, size = _words_of(entry)
+    most = tl.maximum(tl.maximum(count_0, count_1), tl.maximum(count_2, count_3))
+    while item < most * (NUM_PARTS * SPLITS):
+        next_entry = _entry_of(
+            item + num_programs, entries, first_part, max_groups, NUM_PARTS, SPLITS
+        )
+        next_a, next_rows, next_strides, next_size = _words_of(next_entry)
+        split, local = item % SPLITS, item // SPLITS % NUM_PARTS
+        group = item // (SPLITS * NUM_PARTS)
+        if group < choose(local, count_0, count_1, count_2, count_3):
+            total = _partial_intermediate(
+                x, arena, entry, a_begin, rows, strides, size, split * SPLIT_INPUTS, num_inputs,
+                x_stride, SPLIT_INPUTS, BLOCK_SHRINK, HAS_CUTS, WIDEN, ALIGN, STAGES,
+            )  # fmt: skip
+            h_group = h + local.to(tl.int64) * max_groups * (2 * TILE_NUMBERS) + group * GROUP_ROWS
+            stride = max_groups * GROUP_ROWS
+            if SPLITS == 1:
+                _store_intermediate(h_group, stride, total, entry, rows, size, INT8)
+            else:
+                number = local.to(tl.int64) * max_groups + group
+                lines = partial + number * (SPLITS * TILE_NUMBERS)
+                line = tl.arange(0, TILE_ROWS)[:, None] * GROUP_ROWS
+                line += tl.arange(0, GROUP_ROWS)[None, :]
+                tl.store(lines + split * TILE_NUMBERS + line, total)
+                tl.debug_barrier()
+                ticket = tickets + first_part.to(tl.int64) * max_groups + number
+                if tl.atomic_add(ticket, 1, sem="acq_rel") == SPLITS - 1:
+                    # The program that counts last adds all partial sums, always in the same order.
+                    # It resets the ticket for the next launch.
+                    tl.store(ticket, 0)
+                    total = tl.load(lines + line)
+                    for p in tl.static_range(1, SPLITS):
+                        total += tl.load(lines + p * TILE_NUMBERS + line)
+                    _store_intermediate(h_group, stride, total, entry, rows, size, INT8)
+                    if TELLS:
+                        tl.debug_barrier()
+                        tl.atomic_add(done + first_part + local, 1, sem="release")
+            if TELLS and SPLITS == 1:
+                tl.debug_barrier()
+                tl.atomic_add(done + first_part + local, 1, sem="release")
+        item += num_programs
+        entry, a_begin, rows, strides, size = next_entry, next_a, next_rows, next_strides, next_size
+
+
+@triton.jit
+def _entry_of(item, entries, first_part, max_groups, NUM_PARTS: tl.constexpr, SPLITS: tl.constexpr):
+    """Where an item's group is listed; any listed or unused entry if there is no such item."""
+    local, group = item // SPLITS % NUM_PARTS, item // (SPLITS * NUM_PARTS)
+    group = tl.minimum(group, max_groups - 1)
+    return entries + ((first_part + local).to(tl.int64) * max_groups + group) * WORDS
+
+
+@triton.jit
+def _words_of(entry):
+    """What every item needs of its entry."""
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 5)
 
 
 @triton.jit
 def _partial_intermediate(
-    x, arena, entry, in_begin, num_inputs, x_stride,
+    x, arena, entry, a_begin, rows, strides, size, in_begin, num_inputs, x_stride,
     SPLIT_INPUTS: tl.constexpr, BLOCK_SHRINK: tl.constexpr, HAS_CUTS: tl.constexpr,
-    INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A x over one split of the inputs, `[GROUP_ROWS, TILE_ROWS]`; column t is row begin + t."""
-    rows, size = tl.load(entry + 1), tl.load(entry + 5)
+    """x A over one split of the inputs, `[TILE_ROWS, GROUP_ROWS]`; line t is row begin + t."""
     r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
     is_rank, is_row = r < low_word(size), low_word(rows) + t < high_word(rows)
-    a_stride = aligned(low_word(tl.load(entry + 2)), ALIGN)
-    a_rows = arena + aligned(tl.load(entry), ALIGN) + r * a_stride
+    a_rows = arena + aligned(a_begin, ALIGN) + r * aligned(low_word(strides), ALIGN)
     x_rows = x + (low_word(rows) + t).to(tl.int64) * x_stride
     in_end = tl.minimum(in_begin + SPLIT_INPUTS, num_inputs)
     first_input = 0
@@ -142,49 +166,49 @@ def _partial_intermediate(
         first_input = low_word(cut)
         in_begin, in_end = tl.maximum(in_begin, first_input), tl.minimum(in_end, high_word(cut))
     in_end = aligned(in_end, ALIGN)
-    total = tl.zeros((GROUP_ROWS, TILE_ROWS), tl.float32)
+    WIDTH: tl.constexpr = BLOCK_SHRINK // SHARES
+    share = tl.arange(0, SHARES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    totals = tl.zeros((SHARES, TILE_ROWS, GROUP_ROWS), tl.float32)
     for at in tl.range(in_begin, in_end, BLOCK_SHRINK, num_stages=STAGES):
-        k = at + tl.arange(0, BLOCK_SHRINK)
+        k = at + share
         is_input = k < in_end
-        a_mask = is_rank[:, None] & is_input[None, :]
-        a = tl.load(a_rows[:, None] + (k - first_input)[None, :], mask=a_mask, other=0.0)
-        x_mask = is_input[:, None] & is_row[None, :]
-        x_tile = tl.load(x_rows[None, :] + k[:, None], mask=x_mask, other=0.0)
+        a_mask = is_input[:, :, None] & is_rank[None, None, :]
+        a_tile = a_rows[None, None, :] + (k - first_input)[:, :, None]
+        a = tl.load(a_tile, mask=a_mask, other=0.0)
+        x_mask = is_row[None, :, None] & is_input[:, None, :]
+        x_tile = tl.load(x_rows[None, :, None] + k[:, None, :], mask=x_mask, other=0.0)
         if WIDEN:
             a, x_tile = a.to(tl.float32), x_tile.to(tl.float32)
-        elif INT8:
-            a = a.to(x_tile.dtype)
-        total = tl.dot(a, x_tile, total, input_precision="ieee")
-    return total
+        totals = tl.dot(x_tile, a.to(x_tile.dtype), totals, input_precision="ieee")
+    return tl.sum(totals, axis=0)
 
 
 @triton.jit
-def _store_intermediate(h, total, entry, h_group, INT8: tl.constexpr):
-    """h[g] of a row tile: values in the rows of the group, zeros elsewhere. Half precision keeps
-    two numbers whose sum is the value, so that it is not rounded to one."""
+def _store_intermediate(h, stride, total, entry, rows, size, INT8: tl.constexpr):
+    """h of a group's row tile: values in the rows of the group, zeros elsewhere. Half precision
+    keeps two numbers whose sum is the value, so that it is not rounded to one."""
     PAIR: tl.constexpr = h.dtype.element_ty != tl.float32
-    rows, size = tl.load(entry + 1), tl.load(entry + 5)
     r, t = tl.arange(0, GROUP_ROWS), tl.arange(0, TILE_ROWS)
     if INT8:
         scales = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
-        total *= tl.load(scales + r, mask=r < low_word(size), other=0.0)[:, None]
+        total *= tl.load(scales + r, mask=r < low_word(size), other=0.0)[None, :]
     total *= high_word(size).to(tl.float32, bitcast=True)
     first = low_word(rows) % TILE_ROWS
     last = first + high_word(rows) - low_word(rows)
-    pointers = h + h_group * (2 * TILE_NUMBERS) + r[:, None] * TILE_ROWS
-    # Values go to columns [first, last) of the tile, zeros to the others.
-    here, value_column = t < last - first, first + t
-    outside = (t < first) | (t >= last)
-    zero = tl.zeros((GROUP_ROWS, TILE_ROWS), h.dtype.element_ty)
+    # Values go to rows [first, last) of the tile, zeros to the others.
+    here, outside = (t < last - first)[:, None], ((t < first) | (t >= last))[:, None]
+    zeros = h + t.to(tl.int64)[:, None] * stride + r[None, :]
+    values = h + (first + t).to(tl.int64)[:, None] * stride + r[None, :]
+    zero = tl.zeros((TILE_ROWS, GROUP_ROWS), h.dtype.element_ty)
     high = total.to(h.dtype.element_ty)
-    tl.store(pointers + t[None, :], zero, mask=outside[None, :])
-    tl.store(pointers + value_column[None, :], high, mask=here[None, :])
+    tl.store(zeros, zero, mask=outside)
+    tl.store(values, high, mask=here)
     if PAIR:
         rounded = high.to(tl.float32)
         low = tl.where(tl.abs(rounded) == float("inf"), 0.0, total - rounded)
-        pointers += TILE_NUMBERS
-        tl.store(pointers + t[None, :], zero, mask=outside[None, :])
-        tl.store(pointers + value_column[None, :], low.to(h.dtype.element_ty), mask=here[None, :])
+        plane = stride.to(tl.int64) * TILE_ROWS
+        tl.store(zeros + plane, zero, mask=outside)
+        tl.store(values + plane, low.to(h.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -237,8 +261,8 @@ def _expand_tile(
         y_tile = y + row.to(tl.int64)[:, None] * y_stride + (begin + column)[None, :]
         mask = is_row[:, None] & is_column[None, :]
         part_lanes = lanes + part.to(tl.int64) * max_groups * GROUP_ROWS
-        part_entries = entries + part.to(tl.int64) * max_groups * WORDS
-        h_part = h + local.to(tl.int64) * max_groups * (2 * TILE_NUMBERS)
+        listed = entries + part.to(tl.int64) * max_groups * WORDS
+        h += local.to(tl.int64) * max_groups * (2 * TILE_NUMBERS)
         at, end_rank = first_group * GROUP_ROWS, last_group * GROUP_ROWS
         # Rows of B are loaded before waiting for the intermediate, later ones a block ahead.
         b_rows = _rows_of_b(part_lanes, at, end_rank, BLOCK_RANKS)
@@ -252,24 +276,24 @@ def _expand_tile(
         else:
             total = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
         b = _load_b(
-            arena, b_rows, part_entries, at, end_rank, column, is_column, BLOCK_RANKS, HAS_CUTS,
-            ALIGN,
+            arena, b_rows, listed, at, end_rank, column, is_column, BLOCK_RANKS, HAS_CUTS, ALIGN,
         )  # fmt: skip
         if WAITS:
             _wait_until(done + part, tl.load(counts + part * 2))
-        high, low = _load_intermediate(h_part, at, end_rank, BLOCK_RANKS)
+        high, low = _load_intermediate(h, max_groups, at, end_rank, BLOCK_RANKS)
+        rest = tl.zeros((TILE_ROWS, BLOCK_OUTPUTS), tl.float32)
         while at < end_rank:
             later = at + BLOCK_RANKS
             next_b = _load_b(
-                arena, next_rows, part_entries, later, end_rank, column, is_column, BLOCK_RANKS,
-                HAS_CUTS, ALIGN,
+                arena, next_rows, listed, later, end_rank, column, is_column, BLOCK_RANKS, HAS_CUTS,
+                ALIGN,
             )  # fmt: skip
-            next_high, next_low = _load_intermediate(h_part, later, end_rank, BLOCK_RANKS)
+            next_high, next_low = _load_intermediate(h, max_groups, later, end_rank, BLOCK_RANKS)
             next_rows = _rows_of_b(part_lanes, later + BLOCK_RANKS, end_rank, BLOCK_RANKS)
-            total = _add_product(total, high, low, b, INT8, WIDEN)
+            total, rest = _add_product(total, rest, high, low, b, INT8, WIDEN)
             b, high, low, at = next_b, next_high, next_low, later
         vectors += part.to(tl.int64) * max_vectors * WORDS
-        total = _with_vectors(total, vector_arena, vectors, num_vectors, row, column)
+        total = _with_vectors(total + rest, vector_arena, vectors, num_vectors, row, column)
         tl.store(y_tile, total.to(y.dtype.element_ty), mask=mask)
 
 
@@ -314,23 +338,24 @@ def _load_b(
 
 
 @triton.jit
-def _load_intermediate(h, at, end, BLOCK_RANKS: tl.constexpr):
+def _load_intermediate(h, max_groups, at, end, BLOCK_RANKS: tl.constexpr):
     """h of the listed rank rows `at` and following, `[TILE_ROWS, BLOCK_RANKS]`, as two numbers of
     half precision whose sum it is; float32 is its own first number."""
-    k = at + tl.arange(0, BLOCK_RANKS)
-    line = (k // GROUP_ROWS) * (2 * TILE_NUMBERS) + k % GROUP_ROWS * TILE_ROWS
-    pointers = h + line[None, :] + tl.arange(0, TILE_ROWS)[:, None]
-    is_rank = (k < end)[None, :]
+    k, t = aligned(at, GROUP_ROWS) + tl.arange(0, BLOCK_RANKS), tl.arange(0, TILE_ROWS)
+    pointers = h + t.to(tl.int64)[:, None] * (max_groups * GROUP_ROWS) + k[None, :]
+    is_rank = (k < aligned(end, GROUP_ROWS))[None, :]
     high = tl.load(pointers, mask=is_rank, other=0.0)
     low = high
     if h.dtype.element_ty != tl.float32:
-        low = tl.load(pointers + TILE_NUMBERS, mask=is_rank, other=0.0)
+        plane = tl.cast(max_groups, tl.int64) * TILE_NUMBERS
+        low = tl.load(pointers + plane, mask=is_rank, other=0.0)
     return high, low
 
 
 @triton.jit
-def _add_product(total, high, low, b, INT8: tl.constexpr, WIDEN: tl.constexpr):
-    """total + (high + low) b."""
+def _add_product(total, rest, high, low, b, INT8: tl.constexpr, WIDEN: tl.constexpr):
+    """total + high b, and rest + low b. They are summed apart, so that the order of a row's sums
+    does not depend on where its groups lie in blocks."""
     PAIR: tl.constexpr = high.dtype != tl.float32
     if WIDEN:
         b, high, low = b.to(tl.float32), high.to(tl.float32), low.to(tl.float32)
@@ -338,8 +363,8 @@ def _add_product(total, high, low, b, INT8: tl.constexpr, WIDEN: tl.constexpr):
         b = b.to(high.dtype)
     total = tl.dot(high, b, total, input_precision="ieee")
     if PAIR:
-        total = tl.dot(low, b, total, input_precision="ieee")
-    return total
+        rest = tl.dot(low, b, rest, input_precision="ieee")
+    return total, rest
 
 
 @triton.jit

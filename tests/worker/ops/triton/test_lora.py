@@ -12,7 +12,7 @@ from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as fast
 from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from loraplex_services.worker.ops.lora.plan import SPLIT_INPUTS
+from loraplex_services.worker.ops.lora.plan import MAX_FUSED_ROWS, MIN_SPLIT_INPUTS
 from loraplex_services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs, row_runs
 from loraplex_services.worker.ops.lora.step_work import StepWork, work_size
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice
@@ -149,7 +149,7 @@ def test_groups_of_several_parts_reach_their_own_outputs(cuts, device):
 
 
 def test_sums_over_several_splits_of_the_inputs_equal_the_naive_truth(device):
-    check((5, 2 * SPLIT_INPUTS + 9, 24), torch.float32, device, "half-base", 1 << 18, (1, 17))
+    check((5, 2 * MIN_SPLIT_INPUTS + 9, 24), torch.float32, device, "half-base", 1 << 18, (1, 17))
 
 
 def plain_tables(dtype, device, num_rows, num_inputs, parts, ranks):
@@ -173,7 +173,7 @@ def plain_tables(dtype, device, num_rows, num_inputs, parts, ranks):
     return tables, table
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 2, MAX_FUSED_ROWS])
 def test_a_base_product_with_its_update_equals_both_apart(num_rows, device):
     torch.manual_seed(num_rows)
     dtype, num_inputs = torch.float16, 256
