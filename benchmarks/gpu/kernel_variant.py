@@ -42,7 +42,10 @@ class Variant:
             for i, name in enumerate(names)
             if name in self.divisible or signature[name].startswith("*")
         }
-        source = ASTSource(self.function, signature, dict(self.constants), attrs)
+        constants = dict(self.constants)
+        if "EARLY" in names:
+            constants["EARLY"] = capability >= 90
+        source = ASTSource(self.function, signature, constants, attrs)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.max_registers is not None:
             options["maxnreg"] = self.max_registers

@@ -7,12 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loraplex_services.worker.ops.early import early_start, wait_for_previous
+
 BLOCK_COLUMNS = 1024
 
 
 @triton.jit
-def silu_and_multiply_kernel(out, gate_up, WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+def silu_and_multiply_kernel(
+    out, gate_up, WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """Grid: (row, block of columns)."""
+    wait_for_previous(EARLY)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     mask = column < WIDTH
@@ -37,5 +42,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
     width = double_width // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_rows, triton.cdiv(width, BLOCK_COLUMNS))
-    silu_and_multiply_kernel[grid](out, gate_up, WIDTH=width, BLOCK_COLUMNS=BLOCK_COLUMNS)
+    silu_and_multiply_kernel[grid](
+        out, gate_up, WIDTH=width, BLOCK_COLUMNS=BLOCK_COLUMNS, **early_start(out.device)
+    )
     return out

@@ -17,6 +17,7 @@ from loraplex_services.worker.ops.attention.shapes import (
     joined_splits,
 )
 from loraplex_services.worker.ops.attention.work_items import SPARE_ITEMS, PartialSums
+from loraplex_services.worker.ops.early import early_start
 from loraplex_services.worker.ops.launch import must_widen, num_programs, power_of_two, shared_bytes
 
 TILE_WORDS = kernels.TILE_WORDS.value
@@ -142,6 +143,7 @@ def attend_generations(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=tiling.max_registers,
+        **early_start(q.device),
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loraplex_services.worker.ops.early import wait_for_previous
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 NO_SCORE = tl.constexpr(-1.0e30)
 TILE_WORDS = tl.constexpr(5)
@@ -252,7 +254,7 @@ def attend_generations(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     JOINED_SPLITS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`attend_contexts` for one query of each sequence.
 
@@ -261,12 +263,12 @@ def attend_generations(
     sum and values to `partial_stats` and `partial`, and the one that finishes last joins them.
     `num_finished [rows, num_kv_heads]` int32 counts them; it is zero before and after a launch.
     """
+    wait_for_previous(EARLY)
     num_pairs = tl.load(items) * num_kv_heads
     program = tl.program_id(0)
     num_programs = _even_programs(num_pairs, tl.num_programs(0))
-    queries = tl.arange(0, BLOCK_QUERIES)
+    queries, dim = tl.arange(0, BLOCK_QUERIES), tl.arange(0, BLOCK_DIM)
     is_query = queries < NUM_SHARED
-    dim = tl.arange(0, BLOCK_DIM)
     row, sequence, begin, end, first, num_splits = _load_item(items, program // num_kv_heads)
     end_pair = tl.where(program < num_programs, num_pairs, 0)
     for at in range(program, end_pair, num_programs):
@@ -374,18 +376,9 @@ def _join(
 
 @triton.jit
 def append(
-    k,
-    v,
-    k_plane,
-    v_plane,
-    kv_slots,
-    k_stride,
-    v_stride,
-    plane_stride,
-    TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    k, v, k_plane, v_plane, kv_slots, k_stride, v_stride, plane_stride,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     """Write new keys and values to their positions in the cache. Grid: (token, KV head).
 
     `kv_slots [tokens]` int64: block * TOKENS + slot, or -1 for a padding row.

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loraplex_services.worker.ops.early import early_start, wait_for_previous
+
 
 @triton.jit
 def add_rms_norm_kernel(
@@ -20,8 +22,10 @@ def add_rms_norm_kernel(
     BLOCK_WIDTH: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: one program for each row, which it holds in registers."""
+    wait_for_previous(EARLY)
     column = tl.arange(0, BLOCK_WIDTH)
     mask = column < WIDTH
     at = tl.program_id(0).to(tl.int64) * row_stride + column
@@ -69,5 +73,6 @@ def add_rms_norm(
         HAS_UPDATE=update is not None,
         IN_FLOAT32=in_float32,
         num_warps=8 if width > 2048 else 4,
+        **early_start(out.device),
     )
     return out

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loraplex_services.worker.ops.early import early_start, let_next_start, wait_for_previous
+
 BLOCK_HEADS = 8
 """Heads of one program: a program of one head moves too few bytes for its launch."""
 
@@ -40,8 +42,11 @@ def rotate_and_append_kernel(
     BLOCK_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: (token, block of query heads or, after those, of KV heads)."""
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half = tl.arange(0, BLOCK_HALF)[None, :]
     is_half = half < HALF
@@ -121,4 +126,5 @@ def rotate_and_append(
         HALF=half,
         BLOCK_HALF=triton.next_power_of_2(half),
         num_warps=2,
+        **early_start(q.device),
     )
