@@ -42,7 +42,7 @@ def runs(folder: Path, name: str) -> list[dict[str, Any]]:
 def lines(axes: Any, name: str, x: str, y: str, sides: Sequence[str]) -> None:
     """One line for each side of a sweep."""
     for side in sides:
-        points = [(run[x], run[y]) for run in runs(XEON, name) if run["side"] == side]
+        points = [(run[x], run[y]) for run in runs(EPYC, name) if run["side"] == side]
         axes.plot(*zip(*points, strict=True), marker="o", label=side)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
