@@ -7,8 +7,8 @@
 # them), one cold load, and an engine (overlap, first tokens, thousands of adapters).
 # Part 2: operators compared with those of other engines, other tilings, prefill, and where a step's time goes,
 # with four tokens a row as speculation verifies them.
-# Part 3: sampling, mixtures of experts and attention alone; the demo, if the libraries of the servers
-# are installed; some of the parity suite.
+# Part 3: sampling, mixtures of experts and attention alone; quantised bases; the demo, if the libraries of the
+# servers are installed; some of the parity suite.
 # `parity` runs the parity suite and writes its table; it needs half an hour on 16 cores.
 # Results go to OUT_DIR, else to the folder that the environment names with OUT, else to
 # benchmarks/results.
@@ -112,6 +112,7 @@ case "$PART" in
     device=cuda
     [ "$KERNELS" ] && device=cpu
     KERNELS=""
+    gpu 150 quantised ""
     files="test_parity test_recurrent_bases test_gemma4 test_heads"
     [ $device = cpu ] && files=test_own_eos TEST_PROCESSES=2
     # A whole stack with trained adapters, where the libraries of the servers are.

@@ -45,7 +45,7 @@ def warm_up(
     sizes = {1, *attention.backend.warm_up_sizes, *linear.warm_up_sizes(), mixed, max_num_tokens}
     for num_rows in sorted(size for size in sizes if size <= max_num_tokens):
         hidden = model.forward(idle_batch(model, kv, lora, attention, sites, num_rows, states))
-        rows = hidden[: max(linear.warm_up_sizes())]
+        rows = hidden[: linear.MOST.block_rows]
         logits = model.logits(rows, LoraBatch((), {}, None, lora.tables))
         warm_up_sampling(logits[:1])
     num_runs = MIN_RUNS

@@ -75,7 +75,7 @@ def test_a_compilation_is_counted_once():
 class Steps:
     """A runner with one adapter of every rank, and its free blocks."""
 
-    def __init__(self, root, dtype):
+    def __init__(self, root, dtype, quantization):
         base = write_base(root / "base", max_position_embeddings=4096)
         self.runner = build_runner(
             base,
@@ -88,6 +88,7 @@ class Steps:
             max_num_batched_tokens=MAX_STEP_TOKENS,
             max_num_seqs=320,
             attention_backend="triton",
+            quantization=quantization,
         )
         self._rng = random.Random(0)
         self._free = list(range(self.runner.arena_blocks))
@@ -146,9 +147,12 @@ class Steps:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_no_step_compiles_anything_after_the_start(dtype, tmp_path):
-    steps = Steps(tmp_path, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "fp8"), ("bfloat16", "int4")],
+)
+def test_no_step_compiles_anything_after_the_start(dtype, quantization, tmp_path):
+    steps = Steps(tmp_path, dtype, quantization)
     with counted_compilations() as names:
         for length in (*LENGTHS, *LONG):
             steps.prompts([length])
