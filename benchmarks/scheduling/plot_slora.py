@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "results"
-XEON, EPYC = RESULTS / "intel-xeon-2c", RESULTS / "amd-epyc-2c"
+EPYC = RESULTS / "amd-epyc-2c"
 PATH = Path(__file__).parent.parent.parent / "docs" / "images" / "slora.png"
 
 PAPER_N = ((5, 100, 1000, 2000), (7.48, 7.29, 6.69, 6.73))
@@ -111,7 +111,7 @@ def draw_clusters(axes: Any) -> None:
     for policy in ("fcfs", "fair"):
         points = sorted(
             (run["cluster_size"], run["attainment"])
-            for run in runs(XEON, "clustering")
+            for run in runs(EPYC, "clustering")
             if run["policy"] == policy and run["rate_share"] == 1.15 and run["cluster_size"]
         )
         axes.plot(*zip(*points, strict=True), marker="o", label=policy)
