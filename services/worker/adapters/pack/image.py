@@ -97,8 +97,9 @@ class Image(Protocol):
         """The hash in its head, which identifies the bytes."""
         ...
 
-    def read_into(self, buffers: Sequence[memoryview]) -> None:
-        """Fill writable byte buffers, one after another, `index.num_bytes` in all.
+    def read_into(self, buffers: Sequence[memoryview], begin: int = 0) -> None:
+        """Fill writable byte buffers, one after another, from byte `begin` of the extents on.
+        Several threads may call this at once.
 
         Raises:
             DataLoss: fewer bytes are there.
@@ -115,9 +116,8 @@ class PackedAdapter:
         self.index = index
         self._data = data
 
-    def read_into(self, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, buffers: Sequence[memoryview], begin: int = 0) -> None:
         """As `Image` says."""
-        begin = 0
         for buffer in buffers:
             buffer[:] = self._data[begin : begin + buffer.nbytes]
             begin += buffer.nbytes
@@ -153,8 +153,8 @@ class ImageBytes(Protocol):
     """The bytes of an image's file, wherever it is."""
 
     def read(self, buffers: Sequence[memoryview], position: int) -> int:
-        """Fill the buffers from `position` on, as `os.preadv` does. Returns how many bytes there
-        were, 0 = the file has ended. Raises OSError if there is no file."""
+        """Fill the buffers from `position` on, as `os.preadv` does, from any thread. Returns how
+        many bytes there were, 0 = the file has ended. Raises OSError if there is no file."""
         ...
 
     def close(self) -> None:
@@ -215,9 +215,9 @@ class ImageFile:
     def __exit__(self, *_: object) -> None:
         self._content.close()
 
-    def read_into(self, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, buffers: Sequence[memoryview], begin: int = 0) -> None:
         """See `Image`: one copy, from the page cache or the network into the buffers."""
-        position = self._begin
+        position = self._begin + begin
         for first in range(0, len(buffers), MAX_BUFFERS):
             part = buffers[first : first + MAX_BUFFERS]
             position = self._read(part, position)

@@ -73,9 +73,14 @@ class RemoteBytes:
     def __init__(self, end: socket.socket, copy_id: int) -> None:
         self._socket = end
         self._copy_id = copy_id
+        self._lock = threading.Lock()
 
     def read(self, buffers: Sequence[memoryview], position: int) -> int:
         """See `ImageBytes`."""
+        with self._lock:
+            return self._read(buffers, position)
+
+    def _read(self, buffers: Sequence[memoryview], position: int) -> int:
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         self._socket.sendall(_ASK.pack(self._copy_id, position, num_bytes))
         (count,) = _ANSWER.unpack(receive(self._socket, _ANSWER.size))
