@@ -57,6 +57,11 @@ class SimulatedCopy:
     left_host: tuple[Path, ...] = ()
 
     @property
+    def ready_s(self) -> float:
+        """It is passed on when it is complete."""
+        return self.elapsed_s
+
+    @property
     def facts(self) -> AdapterFacts:
         """Facts of a plain LoRA."""
         return AdapterFacts()

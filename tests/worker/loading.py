@@ -53,4 +53,4 @@ def load_adapter(runner: TorchRunner, slot: int, folder: Path, blocks: Sequence[
     image = runner._adapters._packer.pack(folder)
     _, first_pages = in_blocks(runner, image.index.num_pages, blocks)
     runner._adapters._fill(folder, image, first_pages, 0.0)
-    runner.enter_adapter(slot, CopiedImage(folder, image.index, first_pages, 0.0))
+    runner.enter_adapter(slot, CopiedImage(folder, image.index, first_pages, 0.0, 0.0))

@@ -119,8 +119,9 @@ class AdapterLoads:
 
     def await_copies(self, num_rows: int, num_wanted: int, step_s: float) -> bool:
         """Wait for the copies under way if that gains more than it costs: all rows of the step
-        that is about to run wait, and requests that would come a step later do not. False when
-        there was nothing to wait for, or it would have taken too long, as measured recently.
+        that is about to run wait, and requests that would come a step later do not. Where steps
+        overlap, the step before runs in the meantime. False when there was nothing to wait for, or
+        it would have taken too long, as measured recently.
 
         Args:
             num_rows: requests of the step whose adapters are there.
@@ -133,7 +134,8 @@ class AdapterLoads:
             return False
         patience_s = MAX_IDLE_WAIT_S
         if num_rows:
-            patience_s = min(num_wanted / num_rows, MAX_WAIT_SHARE) * step_s
+            gain = MAX_WAIT_SHARE if self._runner.overlaps else num_wanted / num_rows
+            patience_s = min(gain, MAX_WAIT_SHARE) * step_s
         if len(self._copying) * self._times.copies.quantile(0.5) > patience_s:
             return False
         self._runner.await_copies(patience_s)
@@ -217,7 +219,7 @@ class AdapterLoads:
                 self._loaded.append(load.digest)
                 self._note_host(load, copied)
                 self._copies_s.append(copied.elapsed_s)
-                self._times.copies.add(copied.elapsed_s)
+                self._times.copies.add(copied.ready_s)
         return failures
 
     def _note_host(self, load: Load, copied: Copied) -> None:

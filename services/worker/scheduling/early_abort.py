@@ -55,7 +55,7 @@ class ServiceTimes:
     prefills: dict[int, Samples] = field(default_factory=dict)
     """Times from first step to first token, by bit length of the number of tokens."""
     copies: Samples = field(default_factory=Samples)
-    """Times of copies of adapters from disk to the device."""
+    """Times until copies of adapters to the device are ready for steps."""
     fetches: Samples = field(default_factory=Samples)
     """Times of fetches of adapters from the object store to disk."""
 

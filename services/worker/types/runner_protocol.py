@@ -78,7 +78,12 @@ class Copied(Protocol):
 
     @property
     def elapsed_s(self) -> float:
-        """How long the copy took."""
+        """How long the copy takes, in seconds."""
+        ...
+
+    @property
+    def ready_s(self) -> float:
+        """After how many seconds of them steps that use it may be launched."""
         ...
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,3 +199,18 @@ def test_a_short_copy_makes_its_request_part_of_the_step_that_began_it() -> None
             stage.step()
             count += 1
         assert (count == 1) == (num_steps == 1), (load_s, count)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_where_steps_overlap_the_running_ones_do_not_keep_a_step_from_waiting(
+    overlaps: bool,
+) -> None:
+    load_s = 0.0055  # more than a third of a step, less than half
+    stage = Stage(load_s, "fcfs", overlaps)
+    for _ in range(3):
+        stage.submit(set(), 4)
+    stage.engine.scheduler.times.copies.add(load_s)
+    stage.live["x"] = (DIGESTS[0],)
+    sampling = SamplingParams(max_tokens=1, seed=0, ignore_eos=True)
+    stage.step(make_submit("x", [1], sampling, [DIGESTS[0]]), *stage.fetched((DIGESTS[0],)))
+    assert (DIGESTS[0] in stage.engine.cache.in_use) == overlaps

@@ -40,6 +40,7 @@ class CopiedImage:
     first_pages: tuple[int, ...]
     """First page of each of its extents."""
     elapsed_s: float
+    ready_s: float
     copy_events: CopyEvents | None = None
     """What steps have to wait for; None = every byte is on the device."""
     copy_id: int = 0
@@ -153,8 +154,10 @@ class AdapterLoader:
             # Another rank's image may be larger.
             own = extents.holding(image.index.num_pages, self._arena.pages_per_block)
             copy_events, expected_s = self._fill(folder, image, own, step_s)
-            elapsed_s = time.perf_counter() - begin_s + expected_s
-            copied = CopiedImage(folder, image.index, tuple(own), elapsed_s, copy_events)
+            ready_s = time.perf_counter() - begin_s
+            copied = CopiedImage(
+                folder, image.index, tuple(own), ready_s + expected_s, ready_s, copy_events
+            )
         if self._host is None:
             return copied
         return replace(copied, is_on_host=folder in self._host, left_host=self._host.take_left())

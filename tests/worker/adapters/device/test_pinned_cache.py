@@ -45,7 +45,8 @@ def arena():
 
 
 @pytest.fixture
-def tier(arena):
+def tier(arena, monkeypatch):
+    monkeypatch.setattr(pinned_cache, "GROUP_EXTENTS", 2)
     return PinnedCache(arena, SLAB_BLOCKS * BLOCK_BYTES)
 
 

@@ -201,7 +201,7 @@ def test_no_byte_of_an_adapter_being_copied_is_read_before_its_copy_ends(folders
     events = [BytesToCome(runner.arena, *e) for e in zip(positions, sizes, strict=True)]
     assert len(events) > 1
     copy_events = CopyEvents(index, InOrder(events), StallTimer(lambda: events[0]))
-    runner.enter_adapter(slot, CopiedImage(folder, index, positions, 0.0, copy_events))
+    runner.enter_adapter(slot, CopiedImage(folder, index, positions, 0.0, 0.0, copy_events))
     with torch.inference_mode():
         found = forward(runner, plan)
     assert torch.equal(found, expected)
@@ -228,7 +228,7 @@ def test_an_adapter_that_leaves_while_it_lands_is_waited_for(folders, kernel_run
     sizes = extent_sizes(index.num_pages, runner.arena.pages_per_block)
     events = [BytesToCome(runner.arena, *e) for e in zip(positions, sizes, strict=True)]
     copy_events = CopyEvents(index, events, StallTimer(lambda: events[0]))
-    runner.enter_adapter(3, CopiedImage(folder, index, positions, 0.0, copy_events))
+    runner.enter_adapter(3, CopiedImage(folder, index, positions, 0.0, 0.0, copy_events))
     assert not copy_events.is_done
     runner.unload_adapter(3)
     assert copy_events.is_done
