@@ -184,7 +184,7 @@ class Bench:
         def run() -> None:
             for layer in range(self.num_layers):
                 kernels.attend_generations(
-                    self.out, self.q, self.kv.planes(layer), items, metadata.tables[0], 0,
+                    self.out, self.q, self.kv.planes(layer), items, metadata.tables[0],
                     self.shape, partial, tiling=tiling,
                 )  # fmt: skip
 

@@ -34,7 +34,7 @@ from benchmarks.llama import Shape, write_adapter, write_base_config
 from benchmarks.serving.many_adapters import Bench, Counting, digest_of
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.types.messages import EngineConfig, Prefetch, UnloadAdapter
+from loraplex_services.worker.types.messages import Cancel, EngineConfig, Prefetch, UnloadAdapter
 
 MAX_RUNNING = 64
 RESIDENT = 64
@@ -154,8 +154,9 @@ def compare_tiers(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, 
     yet."""
     num_resident = min(RESIDENT, args.adapters // 2)
     make_resident(bench, num_resident)
-    for _ in range(8):
-        bench.step([bench.request(None, 2000)])
+    running = [bench.request(None, 2000) for _ in range(8)]
+    for submit in running:
+        bench.step([submit])
     times: dict[str, list[float]] = {"resident": [], "host": [], "disk": []}
     for probe in range(min(args.probes, args.adapters - num_resident)):
         resident, other = bench.order.randrange(num_resident), num_resident + probe
@@ -165,6 +166,7 @@ def compare_tiers(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, 
         bench.step([UnloadAdapter(digest_of(other))])
         if not bench.is_resident(other):
             times["host"].append(bench.first_token_s(other))
+    bench.step([Cancel(submit.request.request_id) for submit in running])
     found = {f"{tier}_ms": statistics.median(s) * 1e3 for tier, s in times.items() if s}
     for tier in ("host", "disk"):
         if f"{tier}_ms" in found:

@@ -42,13 +42,7 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.ops.attention.triton_backend import TritonAttentionMetadata
 from loraplex_services.worker.ops.lora.step_work import StepWork
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.runner.cuda_graphs import (
-    CapturedSteps,
-    DecodeGraph,
-    DecodeGraphs,
-    GraphMemory,
-)
-from loraplex_services.worker.runner.mixed_graphs import MixedGraph, MixedGraphs, SegmentRecorder
+from loraplex_services.worker.runner.cuda_graphs import CapturedStep, CapturedSteps, GraphMemory
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.steps import StepOrder
 from loraplex_services.worker.types.messages import (
@@ -74,32 +68,12 @@ class NoGraph:
         """Compute nothing."""
 
 
-class EmptyDecodeGraphs(DecodeGraphs):
+class EmptySteps(CapturedSteps):
     """Graphs whose replay computes nothing."""
 
-    def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
-        batch = self.inputs.batch(size, sites, self.table)
-        hidden = torch.zeros(size, SHAPE.hidden_size)
-        return DecodeGraph(NoGraph(), self.inputs, batch, hidden)
-
-
-class EmptyRecorder(SegmentRecorder):
-    """Leaves out what computes."""
-
-    def end_segment(self) -> None:
-        """The segment replays nothing."""
-        self.segments[-1].graph = NoGraph()
-
-
-class EmptyMixedGraphs(MixedGraphs):
-    """Segments whose replay computes nothing, and no attention between them."""
-
-    def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> MixedGraph:
-        recorder = EmptyRecorder(self.inputs, size)
-        recorder.end_segment()
-        batch = self.inputs.batch(size, sites, self.table, recorder.metadata(), recorder)
-        hidden = torch.zeros(size, SHAPE.hidden_size)
-        return MixedGraph(self.inputs, recorder.segments, batch, hidden)
+    def capture_step(self, size: int, sites: frozenset[int], memory: GraphMemory) -> CapturedStep:
+        batch = self.inputs.batch(size, sites, self._table)
+        return CapturedStep(NoGraph(), self.inputs, batch, torch.zeros(size, SHAPE.hidden_size))
 
 
 def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
@@ -126,17 +100,14 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
     gpu, model = runner._batches.gpu, runner._model
     assert gpu is not None, "Triton computes nothing here"
     table = gpu.lora_batch(())
-    kinds = (
-        EmptyDecodeGraphs(model, gpu.decode_inputs(), table),
-        EmptyMixedGraphs(model, gpu.mixed_inputs(MAX_STEP_TOKENS), table),
-    )
-    gpu._graphs = [CapturedSteps(kind, gpu._masks) for kind in kinds]
+    kinds = gpu.decode_inputs(), gpu.mixed_inputs(MAX_STEP_TOKENS)
+    gpu._graphs = [EmptySteps(model, kind, table, gpu._masks) for kind in kinds]
     for captured in gpu._graphs:
         captured.capture(GraphMemory(stream=None, pool=None))  # type: ignore[arg-type]
     runner._order = StepOrder("cuda", "on")  # steps are launched by the thread that plans
     model.forward = idle_forward  # type: ignore[method-assign]
     StepWork.list_groups = lambda self, num_rows: None  # type: ignore[method-assign]
-    TritonAttentionMetadata.begin_forward = lambda self: None  # type: ignore[method-assign]
+    TritonAttentionMetadata._list_items = lambda self, begin, end: None  # type: ignore[method-assign]
     return runner
 
 

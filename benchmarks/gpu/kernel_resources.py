@@ -123,7 +123,7 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     types |= dict.fromkeys(("partial", "partial_stats", "sinks"), "*fp32")
     types |= dict.fromkeys(("tiles", "tables", "items", "num_finished"), "*i32")
     strides = ("plane_stride", "q_stride", "out_stride")
-    words = ("table_stride", "first_row", "num_kv_heads", "window")
+    words = ("table_stride", "num_kv_heads", "window")
     types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
     shapes = {"": HEADS, "-windowed": WINDOWED_HEADS, "-sinks": SINK_HEADS, "-wide": WIDE_HEADS}
     for suffix, shape in shapes.items():

@@ -11,7 +11,6 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.ops.activation.torch import Gated
 from loraplex_services.worker.ops.attention.backend import AttentionBackend
-from loraplex_services.worker.ops.attention.interruptible import forward_interruptibly
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin, Rotate
 from loraplex_services.worker.types.model_config import ModelConfig
@@ -54,7 +53,7 @@ class SelfAttention:
         """`[T, H]` -> `[T, H]`."""
         qkv = self._qkv.forward(x, batch.lora)
         if self._takes_fused:
-            attended = forward_interruptibly(self._backend, qkv, None, None, batch.attention)
+            attended = self._backend.forward(qkv, None, None, batch.attention)
             return self._o.forward(attended, batch.lora)
         gates = None
         if self._gated is not None:
@@ -69,7 +68,7 @@ class SelfAttention:
             q = q * batch.query_scales
         if not self._backend_rotates:
             q, k = (self._rotate(x, cos_sin, self._head_dim) for x in (q, k))
-        attended = forward_interruptibly(self._backend, q, k, v, batch.attention)
+        attended = self._backend.forward(q, k, v, batch.attention)
         if self._gated is not None and gates is not None:
             attended = self._gated(gates, attended)
         return self._o.forward(attended, batch.lora)

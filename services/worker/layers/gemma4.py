@@ -15,7 +15,6 @@ from loraplex_services.worker.layers.mlp import GatedMlp
 from loraplex_services.worker.layers.moe import ExpertMlps
 from loraplex_services.worker.ops.activation.torch import Gated
 from loraplex_services.worker.ops.attention.backend import AttentionBackend
-from loraplex_services.worker.ops.attention.interruptible import forward_interruptibly
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.moe.torch import ChooseExperts
 from loraplex_services.worker.ops.norm.torch import Norm
@@ -71,7 +70,7 @@ class Gemma4Attention:
             v = self._normed(v, self._v_norm, batch)
             k = self._rotate(self._normed(k, self._k_norm, batch), cos_sin, self._head_dim)
             batch.shared_kv[self._layer] = k, v
-        attended = forward_interruptibly(self._backend, q, k, v, batch.attention)
+        attended = self._backend.forward(q, k, v, batch.attention)
         return self._o.forward(attended, batch.lora)
 
     def _normed(self, x: Tensor, norm: Norm, batch: ForwardBatch) -> Tensor:

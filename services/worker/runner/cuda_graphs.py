@@ -1,16 +1,16 @@
-"""Decode steps as CUDA graphs: one launch on the host instead of hundreds.
+"""Steps as CUDA graphs: one launch on the host instead of hundreds.
 
-A graph is captured for each batch size of a short list: for the base alone, for adapters on
-attention, and for adapters anywhere. It reads its inputs at fixed addresses: `DecodeInputs` holds
-them for the largest batch, and a step fills the first rows. Rows up to the batch size are padding
-that writes nothing: no KV slot, no keys, no adapter. Which adapters a step uses is read from
-device tables, so one graph serves any mix. Steps that compute prompts are in `mixed_graphs`.
-Everything else (several adapters in one request, embeddings or norms of an adapter's own) runs
-eagerly, as does the head with sampling.
+A graph is captured for each size of a short list: for the base alone, for adapters on attention,
+and for adapters anywhere. It reads its inputs at fixed addresses: `GraphInputs` holds them for the
+largest step, and a step fills the first rows. Rows up to the graph's size are padding that writes
+nothing: no KV slot, no keys, no adapter. Which adapters a step uses is read from device tables, so
+one graph serves any mix. Everything else (several adapters in one request, embeddings or norms of
+an adapter's own) runs eagerly, as does the head with sampling.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from torch import Tensor
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch, PendingCopy
-from loraplex_services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs, batch_size_for
+from loraplex_services.worker.runner.input_buffer import InputBuffer
 from loraplex_services.worker.runner.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -34,20 +34,34 @@ WARM_UP_RUNS = 2
 memory."""
 
 
-class CapturedStep(Protocol):
-    """A captured step, in one graph or in several."""
+class GraphInputs(Protocol):
+    """The static inputs of one kind of step."""
+
+    buffer: InputBuffer
 
     @property
-    def num_graphs(self) -> int: ...
+    def sizes(self) -> Sequence[int]:
+        """Token rows of captured steps, ascending."""
+        ...
 
-    def replay(
-        self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
-    ) -> Tensor:
-        """Hidden states `[T, H]`. The next replay overwrites them.
+    def size_for(self, step: StepInputs) -> int | None:
+        """The smallest size that holds a step; None if there is none."""
+        ...
+
+    def clear(self) -> None:
+        """Fill with padding."""
+        ...
+
+    def fill(self, step: StepInputs, batch: ForwardBatch) -> None:
+        """Copy a step to the device, to be computed by `batch`."""
+        ...
+
+    def batch(self, size: int, sites: frozenset[int], table: LoraBatch) -> ForwardBatch:
+        """The batch that a graph of `size` token rows reads.
 
         Args:
-            before: outputs of the step before, read by rows that follow them.
-            pending_copies: adapters of the step whose bytes are not all on the device yet.
+            sites: where adapters may add something; none = the base alone.
+            table: names the adapters' tables.
         """
         ...
 
@@ -68,96 +82,84 @@ class GraphMemory:
         torch.cuda.current_stream().wait_stream(self.stream)
 
 
-class Capturable(Protocol):
-    """One kind of step: its sizes, and how it is captured."""
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Rows of captured steps, ascending."""
-        ...
-
-    def size_for(self, step: StepInputs) -> int | None:
-        """The smallest size that holds a step; None if there is none."""
-        ...
-
-    def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> CapturedStep:
-        """Capture a step of `size` rows whose adapters touch `sites`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class DecodeGraph:
-    """A pure-decode step in one graph. Implements `CapturedStep`."""
+class CapturedStep:
+    """A step of one size and set of sites."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: DecodeInputs
+    inputs: GraphInputs
     batch: ForwardBatch
-    """Kept for its workspaces, whose addresses are in the graph."""
+    """Its workspaces are kept, because their addresses are in the graph."""
     hidden: Tensor
     """`[size, H]`."""
-    num_graphs: int = 1
 
     def replay(
         self, step: StepInputs, before: Tensor, pending_copies: Sequence[PendingCopy]
     ) -> Tensor:
-        """See `CapturedStep`."""
+        """Hidden states `[T, H]`. The next replay overwrites them.
+
+        Args:
+            before: outputs of the step before, read by rows that follow them.
+            pending_copies: adapters of the step whose bytes are not all on the device yet.
+        """
         for pending_copy in pending_copies:
             pending_copy.wait_all()
-        self.inputs.fill(step)
+        self.inputs.fill(step, self.batch)
         self.inputs.buffer.take_outputs(before)
         self.graph.replay()
-        return self.hidden[: step.num_rows]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGraphs:
-    """Pure-decode steps of a runner. Implements `Capturable`."""
-
-    model: Decoder
-    inputs: DecodeInputs
-    table: LoraBatch
-    """A batch without runs that names the adapters' tables."""
-    sizes: tuple[int, ...] = BATCH_SIZES
-
-    def size_for(self, step: StepInputs) -> int | None:
-        """None if the step computes prompts as well."""
-        return batch_size_for(step.num_rows) if step.is_decode else None
-
-    def capture(self, size: int, sites: frozenset[int], memory: GraphMemory) -> DecodeGraph:
-        """Capture with padding rows only, so that the cache keeps its content."""
-        self.inputs.clear()
-        batch = self.inputs.batch(size, sites, self.table)
-        # Warm up on the stream that captures: memory is cached by stream, and so are the
-        # libraries' workspaces, which would else be captured again for every graph.
-        with memory.on_stream():
-            for _ in range(WARM_UP_RUNS):
-                forward_static(self.model, batch)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream):
-            hidden = forward_static(self.model, batch)
-        return DecodeGraph(graph, self.inputs, batch, hidden)
+        return self.hidden[: step.num_token_rows]
 
 
 class CapturedSteps:
     """The captured steps of one kind, by size and by the sites that adapters touch."""
 
-    def __init__(self, kind: Capturable, site_masks: Sequence[frozenset[int]]) -> None:
-        """`site_masks`: sets of sites that adapters of a step touch, ascending."""
-        self._kind = kind
+    def __init__(
+        self,
+        model: Decoder,
+        inputs: GraphInputs,
+        table: LoraBatch,
+        site_masks: Sequence[frozenset[int]],
+    ) -> None:
+        """
+        Args:
+            table: a batch without runs that names the adapters' tables.
+            site_masks: sets of sites that adapters of a step touch, ascending.
+        """
+        self.inputs = inputs
+        self._model = model
+        self._table = table
         self._masks = site_masks
         self._steps: dict[tuple[int, int], CapturedStep] = {}
 
     def capture(self, memory: GraphMemory) -> None:
         """Capture every size, largest first, so that the others fit into its memory."""
-        kind, began_s = type(self._kind).__name__, time.monotonic()
-        for size in reversed(self._kind.sizes):
-            for mask, sites in enumerate(self._masks):
-                self._steps[size, mask] = self._kind.capture(size, sites, memory)
+        kind, began_s = type(self.inputs).__name__, time.monotonic()
+        for size in reversed(self.inputs.sizes):
+            gc.collect()
+            gc.disable()  # what is collected during a capture might free memory of the device
+            try:
+                for mask, sites in enumerate(self._masks):
+                    self._steps[size, mask] = self.capture_step(size, sites, memory)
+            finally:
+                gc.enable()
             logger.info("%s: captured the steps of %d rows", kind, size)
-        num_graphs = sum(step.num_graphs for step in self._steps.values())
         elapsed_s = time.monotonic() - began_s
-        logger.info("%s: captured %d graphs in %.1f s", kind, num_graphs, elapsed_s)
+        logger.info("%s: captured %d graphs in %.1f s", kind, len(self._steps), elapsed_s)
+
+    def capture_step(self, size: int, sites: frozenset[int], memory: GraphMemory) -> CapturedStep:
+        """Capture with padding rows only, so that the cache keeps its content."""
+        self.inputs.clear()
+        batch = self.inputs.batch(size, sites, self._table)
+        # Warm up on the stream that captures: memory is cached by stream, and so are the
+        # libraries' workspaces, which would else be captured again for every graph.
+        with memory.on_stream():
+            for _ in range(WARM_UP_RUNS):
+                forward_static(self._model, batch)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream):
+            hidden = forward_static(self._model, batch)
+        return CapturedStep(graph, self.inputs, batch, hidden)
 
     def find(self, step: StepInputs, mask: int) -> CapturedStep | None:
         """The captured step that computes `step`, unless it is too large or of another kind.
@@ -165,7 +167,7 @@ class CapturedSteps:
         Args:
             mask: index of the sites that its adapters touch.
         """
-        size = self._kind.size_for(step)
+        size = self.inputs.size_for(step)
         return None if size is None else self._steps[size, mask]
 
 

@@ -32,7 +32,9 @@ def batch_size_for(num_rows: int) -> int | None:
 
 
 class DecodeInputs:
-    """Static inputs of pure-decode steps, and the batches that read them."""
+    """Implements `cuda_graphs.GraphInputs` for pure-decode steps."""
+
+    sizes = BATCH_SIZES
 
     def __init__(
         self,
@@ -58,19 +60,18 @@ class DecodeInputs:
         if self._states is not None:
             self._states.fill(())
 
-    def fill(self, step: StepInputs) -> None:
-        """Copy a step of at most as many rows as the largest batch to the device."""
+    def size_for(self, step: StepInputs) -> int | None:
+        """See `GraphInputs`. None if the step computes prompts as well."""
+        return batch_size_for(step.num_rows) if step.is_decode else None
+
+    def fill(self, step: StepInputs, batch: ForwardBatch) -> None:
+        """Copy a step to the device, to be computed by `batch`."""
         self.buffer.fill(step, step.runs)
         if self._states is not None:
             self._states.fill(step.plan.states)
 
     def batch(self, size: int, sites: frozenset[int], table: LoraBatch) -> ForwardBatch:
-        """The batch that a graph of `size` rows reads.
-
-        Args:
-            sites: where adapters may add something; none = the base alone.
-            table: names the adapters' tables.
-        """
+        """See `GraphInputs`."""
         work = self._work if sites else None
         buffer, positions = self.buffer, self.buffer.positions[:size]
         attention = StaticInputs(

@@ -25,15 +25,14 @@ from loraplex_services.worker.ops.lora.triton import ALIGNED_ELEMENTS, DeviceLor
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.block_tables import BlockTables
 from loraplex_services.worker.runner.cuda_graphs import (
-    Capturable,
     CapturedStep,
     CapturedSteps,
-    DecodeGraphs,
+    GraphInputs,
     GraphMemory,
 )
 from loraplex_services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs
 from loraplex_services.worker.runner.input_buffer import InputBuffer
-from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, MixedInputs
+from loraplex_services.worker.runner.mixed_inputs import MixedInputs
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.runner.warm_up import warm_up
 from loraplex_services.worker.types.runner_settings import RunnerSettings
@@ -104,10 +103,10 @@ class GpuPath:
         """Capture the graphs of all steps up to certain sizes. Recurrent layers look at where one
         sequence ends and the next begins, so that bases with them compute prompts eagerly."""
         table = self.lora_batch(())
-        kinds: list[Capturable] = [DecodeGraphs(self._model, self.decode_inputs(), table)]
-        if self._states is None:
-            kinds.append(MixedGraphs(self._model, self.mixed_inputs(max_num_tokens), table))
-        self._graphs = [CapturedSteps(kind, self._masks) for kind in kinds]
+        kinds: list[GraphInputs] = [self.decode_inputs()]
+        if self._states is None and self._attention.backend.captures_contexts:
+            kinds.append(self.mixed_inputs(max_num_tokens))
+        self._graphs = [CapturedSteps(self._model, kind, table, self._masks) for kind in kinds]
         for graphs in reversed(self._graphs):  # the largest first
             graphs.capture(memory)
 
@@ -118,7 +117,8 @@ class GpuPath:
 
     def mixed_inputs(self, max_num_tokens: int) -> MixedInputs:
         """Static inputs of steps that compute prompts."""
-        return MixedInputs(self._kv, self.lora, self._block_tables, max_num_tokens, self._attention)
+        shared = self._kv, self.lora, self._block_tables
+        return MixedInputs(*shared, max_num_tokens, self._max_model_len, self._attention)
 
     def eager_inputs(self, step: StepInputs) -> InputBuffer:
         """Inputs of one step on the device."""

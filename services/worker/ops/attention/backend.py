@@ -73,7 +73,10 @@ class AttentionBackend(ABC):
     has_chunks: ClassVar[bool] = False
     """Whether it takes `is_chunked`."""
     captures_graphs: ClassVar[bool] = False
-    """Whether steps can be captured as CUDA graphs: see `create_cuda_graph_metadata`."""
+    """Whether steps of generations can be captured as CUDA graphs: see
+    `create_cuda_graph_metadata`."""
+    captures_contexts: ClassVar[bool] = False
+    """Whether steps with contexts can be captured as well: see `AttentionMetadata.fill`."""
     warm_up_sizes: ClassVar[tuple[int, ...]] = (2,)
     """Sizes of idle steps, in tokens, that launch every kernel in every variant between them:
     after them nothing is compiled, whatever lengths and batches follow."""
@@ -245,8 +248,8 @@ class AttentionMaker:
     def graph_metadata(
         self, cache: KvBuffer, positions: Tensor, inputs: StaticInputs
     ) -> AttentionMetadata:
-        """Metadata of a step of generations that is captured once and replayed with other values
-        in `positions` and `inputs`."""
+        """Metadata of a step that is captured once and replayed with other values in `positions`
+        and `inputs`."""
         size = len(positions)
         metadata = self.metadata(
             num_contexts=0,

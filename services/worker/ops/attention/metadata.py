@@ -49,16 +49,18 @@ class DeviceInputs:
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """One generation in each row, at addresses that a captured step reads again and again."""
+    """One step's inputs, at addresses that a captured step reads again and again."""
 
     kv_slots: tuple[Tensor, ...]
     """Per KV group: int64 `[size]`, block * T + slot of each new token; -1 for a padding row."""
     tables: tuple[Tensor, ...]
     """Per KV group: int32 `[rows, blocks]`: block ids in position order."""
     table_rows: Tensor
-    """int32 `[size]`: the row of each generation in `tables`."""
+    """int32 `[n]`: the row of each generation in `tables`. Without contexts, n is `size`."""
     max_keys: int
     """The most keys that a row may see."""
+    max_contexts: int = 0
+    """The most contexts, which come before the generations: `fill` says how many there are."""
 
 
 @dataclass(slots=True)
@@ -94,9 +96,6 @@ class AttentionMetadata:
     Empty in steps that no request is in."""
     device_inputs: DeviceInputs | None = None
     """Set if the runner keeps block tables on the device."""
-    out: Tensor | None = None
-    """`[num_tokens, num_heads * head_dim]`: where results must go; None = to a new tensor. Set only
-    for backends with `captures_graphs`."""
     rotations: Sequence[CosSin] = ()
     """Rotations by layer, set by the model before its first layer for backends that rotate."""
     context_lens: Tensor = field(init=False)
@@ -150,7 +149,7 @@ class AttentionMetadata:
         self.prepare()
 
     def create_cuda_graph_metadata(self, inputs: StaticInputs) -> AttentionMetadata:
-        """This batch of generations as a captured step has it.
+        """This batch as a captured step has it.
 
         Every tensor is allocated here, once; what differs between replays is read from `inputs`
         and from `position_ids`, whose addresses stay.
@@ -160,6 +159,26 @@ class AttentionMetadata:
         """
         raise Unsupported.field(
             "is_cuda_graph", True, f"{type(self).__name__} has no metadata for captured steps"
+        )
+
+    def fill(
+        self,
+        lens: Sequence[int],
+        starts: Sequence[int],
+        table_rows: Sequence[int],
+        num_contexts: int,
+    ) -> None:
+        """Prepare a replay of a captured step that may have contexts.
+
+        Args:
+            lens, starts: new tokens of each sequence, and the position of the first.
+            table_rows: the row of each sequence in the block tables.
+
+        Raises:
+            Unsupported: the backend's steps with contexts are not captured.
+        """
+        raise Unsupported.field(
+            "max_contexts", num_contexts, f"{type(self).__name__} captures no steps with contexts"
         )
 
     def begin_forward(self) -> None:

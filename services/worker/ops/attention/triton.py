@@ -106,7 +106,6 @@ def attend_generations(
     planes: tuple[Tensor, Tensor],
     items: Tensor,
     tables: Tensor,
-    first_row: int,
     shape: HeadShape,
     partial: PartialSums,
     sinks: Tensor | None = None,
@@ -116,8 +115,7 @@ def attend_generations(
 
     Args:
         items: as `work_items.list_items` fills it for the layer's window.
-        first_row: token row of the first generation.
-        partial: large enough for the items and rows of the step. Mutated.
+        partial: large enough for the items and token rows of the step. Mutated.
     """
     tiling = tiling or generation_tiling(shape, q.itemsize)
     grid = num_programs(q.device, tiling.programs_per_processor)
@@ -133,7 +131,6 @@ def attend_generations(
         partial.num_finished,
         tables,
         *_strides(out, q, planes, tables),
-        first_row,
         shape.num_kv_heads,
         shape.scale,
         shape.softcap or 0.0,

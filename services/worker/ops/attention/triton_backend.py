@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from loraplex_services.worker.ops.attention.metadata import (
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.work_items import PartialSums
 from loraplex_services.worker.ops.rope.triton import rotate_and_append
-from loraplex_services.worker.transfers import to_device
+from loraplex_services.worker.transfers import copy_into, to_device
 
 HeadSizes = tuple[int, int, int]
 """Query heads, key heads and the width of a head: what the size of `PartialSums` depends on."""
@@ -43,6 +43,8 @@ class Workspace:
 
     def __init__(self) -> None:
         self._sums: dict[HeadSizes, PartialSums] = {}
+        self._outputs: dict[int, Tensor] = {}
+        """By width: layers run one after another, and smaller steps use parts of the largest."""
 
     def partial_sums(
         self, num_items: int, num_rows: int, shape: HeadShape, device: torch.device
@@ -57,6 +59,13 @@ class Workspace:
             known = work_items.make_partial_sums(num_items, num_rows, shape, device)
         self._sums[_sizes(shape)] = known
         return known
+
+    def padded_output(self, q: Tensor) -> Tensor:
+        """Of the shape of q. Rows that a captured step does not write are finite."""
+        known = self._outputs.get(q.shape[1])
+        if known is None or len(known) < len(q):
+            known = self._outputs[q.shape[1]] = q.new_zeros(q.shape)
+        return known[: len(q)]
 
 
 @dataclass(slots=True)
@@ -124,6 +133,8 @@ class TritonAttentionMetadata(AttentionMetadata):
         """See AttentionMetadata. Padding rows have one item without keys."""
         assert self.position_ids is not None and self.kv_cache_manager is not None
         device = self.position_ids.device
+        if inputs.max_contexts:
+            return self._with_contexts(inputs)
         made = dataclasses.replace(
             self,
             is_cuda_graph=True,
@@ -137,26 +148,55 @@ class TritonAttentionMetadata(AttentionMetadata):
         )
         return made
 
+    def _with_contexts(self, inputs: StaticInputs) -> CapturedContexts:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        made = CapturedContexts(
+            **fields
+            | {
+                "is_cuda_graph": True,
+                "num_contexts": inputs.max_contexts,
+                "tables": inputs.tables,
+                "decode_rows": inputs.table_rows,
+                "kv_slots": inputs.kv_slots,
+            }
+        )
+        made.max_items = max(
+            num_rows * work_items.max_splits(inputs.max_keys, made.split_limit_of(num_rows))
+            for num_rows in range(1, 1 + min(self.num_tokens, len(inputs.table_rows)))
+        )
+        made.fill((), (), (), 0)
+        return made
+
+    def split_limit_of(self, num_rows: int) -> int:
+        """Keys of an item, at most, for `num_rows` generations."""
+        assert self.position_ids is not None and self.kv_cache_manager is not None
+        return _split_limit(self.kv_cache_manager, num_rows, self.position_ids.device)
+
     def begin_forward(self) -> None:
         """List the items of the generations, for each window that layers have."""
-        if not self.num_generations or self.is_dummy_attention:
-            return
+        if self.num_generations and not self.is_dummy_attention:
+            self._list_items(self.num_ctx_tokens, self.num_tokens)
+
+    def _list_items(self, begin: int, end: int) -> None:
+        """List the items of the generations in token rows [begin, end)."""
         assert self.position_ids is not None and self.kv_cache_manager is not None
         assert self.decode_rows is not None, "prepared, or set by the caller"
-        rows = self.num_ctx_tokens, self.num_tokens
         for group, window in enumerate(self.kv_cache_manager.windows):
-            if window in self.kv_cache_manager.windows[:group]:
-                continue
-            if window not in self._items:
-                device = self.position_ids.device
-                self._items[window] = work_items.empty_items(self.max_items, device)
-            inputs = self.position_ids, self.kv_slots[group], self.decode_rows
-            items = self._items[window]
-            work_items.list_items(items, *inputs, rows, window, self.split_limit)
+            if window not in self.kv_cache_manager.windows[:group]:
+                inputs = self.position_ids, self.kv_slots[group], self.decode_rows
+                rows = begin, end
+                work_items.list_items(self.items(window), *inputs, rows, window, self.split_limit)
 
     def items(self, window: int | None) -> Tensor:
-        """Items of the generations for layers of a window, once `begin_forward` has run."""
+        """Items of the generations for layers of a window: `begin_forward` lists them."""
+        if window not in self._items:
+            assert self.position_ids is not None
+            self._items[window] = work_items.empty_items(self.max_items, self.position_ids.device)
         return self._items[window]
+
+    def output(self, q: Tensor) -> Tensor:
+        """Where the results for `q` go."""
+        return q.new_empty(q.shape)
 
     def context_tiles(self, block_rows: int) -> Tensor:
         """`tiles` of `attend_contexts`, int32 `[n, 5]` on the device; made once a step."""
@@ -173,9 +213,66 @@ class TritonAttentionMetadata(AttentionMetadata):
         if sizes not in self._partial:
             assert self.position_ids is not None
             self._partial[sizes] = self.workspace.partial_sums(
-                self.max_items, self.num_generations, shape, self.position_ids.device
+                self.max_items, self.num_tokens, shape, self.position_ids.device
             )
         return self._partial[sizes]
+
+
+@dataclass(slots=True)
+class CapturedContexts(TritonAttentionMetadata):
+    """Metadata of a captured step with up to `num_contexts` contexts, and generations after them.
+
+    How many there are, and which token rows are theirs, differs between replays. `fill` writes the
+    tiles and the items, so that both launches find what is to be computed on the device.
+    """
+
+    def fill(
+        self,
+        lens: Sequence[int],
+        starts: Sequence[int],
+        table_rows: Sequence[int],
+        num_contexts: int,
+    ) -> None:
+        """See `AttentionMetadata.fill`."""
+        assert num_contexts <= self.num_contexts, (num_contexts, self.num_contexts)
+        assert self.kv_cache_manager is not None
+        ends = [0, *accumulate(lens)]
+        self.spans = tuple(zip(ends, ends[1:], starts, strict=False))[:num_contexts]
+        self.table_rows = table_rows
+        for block_rows, tiles in self._context_tiles.items():
+            self._fill_tiles(tiles, block_rows)
+        if num_generations := len(lens) - num_contexts:
+            self.split_limit = self.split_limit_of(num_generations)
+            self._list_items(ends[num_contexts], ends[-1])
+        else:
+            for window in self.kv_cache_manager.windows:
+                self.items(window)[:1].zero_()
+
+    def begin_forward(self) -> None:
+        """Nothing: `fill` has listed the items."""
+
+    def context_tiles(self, block_rows: int) -> Tensor:
+        """As many tiles as any contexts may have. Those that are not used have no rows."""
+        if block_rows not in self._context_tiles:
+            assert self.position_ids is not None
+            num_tiles = self.num_tokens // block_rows + self.num_contexts
+            shape, device = (num_tiles, kernels.TILE_WORDS), self.position_ids.device
+            tiles = torch.zeros(shape, dtype=torch.int32, device=device)
+            self._context_tiles[block_rows] = tiles
+            if self.spans:
+                self._fill_tiles(tiles, block_rows)
+        return self._context_tiles[block_rows]
+
+    def _fill_tiles(self, tiles: Tensor, block_rows: int) -> None:
+        rows = torch.zeros(tiles.shape, dtype=torch.int32)
+        used = kernels.context_tiles(self.spans, block_rows, self.table_rows)
+        if used:
+            rows[: len(used)] = torch.tensor(used, dtype=torch.int32)
+        copy_into(tiles, rows)
+
+    def output(self, q: Tensor) -> Tensor:
+        """See `Workspace.padded_output`."""
+        return self.workspace.padded_output(q)
 
 
 def _split_limit(cache: KvBuffer, num_rows: int, device: torch.device) -> int:
@@ -214,6 +311,7 @@ class TritonAttention(AttentionBackend):
     Metadata = TritonAttentionMetadata
     rotates = True
     captures_graphs = True
+    captures_contexts = True
     # Kernels depend on nothing but the model: a context and a generation launch them all.
     warm_up_sizes = (2,)
 
@@ -237,7 +335,7 @@ class TritonAttention(AttentionBackend):
         else:
             cos_sin = metadata.rotations[self.layer_idx]
             rotate_and_append(q, k, v, cos_sin, planes, metadata.kv_slots[group])
-        out = q.new_empty(q.shape) if metadata.out is None else metadata.out
+        out = metadata.output(q)
         self._attend(out, q, planes, group, metadata, is_full=is_full)
         return out
 
@@ -292,10 +390,8 @@ class TritonAttention(AttentionBackend):
         metadata: TritonAttentionMetadata,
     ) -> None:
         items, partial = metadata.items(self.shape.window), metadata.partial_sums(self.shape)
-        first_row, tables = metadata.num_ctx_tokens, metadata.tables[group]
-        kernels.attend_generations(
-            out, q, planes, items, tables, first_row, self.shape, partial, self.sinks
-        )
+        tables = metadata.tables[group]
+        kernels.attend_generations(out, q, planes, items, tables, self.shape, partial, self.sinks)
 
 
 def triton_attention() -> AttentionMaker:

@@ -200,7 +200,7 @@ def list_items(
     """Cut the keys of each generation into items: see `work_items`. Grid: one program for each row.
 
     `positions`, `kv_slots` int64 `[first_row + num_rows]`. `sequences` int32 `[num_rows]`: rows of
-    the block tables. `items [1 + n, 6]` int32: the number of items, then for each its row,
+    the block tables. `items [1 + n, 6]` int32: the number of items, then for each its token row,
     sequence, first key, end key, and the first item and number of items of its row. They are in
     order of rows and keys. A row without a KV slot is padding: one item without keys.
     """
@@ -223,7 +223,7 @@ def list_items(
     item_begin = begin + split * span
     item = items + (1 + first_item + split) * ITEM_WORDS
     same = tl.zeros_like(split)
-    tl.store(item, row + same, mask=is_split)
+    tl.store(item, first_row + row + same, mask=is_split)
     tl.store(item + 1, tl.load(sequences + row * sequence_stride) + same, mask=is_split)
     tl.store(item + 2, item_begin, mask=is_split)
     tl.store(item + 3, tl.minimum(item_begin + span, end), mask=is_split)
@@ -247,10 +247,10 @@ def _split_keys(position, kv_slot, window, split_limit, max_splits, KEY_STEP: tl
     return begin, end, span, tl.maximum((num_keys + span - 1) // span, 1)
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_row"])
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_generations(
     q, k_plane, v_plane, out, sinks, items, partial, partial_stats, num_finished, tables,
-    plane_stride, q_stride, out_stride, table_stride, first_row, num_kv_heads, scale, softcap,
+    plane_stride, q_stride, out_stride, table_stride, num_kv_heads, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     JOINED_SPLITS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -261,7 +261,8 @@ def attend_generations(
     Grid: a fixed number of programs that share the pairs of item and KV head evenly. `items` are
     those of `list_items`. The only item of a row writes `out`. Of several, each writes its maximum,
     sum and values to `partial_stats` and `partial`, and the one that finishes last joins them.
-    `num_finished [rows, num_kv_heads]` int32 counts them; it is zero before and after a launch.
+    `num_finished [token rows, num_kv_heads]` int32 counts them; it is zero before and after a
+    launch.
     """
     wait_for_previous(EARLY)
     num_pairs = tl.load(items) * num_kv_heads
@@ -278,7 +279,7 @@ def attend_generations(
         head = kv_head * NUM_SHARED + queries
         offset = (head * HEAD_DIM)[:, None] + dim[None, :]
         mask = is_query[:, None] & (dim < HEAD_DIM)[None, :]
-        token_row = (first_row + row).to(tl.int64)
+        token_row = row.to(tl.int64)
         query = _load_query(q + token_row * q_stride + offset, mask, WIDEN)
         head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
         # The first item of a row counts the sink.

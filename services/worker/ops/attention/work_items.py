@@ -113,7 +113,7 @@ class PartialSums:
     stats: Tensor
     """float32 `[items, num_heads, 2]`: maximum and sum."""
     num_finished: Tensor
-    """int32 `[rows, num_kv_heads]`: finished items of each row; zero between launches."""
+    """int32 `[token rows, num_kv_heads]`: finished items of each row; zero between launches."""
 
     def holds(self, num_items: int, num_rows: int) -> bool:
         """Whether a step of that size fits."""
@@ -123,7 +123,7 @@ class PartialSums:
 def make_partial_sums(
     num_items: int, num_rows: int, shape: HeadShape, device: torch.device
 ) -> PartialSums:
-    """Workspace for `num_items` items of `num_rows` generations."""
+    """Workspace for `num_items` items of generations in the first `num_rows` token rows."""
     lines = num_items, shape.num_heads
     return PartialSums(
         torch.empty(*lines, shape.block_dim, dtype=torch.float32, device=device),

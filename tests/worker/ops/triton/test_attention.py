@@ -240,7 +240,7 @@ def test_the_device_lists_the_items_of_every_row_and_none_for_padding(window, de
         first, hidden = len(expected), num_keys - visible
         for begin, end in ranges:
             keys = hidden + begin, hidden + end
-            expected.append([row, 1039 - 4 * row, *keys, first, len(ranges)])
+            expected.append([num_contexts + row, 1039 - 4 * row, *keys, first, len(ranges)])
     assert items[0, 0] == len(expected)
     assert items[1 : len(expected) + 1].tolist() == expected
 

@@ -102,8 +102,8 @@ def test_static_inputs_of_a_decode_step_equal_those_of_an_eager_one(drivers):
         eager = runner._model.forward(batches.make(step))
         after = arena.clone()
         arena.copy_(before)
-        inputs.fill(step)
         batch = inputs.batch(4, gpu._masks[-1], gpu.lora_batch(()))  # a row of padding
+        inputs.fill(step, batch)
         with AsksNobody() as asked:
             static = forward_static(runner._model, batch)
     torch.testing.assert_close(static[: len(plan.rows)], eager, rtol=1e-4, atol=1e-4)

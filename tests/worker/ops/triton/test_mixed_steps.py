@@ -1,4 +1,4 @@
-"""Forward passes that are cut into segments at each attention, against eager ones."""
+"""Steps that compute prompts over static inputs, against eager ones."""
 
 import pytest
 import torch
@@ -7,11 +7,13 @@ from benchmarks.gpu.checks import without_library
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.ops.lora import runs
 from loraplex_services.worker.runner.building import build_runner
-from loraplex_services.worker.runner.mixed_graphs import MixedGraphs, SegmentRecorder, first_rows
+from loraplex_services.worker.runner.cuda_graphs import forward_static
+from loraplex_services.worker.runner.mixed_inputs import MAX_CONTEXTS
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, load_adapter
 from tests.worker.ops.triton.conftest import INTERPRETING
+from tests.worker.ops.triton.test_runner import AsksNobody
 from tests.worker.tiny import write_adapter, write_base
 
 FREE_BLOCKS: list[int] = []
@@ -62,41 +64,23 @@ def eager(runner, plan):
         return runner._model.forward(runner._batches.make(runner._batches.read(plan)))
 
 
-class AttendingRecorder(SegmentRecorder):
-    """Attends where a capture would be interrupted: what a replay does, in one pass."""
-
-    def __init__(self, inputs, size, attention):
-        super().__init__(inputs, size)
-        self._attention = attention
-
-    def metadata(self):
-        self._interrupting = super().metadata()
-        return self._interrupting
-
-    def interrupt(self, *call):
-        attended, num_tokens = super().interrupt(*call), self._attention.num_tokens
-        self._attention.rotations = first_rows(self._interrupting.rotations, num_tokens)
-        self.segments[-2].attention.run(self._attention)
-        return attended
-
-
 @pytest.mark.long
-def test_a_pass_cut_at_each_attention_equals_an_eager_one(runner, device):
+def test_a_static_batch_computes_steps_with_any_mix_of_prompts_and_generations(runner):
     gpu = runner._batches.gpu
-    plan = mixed_plan(runner, lambda before: eager(runner, before))
-    expected = eager(runner, plan)
+    rows = mixed_plan(runner, lambda before: eager(runner, before)).rows
     inputs = gpu.mixed_inputs(64)
-    step = runner._batches.read(plan)
-    with torch.inference_mode():
-        inputs.buffer.fill(step, step.runs)
-        recorder = AttendingRecorder(inputs, 64, inputs.metadata(step, ()))
-        graphs = MixedGraphs(runner._model, inputs, gpu.lora_batch(()))
-        found = graphs.record(recorder, gpu._masks[-1])
-    torch.testing.assert_close(found.hidden[: len(expected)], expected, rtol=1e-4, atol=1e-4)
-    num_layers = len(runner._model._layers)
-    assert len(recorder.segments) == num_layers + 1
-    sites = [site for chunk in recorder.segments for site in chunk.sites]
-    assert sorted(sites) == sorted(gpu._masks[-1]), "each site is waited for in its own segment"
+    batch = inputs.batch(64, gpu._masks[-1], gpu.lora_batch(()))
+    for part in (rows, rows[:2], rows[2:], rows[1:]):  # what one leaves, the next replaces
+        plan = StepPlan(1, part)
+        expected = eager(runner, plan)
+        with torch.inference_mode():
+            inputs.fill(runner._batches.read(plan), batch)
+            with AsksNobody() as asked:
+                found = forward_static(runner._model, batch)
+        torch.testing.assert_close(found[: len(expected)], expected, rtol=1e-4, atol=1e-4)
+        assert found.isfinite().all(), "padding may choose experts"
+        assert asked.num_operators > 10
+        assert asked.questions == []
 
 
 def test_a_step_with_library_products_equals_one_of_kernels_alone(runner, monkeypatch):
@@ -113,13 +97,19 @@ def test_a_step_with_library_products_equals_one_of_kernels_alone(runner, monkey
 
 def test_a_mixed_step_finds_the_smallest_size_that_holds_it(runner):
     gpu = runner._batches.gpu
-    graphs = MixedGraphs(runner._model, gpu.mixed_inputs(200), gpu.lora_batch(()))
-    assert graphs.sizes == (64, 128, 192)
+    inputs = gpu.mixed_inputs(200)
+    assert inputs.sizes == (64, 128, 192)
     for num_tokens, size in ((1, 64), (64, 64), (65, 128), (192, 192), (193, None)):
         request = Request("r", [1] * 300, SamplingParams(9, seed=0))
         row = PlannedRow(request, 0, num_tokens, False, ())
         step = runner._batches.read(StepPlan(0, (row,)))
-        assert graphs.size_for(step) == size
+        assert inputs.size_for(step) == size
+    for num_prompts, size in ((MAX_CONTEXTS, 64), (MAX_CONTEXTS + 1, None)):
+        rows = [
+            PlannedRow(Request(str(i), [1], SamplingParams(9, seed=0)), 0, 1, True, ())
+            for i in range(num_prompts)
+        ]
+        assert inputs.size_for(runner._batches.read(StepPlan(0, tuple(rows)))) == size
 
 
 @pytest.mark.skipif(INTERPRETING, reason="graphs need a GPU")
@@ -129,7 +119,6 @@ def test_replayed_graphs_equal_an_eager_step(runner, device):
     expected = eager(runner, plan).clone()
     step = runner._batches.read(plan)
     graph = gpu.graph_of(step)
-    assert len(graph.segments) == len(runner._model._layers) + 1
     before = torch.zeros(0, dtype=torch.int64, device=device)
     with torch.inference_mode():
         for _ in range(2):  # what a replay leaves behind changes nothing in the next
