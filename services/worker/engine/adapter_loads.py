@@ -119,9 +119,10 @@ class AdapterLoads:
 
     def await_copies(self, num_rows: int, num_wanted: int, step_s: float) -> bool:
         """Wait for the copies under way if that gains more than it costs: all rows of the step
-        that is about to run wait, and requests that would come a step later do not. Where steps
-        overlap, the step before runs in the meantime. False when there was nothing to wait for, or
-        it would have taken too long, as measured recently.
+        that is about to run wait, and requests that would come a step later do not. False when
+        there was nothing to wait for, or it would have taken too long, as measured recently.
+
+        Where steps overlap, the step before runs in the meantime, so that waiting costs nothing.
 
         Args:
             num_rows: requests of the step whose adapters are there.
@@ -133,11 +134,13 @@ class AdapterLoads:
         if not num_wanted:
             return False
         patience_s = MAX_IDLE_WAIT_S
-        if num_rows:
-            gain = MAX_WAIT_SHARE if self._runner.overlaps else num_wanted / num_rows
-            patience_s = min(gain, MAX_WAIT_SHARE) * step_s
-        if len(self._copying) * self._times.copies.quantile(0.5) > patience_s:
-            return False
+        if num_rows and self._runner.overlaps:
+            patience_s = MAX_WAIT_SHARE * step_s
+        else:
+            if num_rows:
+                patience_s = min(num_wanted / num_rows, MAX_WAIT_SHARE) * step_s
+            if len(self._copying) * self._times.copies.quantile(0.5) > patience_s:
+                return False
         self._runner.await_copies(patience_s)
         return True
 

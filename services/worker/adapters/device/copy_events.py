@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from loraplex_services.worker.adapters.pack.image import ImageIndex
@@ -58,7 +59,7 @@ class CopyEvents:
 
     def __init__(self, index: ImageIndex, events: Sequence[Event], stalls: StallTimer) -> None:
         """`events`: for each extent, one that is recorded after its copy."""
-        self._last_extents = last_extents(index)
+        self._index = index
         self._events = events
         self._stalls = stalls
         self._num_waited = 0
@@ -72,6 +73,10 @@ class CopyEvents:
     def wait(self, site_id: int) -> None:
         """Let later work on the current stream read the adapter at a site."""
         self._wait(self._last_extents.get(site_id, -1) + 1)
+
+    @cached_property
+    def _last_extents(self) -> Mapping[int, int]:
+        return last_extents(self._index)
 
     def wait_all(self) -> None:
         """Let later work on the current stream read, or overwrite, all extents."""

@@ -151,12 +151,13 @@ class AdapterLoader:
     ) -> CopiedImage:
         begin_s = time.perf_counter()
         with ImageFile(image_path(folder, self._packer.fingerprint), content) as image:
+            index = image.index if self._host is None else self._host.index_of(folder, image)
             # Another rank's image may be larger.
-            own = extents.holding(image.index.num_pages, self._arena.pages_per_block)
+            own = extents.holding(index.num_pages, self._arena.pages_per_block)
             copy_events, expected_s = self._fill(folder, image, own, step_s)
             ready_s = time.perf_counter() - begin_s
             copied = CopiedImage(
-                folder, image.index, tuple(own), ready_s + expected_s, ready_s, copy_events
+                folder, index, tuple(own), ready_s + expected_s, ready_s, copy_events
             )
         if self._host is None:
             return copied

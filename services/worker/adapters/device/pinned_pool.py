@@ -11,8 +11,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex_services.worker.adapters.pack.image import ImageIndex
 from loraplex_services.worker.cache.arena import Arena
-from loraplex_services.worker.types.extents import Extents
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,9 @@ class PinnedImage:
     """An image in the pool."""
 
     sha256: bytes
-    extents: Extents
+    index: ImageIndex
+    first_pages: tuple[int, ...]
+    """First page of each of its extents in the pool."""
 
 
 class PinnedPool:
@@ -34,9 +36,9 @@ class PinnedPool:
     def __contains__(self, folder: Path) -> bool:
         return folder in self._images
 
-    def find(self, folder: Path, sha256: bytes) -> Extents | None:
-        """Where an image is, which is marked as just used; None if it is not here. Drops another
-        image of the folder."""
+    def find(self, folder: Path, sha256: bytes) -> PinnedImage | None:
+        """An image, which is marked as just used; None if it is not here. Drops another image of
+        the folder."""
         held = self._images.get(folder)
         if held is None:
             return None
@@ -44,24 +46,25 @@ class PinnedPool:
             self.drop(folder)
             return None
         self._images.move_to_end(folder)
-        return held.extents
+        return held
 
-    def enter(self, folder: Path, sha256: bytes, num_pages: int) -> Extents | None:
-        """Extents for a new image; None if it is larger than the pool. Evicts other images."""
+    def enter(self, folder: Path, sha256: bytes, index: ImageIndex) -> PinnedImage | None:
+        """Take in a new image; None if it is larger than the pool. Evicts other images."""
         assert folder not in self._images, "the image is here"
+        num_pages = index.num_pages
         if num_pages > self._arena.num_blocks * self._arena.pages_per_block:
             return None
         while self._arena.blocks_for(num_pages) > self._arena.num_free:
             self.drop(next(iter(self._images)))
         first_pages = self._arena.allocate_pages(str(folder), num_pages)
-        self._images[folder] = PinnedImage(sha256, Extents(num_pages, tuple(first_pages)))
+        self._images[folder] = PinnedImage(sha256, index, tuple(first_pages))
         self._left.pop(folder, None)
-        return self._images[folder].extents
+        return self._images[folder]
 
     def drop(self, folder: Path) -> None:
         """Forget the image of a folder."""
-        num_pages, first_pages = self._images.pop(folder).extents
-        self._arena.free_pages(str(folder), first_pages, num_pages)
+        image = self._images.pop(folder)
+        self._arena.free_pages(str(folder), image.first_pages, image.index.num_pages)
         self._left[folder] = None
 
     def take_left(self) -> tuple[Path, ...]:

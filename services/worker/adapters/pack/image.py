@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -90,7 +91,8 @@ _decode = msgspec.msgpack.Decoder(ImageIndex).decode
 class Image(Protocol):
     """What can be copied into an arena."""
 
-    index: ImageIndex
+    @property
+    def index(self) -> ImageIndex: ...
 
     @property
     def sha256(self) -> bytes:
@@ -178,7 +180,8 @@ class LocalBytes:
 
 
 class ImageFile:
-    """The image in a file; to be closed. Raises DataLoss if it is not one, OSError if none is."""
+    """The image in a file; to be closed. Raises DataLoss if it is not one, OSError if none is. Its
+    index is read when it is asked for."""
 
     def __init__(self, path: Path, content: ImageBytes | None = None) -> None:
         """`content`: of the file; None = it is on this machine."""
@@ -190,7 +193,7 @@ class ImageFile:
             if not head.startswith(MAGIC) or length > MAX_INDEX_BYTES:
                 self._refuse("is not an image of this version")
             self.sha256 = head[-_HASH_BYTES:]
-            self.index = self._index(self._range(_INDEX_BEGIN, length))
+            self._index_bytes = length
             self._begin = _INDEX_BEGIN + length
             self._begin += -self._begin % ALIGN_BYTES
         except BaseException:
@@ -203,9 +206,11 @@ class ImageFile:
         count = self._content.read([memoryview(data)], begin)
         return bytes(data[:count])
 
-    def _index(self, raw: bytes) -> ImageIndex:
+    @cached_property
+    def index(self) -> ImageIndex:
+        """See `Image`. Raises DataLoss if it is damaged."""
         try:
-            return _decode(raw)
+            return _decode(self._range(_INDEX_BEGIN, self._index_bytes))
         except msgspec.DecodeError:
             self._refuse("has a damaged index")
 

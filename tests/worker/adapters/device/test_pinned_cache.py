@@ -46,7 +46,7 @@ def arena():
 
 @pytest.fixture
 def tier(arena, monkeypatch):
-    monkeypatch.setattr(pinned_cache, "GROUP_EXTENTS", 2)
+    monkeypatch.setattr(pinned_cache, "PIECE_BYTES", 100)
     return PinnedCache(arena, SLAB_BLOCKS * BLOCK_BYTES)
 
 
@@ -77,7 +77,7 @@ def test_neighbouring_blocks_are_one_copy_where_the_slab_s_are_neighbours(arena,
             sizes.append(source.numel()) or copy(target, source, **kwargs)
         ),
     )
-    monkeypatch.setattr(pinned_cache, "GROUP_EXTENTS", 6)
+    monkeypatch.setattr(pinned_cache, "PIECE_BYTES", 1000)
     blocks = [10, 11, 12, 4, 5, 20]
     tier.copy(A, image, blocks, step_s=0.0)
     assert held(arena, blocks, len(data)) == data

@@ -6,10 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex_services.worker.adapters.device.pinned_pool import PinnedPool
+from loraplex_services.worker.adapters.pack.image import ImageIndex
 
 NUM_BLOCKS = 6
 IMAGE = b"sha256"
 A, B, C, D, E = (Path(name) for name in "abcde")
+
+
+def of_pages(num_pages):
+    return ImageIndex("layout", num_pages, num_pages, [])
+
+
 ACTS = st.tuples(st.sampled_from(("load", "drop")), st.integers(0, 7))
 
 
@@ -27,12 +34,12 @@ def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
             if found is not None:
                 pool.drop(folder)
             continue
-        extents = pool.enter(folder, IMAGE, size) if found is None else found
+        image = pool.enter(folder, IMAGE, of_pages(size)) if found is None else found
         if size > NUM_BLOCKS:
-            assert extents is None
+            assert image is None
             continue
-        assert extents is not None and len(set(extents.first_pages)) == size
-        held[number] = set(extents.first_pages)
+        assert image is not None and len(set(image.first_pages)) == size
+        held[number] = set(image.first_pages)
         recent.append(number)
         while sum(sizes[other] for other in recent) > NUM_BLOCKS:
             recent.pop(0)
@@ -43,17 +50,17 @@ def test_it_holds_what_a_list_of_the_most_recent_images_holds(sizes, acts):
 def test_an_image_that_is_asked_for_again_stays_longer():
     pool = PinnedPool(2, 1)
     for folder in (A, B):
-        pool.enter(folder, IMAGE, 1)
+        pool.enter(folder, IMAGE, of_pages(1))
     pool.find(A, IMAGE)
-    pool.enter(C, IMAGE, 1)
+    pool.enter(C, IMAGE, of_pages(1))
     assert pool.find(B, IMAGE) is None
     assert pool.find(A, IMAGE) is not None
 
 
 def test_small_images_share_a_block():
     pool = PinnedPool(1, pages_per_block=4)
-    first_pages = [pool.enter(folder, IMAGE, 1).first_pages for folder in (A, B, C, D)]
+    first_pages = [pool.enter(folder, IMAGE, of_pages(1)).first_pages for folder in (A, B, C, D)]
     assert sorted(first_pages) == [(0,), (1,), (2,), (3,)]
-    assert pool.enter(E, IMAGE, 2) is not None
+    assert pool.enter(E, IMAGE, of_pages(2)) is not None
     assert pool.find(A, IMAGE) is None and pool.find(B, IMAGE) is None
     assert pool.find(C, IMAGE) is not None and pool.find(D, IMAGE) is not None
