@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WAIT_SHARE = 0.5
 """Longest wait of a step for loads, as a share of the step's duration."""
+OVERLAPPED_WAIT_SHARE = 0.3
+"""The same where the step before runs in the meantime: the rest of it is left to the launch."""
 MAX_IDLE_WAIT_S = 0.02
 """Longest wait in seconds if nothing else is to be computed: commands may arrive in the
 meantime."""
@@ -122,7 +124,8 @@ class AdapterLoads:
         that is about to run wait, and requests that would come a step later do not. False when
         there was nothing to wait for, or it would have taken too long, as measured recently.
 
-        Where steps overlap, the step before runs in the meantime, so that waiting costs nothing.
+        Where steps overlap, the step before runs in the meantime, so that a short wait costs
+        nothing.
 
         Args:
             num_rows: requests of the step whose adapters are there.
@@ -135,7 +138,7 @@ class AdapterLoads:
             return False
         patience_s = MAX_IDLE_WAIT_S
         if num_rows and self._runner.overlaps:
-            patience_s = MAX_WAIT_SHARE * step_s
+            patience_s = OVERLAPPED_WAIT_SHARE * step_s
         else:
             if num_rows:
                 patience_s = min(num_wanted / num_rows, MAX_WAIT_SHARE) * step_s

@@ -205,11 +205,11 @@ def test_a_short_copy_makes_its_request_part_of_the_step_that_began_it() -> None
 def test_where_steps_overlap_the_running_ones_do_not_keep_a_step_from_waiting(
     overlaps: bool,
 ) -> None:
-    load_s = 0.0055  # more than a third of a step, less than half
+    load_s = 0.003
     stage = Stage(load_s, "fcfs", overlaps)
     for _ in range(3):
         stage.submit(set(), 4)
-    stage.engine.scheduler.times.copies.add(load_s)
+    stage.engine.scheduler.times.copies.add(0.1)  # others took longer
     stage.live["x"] = (DIGESTS[0],)
     sampling = SamplingParams(max_tokens=1, seed=0, ignore_eos=True)
     stage.step(make_submit("x", [1], sampling, [DIGESTS[0]]), *stage.fetched((DIGESTS[0],)))
