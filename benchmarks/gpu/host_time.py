@@ -45,6 +45,7 @@ from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import CapturedStep, CapturedSteps, GraphMemory
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.steps import StepOrder
+from loraplex_services.worker.sampling.drawing import TORCH_DRAWS
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Cancel,
@@ -104,6 +105,7 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
     gpu._graphs = [EmptySteps(model, kind, table, gpu._masks) for kind in kinds]
     for captured in gpu._graphs:
         captured.capture(GraphMemory(stream=None, pool=None))  # type: ignore[arg-type]
+    runner._draws = TORCH_DRAWS
     runner._order = StepOrder("cuda", "on")  # steps are launched by the thread that plans
     model.forward = idle_forward  # type: ignore[method-assign]
     StepWork.list_groups = lambda self, num_rows: None  # type: ignore[method-assign]
