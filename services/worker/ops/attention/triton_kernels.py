@@ -261,8 +261,7 @@ def attend_generations(
     Grid: a fixed number of programs that share the pairs of item and KV head evenly. `items` are
     those of `list_items`. The only item of a row writes `out`. Of several, each writes its maximum,
     sum and values to `partial_stats` and `partial`, and the one that finishes last joins them.
-    `num_finished [token rows, num_kv_heads]` int32 counts them; it is zero before and after a
-    launch.
+    `num_finished [rows, num_kv_heads]` int32 counts them; it is zero before and after a launch.
     """
     wait_for_previous(EARLY)
     num_pairs = tl.load(items) * num_kv_heads
