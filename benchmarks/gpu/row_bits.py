@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.bench_runner import parse
 from benchmarks.gpu.common import RESULTS, print_table, write_results
 from benchmarks.llama import Shape, write_adapter, write_base_config
 from loraplex.api.output import TokenLogprob
@@ -246,7 +247,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=8, help="cases at the same time (8)")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
+    return parse(parser, requests=6, processes=2, cases="^(wide|llama) ")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import verdict
 from benchmarks.gpu.bench_runner import DoesNotFit
 from benchmarks.gpu.checks import WrongResult, compare, setting
 from benchmarks.gpu.common import SHAPES, floor_s
@@ -26,7 +27,8 @@ PARTS = {
     "3": ["sampling_moe", "attention_ops"],
 }
 """What `all.sh` runs."""
-MODULES = ["gpu_decode", "cold_load", "gpu_engine", "prefill", "profile_step", "slora_tables"]
+MODULES = ["gpu_decode", "cold_load", "prefill", "profile_step", "slora_tables"]
+LONG_MODULES = ["gpu_engine", "gpu_stack", "row_bits"]
 
 
 def options(out):
@@ -40,7 +42,7 @@ def results(out):
 
 @pytest.mark.parametrize(
     "module",
-    [pytest.param(name, marks=[pytest.mark.long] * (name == "gpu_engine")) for name in MODULES],
+    [*MODULES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_MODULES)],
 )
 def test_a_dry_run_writes_its_results(module, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [module, *options(tmp_path)])
@@ -64,6 +66,24 @@ def test_a_dry_run_of_the_kernels_writes_its_results(module, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert results(tmp_path)["machine"]["device"] == "cpu"
+
+
+def test_results_of_tests_are_counted_by_file(tmp_path):
+    file = tmp_path / "tests.xml"
+    file.write_text(
+        '<testsuites><testsuite><testcase classname="tests.a.test_b" name="good" />'
+        '<testcase classname="tests.a.test_b" name="bad"><failure message="why&#10;where" />'
+        '</testcase><testcase classname="tests.a.test_c" name="no"><error message="set-up" />'
+        '</testcase><testcase classname="tests.a.test_c" name="not"><skipped message="no wheel" />'
+        "</testcase></testsuite></testsuites>"
+    )
+    found = verdict.summary(verdict.cases_of(file))
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert found["files"][0] == {
+        "file": "tests/a/test_b.py", "passed": 1, "failed": 1, "skipped": 0
+    }  # fmt: skip
+    assert [row["message"] for row in found["failures"]] == ["why", "set-up"]
+    assert found["reasons"] == {"no wheel": 1}
 
 
 def test_a_machine_without_our_wheels_runs_them_with_stand_ins(tmp_path):
