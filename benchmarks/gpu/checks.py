@@ -5,20 +5,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit
-from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.step_plan import StepPlan
-
-if TYPE_CHECKING:  # Triton is not everywhere
-    from loraplex_services.worker.runner.gpu_path import GpuPath
 
 MAX_DIFFERENCE = 2e-2
 """Of two ways to compute the same in half precision, over the largest value."""
@@ -72,7 +66,7 @@ def check_step(bench: BenchRunner, plan: StepPlan) -> None:
     if gpu is None:
         return
     if (graph := gpu.graph_of(step)) is not None:
-        eager = bench.runner._model.forward(without_library(gpu, batches.make(step))).clone()
+        eager = bench.runner._model.forward(batches.make(step)).clone()
         before = torch.zeros(0, dtype=torch.int64, device=bench.device)
         compare(gpu.replay(graph, step, before), eager, "a graph and the same step without it")
     if not runs:
@@ -90,16 +84,6 @@ def check_step(bench: BenchRunner, plan: StepPlan) -> None:
         gpu.lora.add_lora(y, x, site.id, lora)
         portable.add_lora(expected, x, site.id, LoraBatch(runs, lora.table))
         compare(y, expected, f"the adapters at site {site.id} and plain torch")
-
-
-def without_library(gpu: GpuPath, batch: ForwardBatch) -> ForwardBatch:
-    """The batch with long runs computed as graphs compute them. Library products, which an eager
-    step has instead, round their intermediate, and 32 layers of random weights amplify that."""
-    lora = batch.lora
-    if not lora.dense:
-        return batch
-    work = gpu.lora.begin(lora.runs, len(batch.input_ids))
-    return replace(batch, lora=replace(lora, dense=(), work=work))
 
 
 def _random(bench: BenchRunner, num_rows: int, width: int) -> Tensor:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.kernel_variant import Variant, resources
+from benchmarks.gpu.lora_variants import lora_variants
 from loraplex_services.worker.cache.state_layout import plan_state
 from loraplex_services.worker.ops.activation import triton as silu
 from loraplex_services.worker.ops.attention import shapes as attention_shapes
@@ -24,13 +25,6 @@ from loraplex_services.worker.ops.attention import work_items
 from loraplex_services.worker.ops.linear import triton as linear_launch
 from loraplex_services.worker.ops.linear import triton_kernels as linear
 from loraplex_services.worker.ops.linear.units import LANES, PAIRS
-from loraplex_services.worker.ops.lora import plan as lora_plan
-from loraplex_services.worker.ops.lora import triton as lora_launch
-from loraplex_services.worker.ops.lora import triton_kernels as lora
-from loraplex_services.worker.ops.lora import triton_lists
-from loraplex_services.worker.ops.lora.device_records import OutputRange
-from loraplex_services.worker.ops.lora.device_tables import SiteShape
-from loraplex_services.worker.ops.lora.step_work import MIN_RUNS
 from loraplex_services.worker.ops.moe import triton as moe
 from loraplex_services.worker.ops.norm import triton as norm
 from loraplex_services.worker.ops.recurrence import triton as delta_launch
@@ -46,63 +40,16 @@ CAPABILITIES = (80, 90, 100)
 
 def variants() -> Iterator[Variant]:
     """Every kernel in every dtype and family that the worker launches."""
-    yield _list_groups()
+    yield from lora_variants(DTYPES)
     yield _list_items()
     yield from _draw()
     yield _truncate()
     for dtype, name in DTYPES.items():
-        yield from _lora(dtype, name)
         yield from _attention(dtype, name)
         yield from _fused(name)
         yield from _moe(dtype, name)
         yield from _recurrence(dtype, name)
     yield from _codes()
-
-
-def _list_groups() -> Variant:
-    kernel = triton_lists.list_groups
-    types = dict.fromkeys([name for name in kernel.arg_names if name.islower()], "i32")
-    types |= dict.fromkeys(("runs", "index", "counts", "tile_ends", "done"), "*i32")
-    types |= dict.fromkeys(("records", "entries", "lanes", "vectors"), "*i64")
-    return Variant("lora.list_groups", kernel, types, {"MAX_RUNS": MIN_RUNS})
-
-
-QKV = SiteShape(
-    4096,
-    (OutputRange(0, 0, 4096), OutputRange(0, 4096, 1024), OutputRange(0, 5120, 1024)),
-    True,
-    False,
-)
-GATE_UP = SiteShape(4096, (OutputRange(0, 0, 14336), OutputRange(0, 14336, 14336)), True, False)
-DOWN = SiteShape(14336, (OutputRange(0, 0, 4096),), True, False)
-"""Sites of Llama-3-8B: three parts, the most outputs, and the most partial sums."""
-
-
-def _lora(dtype: torch.dtype, name: str) -> Iterator[Variant]:
-    kernel = lora.update_site
-    types = dict.fromkeys([name for name in kernel.arg_names if name.islower()], "i32")
-    types |= dict.fromkeys(("y", "x", "weight", "arena", "h"), f"*{name}")
-    types |= dict.fromkeys(("partial", "vector_arena"), "*fp32")
-    types |= dict.fromkeys(("entries", "lanes", "vectors"), "*i64")
-    types |= dict.fromkeys(("counts", "tile_ends", "tickets", "done"), "*i32")
-    is_half = dtype is not torch.float32
-    for site, shape in (("qkv", QKV), ("gate_up", GATE_UP), ("down", DOWN)):
-        num_outputs = shape.parts[-1].end
-        apart = lora_plan.expand_plan(64, num_outputs, dtype.itemsize)
-        launches = [("shrink", apart, True, False), ("expand", apart, False, True)]
-        if is_half:
-            launches.append(("fused", lora_plan.fused_plan(num_outputs), True, True))
-        for launch, plan, shrinks, expands in launches:
-            for int8 in (False, True) if dtype is torch.bfloat16 and site == "qkv" else (False,):
-                flags = int8, shrinks, expands, launch == "fused"
-                yield Variant(
-                    f"lora.{launch}{'-int8' * int8}-{site}.{name}",
-                    kernel,
-                    types | ({"arena": "*i8"} if int8 else {}),
-                    lora_launch.constants_of(plan, shape, dtype, *flags),
-                    plan.num_warps,
-                    divisible=("x_stride", "y_stride", "num_inputs"),
-                )
 
 
 HEADS = attention_shapes.HeadShape(32, 8, 128, 128**-0.5, None, None)

@@ -16,12 +16,17 @@ from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.triton_operators import TritonOperators
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.device_records import MAX_PARTS
-from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from loraplex_services.worker.ops.lora.runs import RowRun, cut_at_tiles, dense_runs
+from loraplex_services.worker.ops.lora.device_tables import (
+    ALIGNED_ELEMENTS,
+    DeviceTables,
+    SiteShape,
+)
+from loraplex_services.worker.ops.lora.long_runs import fits_static_long_work, make_long_work
+from loraplex_services.worker.ops.lora.runs import RowRun, cut_at_tiles, divided
 from loraplex_services.worker.ops.lora.side_stream import SideStream
 from loraplex_services.worker.ops.lora.site_parts import module_edges, site_parts
 from loraplex_services.worker.ops.lora.step_work import fits_static_work
-from loraplex_services.worker.ops.lora.triton import ALIGNED_ELEMENTS, DeviceLora
+from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.runner.block_tables import BlockTables
 from loraplex_services.worker.runner.cuda_graphs import (
@@ -164,7 +169,10 @@ class GpuPath:
         known = [mask for mask in masks if mask is not None]
         if len(known) < len(masks):
             return None
-        if not fits_static_work(self.lora.tables, cut_at_tiles(step.runs)):
+        tables, (short, long) = self.lora.tables, divided(step.runs)
+        # Graphs of steps that only decode have no long runs.
+        in_tiles = cut_at_tiles(step.runs if step.is_decode else short)
+        if not fits_static_work(tables, in_tiles) or not fits_static_long_work(tables, long):
             return None
         mask = max(known, default=0)
         found = (graphs.find(step, mask) for graphs in self._graphs)
@@ -180,8 +188,13 @@ class GpuPath:
         lora = LoraBatch(runs, self._table, tables=self.lora.tables, pending_copies=pending_copies)
         if num_rows is None or not runs:
             return lora
-        lora = replace(lora, sites=self.lora.sites_of(runs), dense=dense_runs(runs))
-        return replace(lora, work=self.lora.begin(lora.tiled, num_rows)) if lora.tiled else lora
+        short, long = divided(runs)
+        return replace(
+            lora,
+            sites=self.lora.sites_of(runs),
+            work=self.lora.begin(short, num_rows) if short else None,
+            long=make_long_work(self.lora.tables, long) if long else None,
+        )
 
     def _pending_copies_of(self, runs: Sequence[RowRun]) -> list[CopyEvents]:
         """What a step of these runs has to wait for as it comes to each site. Adapters that do more

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_services.worker.ops.attention.metadata import DeviceInputs
+from loraplex_services.worker.ops.lora.long_runs import TILE_WORDS
 from loraplex_services.worker.ops.lora.runs import RowRun, cut_at_tiles
 from loraplex_services.worker.runner.block_tables import BlockTables
 from loraplex_services.worker.runner.step_inputs import Int64s, StepInputs
@@ -21,6 +22,7 @@ CHANGES_BYTES = 32 << 10
 """Size in bytes of the changes of a step, after the static inputs. A step with more changes copies
 twice."""
 RUN_WORDS = 4
+NO_TILES = np.zeros((1, TILE_WORDS), np.int32)
 ALIGNMENT = 16
 
 Number = TypeVar("Number", bound=np.generic)
@@ -39,19 +41,26 @@ class InputBuffer:
         num_rows: int,
         num_runs: int,
         tables: BlockTables,
+        num_tiles: int = 0,
     ) -> None:
         """
         Args:
             num_rows: the most generations.
-            num_runs: the most runs of rows with one adapter.
+            num_runs: the most short runs of rows with one adapter.
+            num_tiles: the most tiles of long runs.
         """
         device, num_groups = tables.device.device, len(tables.device)
         num_tokens = _aligned(num_tokens)  # all rows begin where kernels expect any tensor to
         self.block_tables = tables
-        shapes = (3 + num_groups, num_tokens), (1, num_rows), (num_runs, RUN_WORDS)
+        shapes = (
+            (3 + num_groups, num_tokens),
+            (1, num_rows),
+            (num_runs, RUN_WORDS),
+            (1 + num_tiles, TILE_WORDS),
+        )
         self._parts: list[tuple[int, tuple[int, int]]] = []
         self._num_static_bytes = 0
-        for shape, itemsize in zip(shapes, (8, 4, 4), strict=True):
+        for shape, itemsize in zip(shapes, (8, 4, 4, 4), strict=True):
             self._parts.append((self._num_static_bytes, shape))
             self._num_static_bytes += _aligned(shape[0] * shape[1] * itemsize)
         self._data = torch.zeros(
@@ -66,6 +75,8 @@ class InputBuffer:
         """int32 `[num_rows]`: where the block tables of the generations are."""
         self.runs = self._on_device(2, torch.int32)
         """int32 `[num_runs, 4]`: slot, begin, end, float32 bits of the coefficient."""
+        self.tiles = self._on_device(3, torch.int32)
+        """int32 `[1 + num_tiles, TILE_WORDS]`: `long_runs.tile_words`."""
         self.table_rows: Int64s = np.zeros(0, dtype=np.int64)
         """`[n]`, on the host: where the block tables of the planned rows are."""
         self._follows: Tensor | None = None
@@ -76,11 +87,17 @@ class InputBuffer:
         pairs = nothing.reshape(2, 0)
         self.fill(StepInputs(StepPlan(-1, ()), (), nothing, nothing, nothing, None, pairs))
 
-    def fill(self, step: StepInputs, runs: tuple[RowRun, ...] = ()) -> None:
+    def fill(
+        self,
+        step: StepInputs,
+        runs: tuple[RowRun, ...] = (),
+        tiles: NDArray[np.int32] = NO_TILES,
+    ) -> None:
         """Copy a step to the device, and the changes of the block tables with it.
 
         Args:
-            runs: what kernels are to compute of the step's runs.
+            runs: the step's short runs.
+            tiles: those of its long runs.
         """
         tables, num_tokens = self.block_tables, step.num_token_rows
         changes = tables.update(step.plan.rows)
@@ -109,6 +126,7 @@ class InputBuffer:
         decode_rows[: step.num_rows - num_contexts] = changes.rows[num_contexts:]
         decode_rows[step.num_rows - num_contexts :] = 0
         self._fill_runs(self._on_host(host, 2, np.int32), cut_at_tiles(runs))
+        self._on_host(host, 3, np.int32)[: len(tiles)] = tiles
         begin = self._num_static_bytes
         for array in extra:
             host[begin : begin + len(array)] = array

@@ -15,6 +15,8 @@ from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.metadata import StaticInputs
+from loraplex_services.worker.ops.lora.long_runs import max_tiles, static_long_work, tile_words
+from loraplex_services.worker.ops.lora.runs import divided
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, static_work
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -52,8 +54,12 @@ class MixedInputs:
         self._max_model_len = max_model_len
         self.sizes = tuple(size for size in MIXED_SIZES if size <= max_num_tokens)
         num_tokens = max(self.sizes, default=1)
-        self.buffer = InputBuffer(num_tokens, tables.device.shape[1], MIN_RUNS, tables)
+        self.buffer = InputBuffer(
+            num_tokens, tables.device.shape[1], MIN_RUNS, tables, max_tiles(num_tokens)
+        )
+        self._lora_tables = lora.tables
         self._work = static_work(lora.tables, num_tokens, self.buffer.runs)
+        self._long_work = static_long_work(lora.tables, self.buffer.tiles)
 
     def size_for(self, step: StepInputs) -> int | None:
         """See `GraphInputs`."""
@@ -67,14 +73,15 @@ class MixedInputs:
 
     def fill(self, step: StepInputs, batch: ForwardBatch) -> None:
         """Copy a step to the device, to be computed by `batch`."""
-        self.buffer.fill(step, step.runs)
+        short, long = divided(step.runs)
+        self.buffer.fill(step, short, tile_words(self._lora_tables, long))
         lens, starts = step.num_tokens.tolist(), step.starts.tolist()
         table_rows = self.buffer.table_rows.tolist()
         batch.attention.fill(lens, starts, table_rows, step.plan.num_contexts)
 
     def batch(self, size: int, sites: frozenset[int], table: LoraBatch) -> ForwardBatch:
         """See `GraphInputs`."""
-        work = self._work if sites else None
+        work, long = (self._work, self._long_work) if sites else (None, None)
         buffer, positions = self.buffer, self.buffer.positions[:size]
         attention = StaticInputs(
             kv_slots=tuple(kv_slots[:size] for kv_slots in buffer.kv_slots),
@@ -87,6 +94,6 @@ class MixedInputs:
             input_ids=buffer.input_ids[:size],
             positions=positions,
             attention=self._attention.graph_metadata(self._kv, positions, attention),
-            lora=replace(table, runs=(), work=work, sites=sites),
+            lora=replace(table, runs=(), work=work, long=long, sites=sites),
             rope_rows=buffer.rope_rows[:size],
         )

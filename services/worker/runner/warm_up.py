@@ -12,7 +12,9 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.linear import triton as linear
+from loraplex_services.worker.ops.lora.long_runs import make_long_work
 from loraplex_services.worker.ops.lora.plan import TILE_ROWS
+from loraplex_services.worker.ops.lora.runs import LONG_MIN_ROWS
 from loraplex_services.worker.ops.lora.step_work import MIN_RUNS, StepWork, WorkSize
 from loraplex_services.worker.ops.lora.triton import DeviceLora
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -78,8 +80,15 @@ def idle_batch(
     positions, which then begin again: bases have tables of them."""
     device = lora.tables.arena.device
     positions = torch.arange(num_rows, device=device) % model.config.max_position_embeddings
-    work = lora.begin((), num_rows)
-    adapters = LoraBatch((), {}, None, lora.tables, work, sites)
+    adapters = LoraBatch(
+        (),
+        {},
+        None,
+        lora.tables,
+        work=lora.begin((), num_rows),
+        long=make_long_work(lora.tables, ()) if num_rows >= LONG_MIN_ROWS else None,
+        sites=sites,
+    )
     ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
     return ForwardBatch(
         ids,

@@ -100,17 +100,20 @@ def test_float32_kernels_use_no_tf32(compiled):
 
 
 def test_no_kernel_spills_more_than_six_words_unless_its_registers_are_limited(compiled):
+    """Those of long runs are, and are tuned for sm_90."""
     limited = (
         "attention.generations.bf16",
         "attention.generations.fp16",
         "linear.fp8-256x128.bf16",
         "linear.int8-256x128.bf16",
     )
-    spilling = [
-        (row["name"], row["target"])
-        for row in compiled
-        if row["spills"] > (96 if row["name"] in limited else 24)
-    ]
+
+    def most(row):
+        if row["name"].startswith("lora.long-"):
+            return 48 if row["target"] == 90 else 192
+        return 96 if row["name"] in limited else 24
+
+    spilling = [(row["name"], row["target"]) for row in compiled if row["spills"] > most(row)]
     assert spilling == []
 
 
@@ -145,8 +148,8 @@ def test_half_precision_adapters_are_read_sixteen_bytes_at_a_time(compiled):
     lora = [
         row
         for row in compiled
-        if row["name"].startswith(("lora.shrink", "lora.expand", "lora.fused"))
+        if row["name"].startswith(("lora.shrink", "lora.expand", "lora.fused", "lora.long-"))
     ]
-    half = [row for row in lora if not row["name"].endswith("fp32")]
+    half = [row for row in lora if not row["name"].endswith(("fp32", "-cut.bf16"))]
     assert len(half) >= 10
     assert [row["name"] for row in half if row["narrow"] or not row["wide"]] == []

@@ -24,6 +24,9 @@ from loraplex_services.worker.ops.lora.device_records import (
 )
 from loraplex_services.worker.transfers import copy_into
 
+ALIGNED_ELEMENTS = 16
+"""Elements of which widths are multiples where kernels load vectors."""
+
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
@@ -33,7 +36,7 @@ class SiteShape:
     parts: tuple[OutputRange, ...]
     """Ascending and without gaps; together the site's outputs."""
     is_aligned: bool = False
-    """Whether all widths are multiples of 16 elements, so that kernels may load vectors."""
+    """Whether all widths are multiples of `ALIGNED_ELEMENTS`."""
     may_be_cut: bool = True
     """Whether rows of matrices may be longer than a block, and slices end inside of parts."""
 

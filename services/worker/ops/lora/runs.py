@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from loraplex_services.worker.ops.lora.plan import TILE_ROWS
 
-DENSE_MIN_ROWS = 256
-"""Rows of one adapter from which a library's products take less time than tiles."""
+LONG_MIN_ROWS = 64
+"""Rows of one adapter that are computed in tiles of their own."""
 
 
 class RowRun(NamedTuple):
@@ -43,22 +43,17 @@ def row_runs(rows: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> tuple[R
     return tuple(runs)
 
 
-def disjoint_passes(runs: Sequence[RowRun]) -> list[list[RowRun]]:
-    """Split runs, sorted by first row, into as few lists as cover no row twice."""
-    passes: list[list[RowRun]] = []
-    for run in runs:
-        home = next((done for done in passes if done[-1].end <= run.begin), None)
-        if home is None:
-            passes.append(home := [])
-        home.append(run)
-    return passes
-
-
-def dense_runs(runs: Sequence[RowRun]) -> tuple[RowRun, ...]:
-    """The long runs, which library products compute; none where rows combine adapters."""
-    if len(disjoint_passes(runs)) != 1:
-        return ()
-    return tuple(run for run in runs if run.end - run.begin >= DENSE_MIN_ROWS)
+def divided(runs: Sequence[RowRun]) -> tuple[tuple[RowRun, ...], tuple[RowRun, ...]]:
+    """The short runs, and the long ones: those of many rows that use no other adapter as well."""
+    short: list[RowRun] = []
+    long: list[RowRun] = []
+    end = 0
+    for i, run in enumerate(runs):
+        is_alone = end <= run.begin and all(run.end <= later.begin for later in runs[i + 1 : i + 2])
+        is_long = is_alone and run.end - run.begin >= LONG_MIN_ROWS
+        (long if is_long else short).append(run)
+        end = max(end, run.end)
+    return tuple(short), tuple(long)
 
 
 def cut_at_tiles(runs: Sequence[RowRun]) -> list[RowRun]:

@@ -8,6 +8,7 @@ on the device and grids are fixed, so a captured graph serves any mix of adapter
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from torch import Tensor
 from loraplex_services.worker.ops.launch import must_widen, shared_bytes
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear
 from loraplex_services.worker.ops.lora import triton_kernels as kernels
-from loraplex_services.worker.ops.lora.dense import add_dense
 from loraplex_services.worker.ops.lora.device_records import MAX_PARTS
-from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
+from loraplex_services.worker.ops.lora.device_tables import (
+    ALIGNED_ELEMENTS,
+    DeviceTables,
+    SiteShape,
+)
 from loraplex_services.worker.ops.lora.plan import (
     FUSED_SHARED_BYTES,
     TILE_ROWS,
@@ -34,8 +38,6 @@ from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.side_stream import SideStream
 from loraplex_services.worker.ops.lora.step_work import StepWork, work_size
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
-
-ALIGNED_ELEMENTS = 16
 
 
 class DeviceLora:
@@ -58,42 +60,31 @@ class DeviceLora:
         """`[T, in]` -> `[T, out]`: the base product and the update of a site."""
         if not self.touches(lora, site_id):
             return base.apply(x)
-        if lora.work is not None and not lora.dense and can_fuse(x, base):
+        if lora.long is None and lora.work is not None and can_fuse(x, base):
             assert isinstance(base, DenseLinear)
             y = torch.empty(len(x), base.out_features, dtype=x.dtype, device=x.device)
             launch(y, x, site_id, lora.work, base.weight, shrinks=True, expands=True)
             return y
-        early = lora.work is not None and self._side is not None
-        if early:
-            assert self._side is not None and lora.work is not None
-            with self._side.fork():
-                launch(None, x, site_id, lora.work, None, shrinks=True, expands=False)
-        y = base.apply(x)
-        if early:
-            assert self._side is not None and lora.work is not None
-            self._side.join()
-            self._add_dense(y, x, site_id, lora)
-            launch(y, x, site_id, lora.work, None, shrinks=False, expands=True)
-        else:
+        if self._side is None or not lora.has_work:
+            y = base.apply(x)
             self.add_lora(y, x, site_id, lora)
+            return y
+        with self._side.fork():
+            _shrink(x, site_id, lora)
+        y = base.apply(x)
+        self._side.join()
+        _expand(y, x, site_id, lora)
         return y
 
     def add_lora(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-        """See `torch.add_lora`. The work of a batch that has none yet (chosen rows) is made here,
-        unless all its runs are dense."""
+        """See `torch.add_lora`. The work of a batch that has none yet (chosen rows) is made
+        here."""
         if not self.touches(lora, site_id):
             return
-        self._add_dense(y, x, site_id, lora)
-        work = lora.work
-        if work is None and lora.tiled:
-            work = self.begin(lora.tiled, len(x))
-        if work is not None:
-            add_lora(y, x, site_id, work)
-
-    def _add_dense(self, y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
-        for run in lora.dense:
-            if (delta := lora.table.get((run.slot, site_id))) is not None:
-                add_dense(y, x, delta, run)
+        if not lora.has_work:
+            lora = replace(lora, work=self.begin(lora.runs, len(x)))
+        _shrink(x, site_id, lora)
+        _expand(y, x, site_id, lora)
 
     def touches(self, lora: LoraBatch, site_id: int) -> bool:
         """Whether kernels have anything to add at a site."""
@@ -119,6 +110,22 @@ def can_fuse(x: Tensor, base: BaseLinear) -> bool:
         and base.weight.is_contiguous()
         and num_inputs % fused_plan(num_outputs).block_inputs == 0
     )
+
+
+def _shrink(x: Tensor, site_id: int, lora: LoraBatch) -> None:
+    """Compute the intermediates of long and short runs."""
+    if lora.long is not None:
+        lora.long.shrink(x, site_id)
+    if lora.work is not None:
+        launch(None, x, site_id, lora.work, None, shrinks=True, expands=False)
+
+
+def _expand(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
+    """Add B times the intermediates of long and short runs to y."""
+    if lora.long is not None:
+        lora.long.expand(y, site_id)
+    if lora.work is not None:
+        launch(y, x, site_id, lora.work, None, shrinks=False, expands=True)
 
 
 def add_lora(y: Tensor, x: Tensor, site_id: int, work: StepWork) -> None:

@@ -212,7 +212,7 @@ def _store_intermediate(h, stride, total, entry, rows, size, INT8: tl.constexpr)
 
 
 @triton.jit
-def _part_of(column_tile, end_0, end_1, end_2, end_3, BLOCK_OUTPUTS: tl.constexpr):
+def part_of(column_tile, end_0, end_1, end_2, end_3, BLOCK_OUTPUTS: tl.constexpr):
     """The part of a site that a tile of its outputs belongs to: its number, the tile's number in
     it, and its outputs [begin, end). Parts that a site does not have are empty."""
     tiles_1 = tl.cdiv(end_0, BLOCK_OUTPUTS)
@@ -245,9 +245,7 @@ def _expand_tile(
 ):  # fmt: skip
     """One tile of rows and of the outputs of one part."""
     row_tile, column_tile = tile % num_row_tiles, tile // num_row_tiles
-    local, column_tile, begin, end = _part_of(
-        column_tile, end_0, end_1, end_2, end_3, BLOCK_OUTPUTS
-    )
+    local, column_tile, begin, end = part_of(column_tile, end_0, end_1, end_2, end_3, BLOCK_OUTPUTS)
     begin, end = aligned(begin, ALIGN), aligned(end, ALIGN)
     part = first_part + local
     ends = tile_ends + part * max_tiles + row_tile

@@ -16,6 +16,7 @@ from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.tables import DeltaTable
 
 if TYPE_CHECKING:  # Triton is not everywhere
+    from loraplex_services.worker.ops.lora.long_runs import LongWork
     from loraplex_services.worker.ops.lora.step_work import StepWork
 
 
@@ -42,12 +43,12 @@ class LoraBatch:
     tables: DeviceTables | None = None
     """The table as Triton reads it; None elsewhere."""
     work: StepWork | None = None
-    """The `tiled` runs on the device, with their groups listed; None = there are none, or it is
-    to be made where it is needed."""
+    """The short runs on the device, with their groups listed; None = there are none, or it is to be
+    made where it is needed."""
+    long: LongWork | None = None
+    """The long runs on the device; None = there are none."""
     sites: Set[int] | None = None
     """Sites where kernels have anything to add; None = it is seen at the site."""
-    dense: tuple[RowRun, ...] = ()
-    """Runs that library products compute."""
     pending_copies: tuple[PendingCopy, ...] = ()
     """Adapters whose bytes are not all on the device yet."""
     runs_at: Tensor | None = None
@@ -58,10 +59,10 @@ class LoraBatch:
         for pending_copy in self.pending_copies:
             pending_copy.wait(site_id)
 
-    @cached_property
-    def tiled(self) -> tuple[RowRun, ...]:
-        """Runs that kernels for any mix of adapters compute: all but the dense ones."""
-        return tuple(run for run in self.runs if run not in self.dense)
+    @property
+    def has_work(self) -> bool:
+        """Whether the runs are on the device."""
+        return self.work is not None or self.long is not None
 
     @cached_property
     def packed_runs(self) -> Tensor:

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from loraplex_services.worker.ops.linear.torch import DenseLinear
-from loraplex_services.worker.ops.lora import reference, step_work, triton_kernels
-from loraplex_services.worker.ops.lora import torch as portable
+from loraplex_services.worker.ops.lora import reference
 from loraplex_services.worker.ops.lora import triton as fast
 from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
 from loraplex_services.worker.ops.lora.plan import MAX_FUSED_ROWS, MIN_SPLIT_INPUTS
-from loraplex_services.worker.ops.lora.runs import DENSE_MIN_ROWS, RowRun, dense_runs, row_runs
+from loraplex_services.worker.ops.lora.runs import RowRun, row_runs
 from loraplex_services.worker.ops.lora.step_work import StepWork, work_size
 from loraplex_services.worker.ops.lora.tables import SiteDelta, Slice
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
@@ -202,32 +201,3 @@ def test_an_intermediate_beyond_half_precision_overflows_to_infinity_not_to_nan(
     y = torch.zeros(1, 16, dtype=torch.float16, device=device)
     apply(y, x, [RowRun(0, 1.0, 0, 1)], tables)
     assert y.isposinf().all()
-
-
-def test_a_long_run_by_library_products_and_its_neighbour_in_tiles_equal_torch(device):
-    num_rows = DENSE_MIN_ROWS + 6
-    tables, table = build(random.Random(9), (num_rows, 20, 24), torch.float32, device, 1024, (17,))
-    lora = fast.DeviceLora(tables)
-    runs = (RowRun(0, 0.5, 0, DENSE_MIN_ROWS), RowRun(1, 1.0, DENSE_MIN_ROWS, num_rows - 2))
-    dense = dense_runs(runs)
-    assert dense == runs[:1]
-    batch = LoraBatch(runs, table, None, tables, lora.begin(runs[1:], num_rows), None, dense)
-    x, y = torch.randn(num_rows, 20, device=device), torch.randn(num_rows, 24, device=device)
-    expected = y.clone()
-    portable.add_lora(expected, x, SITE, batch)
-    lora.add_lora(y, x, SITE, batch)
-    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
-
-
-def test_a_step_whose_runs_are_all_dense_launches_no_tiles(device, monkeypatch):
-    num_rows = DENSE_MIN_ROWS
-    tables, table = build(random.Random(3), (num_rows, 20, 24), torch.float32, device, 1024, (17,))
-    runs = (RowRun(0, 0.5, 0, num_rows),)
-    batch = LoraBatch(runs, table, None, tables, dense=dense_runs(runs))
-    x, weight = torch.randn(num_rows, 20, device=device), torch.randn(24, 20, device=device)
-    expected = x @ weight.T
-    portable.add_lora(expected, x, SITE, batch)
-    monkeypatch.delattr(triton_kernels, "update_site")
-    monkeypatch.delattr(step_work.StepWork, "list_groups")
-    y = fast.DeviceLora(tables).product(DenseLinear(weight), x, SITE, batch)
-    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)

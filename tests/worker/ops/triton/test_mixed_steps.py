@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from benchmarks.gpu.checks import without_library
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.ops.lora import runs
 from loraplex_services.worker.runner.building import build_runner
@@ -83,16 +82,13 @@ def test_a_static_batch_computes_steps_with_any_mix_of_prompts_and_generations(r
         assert asked.questions == []
 
 
-def test_a_step_with_library_products_equals_one_of_kernels_alone(runner, monkeypatch):
-    monkeypatch.setattr(runs, "DENSE_MIN_ROWS", 8)
+def test_a_step_of_long_runs_equals_one_of_short_runs(runner, monkeypatch):
     plan = mixed_plan(runner, lambda before: eager(runner, before))
-    with torch.inference_mode():
-        batch = runner._batches.make(runner._batches.read(plan))
-        alone = without_library(runner._batches.gpu, batch)
-        assert batch.lora.dense and not alone.lora.dense
-        expected = runner._model.forward(batch)
-        found = runner._model.forward(alone)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    expected = eager(runner, plan)
+    monkeypatch.setattr(runs, "LONG_MIN_ROWS", 8)
+    _, long = runs.divided(runner._batches.read(plan).runs)
+    assert long
+    torch.testing.assert_close(eager(runner, plan), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_mixed_step_finds_the_smallest_size_that_holds_it(runner):
