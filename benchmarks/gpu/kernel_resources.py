@@ -18,10 +18,10 @@ from benchmarks.gpu.kernel_variant import Variant, resources
 from benchmarks.gpu.lora_variants import lora_variants
 from loraplex_services.worker.cache.state_layout import plan_state
 from loraplex_services.worker.ops.activation import triton as silu
+from loraplex_services.worker.ops.attention import item_kernel, work_items
 from loraplex_services.worker.ops.attention import shapes as attention_shapes
 from loraplex_services.worker.ops.attention import triton as attention_launch
 from loraplex_services.worker.ops.attention import triton_kernels as attention
-from loraplex_services.worker.ops.attention import work_items
 from loraplex_services.worker.ops.linear import triton as linear_launch
 from loraplex_services.worker.ops.linear import triton_kernels as linear
 from loraplex_services.worker.ops.linear.units import LANES, PAIRS
@@ -109,7 +109,7 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
 
 
 def _list_items() -> Variant:
-    kernel, constants = attention.list_items, work_items.LIST_CONSTANTS
+    kernel, constants = item_kernel.list_items, work_items.LIST_CONSTANTS
     types = dict.fromkeys([name for name in kernel.arg_names if name.islower()], "i32")
     types |= {"positions": "*i64", "kv_slots": "*i64", "sequences": "*i32", "items": "*i32"}
     return Variant("attention.list_items", kernel, types, constants, num_warps=1)

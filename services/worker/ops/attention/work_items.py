@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.ops.attention import triton_kernels as kernels
+from loraplex_services.worker.ops.attention import item_kernel
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.launch import num_programs
 
@@ -29,7 +29,7 @@ MAX_SPLITS = 64
 have larger items."""
 KEY_STEP = 64
 """Items are multiples of it, except the last of a row: the keys of a step of the loop over keys."""
-ITEM_WORDS = kernels.ITEM_WORDS.value
+ITEM_WORDS = item_kernel.ITEM_WORDS.value
 LIST_CONSTANTS = {
     "KEY_STEP": KEY_STEP,
     "BLOCK_ROWS": 256,
@@ -77,7 +77,7 @@ def list_items(
         limit: keys of an item, at most: see `split_limit`.
     """
     begin, end = rows
-    kernels.list_items[(end - begin,)](
+    item_kernel.list_items[(end - begin,)](
         positions,
         kv_slots,
         sequences,
