@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,43 +83,38 @@ TINY_CASES = (decode("tiny", [700, 5]), Case("tiny prefill", ((40, 70), (0, 5)))
 
 def context_tilings(default: Tiling) -> Iterator[Tiling]:
     """Alternatives for half precision and heads of 128."""
-    for queries, keys, warps, stages in (
-        (64, 64, 4, 2),
-        (64, 64, 4, 3),
-        (64, 32, 4, 3),
-        (128, 64, 8, 2),
-        (128, 64, 8, 4),
-        (128, 128, 8, 2),
-        (64, 128, 4, 2),
+    for queries, keys, warps, stages, registers in (
+        (64, 64, 4, 2, None),
+        (64, 64, 4, 3, None),
+        (64, 32, 4, 3, None),
+        (128, 64, 8, 2, 128),
+        (128, 64, 8, 3, None),
+        (256, 64, 16, 3, None),
     ):
-        yield replace(
-            default, block_queries=queries, block_keys=keys, num_warps=warps, num_stages=stages
-        )
+        tiling = Tiling(queries, keys, warps, stages, max_registers=registers)
+        if tiling != default:
+            yield tiling
 
 
 def generation_tilings(default: Tiling) -> Iterator[Tiling]:
     """Alternatives for half precision and heads of 128."""
     for keys, warps, stages, programs, registers in (
-        (64, 4, 3, 3, None),
         (64, 4, 2, 4, 128),
-        (64, 4, 4, 2, None),
-        (64, 8, 3, 2, None),
-        (64, 2, 3, 3, None),
-        (32, 4, 3, 5, 96),
+        (64, 4, 3, 3, None),
+        (64, 2, 2, 4, None),
+        (32, 2, 3, 5, None),
         (32, 2, 4, 4, None),
-        (128, 4, 3, 1, None),
-        (128, 8, 3, 1, None),
+        (128, 4, 2, 2, None),
     ):
         yield Tiling(default.block_queries, keys, warps, stages, programs, registers)
 
 
 def quick_settings(default: Tiling, limit: int) -> Iterator[tuple[Tiling, int]]:
-    """Generations: the default, other sizes of items, and tiles with two buffers or with more
-    registers."""
+    """Generations: the default, other sizes of items, and the two best tiles of four warps."""
     yield default, limit
     yield from ((default, split) for split in (128, 512, 2048) if split != limit)
-    for keys, stages, programs, registers in ((64, 3, 3, None), (64, 2, 4, 128), (32, 3, 5, 96)):
-        yield Tiling(default.block_queries, keys, 4, stages, programs, registers), limit
+    for stages, programs, registers in ((3, 3, None), (2, 4, 128)):
+        yield Tiling(default.block_queries, 64, 4, stages, programs, registers), limit
 
 
 class Bench:
@@ -197,7 +192,7 @@ class Bench:
             for layer in range(self.num_layers):
                 kernels.attend_contexts(
                     self.out, self.q, self.kv.planes(layer), tiles, self.metadata.tables[0],
-                    self.shape, tiling=tiling,
+                    self.shape, tiling,
                 )  # fmt: skip
 
         return run
@@ -243,7 +238,8 @@ def main() -> None:
         bench = Bench(shape, case, num_layers(case, args), device)
         default = generation_tiling(shape, 2)
         if not case.is_decode:
-            default = context_tiling(shape, 2, shared_bytes(device))
+            num_tokens = sum(num for _, num in case.pieces)
+            default = context_tiling(shape, 2, shared_bytes(device), num_tokens)
         is_quick = args.quick and args.tune and case.is_decode
         heads = shape.num_kv_heads
         limit = work_items.split_limit(len(case.pieces), heads, device)

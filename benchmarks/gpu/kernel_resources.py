@@ -58,8 +58,6 @@ WINDOWED_HEADS = attention_shapes.HeadShape(16, 8, 256, 256**-0.5, 50.0, 4096)
 """Gemma-2-9B's layers with a window."""
 SINK_HEADS = attention_shapes.HeadShape(64, 8, 64, 64**-0.5, None, 128)
 """gpt-oss's layers with a window; all of its layers have sinks."""
-
-
 WIDE_HEADS = attention_shapes.HeadShape(32, 4, 512, 1.0, None, None)
 """Heads as wide as those of the layers of Gemma 4 that see all keys."""
 
@@ -73,16 +71,18 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     words = ("table_stride", "num_kv_heads", "window")
     types |= dict.fromkeys((*strides, *words), "i32") | {"scale": "fp32", "softcap": "fp32"}
     shapes = {"": HEADS, "-windowed": WINDOWED_HEADS, "-sinks": SINK_HEADS, "-wide": WIDE_HEADS}
+    hopper, ampere = attention_shapes.TWICE_LARGE_BYTES, attention_shapes.LARGE_SHARED_BYTES
+    constants, generations = attention_launch.context_constants, attention_shapes.generation_tiling
+    of_generations = attention_launch.generation_constants
     for suffix, shape in shapes.items():
-        large = attention_shapes.LARGE_SHARED_BYTES
-        contexts = attention_shapes.context_tiling(shape, dtype.itemsize, large)
-        small = attention_shapes.context_tiling(shape, dtype.itemsize, large - 1)
-        generations = attention_shapes.generation_tiling(shape, dtype.itemsize)
+        tile = partial(attention_shapes.context_tiling, shape, dtype.itemsize)
         kernels = (
-            ("contexts", contexts, attention_launch.context_constants),
-            ("contexts-small", small, attention_launch.context_constants),
-            ("contexts-full", contexts, partial(attention_launch.context_constants, is_full=True)),
-            ("generations", generations, attention_launch.generation_constants),
+            ("contexts", tile(hopper, 1), constants),
+            ("contexts-large", tile(hopper, attention_shapes.LARGE_STEP_ROWS), constants),
+            ("contexts-ampere", tile(ampere, 1), constants),
+            ("contexts-small", tile(ampere - 1, 1), constants),
+            ("contexts-full", tile(hopper, 1), partial(constants, is_full=True)),
+            ("generations", generations(shape, dtype.itemsize), of_generations),
         )
         for phase, tiling, constants_of in kernels:
             kernel = getattr(attention, f"attend_{phase.partition('-')[0]}")

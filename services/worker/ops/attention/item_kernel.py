@@ -15,8 +15,8 @@ ITEM_WORDS = tl.constexpr(6)
 )  # fmt: skip
 def list_items(
     positions, kv_slots, sequences, items, sequence_stride, first_row, num_rows, window,
-    split_limit, max_splits, KEY_STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    split_limit, max_splits, KEY_STEP: tl.constexpr, LONG_SPLIT: tl.constexpr,
+    FEW_SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Cut the keys of each generation into items: see `work_items`. Grid: one program for each row.
 
@@ -33,11 +33,13 @@ def list_items(
         at = first_row + rows
         position = tl.load(positions + at, mask=is_before, other=0)
         kv_slot = tl.load(kv_slots + at, mask=is_before, other=-1)
-        _, _, _, count = _split_keys(position, kv_slot, window, split_limit, max_splits, KEY_STEP)
+        _, _, _, count = _split_keys(
+            position, kv_slot, window, split_limit, max_splits, KEY_STEP, LONG_SPLIT, FEW_SPLITS
+        )
         first_item += tl.sum(tl.where(is_before, count, 0), axis=0)
     position, kv_slot = tl.load(positions + first_row + row), tl.load(kv_slots + first_row + row)
     begin, end, span, count = _split_keys(
-        position, kv_slot, window, split_limit, max_splits, KEY_STEP
+        position, kv_slot, window, split_limit, max_splits, KEY_STEP, LONG_SPLIT, FEW_SPLITS
     )
     split = tl.arange(0, BLOCK_SPLITS)
     is_split = split < count
@@ -55,13 +57,18 @@ def list_items(
 
 
 @triton.jit
-def _split_keys(position, kv_slot, window, split_limit, max_splits, KEY_STEP: tl.constexpr):
-    """First key, end key, keys of an item, number of items. As `work_items.split_keys`."""
+def _split_keys(
+    position, kv_slot, window, split_limit, max_splits, KEY_STEP: tl.constexpr,
+    LONG_SPLIT: tl.constexpr, FEW_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """First key, end key, keys of an item, number of items: see `work_items`."""
     position = position.to(tl.int32)
     begin = tl.where(window > 0, tl.maximum(0, position + 1 - window), 0)
     end = tl.where(kv_slot >= 0, position + 1, begin)
     num_keys = end - begin
-    count = (num_keys + split_limit - 1) // split_limit
+    limit = tl.maximum(split_limit, (num_keys + FEW_SPLITS - 1) // FEW_SPLITS)
+    limit = tl.where(num_keys > split_limit, tl.minimum(limit, LONG_SPLIT), split_limit)
+    count = (num_keys + limit - 1) // limit
     count = tl.minimum(tl.maximum(count, 1), max_splits)
     span = (num_keys + count * KEY_STEP - 1) // (count * KEY_STEP) * KEY_STEP
     span = tl.maximum(span, KEY_STEP)

@@ -11,10 +11,14 @@ MIN_QUERIES = 16
 """Rows of the smallest tensor-core product."""
 LARGE_SHARED_BYTES = 160 << 10
 """What the data-centre GPUs since Ampere have at least; the others have 99 KiB."""
+TWICE_LARGE_BYTES = 200 << 10
+"""What those since Hopper have at least: room for two programs of 96 KiB."""
+LARGE_STEP_ROWS = 1 << 15
+"""Token rows times query heads: 256 tiles of 128 queries."""
 WIDE_DIM = 256
 """Wider heads, such as those of Gemma 4's full layers, leave memory for few keys at a time."""
 JOINED_ELEMENTS = 4096
-"""Partial sums that one program loads at a time: 32 of each thread."""
+"""Partial sums that one program loads at a time: 64 of each thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +79,17 @@ class Tiling:
     """Registers of each thread, so that this many programs fit; None = the compiler's choice."""
 
 
-def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling:
-    """128 queries, so that each key that is read serves many products, and three buffers of keys
-    and values: with two, the copy of a step begins only when the step before has been computed.
-    Fewer if the accumulator of wide heads or the shared memory of a small GPU is too small,
-    and in float32, which has no tensor cores.
+def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int, num_tokens: int) -> Tiling:
+    """On GPUs since Hopper, two programs on a multiprocessor, so that one computes a softmax while
+    the tensor cores multiply for the other: 128 queries each, so that each key that is read serves
+    many products, but 64 in steps with too few tiles of 128. On older GPUs, 128 queries and three
+    buffers of keys and values: with two, the copy of a step begins only when the step before has
+    been computed. Fewer if the accumulator of wide heads or the shared memory of a small GPU is too
+    small, and in float32, which has no tensor cores.
 
     Args:
         shared_bytes: the most shared memory of a program.
+        num_tokens: rows of the step.
     """
     is_widest = shape.block_dim > WIDE_DIM
     if itemsize == 4:
@@ -91,6 +98,11 @@ def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling
     is_wide, is_small = shape.block_dim > 128, shared_bytes < LARGE_SHARED_BYTES
     if is_widest:
         return Tiling(max(32, shape.block_shared), 32, num_warps=8, num_stages=2)
+    if not is_wide and shared_bytes >= TWICE_LARGE_BYTES:
+        if num_tokens * shape.block_shared * shape.num_kv_heads > LARGE_STEP_ROWS:
+            queries = max(128, shape.block_shared)
+            return Tiling(queries, 64, num_warps=8, num_stages=2, max_registers=128)
+        return Tiling(max(64, shape.block_shared), 64, num_warps=4, num_stages=3)
     if is_small:
         queries, keys, warps = (64, 16, 8) if is_wide else (64, 32, 4)
     else:
@@ -99,9 +111,9 @@ def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int) -> Tiling
 
 
 def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
-    """The query heads of one KV head, padded to the smallest product. In half precision there is
-    one buffer of keys and values, and four programs on a multiprocessor: while one computes, the
-    copies of the others are on their way."""
+    """The query heads of one KV head, padded to the smallest product. In half precision there are
+    four programs on a multiprocessor, of two warps each, which seldom wait for each other: while
+    one computes, the copies of the others are on their way."""
     queries = max(MIN_QUERIES, shape.block_shared)
     is_widest = shape.block_dim > WIDE_DIM
     if itemsize == 4:
@@ -111,9 +123,8 @@ def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
         return Tiling(queries, 16, num_warps=4, num_stages=2, programs_per_processor=2)
     if shape.block_dim > 128:
         return Tiling(queries, 32, num_warps=4, num_stages=3, programs_per_processor=2)
-    return Tiling(
-        queries, 64, num_warps=4, num_stages=2, programs_per_processor=4, max_registers=128
-    )
+    keys = 32 if shape.block_dim > 64 else 64
+    return Tiling(queries, keys, num_warps=2, num_stages=3, programs_per_processor=4)
 
 
 def joined_splits(shape: HeadShape) -> int:

@@ -23,10 +23,9 @@ from loraplex_services.worker.ops.launch import must_widen, num_programs, power_
 TILE_WORDS = kernels.TILE_WORDS.value
 
 
-def rows_of_tile(shape: HeadShape, q: Tensor) -> int:
-    """Token rows of a tile of `attend_contexts`."""
-    tiling = context_tiling(shape, q.itemsize, shared_bytes(q.device))
-    return tiling.block_queries // shape.block_shared
+def tiling_of_contexts(shape: HeadShape, q: Tensor) -> Tiling:
+    """For the contexts of a step with these queries."""
+    return context_tiling(shape, q.itemsize, shared_bytes(q.device), len(q))
 
 
 def context_tiles(
@@ -60,8 +59,8 @@ def attend_contexts(
     tiles: Tensor,
     tables: Tensor,
     shape: HeadShape,
+    tiling: Tiling,
     sinks: Tensor | None = None,
-    tiling: Tiling | None = None,
     *,
     is_full: bool = False,
 ) -> None:
@@ -72,15 +71,14 @@ def attend_contexts(
             mutated.
         planes: K and V of the layer in every block, each `[num_blocks, Hkv, T, D]`.
         tiles: int32 `[n, 5]`: sequence, first token row, end row, position of the first row, keys
-            of the sequence; of `rows_of_tile` rows each.
+            of the sequence; of `tiling.block_queries // shape.block_shared` rows each.
         tables: int32 `[sequences, blocks]`; the blocks of ids that no query sees are not read.
+        tiling: see `tiling_of_contexts`.
         sinks: float32 `[num_heads]`: a score in addition to those of the keys, without a value.
-        tiling: for experiments.
         is_full: a row sees all keys of its sequence, whatever the window.
     """
     if is_full:
         shape = dataclasses.replace(shape, window=None)
-    tiling = tiling or context_tiling(shape, q.itemsize, shared_bytes(q.device))
     kernels.attend_contexts[(shape.num_kv_heads, len(tiles))](
         q,
         *planes,
@@ -97,6 +95,7 @@ def attend_contexts(
         WIDEN=must_widen(q.dtype),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        maxnreg=tiling.max_registers,
     )
 
 

@@ -312,7 +312,7 @@ class TritonAttention(AttentionBackend):
     rotates = True
     captures_graphs = True
     captures_contexts = True
-    # Kernels depend on nothing but the model: a context and a generation launch them all.
+    # They launch all kernels but that of large steps, which the largest of the warm-up launches.
     warm_up_sizes = (2,)
 
     def forward(
@@ -375,10 +375,11 @@ class TritonAttention(AttentionBackend):
         *,
         is_full: bool,
     ) -> None:
-        tiles = metadata.context_tiles(kernels.rows_of_tile(self.shape, q))
+        tiling = kernels.tiling_of_contexts(self.shape, q)
+        tiles = metadata.context_tiles(tiling.block_queries // self.shape.block_shared)
         tables = metadata.tables[group]
         kernels.attend_contexts(
-            out, q, planes, tiles, tables, self.shape, self.sinks, is_full=is_full
+            out, q, planes, tiles, tables, self.shape, tiling, self.sinks, is_full=is_full
         )
 
     def _generations(

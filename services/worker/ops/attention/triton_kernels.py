@@ -129,20 +129,21 @@ def _attend_keys(
     BLOCK_DIM]`; returns them. A query that has seen no key yet may hold anything finite in `total`
     and `values`: the first key that it sees scales that by zero.
     """
-    dim = tl.arange(0, BLOCK_DIM)
-    step = tl.arange(0, BLOCK_KEYS)
+    dim, step = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_KEYS)
+    first = begin + step
+    # A step has whole blocks, so where its keys lie in theirs is the same in every step.
+    place = ((first % TOKENS) * HEAD_DIM)[:, None] + dim[None, :]
+    blocks_at = table + first // TOKENS
     # Block ids are read a step ahead, so that copies of keys and values need not wait for them.
-    next_block = tl.load(table + (begin + step) // TOKENS, mask=begin + step < end, other=0)
+    next_block = tl.load(blocks_at, mask=first < end, other=0)
     for at in tl.range(begin, end, BLOCK_KEYS):
         key = at + step
         is_key = key < end
-        block = next_block.to(tl.int64)
-        next_key = key + BLOCK_KEYS
-        next_block = tl.load(table + next_key // TOKENS, mask=next_key < end, other=0)
-        offset = (block * plane_stride + (key % TOKENS) * HEAD_DIM)[:, None] + dim[None, :]
+        offset = (next_block.to(tl.int64) * plane_stride)[:, None] + place
+        num_blocks = (at + BLOCK_KEYS - begin) // TOKENS
+        next_block = tl.load(blocks_at + num_blocks, mask=key + BLOCK_KEYS < end, other=0)
         if SEEN == ALL_KEYS and HEAD_DIM == BLOCK_DIM:
-            k = tl.load(k_head + offset)
-            v = tl.load(v_head + offset)
+            k, v = tl.load(k_head + offset), tl.load(v_head + offset)
         else:
             mask = (dim < HEAD_DIM)[None, :]
             if SEEN == CAUSAL_KEYS and HAS_WINDOW:
@@ -173,8 +174,7 @@ def _attend_keys(
         weights = tl.exp2(scores * factor - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
-        values = values * shrink[:, None]
-        values = tl.dot(weights.to(v.dtype), v, values, input_precision="ieee")
+        values = tl.dot(weights.to(v.dtype), v, values * shrink[:, None], input_precision="ieee")
         top = new_top
     return top, total, values
 
@@ -285,27 +285,35 @@ def _join(
     """Store the softmax over all items of a row for the heads that share a KV head, in order of
     keys, JOINED_SPLITS at a time, and reset the counter of the row. Other programs have just
     written the items, so loads bypass L1."""
-    split, shared = tl.arange(0, JOINED_SPLITS), tl.arange(0, BLOCK_SHARED)
-    dim = tl.arange(0, BLOCK_DIM)
+    shared, dim = tl.arange(0, BLOCK_SHARED), tl.arange(0, BLOCK_DIM)
     is_head, is_dim = shared < NUM_SHARED, dim < HEAD_DIM
     head = kv_head * NUM_SHARED + shared
     top = tl.full((BLOCK_SHARED,), NO_SCORE, tl.float32)
     total = tl.zeros((BLOCK_SHARED,), tl.float32)
     values = tl.zeros((BLOCK_SHARED, BLOCK_DIM), tl.float32)
     for begin in range(0, num_splits, JOINED_SPLITS):
-        is_line = (begin + split < num_splits)[:, None] & is_head[None, :]
-        line = (first + begin + split).to(tl.int64)[:, None] * num_heads + head[None, :]
-        stats = partial_stats + line * 2
-        tops = tl.load(stats, mask=is_line, other=NO_SCORE, cache_modifier=".cg")
-        totals = tl.load(stats + 1, mask=is_line, other=0.0, cache_modifier=".cg")
-        part_at = partial + line[:, :, None] * BLOCK_DIM + dim[None, None, :]
-        part_mask = is_line[:, :, None] & is_dim[None, None, :]
-        parts = tl.load(part_at, mask=part_mask, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(tops, axis=0))
-        weights = tl.exp2(tops - new_top[None, :])
+        new_top = top
+        for i in tl.static_range(JOINED_SPLITS):
+            mask = is_head & (begin + i < num_splits)
+            line = (first + begin + i).to(tl.int64) * num_heads + head
+            at = partial_stats + line * 2
+            part_top = tl.load(at, mask=mask, other=NO_SCORE, cache_modifier=".cg")
+            new_top = tl.maximum(new_top, part_top)
         shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights * totals, axis=0)
-        values = values * shrink[:, None] + tl.sum(weights[:, :, None] * parts, axis=0)
+        total, values = total * shrink, values * shrink[:, None]
+        for i in tl.static_range(JOINED_SPLITS):
+            mask = is_head & (begin + i < num_splits)
+            line = (first + begin + i).to(tl.int64) * num_heads + head
+            at = partial_stats + line * 2
+            part_top = tl.load(at, mask=mask, other=NO_SCORE, cache_modifier=".cg")
+            part_total = tl.load(at + 1, mask=mask, other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                partial + line[:, None] * BLOCK_DIM + dim[None, :],
+                mask=mask[:, None] & is_dim[None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            weight = tl.exp2(part_top - new_top)
+            total += weight * part_total
+            values += weight[:, None] * part
         top = new_top
     average = values / tl.where(is_head, total, 1.0)[:, None]
     offset = (head * HEAD_DIM)[:, None] + dim[None, :]

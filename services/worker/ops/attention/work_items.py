@@ -17,7 +17,11 @@ from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.launch import num_programs
 
 LARGEST_SPLIT = 1536
-"""Keys of an item at most where rows alone give every multiprocessor enough to do."""
+"""Keys of a row that is not cut where rows alone give every multiprocessor enough to do."""
+LONG_SPLIT = 1024
+"""Keys of an item at most of a row that is cut: they fill the gaps beside rows that are not."""
+FEW_SPLITS = 32
+"""Items of a row of up to 32,768 keys, at most: joining more takes longer than they save."""
 PROGRAMS_PER_PROCESSOR = 3
 """Pairs of item and KV head that a multiprocessor needs to read memory at full speed."""
 MIN_STEPS = 2
@@ -32,6 +36,8 @@ KEY_STEP = 64
 ITEM_WORDS = item_kernel.ITEM_WORDS.value
 LIST_CONSTANTS = {
     "KEY_STEP": KEY_STEP,
+    "LONG_SPLIT": LONG_SPLIT,
+    "FEW_SPLITS": FEW_SPLITS,
     "BLOCK_ROWS": 256,
     "BLOCK_SPLITS": MAX_SPLITS,
 }
@@ -39,7 +45,8 @@ LIST_CONSTANTS = {
 
 
 def split_limit(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
-    """Keys of an item at most, in a step of `num_rows` generations: the fewer rows, the smaller.
+    """Keys of a row that is not cut, in a step of `num_rows` generations: the fewer rows, the
+    smaller.
 
     It depends on the number of rows only, so captured steps know it.
     """
@@ -53,7 +60,10 @@ def split_limit(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
 
 def max_splits(max_keys: int, limit: int) -> int:
     """Items of a row that sees up to `max_keys` keys, at most."""
-    return min(max(-(-max_keys // limit), 1), MAX_SPLITS)
+    if max_keys <= limit:
+        return 1
+    num_keys = min(max(limit, -(-max_keys // FEW_SPLITS)), LONG_SPLIT)
+    return min(-(-max_keys // num_keys), MAX_SPLITS)
 
 
 def list_items(
@@ -74,7 +84,7 @@ def list_items(
         sequences: int32, for each generation the row of its block table.
         rows: token rows [begin, end) of the generations, not empty.
         window: of the layers that use the items.
-        limit: keys of an item, at most: see `split_limit`.
+        limit: keys of a row that is not cut: see `split_limit`.
     """
     begin, end = rows
     item_kernel.list_items[(end - begin,)](

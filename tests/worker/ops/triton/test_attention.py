@@ -171,6 +171,12 @@ def test_a_chunk_after_a_long_prefix_equals_dense_attention(window, device):
     check_step(shape, torch.float16, device, [(900, 90), (1999, 2)])
 
 
+@pytest.mark.skipif(INTERPRETING, reason="takes minutes under the interpreter")
+def test_large_steps_equal_dense_attention(device):
+    shape = HeadShape(32, 8, 128, 128**-0.5, None, None)
+    check_step(shape, torch.bfloat16, device, [(0, 1100), (70, 900), (400, 1)])
+
+
 def test_scores_that_float32_cannot_exponentiate_are_attended(device):
     for softcap in (None, 50.0):
         shape = HeadShape(2, 1, 16, 40.0, softcap, None)
@@ -209,8 +215,17 @@ def test_items_cover_all_keys_and_keep_their_limit_while_there_are_few(limit):
         assert ranges[-1][1] == num_keys
         assert all(begin < end for begin, end in ranges)
         assert len(ranges) <= work_items.max_splits(num_keys, limit) <= work_items.MAX_SPLITS
-        if num_keys <= limit * work_items.MAX_SPLITS:
-            assert max(end - begin for begin, end in ranges) <= limit
+        longest = max(end - begin for begin, end in ranges)
+        assert longest <= max(limit, -(-num_keys // work_items.FEW_SPLITS) + 63)
+        if num_keys <= work_items.LONG_SPLIT * work_items.MAX_SPLITS:
+            assert longest <= max(limit, work_items.LONG_SPLIT)
+
+
+def test_a_row_has_no_more_items_than_one_that_sees_more_keys():
+    """Captured steps have room for the items of rows of the most keys."""
+    for limit in (128, 192, 704, 1536):
+        counts = [work_items.max_splits(num_keys, limit) for num_keys in range(1, 140_000, 7)]
+        assert counts == sorted(counts)
 
 
 def test_small_batches_are_cut_into_smaller_items(monkeypatch):

@@ -223,10 +223,22 @@ def test_float32_equals_plain_torch(name, dtype, quantization, folders, device):
 def test_half_precision_loses_no_more_than_plain_torch_does(
     name, dtype, quantization, folders, device
 ):
+    check_half_precision(name, dtype, "triton", quantization, folders, device)
+
+
+@on_gpu
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_flashinfer_loses_no_more_than_plain_torch_does(folders, device):
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    check_half_precision("llama-3-8b", "bfloat16", "flashinfer", "none", folders, device)
+
+
+def check_half_precision(name, dtype, attention_backend, quantization, folders, device):
     exact = all_steps(name, folders, device, "float32", "vanilla", quantization)
     plain, ours = (
         errors(all_steps(name, folders, device, dtype, backend, quantization), exact)
-        for backend in ("vanilla", "triton")
+        for backend in ("vanilla", attention_backend)
     )
     means = {request: rows.mean(1) for request, rows in plain.items()}
     limit = torch.cat(list(means.values())).mean() * MAX_ROW_RATIO
