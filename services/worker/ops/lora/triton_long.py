@@ -24,7 +24,9 @@ from loraplex_services.worker.ops.lora.triton_lists import (
 )
 
 LONG_WORDS = tl.constexpr(8)
+"""Of a tile."""
 PLAIN_GROUPS = tl.constexpr(16)
+"""Groups of an adapter in a part, at most, whose rank rows are counted without gaps."""
 
 
 @triton.jit
