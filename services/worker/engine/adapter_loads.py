@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 MAX_WAIT_SHARE = 0.5
 """Longest wait of a step for loads, as a share of the step's duration."""
-OVERLAPPED_WAIT_SHARE = 0.3
-"""The same where the step before runs in the meantime: the rest of it is left to the launch."""
 MAX_IDLE_WAIT_S = 0.02
 """Longest wait in seconds if nothing else is to be computed: commands may arrive in the
 meantime."""
@@ -138,7 +136,7 @@ class AdapterLoads:
             return False
         patience_s = MAX_IDLE_WAIT_S
         if num_rows and self._runner.overlaps:
-            patience_s = OVERLAPPED_WAIT_SHARE * step_s
+            patience_s = MAX_WAIT_SHARE * step_s
         else:
             if num_rows:
                 patience_s = min(num_wanted / num_rows, MAX_WAIT_SHARE) * step_s
