@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.verdict [--device cpu] [--out DIR] JUNIT.xml...
 
-For each test file: how many tests passed, failed and were skipped. Failures are listed with the
-first line of their message, and skipped tests with their reason.
+For each test file: how many tests passed, failed and were skipped. After an error of the device,
+all further tests of a process fail, whatever they test: `device_error` counts them apart. Failures
+are listed with the first line of their message, and skipped tests with their reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from benchmarks.gpu.common import RESULTS, print_table, write_results
 
-OUTCOMES = ("passed", "failed", "skipped")
+OUTCOMES = ("passed", "failed", "device_error", "skipped")
 
 
 def main() -> int:
@@ -31,12 +32,13 @@ def main() -> int:
     facts = summary([case for file in args.files for case in cases_of(file)])
     print_table(facts["files"])
     print(write_results("tests", torch.device(args.device), facts, args.out))
-    return len(facts["failures"])
+    return int(facts["failed"] + facts["device_error"])
 
 
 def cases_of(file: Path) -> list[ElementTree.Element]:
     """The tests in a file of pytest's."""
-    return list(ElementTree.parse(file).getroot().iter("testcase"))
+    cases = ElementTree.parse(file).getroot().iter("testcase")
+    return [case for case in cases if case.get("classname")]  # others were interrupted
 
 
 def summary(cases: list[ElementTree.Element]) -> dict[str, Any]:
@@ -60,7 +62,10 @@ def outcome_of(case: ElementTree.Element) -> tuple[str, str]:
     """One of OUTCOMES, and the first line of the message."""
     for tag, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
         if (found := case.find(tag)) is not None:
-            return outcome, found.get("message", "").partition("\n")[0][:300]
+            message, text = found.get("message", ""), found.text or ""
+            if outcome == "failed" and "CUDA error" in message + text:
+                outcome = "device_error"
+            return outcome, message.partition("\n")[0][:300]
     return "passed", ""
 
 

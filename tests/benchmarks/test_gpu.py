@@ -74,14 +74,15 @@ def test_results_of_tests_are_counted_by_file(tmp_path):
         '<testsuites><testsuite><testcase classname="tests.a.test_b" name="good" />'
         '<testcase classname="tests.a.test_b" name="bad"><failure message="why&#10;where" />'
         '</testcase><testcase classname="tests.a.test_c" name="no"><error message="set-up" />'
+        '</testcase><testcase classname="tests.a.test_c" name="lost">'
+        '<failure message="CUDA error" />'
         '</testcase><testcase classname="tests.a.test_c" name="not"><skipped message="no wheel" />'
         "</testcase></testsuite></testsuites>"
     )
     found = verdict.summary(verdict.cases_of(file))
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
-    assert found["files"][0] == {
-        "file": "tests/a/test_b.py", "passed": 1, "failed": 1, "skipped": 0
-    }  # fmt: skip
+    assert [found[outcome] for outcome in verdict.OUTCOMES] == [1, 2, 1, 1]
+    assert found["files"][0]["file"] == "tests/a/test_b.py"
+    assert [found["files"][0][outcome] for outcome in verdict.OUTCOMES] == [1, 1, 0, 0]
     assert [row["message"] for row in found["failures"]] == ["why", "set-up"]
     assert found["reasons"] == {"no wheel": 1}
 
