@@ -9,7 +9,8 @@
 # with four tokens a row as speculation verifies them.
 # Part 3: sampling, mixtures of experts and attention alone; quantised bases; the demo, if the libraries of the
 # servers are installed; some of the parity suite.
-# `parity` runs the parity suite and writes its table; it needs half an hour on 16 cores.
+# `parity` runs the parity suite and writes its table, compares rows alone and among others, and times a
+# whole stack; it needs half an hour on 16 cores.
 # Results go to OUT_DIR, else to the folder that the environment names with OUT, else to
 # benchmarks/results.
 #
@@ -125,6 +126,9 @@ parity)
     [ "$KERNELS" ] && device=cpu
     KERNELS=""
     tests 3600 tests/worker/parity $BY_BASE -m "not long" --device $device
+    step 60 "$PYTHON" -m benchmarks.gpu.verdict --device $device --out "$OUT" "$OUT/tests-parity.xml"
+    gpu 600 row_bits ""
+    has grpc_health && has starlette && gpu 200 gpu_stack ""
     step 3600 "$PYTHON" -m tests.worker.parity.write_table --device $device --out "$OUT/parity.md" \
         $([ $device = cpu ] && echo llama)
     ;;
