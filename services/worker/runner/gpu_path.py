@@ -182,13 +182,16 @@ class GpuPath:
         """Hidden states of a step; `before` = outputs of the step before."""
         return graph.replay(step, before, self._pending_copies_of(step.runs))
 
-    def lora_batch(self, runs: tuple[RowRun, ...], num_rows: int | None = None) -> LoraBatch:
-        """The adapters of a step; without `num_rows`, for its head alone."""
+    def lora_batch(
+        self, runs: tuple[RowRun, ...], num_rows: int | None = None, is_decode: bool = False
+    ) -> LoraBatch:
+        """The adapters of a step; without `num_rows`, for its head alone. As in graphs, steps that
+        only decode have no long runs."""
         pending_copies = tuple(self._pending_copies_of(runs))
         lora = LoraBatch(runs, self._table, tables=self.lora.tables, pending_copies=pending_copies)
         if num_rows is None or not runs:
             return lora
-        short, long = divided(runs)
+        short, long = (runs, ()) if is_decode else divided(runs)
         return replace(
             lora,
             sites=self.lora.sites_of(runs),

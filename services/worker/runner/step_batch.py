@@ -86,7 +86,7 @@ class BatchMaker:
             input_ids=buffer.input_ids[:num_tokens],
             positions=positions,
             attention=self._attention(step, positions, buffer.device_inputs(step)),
-            lora=gpu.lora_batch(step.runs, num_tokens),
+            lora=gpu.lora_batch(step.runs, num_tokens, step.is_decode),
             rope_rows=None if step.rope_rows is None else buffer.rope_rows[:num_tokens],
             states=self._states(step.plan),
         )
