@@ -12,7 +12,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
-import logging
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -109,7 +108,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         known = {
             "triton": triton,
             "tl": tl,
-            "init_logger": logging.getLogger,
+            "init_logger": Nothing(),
             "direct_register_custom_op": _not_registered,
             "cached_triton_kernel": _as_is,
             "get_device_name": _device_name,
