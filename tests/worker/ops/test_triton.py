@@ -100,8 +100,10 @@ def test_float32_kernels_use_no_tf32(compiled):
 
 
 def test_no_kernel_spills_more_than_six_words_unless_its_registers_are_limited(compiled):
-    """Those of long runs are, and are tuned for sm_90."""
+    """Those of long runs and of large steps are, and are tuned for sm_90."""
     limited = (
+        "attention.contexts-large.bf16",
+        "attention.contexts-large.fp16",
         "attention.generations.bf16",
         "attention.generations.fp16",
         "linear.fp8-256x128.bf16",
@@ -126,9 +128,10 @@ def test_shared_memory_suffices_for_two_programs_on_a_multiprocessor(compiled):
 
 
 def test_shared_memory_of_every_kernel_fits_the_gpus_that_it_is_for(compiled):
-    kinds = ("", "-windowed", "-full", "-full-windowed")
-    contexts = tuple(f"attention.contexts{kind}." for kind in kinds)
-    large = [row for row in compiled if row["name"].startswith(contexts)]
+    contexts, small = "attention.contexts", "attention.contexts-small"
+    names = [row["name"] for row in compiled]
+    tiles = {name for name in names if name.startswith(contexts) and not name.startswith(small)}
+    large = [row for row in compiled if row["name"] in tiles]
     products = [row for row in compiled if row["name"].startswith(LARGE_PRODUCTS)]
     others = [row for row in compiled if row not in large and row not in products]
     assert [row["name"] for row in products if row["shared"] > 227 * 1024] == []
@@ -137,10 +140,10 @@ def test_shared_memory_of_every_kernel_fits_the_gpus_that_it_is_for(compiled):
 
 
 def test_four_programs_of_generations_fit_a_multiprocessor_of_a_data_centre_gpu(compiled):
-    """Each has one buffer of keys and values: the copies of the others hide its latency."""
+    """Each has two warps, and two buffers of keys and values."""
     rows = [row for row in compiled if row["name"] == "attention.generations.bf16"]
     assert {row["target"] for row in rows} == {80, 90, 100}
-    assert all(4 * 128 * row["registers"] <= 65536 for row in rows)
+    assert all(4 * 64 * row["registers"] <= 65536 for row in rows)
     assert all(4 * (row["shared"] + 1024) <= 227 * 1024 for row in rows if row["target"] >= 90)
 
 
