@@ -41,7 +41,7 @@ GRAPH_GROUPS_OF_A_PART = 2
 """Groups of an adapter for which the first launch of captured steps is divided."""
 MAX_REGISTERS = 128
 """Of each thread, so that a multiprocessor has four programs."""
-MAX_SPAN_BLOCKS = 8
+MAX_SPAN_BLOCKS = 4
 """Blocks of outputs that a program of the second launch computes one after another, at most."""
 GRAPH_BLOCKS = 128
 """Blocks that the tiles of a step may have in a part so that a captured graph can hold them: those

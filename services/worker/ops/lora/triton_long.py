@@ -185,35 +185,29 @@ def expand_long(
         h_tile = h + block * (NUM_PARTS * BLOCK_ROWS * H_RANKS)
         first, last = number * span, tl.minimum(number * span + span, end - begin)
         # Most adapters need no inner loop, without which loads are pipelined.
-        if (num_groups == 1) & (num_vectors == 0):
+        sizes, _ = _group_sizes(groups, num_groups)
+        num_ranks = tl.sum(sizes, axis=0)
+        is_plain = (num_groups <= PLAIN_GROUPS) & (num_vectors == 0)
+        if (num_ranks == 0) & (num_vectors == 0):
+            pass
+        elif is_plain & (num_ranks <= 16):
             _expand_span(
-                y, arena, vector_arena, h_tile, before, groups, num_groups, vectors, num_vectors,
-                coef, first, last, begin, row_begin, row_end, y_stride, BLOCK_ROWS, BLOCK_OUTPUTS,
-                16, H_RANKS, True, False, HAS_CUTS, INT8, WIDEN, ALIGN, STAGES,
+                y, arena, vector_arena, h_tile, before, groups, num_groups, vectors,
+                num_vectors, coef, first, last, begin, row_begin, row_end, y_stride,
+                BLOCK_ROWS, BLOCK_OUTPUTS, 16, H_RANKS, True, HAS_CUTS, INT8, WIDEN, ALIGN, STAGES,
             )  # fmt: skip
-        elif (num_groups > 0) & (num_groups <= 4) & (num_vectors == 0):
+        elif is_plain & (num_ranks <= 64):
             _expand_span(
-                y, arena, vector_arena, h_tile, before, groups, num_groups, vectors, num_vectors,
-                coef, first, last, begin, row_begin, row_end, y_stride, BLOCK_ROWS, BLOCK_OUTPUTS,
-                64, H_RANKS, True, False, HAS_CUTS, INT8, WIDEN, ALIGN, 2,
+                y, arena, vector_arena, h_tile, before, groups, num_groups, vectors,
+                num_vectors, coef, first, last, begin, row_begin, row_end, y_stride,
+                BLOCK_ROWS, BLOCK_OUTPUTS, 64, H_RANKS, True, HAS_CUTS, INT8, WIDEN, ALIGN, 2,
             )  # fmt: skip
-        elif num_groups + num_vectors > 0:
-            sizes, _ = _group_sizes(groups, num_groups)
-            is_plain = (num_groups <= PLAIN_GROUPS) & (num_vectors == 0)
-            if is_plain & (tl.sum(sizes, axis=0) <= 64):
-                _expand_span(
-                    y, arena, vector_arena, h_tile, before, groups, num_groups, vectors,
-                    num_vectors, coef, first, last, begin, row_begin, row_end, y_stride,
-                    BLOCK_ROWS, BLOCK_OUTPUTS, 64, H_RANKS, True, True, HAS_CUTS, INT8, WIDEN,
-                    ALIGN, 2,
-                )  # fmt: skip
-            else:
-                _expand_span(
-                    y, arena, vector_arena, h_tile, before, groups, num_groups, vectors,
-                    num_vectors, coef, first, last, begin, row_begin, row_end, y_stride,
-                    BLOCK_ROWS, BLOCK_OUTPUTS, 16, H_RANKS, False, False, HAS_CUTS, INT8, WIDEN,
-                    ALIGN, 1,
-                )  # fmt: skip
+        else:
+            _expand_span(
+                y, arena, vector_arena, h_tile, before, groups, num_groups, vectors,
+                num_vectors, coef, first, last, begin, row_begin, row_end, y_stride,
+                BLOCK_ROWS, BLOCK_OUTPUTS, 16, H_RANKS, False, HAS_CUTS, INT8, WIDEN, ALIGN, 1,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -221,18 +215,17 @@ def _expand_span(
     y, arena, vector_arena, h, before, groups, num_groups, vectors, num_vectors, coef, first, last,
     begin, row_begin, row_end, y_stride,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
-    H_RANKS: tl.constexpr, IS_PLAIN: tl.constexpr, IS_PACKED: tl.constexpr,
-    HAS_CUTS: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
-    STAGES: tl.constexpr,
+    H_RANKS: tl.constexpr, IS_PLAIN: tl.constexpr, HAS_CUTS: tl.constexpr, INT8: tl.constexpr,
+    WIDEN: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Outputs [first, last) of a part for the rows of a tile. IS_PLAIN: the adapter has at most
-    BLOCK_RANKS lanes and no vectors."""
+    BLOCK_RANKS rank rows and no vectors."""
     row = tl.arange(0, BLOCK_ROWS)
     first, last = aligned(first, ALIGN), aligned(last, ALIGN)
     y_rows = y + (row_begin.to(tl.int64) * y_stride + aligned(begin, ALIGN))
     y_rows += row[:, None] * y_stride
     b_rows, cut, is_rank, high, low = _load_ranks(
-        h, before, groups, 0, num_groups, BLOCK_ROWS, BLOCK_RANKS, H_RANKS, IS_PACKED,
+        h, before, groups, 0, num_groups, BLOCK_ROWS, BLOCK_RANKS, H_RANKS, IS_PLAIN,
         y.dtype.element_ty, HAS_CUTS, ALIGN,
     )  # fmt: skip
     for at in tl.range(first, last, BLOCK_OUTPUTS, num_stages=STAGES):
@@ -244,8 +237,8 @@ def _expand_span(
         if not IS_PLAIN:
             for rank in range(BLOCK_RANKS, num_groups * GROUP_ROWS, BLOCK_RANKS):
                 more_b_rows, more_cut, is_more, more_high, more_low = _load_ranks(
-                    h, before, groups, rank, num_groups, BLOCK_ROWS, BLOCK_RANKS, H_RANKS,
-                    IS_PACKED, y.dtype.element_ty, HAS_CUTS, ALIGN,
+                    h, before, groups, rank, num_groups, BLOCK_ROWS, BLOCK_RANKS, H_RANKS, IS_PLAIN,
+                    y.dtype.element_ty, HAS_CUTS, ALIGN,
                 )  # fmt: skip
                 b = _load_columns(arena, more_b_rows, more_cut, is_more, column, last, HAS_CUTS)
                 total = _add_rows(total, more_high, more_low, b, INT8, WIDEN)
@@ -259,14 +252,14 @@ def _expand_span(
 def _load_ranks(
     h, before, groups, rank, num_groups,
     BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, H_RANKS: tl.constexpr,
-    IS_PACKED: tl.constexpr, DTYPE: tl.constexpr, HAS_CUTS: tl.constexpr, ALIGN: tl.constexpr,
+    IS_PLAIN: tl.constexpr, DTYPE: tl.constexpr, HAS_CUTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Where rows of B begin from rank row `rank` of a part on, the outputs that they have, which
     of them there are, and their intermediate. In half precision, it is two numbers whose sum is
     the intermediate, so that it is not rounded to one. Groups follow each other without gaps where
-    IS_PACKED, else each has 16 lanes."""
+    IS_PLAIN, else each has 16 rows."""
     k = rank + tl.arange(0, BLOCK_RANKS)
-    if IS_PACKED:
+    if IS_PLAIN:
         sizes, ends = _group_sizes(groups, num_groups)
         is_before = k[:, None] >= ends[None, :]
         group = tl.sum(is_before.to(tl.int32), axis=1)
