@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,23 @@ BASELINE = "none"
 
 
 def main() -> int:
-    """Measure, print, write; returns how many settings failed."""
+    """Measure, print, write after every step; returns how many settings failed."""
     args = parse_args()
     shape, device = SHAPES[args.shape], torch.device(args.device)
     rows: list[dict[str, Any]] = []
     errors: list[str] = []
     base: dict[str, dict[str, float]] = {}
+    found = {"shape": shape.name, "context": args.context, "errors": errors, "rows": rows}
     for scheme in (BASELINE, *args.schemes.split(",")):
         with tempfile.TemporaryDirectory() as scratch, setting(scheme, errors):
-            measure_scheme(shape, Path(scratch), scheme, base, rows, errors, args)
+            for row in measure_scheme(shape, Path(scratch), scheme, base, errors, args):
+                print(row, flush=True)
+                rows.append(row)
+                common.write_results(f"quantised_{shape.name}", device, found, args.out)
         gc.unfreeze()  # a runner freezes what it is made of
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        found = {"shape": shape.name, "context": args.context, "errors": errors, "rows": rows}
         path = common.write_results(f"quantised_{shape.name}", device, found, args.out)
     common.print_table(rows)
     print(f"wrote {path}")
@@ -59,11 +63,10 @@ def measure_scheme(
     scratch: Path,
     scheme: str,
     base: dict[str, dict[str, float]],
-    rows: list[dict[str, Any]],
     errors: list[str],
     args: argparse.Namespace,
-) -> None:
-    """Time all steps over one base. Mutates: base, which the baseline fills, rows and errors."""
+) -> Iterator[dict[str, Any]]:
+    """The times of all steps over one base. Mutates: base, which the baseline fills, and errors."""
     decodes, prompts = (
         (TINY_DECODES, TINY_PROMPTS) if args.tiny else (DECODES, PROMPTS[: args.prompts])
     )
@@ -83,6 +86,7 @@ def measure_scheme(
     ]
     plans += [(f"prompt {num_tokens}", 0, num_tokens) for num_tokens in prompts]
     for name, num_adapters, what in plans:
+        times: dict[str, float] = {}
         with setting(f"{scheme}: {name}", errors):
             bench.clear()
             bench.load([RANK] * num_adapters, ALL_SEVEN)
@@ -90,13 +94,12 @@ def measure_scheme(
                 times = decode_times(bench, bench.decode_plan(spread(*what), args.context), args)
             else:
                 times = {"step_ms": prompt_ms(bench, what, args)}
-            if scheme == BASELINE:
-                base[name] = times
-            row = {"scheme": scheme, "step": name, **times}
-            for kind, ms in base.get(name, {}).items():
-                row[f"faster_{kind}"] = ms / times[kind]
-            print(row, flush=True)
-            rows.append(row)
+        if not times:
+            continue
+        if scheme == BASELINE:
+            base[name] = times
+        faster = {f"faster_{kind}": ms / times[kind] for kind, ms in base.get(name, {}).items()}
+        yield {"scheme": scheme, "step": name, **times, **faster}
 
 
 def decode_times(bench: BenchRunner, plan: StepPlan, args: argparse.Namespace) -> dict[str, float]:
