@@ -3,7 +3,7 @@
     python -m benchmarks run serving.queue_owner --work-dir DIR [--rounds 2] [--per-s RATE]
 
 `loraplex up` serves the 22M geometry of `serving.many_adapters` with two workers, and a second
-gateway is started beside the first. Four tenants send requests for 64 adapters, none of which is on
+gateway is started as well. Four tenants send requests for 64 adapters, none of which is on
 a device at first and a third of which fit there; one of them sends ten times as many as each other.
 Together they ask for twice the capacity (Poisson), which is measured first, by clients that ask
 again as soon as they are answered. Every request has a deadline for its whole answer.

@@ -19,7 +19,7 @@ from loraplex_services.worker.ops.launch import num_programs
 LARGEST_SPLIT = 1536
 """Keys of a row that is not cut where rows alone give every multiprocessor enough to do."""
 LONG_SPLIT = 1024
-"""Keys of an item at most of a row that is cut: they fill the gaps beside rows that are not."""
+"""Keys of an item at most of a row that is cut: they fill the gaps that other rows leave."""
 FEW_SPLITS = 32
 """Items of a row of up to 32,768 keys, at most: joining more takes longer than they save."""
 PROGRAMS_PER_PROCESSOR = 3
