@@ -49,8 +49,6 @@ BASE_ID = "base"
 NUM_UPLOADS = 8
 NUM_READERS = 4
 NUM_DECODING = 8
-HEADER_BYTES = 64 << 10
-"""Of a safetensors file, more than its header has."""
 LEAD_S = 0.1
 """Readers need some time to get a job."""
 LONG_TOKENS, WARM_S = 3000, 1.0
