@@ -69,9 +69,9 @@ def _margin(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= 1:
+    if not 0 < value < 1:
         raise argparse.ArgumentTypeError(
-            f"expected a number above 0 and at most 1, such as 0.01, got {text!r}"
+            f"expected a number above 0 and below 1, such as 0.01, got {text!r}"
         )
     return value
 
@@ -107,8 +107,8 @@ async def compare(args: argparse.Namespace) -> None:
         is_accepted = test.outcome is Outcome.ACCEPTED
         found = (
             f"v{candidate.version} {test.outcome} against v{served.version}: mean difference "
-            f"{test.mean:+.4f} (+-{test.radius:.4f}) over {test.num_pairs} requests, margin "
-            f"{test.margin:g}"
+            f"{test.mean:+.4f} (standard error {test.standard_error:.4f}) over {test.num_pairs} "
+            f"requests, margin {test.margin:g}"
         )
         tag = await registry.set_tag(
             args.name,
@@ -128,7 +128,7 @@ async def compare(args: argparse.Namespace) -> None:
         "tag": tag.tag,
         "decision": test.outcome.value,
         "mean": test.mean,
-        "radius": test.radius,
+        "standard_error": test.standard_error,
         "pairs": test.num_pairs,
     }
     text = f"{tag.tenant}/{tag.name}:{tag.tag} -> v{candidate.version} ({found})"
@@ -191,7 +191,7 @@ async def _run(
             num_failed = 0
             if test.num_pairs % SHOWN_EVERY == 0 and sys.stderr.isatty():
                 shown = f"{test.num_pairs} requests, mean difference {test.mean:+.4f}"
-                print(f"{shown} +-{test.radius:.4f}", file=sys.stderr)
+                print(f"{shown} (standard error {test.standard_error:.4f})", file=sys.stderr)
             is_decided = test.outcome is not Outcome.UNDECIDED
             if is_decided or test.num_pairs >= max_pairs:
                 return

@@ -1,25 +1,27 @@
 """A sequential test of paired differences, which may be looked at after every pair.
 
-A confidence sequence bounds the mean of all differences after any number of pairs, so that a
-decision may fall as soon as the evidence suffices. The bound is the one-sided normal mixture of
-Howard, Ramdas, McAuliffe and Sekhon (2021), "Time-uniform, nonparametric, nonasymptotic confidence
-sequences", with the sample variance in place of a known one (Waudby-Smith, Arbour, Sinha, Kennedy
-and Ramdas, 2024).
+It bets. A stake of 1 is bet on differences above the margin: it grows where differences are higher
+and shrinks where they are lower. If their mean is no higher than the margin, the stake ever reaches
+1 / LEVEL with a probability of at most LEVEL (Ville's inequality), whatever the distribution of
+differences from -1 to 1. A second stake is bet the other way.
+
+Sources: Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting, 2024.
+For dividing a stake among several bets: Cover, Universal portfolios, 1991.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MIN_PAIRS = 50
-"""Pairs before the first decision."""
+"""Pairs before the first decision: the first requests often come from one caller, and are alike."""
 LEVEL = 0.01
-"""Probability of a wrong decision over all looks, as far as the sample variance is that of all
-pairs. At the margin itself, simulated rare losses of 1 were accepted in 2% of the trials."""
-_TUNED_FOR = 400
-"""Number of pairs at which the bound is tightest."""
+"""Probability of a wrong decision over all looks."""
+BETS = (0.2, 0.4, 0.6, 0.8, 0.99)
+"""Parts of a stake that are lost if the largest difference goes against the bet. A fifth of the
+stake follows each: the best one depends on how many answers differ at all."""
 
 
 class Outcome(enum.StrEnum):
@@ -31,43 +33,54 @@ class Outcome(enum.StrEnum):
     UNDECIDED = "undecided"
 
 
+def _stakes() -> list[float]:
+    return [1 / len(BETS)] * len(BETS)
+
+
 @dataclass(slots=True)
 class PairedTest:
-    """Decides whether the mean of differences lies above or below `-margin`."""
+    """Decides whether the mean of differences lies above or below `-margin`.
+
+    A difference counts as at most 1 either way, and as -1 if it is not a number.
+    """
 
     margin: float
-    """How much worse the candidate may be."""
+    """How much worse the candidate may be, below 1."""
     num_pairs: int = 0
     mean: float = 0.0
-    _squares: float = 2.0
-    """Sum of squared deviations from the mean, by Welford's algorithm. It begins with that of two
-    more pairs, of differences 1 and -1: while no pair differs, rare large differences may just not
-    have occurred yet."""
+    _squares: float = 0.0
+    """Sum of squared deviations from the mean, by Welford's algorithm."""
+    _for: list[float] = field(default_factory=_stakes)
+    """What is left of the stakes that were bet on the candidate, in the order of `BETS`."""
+    _against: list[float] = field(default_factory=_stakes)
 
     def add(self, difference: float) -> None:
-        """One more pair: the candidate's score less the other's. Mutates: all counts."""
+        """One more pair: the candidate's score less the other's. Mutates: everything but margin."""
+        # In this order of arguments, NaN becomes -1.
+        counted = max(-1.0, min(difference, 1.0))
         self.num_pairs += 1
-        delta = difference - self.mean
+        delta = counted - self.mean
         self.mean += delta / self.num_pairs
-        self._squares += delta * (difference - self.mean)
+        self._squares += delta * (counted - self.mean)
+        gain = counted + self.margin
+        for index, bet in enumerate(BETS):
+            self._for[index] *= 1 + bet * gain / (1 - self.margin)
+            self._against[index] *= 1 - bet * gain / (1 + self.margin)
 
     @property
-    def radius(self) -> float:
-        """Distance from the mean within which the true mean lies on one side, with probability
-        1 - LEVEL for all numbers of pairs at once; infinite at the beginning."""
-        if self.num_pairs < MIN_PAIRS:
+    def standard_error(self) -> float:
+        """That of the mean, as a description: decisions do not depend on it. Infinite at first."""
+        if self.num_pairs < 2:
             return math.inf
-        odds = 1 / (2 * LEVEL)
-        rho = _TUNED_FOR / (2 * math.log(odds) + math.log(1 + 2 * math.log(odds)))
-        spread = self.num_pairs + rho
-        bound = math.sqrt(2 * spread * math.log(odds * math.sqrt(spread / rho) + 1))
-        return bound * math.sqrt(self._squares / (self.num_pairs + 2)) / self.num_pairs
+        return math.sqrt(self._squares / (self.num_pairs - 1) / self.num_pairs)
 
     @property
     def outcome(self) -> Outcome:
         """What the pairs so far say."""
-        if self.mean - self.radius > -self.margin:
+        if self.num_pairs < MIN_PAIRS:
+            return Outcome.UNDECIDED
+        if sum(self._for) >= 1 / LEVEL:
             return Outcome.ACCEPTED
-        if self.mean + self.radius < -self.margin:
+        if sum(self._against) >= 1 / LEVEL:
             return Outcome.REJECTED
         return Outcome.UNDECIDED
