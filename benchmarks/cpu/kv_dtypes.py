@@ -1,10 +1,10 @@
-"""Decode steps with the KV cache in int8, over those with it in the base's dtype, by context.
+"""Decode steps with the KV cache in codes, over those with it in the base's dtype, by context.
 
     python -m benchmarks run cpu.kv_dtypes --work-dir DIR [--model 135m] [--contexts 128,1024]
 
-The engine in process, twice, in turns in one run: random weights in bfloat16, no adapters, greedy,
-all requests at once with prompts of one length. Prints the step that decodes the whole batch, its
-ratio, and that of the first tokens, medians over the repetitions. Writes
+The engine in process, once for each type, in turns in one run: random weights in bfloat16, no
+adapters, greedy, all requests at once with prompts of one length. Prints the step that decodes the
+whole batch, its ratio, and that of the first tokens, medians over the repetitions. Writes
 `results/<machine>/cpu_kv_dtypes.json`.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.machine import write_results
 from benchmarks.measuring import median_ratio
 from loraplex_services.worker.native.isa import choose_isa
 
-DTYPES = ("auto", "int8")
+DTYPES = ("auto", "int8", "fp8")
 
 
 def main() -> None:
@@ -67,19 +67,20 @@ def main() -> None:
 
 
 def report(num_tokens: int, runs: dict[str, list[Run]]) -> None:
-    """One line: how many times as long a step and all work are over int8."""
-    ratios = {
-        field: median_ratio(
-            [getattr(run, field) for run in runs["int8"]],
-            [getattr(run, field) for run in runs["auto"]],
+    """One line for each type: how many times as long a step and all work are over it."""
+    for kept in DTYPES[1:]:
+        step, step_cpu, cpu = (
+            median_ratio(
+                [getattr(run, field) for run in runs[kept]],
+                [getattr(run, field) for run in runs["auto"]],
+            )
+            for field in ("step_s", "step_cpu_s", "cpu_s")
         )
-        for field in ("step_s", "step_cpu_s", "cpu_s")
-    }
-    print(
-        f"{num_tokens} prompt tokens: int8 over auto: step {ratios['step_s']:.2f}, its processor "
-        f"time {ratios['step_cpu_s']:.2f}, that of all work {ratios['cpu_s']:.2f}",
-        flush=True,
-    )
+        print(
+            f"{num_tokens} prompt tokens: {kept} over auto: step {step:.2f}, its processor time "
+            f"{step_cpu:.2f}, that of all work {cpu:.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ ATTENTION_GROUP = "loraplex.attention_backends"
 """Entry points by which a package registers attention backends."""
 
 
-def choice(*options: str, not_yet: Sequence[str] = (), group: str = "") -> Callable[[str], str]:
-    """A parser of one of `options`. Those in `not_yet` are refused with a sentence of their own.
+def choice(*options: str, group: str = "") -> Callable[[str], str]:
+    """A parser of one of `options`.
 
     Args:
         group: of entry points, whose names are options as well. Nothing is imported.
@@ -57,11 +57,6 @@ def choice(*options: str, not_yet: Sequence[str] = (), group: str = "") -> Calla
         registered = _registered(group) if text.strip() not in options else ()
         if text.strip() in registered:
             return text.strip()
-        if text.strip() in not_yet:
-            available = ", ".join(options)
-            raise ValueError(
-                f"{text.strip()} is not part of this build yet; use one of {available}"
-            )
         if text.strip() not in options:
             known = ", ".join((*options, *registered))
             others = f", or a name that a package registers in {group}"

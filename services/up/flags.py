@@ -199,7 +199,7 @@ _FLAGS = {
             "storage of adapters: a type as in --dtype, or int8 (default: auto)",
         ),
         ("--quantization", "NAME", "quantise on load: none, int8, int4 or fp8 (default: none)"),
-        ("--kv-cache-dtype", "NAME", "storage of the KV cache: auto or int8 (default: auto)"),
+        ("--kv-cache-dtype", "NAME", "storage of the KV cache: auto, int8 or fp8 (default: auto)"),
         (
             "--attention-backend",
             "NAME",

@@ -56,18 +56,27 @@ def blocks_for(arena_bytes: int, block_bytes: int) -> int:
 
 
 SCALE_DTYPE = torch.bfloat16
-"""dtype of the scales of an int8 cache: it has the range of the model's dtypes."""
+"""dtype of the scales of codes: it has the range of the model's dtypes."""
 
 
 class KvBuffer:
     """Views of the arena as the KV cache of each layer."""
 
-    def __init__(self, arena: ArenaBuffer, groups: KvGroups, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        arena: ArenaBuffer,
+        groups: KvGroups,
+        dtype: torch.dtype,
+        codes: torch.dtype | None = None,
+    ) -> None:
+        """`codes`: what K and V are stored as; None = in `dtype`, without scales."""
         assert arena.block_bytes == groups.block_bytes, (arena.block_bytes, groups.block_bytes)
+        assert (codes is None) == (groups.scale_bytes == 0), (codes, groups.scale_bytes)
         self.arena = arena
         self.groups = groups
         self.tokens_per_block = TOKENS_PER_BLOCK
         self.dtype = dtype
+        self._stored = codes or dtype
         self._planes: dict[int, tuple[Tensor, Tensor]] = {}
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}
         self._group_of: dict[int, int] = {}
@@ -85,9 +94,9 @@ class KvBuffer:
 
     def _items(self, plane: Tensor, group: KvGroup) -> Tensor:
         """Keys or values of uint8 `[num_blocks, plane_bytes]`."""
-        dtype = torch.int8 if self.groups.scale_bytes else self.dtype
         shape = group.heads.count, TOKENS_PER_BLOCK, group.heads.dim
-        items = plane[:, : math.prod(shape) * dtype.itemsize].view(dtype)
+        num_bytes = math.prod(shape) * self._stored.itemsize
+        items = plane[:, :num_bytes].view(self._stored)
         return items.view(len(plane), *shape)
 
     def _own_scales(self, plane: Tensor, group: KvGroup) -> Tensor:
@@ -97,12 +106,12 @@ class KvBuffer:
         return scales.view(SCALE_DTYPE).view(len(plane), *shape)
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer in every block, `[num_blocks, Hkv, T, D]`; int8 if it has scales."""
+        """K and V of a layer in every block, `[num_blocks, Hkv, T, D]`; codes if it has scales."""
         return self._planes[layer]
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """What int8 K and V of a layer are multiplied with, each `[num_blocks, Hkv, T]`; None if
-        they have the model's dtype."""
+        """What the codes of K and V of a layer are multiplied with, each `[num_blocks, Hkv, T]`;
+        None if they have the model's dtype."""
         return self._scales.get(layer)
 
     def group_of(self, layer: int) -> int:

@@ -66,19 +66,6 @@ def test_bad_value_names_the_variable(setting: Setting[object], text: str) -> No
     assert caught.value.violations[0].field == setting.name
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        (env.KV_CACHE_DTYPE, "fp8"),
-    ],
-)
-def test_a_value_that_is_not_built_yet_is_refused_as_such(
-    setting: Setting[str], value: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=f"{value} is not part of this build yet"):
-        setting.read({setting.name: value})
-
-
 def test_secret_may_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("lpx_a_b\n")

@@ -171,10 +171,11 @@ def test_the_arena_is_given_in_bytes_or_percent() -> None:
     assert env.LORA_MEMORY.read(_worker("--lora-memory", "25%")) == Memory(share=0.25)
 
 
-def test_the_cache_is_kept_as_computed_or_in_int8() -> None:
-    assert env.KV_CACHE_DTYPE.read(_worker("--kv-cache-dtype", "int8")) == "int8"
+def test_the_cache_is_kept_as_computed_or_in_codes() -> None:
+    for name in ("auto", "int8", "fp8"):
+        assert env.KV_CACHE_DTYPE.read(_worker("--kv-cache-dtype", name)) == name
     with pytest.raises(InvalidRequest, match="--kv-cache-dtype"):
-        parse([*MODEL, "--kv-cache-dtype", "fp8"], {})
+        parse([*MODEL, "--kv-cache-dtype", "int4"], {})
 
 
 def test_a_variable_with_an_old_name_is_refused_with_its_new_one() -> None:

@@ -211,10 +211,10 @@ QUANTIZATION: Setting[str] = Setting(
 )
 KV_CACHE_DTYPE: Setting[str] = Setting(
     "LORAPLEX_KV_CACHE_DTYPE",
-    choice("auto", "int8", not_yet=["fp8"]),
+    choice("auto", "int8", "fp8"),
     "auto",
     "up worker",
-    "Storage of keys and values; `auto` = as computed, `int8` = about half the size, CPUs only.",
+    "Storage of keys and values; `auto` = as computed, others = about half the size, CPUs only.",
 )
 CPU_ISA = choice_setting(
     "LORAPLEX_CPU_ISA",

@@ -1,8 +1,8 @@
 """The layout of KV cache in arena blocks: which layers a block holds. No tensors.
 
 Layers are split into KV groups of one attention kind (full, or one window) and of one shape. A
-block holds 16 tokens of all layers of its group: layer-major, K then V, each `[Hkv, T, D]`. With an
-int8 cache, `[Hkv, T]` scales follow each of the two. A group has the number of layers that fits a
+block holds 16 tokens of all layers of its group: layer-major, K then V, each `[Hkv, T, D]`. If they
+are codes, `[Hkv, T]` scales follow each of the two. A group has the number of layers that fits a
 block of 2 MiB and leaves the smallest part of all blocks empty, which is none if all layers have
 one shape.
 """

@@ -189,7 +189,7 @@ class Native:
 
         Args:
             q, k, v: `[T, heads * D]`, any row stride.
-            layout: int64 `[16]`, as `attention/cpu.py` makes it.
+            layout: int64 `[18]`, as `attention/cpu.py` makes it.
             sequences, task_ends: int64 `[N, 4]` and `[N]`, likewise.
         """
         y = torch.empty(q.shape, dtype=q.dtype)

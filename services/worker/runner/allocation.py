@@ -13,7 +13,8 @@ from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, plan_kv_gr
 from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.layers.ranks import Ranks
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.ops.attention.backend import INT8
+from loraplex_services.worker.ops.attention.backend import AUTO
+from loraplex_services.worker.ops.attention.kv_codes import KV_CODES
 from loraplex_services.worker.runner.memory import ArenaSize, memory_of
 from loraplex_services.worker.runner.numerics import dtype_name
 from loraplex_services.worker.types.model_config import ModelConfig
@@ -43,9 +44,9 @@ def allocate(
     """The arena, after the loaded weights and what the largest step needs; `largest` = its
     tokens and rows."""
     is_gpu, ranks = device.type == "cuda", operators.ranks
-    is_int8 = operators.attention_maker.kv_cache_dtype == INT8
+    kept = operators.attention_maker.kv_cache_dtype
     own = local_config(model.cached_config, ranks.shard)
-    new_kv = partial(kv_buffer, own, dtype, device, is_int8=is_int8)
+    new_kv = partial(kv_buffer, own, dtype, device, kept=kept)
 
     def step_bytes() -> int:
         if not is_gpu or operators.name != "triton":
@@ -73,18 +74,19 @@ def kv_buffer(
     device: torch.device,
     num_bytes: int,
     *,
-    is_int8: bool = False,
+    kept: str = AUTO,
 ) -> KvBuffer:
-    """The arena, and the KV cache in it, in a model's dtype or in int8."""
-    itemsize, scale_bytes = (1, SCALE_DTYPE.itemsize) if is_int8 else (dtype.itemsize, 0)
+    """The arena, and the KV cache in it, in a model's dtype or in codes."""
+    codes = KV_CODES.get(kept)
+    itemsize, scale_bytes = (codes.itemsize, SCALE_DTYPE.itemsize) if codes else (dtype.itemsize, 0)
     groups = plan_kv_groups(
         config.windows, config.kv_heads, itemsize, config.layers_without_kv, scale_bytes
     )
     if groups.block_bytes % TILE_ALIGNMENT:
         why = f"needs heads of an even width; the base's have {config.head_dim}"
-        raise Unsupported.field("kv_cache_dtype", INT8, why)
+        raise Unsupported.field("kv_cache_dtype", kept, why)
     num_blocks = blocks_for(num_bytes, groups.block_bytes)
-    return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype)
+    return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype, codes)
 
 
 def stored_dtype(name: str, operators: Operators, kv: KvBuffer) -> str:

@@ -105,6 +105,7 @@ def test_a_program_gives_the_bits_of_the_layers_in_python(base_name, dtype, tmp_
         ("qwen3", "quantization", "int4"),
         ("mixtral", "quantization", "int8"),
         ("qwen3", "kv_cache_dtype", "int8"),
+        ("qwen3", "kv_cache_dtype", "fp8"),
     ],
 )
 def test_programs_read_weights_and_keys_in_codes(base_name, setting, value, tmp_path, num_runs):

@@ -1,10 +1,13 @@
 """Writes docs/parity-quantised.md: every format of quantised bases, with all kinds of adapters.
 
-Usage: python -m tests.worker.parity.write_quantised
+Usage: python -m tests.worker.parity.write_quantised [--only-cache]
+
+With --only-cache, the section about the KV cache is written anew and the rest is kept.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -15,6 +18,8 @@ import transformers
 
 from tests.worker.parity.adapters import features_of
 from tests.worker.parity.bases import TinyBase, make_base
+from tests.worker.parity.cache_codes import INTRODUCTION as CACHE_INTRODUCTION
+from tests.worker.parity.cache_codes import section
 from tests.worker.parity.gguf_files import gguf_base
 from tests.worker.parity.mxfp4_files import mxfp4_base
 from tests.worker.parity.quantised import LAYOUTS, quantised_base, quantised_on_load
@@ -82,9 +87,19 @@ def bases(root: Path) -> Iterator[tuple[str, str, TinyBase, dict[str, str]]]:
 
 def main() -> None:
     """Measure and write the document."""
+    parser = argparse.ArgumentParser(description="Write docs/parity-quantised.md.")
+    parser.add_argument("--only-cache", action="store_true", help="keep the other sections")
+    only_cache = parser.parse_args().only_cache
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
+    heading = CACHE_INTRODUCTION.split("\n", 2)[1]
+    page = OUT.read_text().partition(f"\n{heading}\n")[0] if only_cache else formats_page()
+    OUT.write_text(page + "\n".join(section()) + "\n")
+
+
+def formats_page() -> str:
+    """What the page says of formats."""
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -98,7 +113,7 @@ def main() -> None:
         num_new_tokens=NUM_NEW_TOKENS,
         **provenance(),
     )
-    OUT.write_text(text + "".join(lines))
+    return text + "".join(lines)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 namespace lpx {
 
 // Element types as Python numbers them.
-enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3 };
+enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3, kFloat8 = 4 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -18,6 +18,9 @@ struct bf16 {
 };
 struct half {
     uint16_t bits;
+};
+struct float8 {  // e4m3
+    uint8_t bits;
 };
 
 // Calls f(T()) with the C++ type of an activation, which is float32 or bfloat16.

@@ -36,9 +36,31 @@ void keep(const T* from, int64_t n, T* to, bf16*) {
     std::memcpy(to, from, n * sizeof(T));
 }
 
-// Nearest integers, with the largest magnitude as 127. What is not finite leaves a scale that is none.
-template <class T>
-void keep(const T* from, int64_t n, int8_t* to, bf16* scale) {
+// What scores and weights are multiplied with besides the scales.
+template <class Stored>
+constexpr float factor_of(Stored) { return 1.0f; }
+constexpr float factor_of(float8) { return kFloat8Factor; }
+constexpr float largest_of(int8_t) { return 127.0f; }
+constexpr float largest_of(float8) { return 448.0f; }
+
+inline int8_t nearest(float x, int8_t) { return static_cast<int8_t>(std::nearbyint(x)); }
+// Of magnitudes up to 448. Below 2^-6, codes are multiples of 2^-9, the distance of floats at 2^14.
+inline float8 nearest(float x, float8) {
+    uint32_t bits, small;
+    std::memcpy(&bits, &x, sizeof bits);
+    const float moved = std::fabs(x) + 0x1p14f;
+    std::memcpy(&small, &moved, sizeof small);
+    const uint32_t magnitude = bits & 0x7fffffff;
+    const uint32_t rounded = magnitude + 0x7ffff + (magnitude >> 20 & 1);
+    const uint32_t code = magnitude < 0x3c800000 ? small & 15 : (rounded >> 20) - (120 << 3);
+    return {static_cast<uint8_t>(code | (bits >> 24 & 0x80))};
+}
+
+// Nearest codes, with the largest magnitude as the largest code. What is not finite leaves a scale that
+// is none.
+template <class T, class Stored>
+void keep(const T* from, int64_t n, Stored* to, bf16* scale) {
+    constexpr float kLargest = largest_of(Stored());
     Vec largest = zero(), nothing = zero();
     for (int64_t i = 0; i < n; i += kLanes) {
         const Vec x = load_n(from + i, n - i);
@@ -48,13 +70,13 @@ void keep(const T* from, int64_t n, int8_t* to, bf16* scale) {
     float lanes[kLanes], most = 0.0f;
     store(lanes, largest);
     for (float lane : lanes) most = lane > most ? lane : most;
-    store_n(scale, set1(most / 127.0f + sum(nothing)), 1);
+    store_n(scale, set1(most / kLargest + sum(nothing)), 1);
     const float step = widened_scale(*scale);
     const Vec divisor = set1(step > 0 ? step : 1.0f);
     for (int64_t i = 0; i < n; i += kLanes) {
-        const Vec codes = round(div(load_n(from + i, n - i), divisor));
-        store(lanes, min(max(codes, set1(-127.0f)), set1(127.0f)));
-        for (int64_t j = 0; j < kLanes && i + j < n; ++j) to[i + j] = static_cast<int8_t>(lanes[j]);
+        const Vec x = div(load_n(from + i, n - i), divisor);
+        store(lanes, min(max(x, set1(-kLargest)), set1(kLargest)));
+        for (int64_t j = 0; j < kLanes && i + j < n; ++j) to[i + j] = nearest(lanes[j], Stored());
     }
 }
 
@@ -75,9 +97,9 @@ void write_token(const AttentionCall<T, Stored>& call, const Sequence& sequence,
     }
 }
 
-// values[j] times the scales of a block's tokens, for j in [begin, end).
-inline void rescale(const bf16* scales, int64_t begin, int64_t end, float* values) {
-    for (int64_t j = begin; j < end; ++j) values[j] *= widened_scale(scales[j]);
+// values[j] times the scales of a block's tokens and a factor, for j in [begin, end).
+inline void rescale(const bf16* scales, float factor, int64_t begin, int64_t end, float* values) {
+    for (int64_t j = begin; j < end; ++j) values[j] *= widened_scale(scales[j]) * factor;
 }
 
 // Running softmax of one query: the largest score, and the sum of the weights relative to it.
@@ -201,9 +223,10 @@ void attend(const AttentionCall<T, Stored>& call, const Sequence& sequence, int6
             float scores[kMaxBlockTokens];
             float* out = outputs + row * padded;
             score(queries + row * padded, call.keys + offset, l.head_dim, from, to, scores);
-            if (l.key_scales) rescale(scale_at(l, l.key_scales, id, head, 0), from, to, scores);
+            constexpr float kFactor = factor_of(Stored());
+            if (l.key_scales) rescale(scale_at(l, l.key_scales, id, head, 0), kFactor, from, to, scores);
             weigh(l, from, to, scores, running[row], out, padded);
-            if (l.key_scales) rescale(scale_at(l, l.value_scales, id, head, 0), from, to, scores);
+            if (l.key_scales) rescale(scale_at(l, l.value_scales, id, head, 0), kFactor, from, to, scores);
             gather(scores, call.values + offset, l.head_dim, from, to, out);
         }
     }
@@ -267,10 +290,10 @@ LPX_EXPORT void lpx_attend(const void* q, const void* k, const void* v, void* ke
             run(call, static_cast<const Sequence*>(sequences), num_sequences,
                 static_cast<const int64_t*>(task_ends));
         };
-        if (static_cast<const Layout*>(layout)->key_scales) {
-            with_stored(int8_t());
-        } else {
-            with_stored(T());
+        switch (static_cast<const Layout*>(layout)->stored) {
+            case kInt8: return with_stored(int8_t());
+            case kFloat8: return with_stored(float8());
+            default: return with_stored(T());
         }
     });
 }

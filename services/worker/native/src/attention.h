@@ -17,11 +17,11 @@ struct Layout {
     int64_t is_chunked;     // 1: windows do not slide but begin at multiples of their size
     int64_t sinks;          // address of a float for each head; 0 = none
     int64_t is_full;        // 1: a query sees all keys of its sequence, whatever the window
-    // Addresses of bf16 scales, [Hkv, block_tokens] in a block; 0 = keys and values are of type T.
-    // With them they are int8, and a scale is of one token and head.
+    int64_t stored;         // Dtype of keys and values: that of the queries, or codes
+    // Addresses of the bf16 scales of codes, [Hkv, block_tokens] in a block; 0 = no codes.
     int64_t key_scales, value_scales;
 };
-static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 17 * 8, "attention/cpu.py writes these");
+static_assert(sizeof(Sequence) == 4 * 8 && sizeof(Layout) == 18 * 8, "attention/cpu.py writes these");
 
 template <class T, class Stored = T>
 struct AttentionCall {

@@ -9,8 +9,8 @@ constexpr int64_t kAheadBytes = 4096;
 
 enum class Code : int64_t { kInt4, kInt8, kFloat8 };  // `CodeKind` of native/codes.py
 constexpr int bits_of(Code kind) { return kind == Code::kInt4 ? 4 : 8; }
-// Float8 is widened to 2^-8 of its value. Scales are multiplied by this factor to correct it.
-constexpr float factor_of(Code kind) { return kind == Code::kFloat8 ? 256.0f : 1.0f; }
+// Scales are multiplied by this factor, because float8 is widened to less than its value (see vec.h).
+constexpr float factor_of(Code kind) { return kind == Code::kFloat8 ? kFloat8Factor : 1.0f; }
 
 struct CodedProduct {
     const uint8_t* codes;
@@ -59,20 +59,19 @@ struct Block {
     }
 };
 
-// Float8 in the upper halves of 16-bit words, as half precision of 2^-8 times the value: it has the same
-// sign, one bit more of the exponent, and seven more of the mantissa.
+// The lower or the upper bytes of 16-bit words.
 #if defined(__AVX512F__)
 inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pairs));
     const __m256i codes = is_upper ? raw : _mm256_slli_epi16(raw, 8);
-    const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+    const __m256i mask = _mm256_set1_epi16(kFloat8InHalf);
     return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(codes, 1), mask))};
 }
 #elif defined(__AVX2__)
 inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pairs));
     const __m128i codes = is_upper ? raw : _mm_slli_epi16(raw, 8);
-    const __m128i mask = _mm_set1_epi16(static_cast<int16_t>(0xbf80));
+    const __m128i mask = _mm_set1_epi16(kFloat8InHalf);
     return {_mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(codes, 1), mask))};
 }
 #elif defined(LPX_NEON)
@@ -80,15 +79,12 @@ inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
     const int16x8_t raw = vreinterpretq_s16_u8(vld1q_u8(pairs));
     const int16x8_t codes = is_upper ? raw : vshlq_n_s16(raw, 8);
     const uint16x8_t shifted = vreinterpretq_u16_s16(vshrq_n_s16(codes, 1));
-    return widened_halves(vandq_u16(shifted, vdupq_n_u16(0xbf80)));
+    return widened_halves(vandq_u16(shifted, vdupq_n_u16(uint16_t(kFloat8InHalf))));
 }
 #else
 inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
     Vec values;
-    for (int i = 0; i < kLanes; ++i) {
-        const int code = pairs[2 * i + is_upper];
-        values.v[i] = widened(half{static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7)});
-    }
+    for (int i = 0; i < kLanes; ++i) values.v[i] = widened(float8{pairs[2 * i + is_upper]});
     return values;
 }
 #endif

@@ -1,5 +1,6 @@
 // One vector of floats: 8 lanes with AVX2, 8 in two registers with NEON, 16 with AVX-512 and in portable
-// C++. Half types widen on load and round to nearest even on store.
+// C++. Half types widen on load and round to nearest even on store. Float8 widens to 2^-8 of its value: as
+// half precision, it has the same sign, one bit more of the exponent, and seven more of the mantissa.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -15,6 +16,9 @@
 #include "abi.h"
 
 namespace lpx {
+
+constexpr int16_t kFloat8InHalf = int16_t(0xbf80);  // the bits of a half that float8 has
+constexpr float kFloat8Factor = 256.0f;             // corrects what float8 is widened to
 
 #if defined(__AVX512F__)
 
@@ -35,6 +39,11 @@ inline Vec load(const bf16* p) {
 inline Vec load(const int8_t* p) {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw))};
+}
+inline Vec load(const float8* p) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7);
+    return {_mm512_cvtph_ps(_mm256_and_si256(shifted, _mm256_set1_epi16(kFloat8InHalf)))};
 }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 #if defined(__AVX512BF16__)
@@ -91,6 +100,11 @@ inline Vec load(const bf16* p) {
 inline Vec load(const int8_t* p) {
     const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw))};
+}
+inline Vec load(const float8* p) {
+    const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    const __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(raw), 7);
+    return {_mm256_cvtph_ps(_mm_and_si128(shifted, _mm_set1_epi16(kFloat8InHalf)))};
 }
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
 inline void store(bf16* p, Vec a) {
@@ -154,6 +168,11 @@ inline Vec load(const bf16* p) {
 inline Vec load(const int8_t* p) {
     const int16x8_t raw = vmovl_s8(vld1_s8(p));
     return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(raw))), vcvtq_f32_s32(vmovl_high_s16(raw))};
+}
+inline Vec load(const float8* p) {
+    const int16x8_t raw = vmovl_s8(vreinterpret_s8_u8(vld1_u8(&p->bits)));
+    const uint16x8_t shifted = vreinterpretq_u16_s16(vshlq_n_s16(raw, 7));
+    return widened_halves(vandq_u16(shifted, vdupq_n_u16(uint16_t(kFloat8InHalf))));
 }
 inline void store(float* p, Vec a) {
     vst1q_f32(p, a.low);
@@ -230,6 +249,9 @@ inline float widened(half x) {
     return value;
 }
 inline float widened(int8_t x) { return x; }
+inline float widened(float8 x) {
+    return widened(half{static_cast<uint16_t>((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
+}
 inline Vec zero() { return {Lanes{}}; }
 inline Vec set1(float x) { return {x - Lanes{}}; }
 inline Vec load(const float* p) {

@@ -27,8 +27,8 @@ from loraplex_services.worker.ops.attention.metadata import (
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.types.model_config import ModelConfig, RopeConfig
 
-AUTO, INT8 = "auto", "int8"
-"""Types of keys and values: the model's; integers, and a scale for each token and head."""
+AUTO = "auto"
+"""The model's dtype as the type of keys and values."""
 
 
 class AttentionMask(enum.Enum):

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.native.bindings import TILE_INPUTS, TILE_ROWS, Native, row_stride
-from loraplex_services.worker.ops.attention.backend import INT8, AttentionBackend, AttentionMask
+from loraplex_services.worker.native.library import DTYPE_CODES
+from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMask
+from loraplex_services.worker.ops.attention.kv_codes import KV_CODES
 from loraplex_services.worker.ops.attention.metadata import PASS_BLOCK_TOKENS, AttentionMetadata
 
 
@@ -73,7 +75,7 @@ class NativeAttention(AttentionBackend):
     """One layer."""
 
     Metadata = NativeAttentionMetadata
-    kv_cache_dtypes = frozenset({INT8})
+    kv_cache_dtypes = frozenset(KV_CODES)
     has_chunks = True
 
     def __init__(self, *heads: Any, native: Native, **others: Any) -> None:
@@ -130,7 +132,7 @@ class NativeAttention(AttentionBackend):
         """Kept, because steps have few layouts, and programs hold their addresses."""
         strides = plane.stride(0), row_stride(q), row_stride(k), row_stride(v), q.shape[1]
         addresses = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
-        key = block_tokens, strides, is_full, addresses
+        key = block_tokens, strides, is_full, DTYPE_CODES[plane.dtype], addresses
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._new_layout(*key)
@@ -141,11 +143,12 @@ class NativeAttention(AttentionBackend):
         block_tokens: int,
         strides: tuple[int, ...],
         is_full: bool,
+        stored: int,
         scales: tuple[int, int],
     ) -> Tensor:
         shape = self.shape
         words = struct.pack(
-            "9q2d6q",
+            "9q2d7q",
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -157,6 +160,7 @@ class NativeAttention(AttentionBackend):
             shape.is_chunked,
             0 if self.sinks is None else self.sinks.data_ptr(),
             is_full,
+            stored,
             *scales,
         )
         return torch.frombuffer(bytearray(words), dtype=torch.int64)

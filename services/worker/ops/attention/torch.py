@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.ops.attention.backend import INT8, AttentionBackend, AttentionMask
+from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMask
+from loraplex_services.worker.ops.attention.kv_codes import KV_CODES, decode, encode
 from loraplex_services.worker.ops.attention.metadata import AttentionMetadata
 
 MAX_SCORE_ITEMS = 16 * 1024 * 1024
@@ -129,7 +130,7 @@ class VanillaAttention(AttentionBackend):
     """One layer."""
 
     Metadata = VanillaAttentionMetadata
-    kv_cache_dtypes = frozenset({INT8})
+    kv_cache_dtypes = frozenset(KV_CODES)
     has_chunks = True
 
     def forward(
@@ -193,10 +194,11 @@ class VanillaAttention(AttentionBackend):
             k_plane[group.fresh_blocks] = 0
             v_plane[group.fresh_blocks] = 0
         if scales is not None:
-            for plane, new in zip(scales, (k, v), strict=True):
+            k, new_k_scales = encode(k, k_plane.dtype, scales[0].dtype)
+            v, new_v_scales = encode(v, v_plane.dtype, scales[1].dtype)
+            for plane, new in zip(scales, (new_k_scales, new_v_scales), strict=True):
                 plane[group.fresh_blocks] = 0
-                plane[group.write_blocks, :, metadata.write_offsets] = _scales_of(new, plane.dtype)
-            k, v = (_codes_of(new, plane.dtype) for new, plane in zip((k, v), scales, strict=True))
+                plane[group.write_blocks, :, metadata.write_offsets] = new
         k_plane[group.write_blocks, :, metadata.write_offsets] = k
         v_plane[group.write_blocks, :, metadata.write_offsets] = v
         k_scales, v_scales = scales or (None, None)
@@ -275,7 +277,7 @@ class _Kept:
     plane: Tensor
     """`[num_blocks, Hkv, T, D]`."""
     scales: Tensor | None
-    """`[num_blocks, Hkv, T]` of an int8 plane."""
+    """`[num_blocks, Hkv, T]` of a plane of codes."""
     dtype: torch.dtype
     """What they are read as."""
 
@@ -293,19 +295,7 @@ class _Kept:
         """`[*blocks.shape, Hkv, T, D]`."""
         if self.scales is None:
             return self.plane[blocks]
-        return (self.plane[blocks] * self.scales[blocks].float()[..., None]).to(self.dtype)
-
-
-def _scales_of(items: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the largest magnitude of `[..., D]` is 127 of, `[...]`."""
-    return (items.abs().amax(-1).float() / 127).to(dtype)
-
-
-def _codes_of(items: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """int8 `[..., D]`, the nearest ones."""
-    scales = _scales_of(items, scale_dtype).float()
-    divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
-    return (items.float() / divisors[..., None]).round().clamp(-127, 127).to(torch.int8)
+        return decode(self.plane[blocks], self.scales[blocks]).to(self.dtype)
 
 
 def _sequences(plane: Tensor, blocks: Tensor) -> Tensor:

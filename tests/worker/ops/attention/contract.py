@@ -23,6 +23,7 @@ from loraplex_services.worker.ops.attention.backend import (
     PositionalEmbeddingParams,
     QuantConfig,
 )
+from loraplex_services.worker.ops.attention.kv_codes import KV_CODES
 from loraplex_services.worker.ops.attention.metadata import AttentionMetadata, KvCacheParams
 from loraplex_services.worker.ops.attention.reference import attention
 from loraplex_services.worker.ops.attention.shapes import HeadShape
@@ -96,13 +97,14 @@ class Bench:
     ) -> None:
         self.maker, self.dtype, self.device = maker, dtype, torch.device(device)
         self.shape = HeadShape(*heads, head_dim, head_dim**-0.5, None, window)
-        sizes = {"auto": (dtype.itemsize, 0), "int8": (1, 2)}[maker.kv_cache_dtype]
+        codes = KV_CODES.get(maker.kv_cache_dtype)
+        sizes = (dtype.itemsize, 0) if codes is None else (1, 2)
         groups = plan_kv_groups(
             [window], [KvHeads(heads[1], head_dim)], sizes[0], scale_bytes=sizes[1]
         )
         self.arena = ArenaBuffer(16, groups.block_bytes, self.device)
         self.arena.data.fill_(0xFF)
-        self.kv = KvBuffer(self.arena, groups, dtype)
+        self.kv = KvBuffer(self.arena, groups, dtype, codes)
         self.config = SimpleNamespace(
             num_heads=heads[0],
             kv_heads=(KvHeads(heads[1], head_dim),),
@@ -193,8 +195,8 @@ def check_case(
         for i, found in zip(active, out.split(lens), strict=True):
             end = done[i] + news[i]
             q, k, v = inputs[i]
-            if case.use_cache and maker.kv_cache_dtype == "int8":
-                k, v = int8_meaning(k), int8_meaning(v)
+            if case.use_cache and maker.kv_cache_dtype != "auto":
+                k, v = (meaning(x, maker.kv_cache_dtype) for x in (k, v))
             expected = attention(
                 q[done[i] : end], k[:end], v[:end], bench.shape, causal=not is_full
             )
@@ -207,10 +209,17 @@ def check_case(
         assert (bench.arena.data == 0xFF).all(), "a pass without a cache wrote to it"
 
 
-def int8_meaning(items: torch.Tensor) -> torch.Tensor:
-    """What `[tokens, heads, D]` become in an int8 cache: the largest of each head is code 127."""
-    scales = (items.float().abs().amax(-1, keepdim=True) / 127).bfloat16().float()
-    return (items.float() / scales).round().clamp(-127, 127) * scales
+def meaning(items: torch.Tensor, kept: str) -> torch.Tensor:
+    """What `[tokens, heads, D]` become in a cache of codes: the largest of each head is code 127,
+    or 448."""
+    largest = {"int8": 127, "fp8": 448}[kept]
+    scales = (items.float().abs().amax(-1, keepdim=True) / largest).bfloat16().float()
+    codes = (items.float() / scales).clamp(-largest, largest)
+    if kept == "int8":
+        return codes.round() * scales
+    exponents = codes.abs().clamp(min=2**-6).log2().floor()
+    steps = torch.exp2(exponents - 3)  # three bits after the leading one
+    return (codes / steps).round() * steps * scales
 
 
 def check_refusals(maker: AttentionMaker, head_dim: int = 32) -> None:

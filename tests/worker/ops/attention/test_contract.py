@@ -27,7 +27,7 @@ def made(name: str, dtype: torch.dtype = torch.float32, kept: str = "auto") -> A
     return maker
 
 
-@pytest.mark.parametrize("kept", ["auto", "int8"])
+@pytest.mark.parametrize("kept", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_every_case_equals_the_reference(name: str, dtype: torch.dtype, kept: str) -> None:
     maker = made(name, dtype, kept)
@@ -47,9 +47,33 @@ def test_metadata_says_what_the_page_says(name: str) -> None:
     contract.check_fields(made(name))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_codes_and_scales_are_those_of_torch(name: str, dtype: torch.dtype, kept: str) -> None:
+    """Of magnitudes from the largest code to far below the smallest one, halfway between codes
+    too."""
+    benches = [
+        contract.Bench(made(n, dtype, kept), (2, 2), None, 40, dtype) for n in (name, "vanilla")
+    ]
+    steps = torch.randint(-(2**11), 2**11, (250, 2, 40)) * torch.exp2(
+        torch.randint(-14, 1, (250, 2, 40))
+    )
+    k, v = (steps.to(dtype).flatten(1), torch.randn(250, 80).to(dtype))
+    k[0], v[1, :40] = 0, 0
+    for bench in benches:
+        metadata = bench.metadata([250], [0], [list(range(16))])
+        bench.layer.forward(k.clone(), k, v, metadata)
+    for ours, theirs in zip(*(b.kv.planes(0) + b.kv.scales(0) for b in benches), strict=True):
+        found, expected = (x[:15].contiguous().view(torch.uint8) for x in (ours, theirs))
+        assert found.equal(expected)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_finite_in_an_int8_cache_either(name: str, value: float) -> None:
-    bench = contract.Bench(made(name, kept="int8"), (4, 2))
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_what_is_not_finite_is_not_finite_in_a_cache_of_codes_either(
+    name: str, kept: str, value: float
+) -> None:
+    bench = contract.Bench(made(name, kept=kept), (4, 2))
     q, k, v = bench.random(3)
     v[1, 0, 5] = value
     metadata = bench.metadata([3], [0], [[4]])

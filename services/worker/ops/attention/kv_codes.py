@@ -1,0 +1,27 @@
+"""Eight-bit codes that keys and values may be stored as, with a scale for each token and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+KV_CODES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""By their names in `--kv-cache-dtype`."""
+LARGEST: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The code of the largest magnitude of a token's head."""
+
+
+def encode(items: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The nearest codes of `[..., D]`, and their scales `[...]`: items = codes * scales."""
+    largest = LARGEST[dtype]
+    scales = (items.abs().amax(-1).float() / largest).to(scale_dtype)
+    divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).float()
+    codes = (items.float() / divisors[..., None]).clamp(-largest, largest)
+    return (codes if dtype.is_floating_point else codes.round()).to(dtype), scales
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """float32 `[..., D]` of codes `[..., D]` and their scales `[...]`."""
+    return codes.float() * scales.float()[..., None]
