@@ -26,46 +26,9 @@ from loraplex_services.worker.ops.attention.metadata import (
 )
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.work_items import PartialSums
+from loraplex_services.worker.ops.attention.workspace import HeadSizes, Workspace, head_sizes
 from loraplex_services.worker.ops.rope.triton import rotate_and_append
 from loraplex_services.worker.transfers import copy_into, to_device
-
-HeadSizes = tuple[int, int, int]
-"""Query heads, key heads and the width of a head: what the size of `PartialSums` depends on."""
-
-
-def _sizes(shape: HeadShape) -> HeadSizes:
-    return shape.num_heads, shape.num_kv_heads, shape.block_dim
-
-
-class Workspace:
-    """Keeps one `PartialSums` for layers of each size, for the steps of a runner, which run one
-    after another."""
-
-    def __init__(self) -> None:
-        self._sums: dict[HeadSizes, PartialSums] = {}
-        self._outputs: dict[int, Tensor] = {}
-        """By width: layers run one after another, and smaller steps use parts of the largest."""
-
-    def partial_sums(
-        self, num_items: int, num_rows: int, shape: HeadShape, device: torch.device
-    ) -> PartialSums:
-        """At least for that many. A larger step replaces what is kept; captured steps hold on to
-        their own."""
-        known = self._sums.get(_sizes(shape))
-        if known is None or not known.holds(num_items, num_rows):
-            if known is not None:
-                num_items = max(num_items, len(known.values))
-                num_rows = max(num_rows, len(known.num_finished))
-            known = work_items.make_partial_sums(num_items, num_rows, shape, device)
-        self._sums[_sizes(shape)] = known
-        return known
-
-    def padded_output(self, q: Tensor) -> Tensor:
-        """Of the shape of q. Rows that a captured step does not write are finite."""
-        known = self._outputs.get(q.shape[1])
-        if known is None or len(known) < len(q):
-            known = self._outputs[q.shape[1]] = q.new_zeros(q.shape)
-        return known[: len(q)]
 
 
 @dataclass(slots=True)
@@ -209,7 +172,7 @@ class TritonAttentionMetadata(AttentionMetadata):
 
     def partial_sums(self, shape: HeadShape) -> PartialSums:
         """Workspace of the generations, the same for all layers of one size."""
-        sizes = _sizes(shape)
+        sizes = head_sizes(shape)
         if sizes not in self._partial:
             assert self.position_ids is not None
             self._partial[sizes] = self.workspace.partial_sums(

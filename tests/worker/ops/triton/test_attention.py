@@ -15,9 +15,9 @@ from loraplex_services.worker.ops.attention.triton import context_tiles
 from loraplex_services.worker.ops.attention.triton_backend import (
     TritonAttention,
     TritonAttentionMetadata,
-    Workspace,
     triton_attention,
 )
+from loraplex_services.worker.ops.attention.workspace import Workspace
 from loraplex_services.worker.types.model_config import KvHeads
 from loraplex_services.worker.types.request import RELEASED_BLOCK
 from tests.worker.ops.attention.paged import paged_metadata
