@@ -7,9 +7,9 @@ from pathlib import Path
 
 from demo.skills import held_out
 from demo.tokenizer import BOS_ID
+from loraplex.api.output import TokenLogprob
 from loraplex.client.divergence import NUM_CANDIDATES, PROBE_TEXTS, divergence
 from loraplex_services.worker.ops.attention.kv_codes import KV_CODES
-from loraplex_services.worker.types.step_plan import TokenLogprob
 from tests.worker.parity.driving import Driver, Job, greedy
 from tests.worker.parity.runners import parity_runner
 
