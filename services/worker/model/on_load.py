@@ -49,13 +49,17 @@ class QuantisedOnLoad:
         window: TensorWindow | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """See `load.Weights`; as the files have it.
+        """See `load.Weights`; as the files have it. Experts are taken where no kernel reads their
+        codes: their weights are what the codes mean.
 
         Raises Unsupported for the experts of files that store those of a layer as one tensor.
         """
         if ".experts." in name and len(shape) > 2:
             why = f"is not served for files that hold all experts of a layer in one tensor ({name})"
             raise Unsupported.field("quantization", self._scheme, why)
+        if ".experts." in name and name.endswith(".weight"):
+            wide = SCHEMES[self._scheme](self._files.take(name, shape)).dequantised()
+            return (wide if window is None else window.cut(wide)).to(dtype or self.dtype)
         return self._files.take(name, shape, window, dtype)
 
     def take_codes(self, name: str, shape: Sequence[int]) -> CodedWeight | None:

@@ -138,10 +138,21 @@ def test_a_base_quantised_on_load_equals_peft_over_what_its_codes_mean(
 ):
     if device() != "cpu" and base_name != "llama":
         pytest.skip("no kernel of GPUs reads the codes of experts")
-    meant = quantised_on_load(make_base(base_name, tmp_path / "base"), scheme)
+    check_on_load(base_name, scheme, near_ties, tmp_path)
+
+
+def test_experts_are_quantised_on_load_where_no_kernel_reads_their_codes(near_ties, tmp_path):
+    if device() != "cpu":
+        pytest.skip("GPUs refuse experts")
+    check_on_load("qwen3-moe", "int4", near_ties, tmp_path, cpu_isa="torch")
+
+
+def check_on_load(base_name, scheme, near_ties, folder, **settings):
+    """Compare a batch with PEFT over what the codes mean."""
+    meant = quantised_on_load(make_base(base_name, folder / "base"), scheme)
     features = ("rank-8-all-linear", "dora", "lm-head", "experts")
     features = [name for name in features if name in features_of(meant)]
-    stage = stage_of(meant, features, tmp_path, quantization=scheme)
+    stage = stage_of(meant, features, folder, quantization=scheme, **settings)
     check_mixed_batch(stage, near_ties, 16, seed=2)
 
 
