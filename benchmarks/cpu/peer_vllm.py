@@ -1,8 +1,9 @@
 """vLLM's CPU build, as `cpu.peers` drives it: `PYTHON peer_vllm.py BASE ROWS [ADAPTER ...]`.
 
 Runs in vLLM's own environment, without anything of this project. Adapters are folders as PEFT
-writes them; without any, vLLM starts without LoRA. `peer_wire` says what this program reads and
-answers.
+writes them; without any, vLLM starts without LoRA. `PEER_DTYPE` is the dtype in which it computes,
+bfloat16 by default. Under `ONEDNN_MAX_CPU_ISA`, vLLM's own kernels are of that level, too.
+`peer_wire` says what this program reads and answers.
 """
 
 from __future__ import annotations
@@ -24,11 +25,33 @@ import peer_wire
 
 MAX_TOKENS = 256
 MAX_RANK = 64
+ABOVE = {
+    "AVX512_CORE_BF16": ("_is_amx_tile_supported", "_is_amx_fp16_supported"),
+    "AVX512_CORE": ("_is_avx512_bf16_supported",),
+    "AVX2": ("_is_avx512_supported",),
+}
+"""By oneDNN's name of a level: the questions to torch whose answer is no at this level and at those
+below it."""
+
+
+def keep_level(level: str | None) -> None:
+    """Keep vLLM from kernels above a level; None = the processor's best.
+
+    vLLM has a library for each level and asks torch which one to load. Torch answers for the
+    processor, whatever its environment says.
+    """
+    import torch
+
+    names = list(ABOVE)
+    for name in names[: names.index(level) + 1] if level else ():
+        for question in ABOVE[name]:
+            setattr(torch.cpu, question, lambda: False)
 
 
 def main() -> None:
     """Answer until the input ends."""
     answer = peer_wire.answers()
+    keep_level(os.environ.get("ONEDNN_MAX_CPU_ISA"))
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -38,7 +61,7 @@ def main() -> None:
         lora = {"enable_lora": True, "max_lora_rank": MAX_RANK, "max_loras": len(adapters)}
     llm = LLM(
         base,
-        dtype="bfloat16",
+        dtype=os.environ.get("PEER_DTYPE", "bfloat16"),
         skip_tokenizer_init=True,
         max_model_len=MAX_TOKENS,
         max_num_seqs=int(num_rows),

@@ -2,19 +2,22 @@
 
     benchmarks/cpu/install_peers.sh PEERS                   # vLLM's CPU build, llama.cpp, OpenVINO
     python -m benchmarks run cpu.peers --work-dir DIR --peers PEERS [--only llama.cpp] [--cases 8x0]
-        [--file Q4_K_M]
+        [--file Q4_K_M] [--cpu-isa avx2 --dtype float32]
 
 A case is requests x distinct adapters; 0 means the base alone. Only correct answers have a speed: a
-peer's first tokens must equal ours in three of four requests (all compute in bfloat16, where near
-ties differ). Rows go to `results/<machine>/cpu_peers.json` and replace earlier ones of the same
-peer, case and number of new tokens. With `--file`, both sides serve the same GGUF file, which
-llama.cpp's program quantises; llama.cpp then rounds activations to 8 bits, and we do not.
+peer's first tokens must equal ours in three of four requests (near ties differ in bfloat16). Only
+vLLM computes in other dtypes than bfloat16. Where `cpu.table` forces a level below the machine's
+best one, vLLM keeps to it, too; llama.cpp is built for the machine. Rows go to
+`results/<machine>/cpu_peers.json` and replace earlier ones of the same peer, case and number of new
+tokens. With `--file`, both sides serve the same GGUF file, which llama.cpp's program quantises;
+llama.cpp then rounds activations to 8 bits, and we do not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -37,12 +40,15 @@ NAME = "cpu_peers"
 class Peer:
     """A peer in a process of its own."""
 
-    def __init__(self, name: str, root: Path, base: Path, rows: int, adapters: list[Path]) -> None:
+    def __init__(
+        self, name: str, root: Path, base: Path, rows: int, adapters: list[Path], dtype: str
+    ) -> None:
         self._process = subprocess.Popen(
             [*command_of(name, root), str(base), str(rows), *map(str, adapters)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PEER_DTYPE": dtype},
         )
         self._answer()
 
@@ -82,12 +88,12 @@ def main() -> None:
     if args.file:
         names = ["llama.cpp"]
         base, served = quantised(base, args.file, args.peers)
-    ours = OurEngine(served, "bfloat16", "auto", ARENA_BYTES)
+    ours = OurEngine(served, args.dtype, args.cpu_isa, ARENA_BYTES)
     ours.load(folders)
     for name in names:
         for count, num_adapters in cases:
             adapters = folders[:num_adapters]
-            peer = Peer(name, args.peers, base, count, adapters)
+            peer = Peer(name, args.peers, base, count, adapters, args.dtype)
             row = compare(ours, peer, count, num_adapters, args)
             peer.close()
             label = f"{name} {args.file}" if args.file else name
@@ -180,6 +186,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--file", help="a type of GGUF files, such as Q8_0 or Q4_K_M")
     parser.add_argument("--cases", default="8x0,32x0,8x8,32x32", help="requests x adapters")
+    parser.add_argument("--cpu-isa", default="auto")
+    parser.add_argument("--dtype", default="bfloat16", help="of both sides, with --only vllm")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=3)
     return parser.parse_args()

@@ -3,9 +3,9 @@
     python -m benchmarks run cpu.table --work-dir DIR [--peers PEERS] [--levels avx512_bf16,avx2]
 
 For each level, `cpu.decode` runs in a process of its own; a level below the machine's best one is
-forced, also for the libraries below transformers and PEFT. With PEERS (where
-`benchmarks/cpu/install_peers.sh` put vLLM's CPU build), `cpu.peers` runs at the best level. At the
-135M geometry, a level takes about eight minutes on two idle cores. Prints each goal with what was
+forced, also for the libraries below transformers and PEFT, and for vLLM. With PEERS (where
+`benchmarks/cpu/install_peers.sh` put vLLM's CPU build), `cpu.peers` runs, too. At the 135M
+geometry, a level takes about eight minutes on two idle cores. Prints each goal with what was
 reached, or why it was not measured, and writes `results/<machine>/cpu_table.json`.
 """
 
@@ -100,8 +100,8 @@ def main() -> None:
             measured = {"decode": run_decode(args, level, results)}
             if level == host_isas()[0]:
                 measured["start"] = run_start(args, results)
-                if args.peers:
-                    measured["peers"] = run_peers(args, results)
+            if args.peers:
+                measured["peers"] = run_peers(args, level, results)
             table += [line(goal, level, measured.get(goal.benchmark)) for goal in GOALS]
     print_table(table)
     options = {"model": args.model, "repetitions": args.repetitions, "new_tokens": args.new_tokens}
@@ -117,23 +117,37 @@ def default_levels() -> list[str]:
 
 def run_decode(args: argparse.Namespace, level: str, results: Path) -> Rows:
     """The rows of `cpu.decode` at one level, both sides in the dtype that suits it."""
-    dtype = "bfloat16" if half_is_fast(level) else "float32"
-    options = ["--cpu-isa", level, "--dtype", dtype, "--peer-dtype", dtype, *counts(args)]
-    environ = {} if level == host_isas()[0] else PEER_LIMITS[level]
-    found = run("decode", args, options, environ, results)
+    options = [*at_level(level), "--peer-dtype", dtype_of(level), *counts(args)]
+    found = run("decode", args, options, limits_of(level), results)
     return [*found["table"], {"case": LOADS, **found["load_ms"]}]
 
 
-def run_peers(args: argparse.Namespace, results: Path) -> Rows:
+def run_peers(args: argparse.Namespace, level: str, results: Path) -> Rows:
     """The rows of `cpu.peers` for the base, which vLLM serves at a speed that can be compared."""
     options = ["--peers", str(args.peers), "--only", "vllm", "--cases", "8x0,32x0", *counts(args)]
-    rows: Rows = run("peers", args, options, {}, results)["table"]
+    found = run("peers", args, [*at_level(level), *options], limits_of(level), results)
+    rows: Rows = found["table"]
     return rows
 
 
 def run_start(args: argparse.Namespace, results: Path) -> Rows:
     """What `cpu.start` finds."""
     return [{"case": START, **run("start", args, [], {}, results)["table"]}]
+
+
+def at_level(level: str) -> list[str]:
+    """Options that make a benchmark run at a level."""
+    return ["--cpu-isa", level, "--dtype", dtype_of(level)]
+
+
+def dtype_of(level: str) -> str:
+    """What both sides compute in at a level."""
+    return "bfloat16" if half_is_fast(level) else "float32"
+
+
+def limits_of(level: str) -> dict[str, str]:
+    """Environment variables that keep the libraries of peers at a level."""
+    return {} if level == host_isas()[0] else PEER_LIMITS[level]
 
 
 def counts(args: argparse.Namespace) -> list[str]:
@@ -179,9 +193,9 @@ def line(goal: Goal, level: str, rows: Rows | None) -> dict[str, Any]:
 
 def why_not(goal: Goal, level: str) -> str:
     """Why there is no figure."""
-    if level != host_isas()[0]:
-        return "vLLM chooses its own level" if goal.benchmark == "peers" else "best level only"
-    return "no --peers" if goal.benchmark == "peers" else "see the messages above"
+    if goal.benchmark == "peers":
+        return "no --peers"
+    return "see the messages above" if level == host_isas()[0] else "best level only"
 
 
 def print_table(table: list[dict[str, Any]]) -> None:
