@@ -20,6 +20,8 @@ constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
 // Outputs and rows of one task: enough to outweigh claiming it, few enough for all threads to have one.
 constexpr int64_t kTaskPanels = 4;
 constexpr int64_t kTaskRows = 16 * kMaxRows;
+// Panels of one task where all rows are in one: each is still in the first-level cache for the next rows.
+constexpr int64_t kFewPanels = 2;
 constexpr int64_t kWidenedRows = 64;  // of one task
 // How far ahead of its use a panel is prefetched: the hardware's prefetchers alone reach less than half of
 // the bandwidth alongside this many other instructions.
@@ -124,14 +126,22 @@ void multiply_n_rows(int64_t n, const Product& g, const W* packed, int64_t row, 
     multiply_rows<W, R>(g, packed, row, begin, end);
 }
 
+// Tasks that the panels of a product are divided into. Of one with a task for all rows, narrow weights have
+// so few panels that each thread needs the same number of tasks; one or two rows need four panels at a time.
+int64_t panel_tasks(int64_t num_rows, int64_t num_panels) {
+    if (num_rows <= 2 || num_rows > kTaskRows) return ceil_div(num_panels, kTaskPanels);
+    return ceil_div(ceil_div(num_panels, kFewPanels), num_threads()) * num_threads();
+}
+
 // Consecutive tasks share their rows, which stay in the second-level cache while the weights pass by.
 template <class W>
 void multiply(const Product& g, const W* packed) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
-    const int64_t num_panel_tasks = ceil_div(num_panels, kTaskPanels);
+    const int64_t num_panel_tasks = panel_tasks(g.num_rows, num_panels);
     parallel_shares(num_panel_tasks * ceil_div(g.num_rows, kTaskRows), [&](int64_t task) {
-        const int64_t begin = task % num_panel_tasks * kTaskPanels;
-        const int64_t end = smaller(begin + kTaskPanels, num_panels);
+        const int64_t share = task % num_panel_tasks;
+        const int64_t begin = num_panels * share / num_panel_tasks;
+        const int64_t end = num_panels * (share + 1) / num_panel_tasks;
         int64_t row = task / num_panel_tasks * kTaskRows;
         const int64_t last = smaller(row + kTaskRows, g.num_rows);
         for (; row < last; row += kMaxRows) {
