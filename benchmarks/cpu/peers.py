@@ -8,9 +8,9 @@ A case is requests x distinct adapters; 0 means the base alone. Only correct ans
 peer's first tokens must equal ours in three of four requests (near ties differ in bfloat16). Only
 vLLM computes in other dtypes than bfloat16. Where `cpu.table` forces a level below the machine's
 best one, vLLM keeps to it, too; llama.cpp is built for the machine. Rows go to
-`results/<machine>/cpu_peers.json` and replace earlier ones of the same peer, case and number of new
-tokens. With `--file`, both sides serve the same GGUF file, which llama.cpp's program quantises;
-llama.cpp then rounds activations to 8 bits, and we do not.
+`results/<machine>/cpu_peers.json` (`--name`) and replace earlier ones of the same peer, case and
+number of new tokens. With `--file`, both sides serve the same GGUF file, which llama.cpp's program
+quantises; llama.cpp then rounds activations to 8 bits, and we do not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ ARENA_BYTES = 2_000_000_000
 PEERS = {"vllm": "peer_vllm.py", "llama.cpp": "peer_llamacpp.py", "openvino": "peer_openvino.py"}
 """Scripts by the folder of their environment."""
 RIGHT_SHARE = 0.75
-NAME = "cpu_peers"
 
 
 class Peer:
@@ -167,14 +166,16 @@ def keep(row: dict[str, Any], args: argparse.Namespace) -> None:
     print(row, flush=True)
     keys = ("peer", "case", "new_tokens")
     try:
-        known = read_results(NAME)
+        known = read_results(args.name)
     except FileNotFoundError:
         known = {"table": [], "model": args.model}
     if known["model"] != args.model:
-        raise SystemExit(f"{NAME}.json holds results of the model {known['model']}")
+        raise SystemExit(
+            f"{args.name}.json is of the model {known['model']}: choose another --name"
+        )
     others = [old for old in known["table"] if any(old[key] != row[key] for key in keys)]
     table = sorted([*others, row], key=lambda r: (r["peer"], r["case"], r["new_tokens"]))
-    write_results(NAME, {"model": args.model, "table": table})
+    write_results(args.name, {"model": args.model, "table": table})
 
 
 def parse_args() -> argparse.Namespace:
@@ -190,6 +191,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="of both sides, with --only vllm")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--name", default="cpu_peers", help="of the results file")
     return parser.parse_args()
 
 

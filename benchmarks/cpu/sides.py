@@ -15,6 +15,7 @@ import torch
 
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
+from loraplex_services.worker.config import MAX_STEP_S
 from loraplex_services.worker.engine.engine import Engine
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.types.messages import (
@@ -89,6 +90,7 @@ class OurEngine:
             max_resident=64,
             max_num_batched_tokens=2048,
             max_num_seqs=max_running,
+            max_step_s=MAX_STEP_S,
             drafts=drafts,
         )
         runner = build_runner(

@@ -2,7 +2,8 @@
 
 Requests that decode come first, with one token each. Prompts share the rest of the budget. While
 requests decode, prompts get less, because a prompt of thousands of tokens would delay every stream
-of the worker for the duration of its step.
+of the worker for the duration of its step. Several prompts get no more than that even where nothing
+decodes: computed together, all would wait for the last one.
 
 Source: Agrawal et al., Sarathi-Serve (stall-free batching); the size of a chunk comes from steps
 that were measured here instead of from a profile.
@@ -47,7 +48,7 @@ class TokenBudget:
             self._tokens.add(max(0.0, elapsed_s - self._decodes.quantile(0.5)) / num_prompt)
 
     def max_prompt_tokens(self) -> int:
-        """Most prompt tokens of a step in which requests decode."""
+        """Most prompt tokens of a step, unless it has a single prompt and nothing else."""
         token_s = self._tokens.quantile(0.5)
         if not self._max_step_s or not token_s:
             return self._max_tokens
@@ -69,12 +70,12 @@ class TokenBudget:
         """
         num_decoding = sum(not member.request.is_held for member in running.decoding)
         left = self._max_tokens - num_decoding
-        if num_decoding:
+        prompts = [member.request for member in running.prompts.values()]
+        if num_decoding or len(prompts) + (bool(prompts) and has_waiting) > 1:
             left = min(left, self.max_prompt_tokens())
         kept = left // 2 if has_waiting else 0
         shares = {}
         self.is_cutting = False
-        prompts = [member.request for member in running.prompts.values()]
         for request in sorted(running_order(prompts), key=lambda request: request.num_pending > 1):
             num_wanted = 0 if request.is_held else request.num_pending
             if num_wanted > left:
@@ -82,3 +83,9 @@ class TokenBudget:
             shares[request.request_id] = num_wanted
             left -= num_wanted
         return shares, left
+
+    def left_after(self, num_started: int, budget: int) -> int:
+        """What a step has left of `budget` once requests with `num_started` tokens start."""
+        if not num_started:
+            return budget
+        return max(0, min(budget, self.max_prompt_tokens()) - num_started)

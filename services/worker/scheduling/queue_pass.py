@@ -21,6 +21,8 @@ class QueuePass:
     walk: Walk
     budget: int
     """Tokens that the step has left."""
+    most: int
+    """Most tokens of the requests that start, unless it is only one."""
     rows: list[PlannedRow] = field(default_factory=list)
     """Rows of the requests that start."""
     ahead: dict[str, None] = field(default_factory=dict)
@@ -36,7 +38,7 @@ class QueuePass:
     def started(self, row: PlannedRow) -> None:
         """Note that a request starts."""
         self.rows.append(row)
-        self.budget -= num_cached_tokens([row])
+        self.budget = max(0, min(self.budget, self.most) - num_cached_tokens([row]))
 
     def loads_began(self, fits: bool) -> None:
         """Note that a request's loads began; no other's may follow unless they all fit."""

@@ -186,8 +186,10 @@ class Scheduler:
             started = self._admit(now, budget)
             num_others = sum(num_tokens > 0 for num_tokens in shares.values()) + len(started)
             if arrive is not None and arrive(len(decodes) + num_others):
-                started += self._admit(now, budget - num_cached_tokens(started))
-            self._allocator.grow_further(shares, budget - num_cached_tokens(started), now)
+                left = self.budget.left_after(num_cached_tokens(started), budget)
+                started += self._admit(now, left)
+            left = self.budget.left_after(num_cached_tokens(started), budget)
+            self._allocator.grow_further(shares, left, now)
         prompts = self._running.prompts
         others = [prompts[name].row(n) for name, n in shares.items() if n and name in prompts]
         rows = self._uncached.choose(in_batch_order(decodes, others + started))
@@ -297,7 +299,8 @@ class Scheduler:
         nothing changes in between."""
         self.is_full, self.num_awaiting_copies = False, 0
         view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
-        queue_pass = QueuePass(self._waiting.walk(view, self._cache.take_moved()), budget)
+        walk = self._waiting.walk(view, self._cache.take_moved())
+        queue_pass = QueuePass(walk, budget, self.budget.max_prompt_tokens())
         while (request := next(queue_pass.walk, None)) is not None:
             if not self._visit(request, queue_pass, now):
                 break

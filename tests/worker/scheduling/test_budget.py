@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from loraplex_services.worker.scheduling.budget import MAX_STRETCH, MIN_PROMPT_TOKENS, TokenBudget
 from loraplex_services.worker.scheduling.running import RunningBatch
 from loraplex_services.worker.types.step_plan import StepPlan
-from tests.worker.scheduling.stage import make_request
+from tests.worker.scheduling.stage import Stage, make_request
 
 MAX_TOKENS = 2048
 
@@ -59,6 +59,31 @@ def test_where_nobody_decodes_a_prompt_has_the_whole_step() -> None:
     running.caught_up(member.request)
     assert budget.share(running, False) == ({"long": 360}, 0)
     assert budget.share(running, True) == ({"long": 180}, 180)
+
+
+def test_several_prompts_take_no_longer_than_streams_may_wait() -> None:
+    budget = taught(0.02, 0.0005)
+    running = RunningBatch()
+    running.add(make_request("first", 2000), ())
+    assert budget.share(running, True) == ({"first": 180}, 180)
+    running.add(make_request("second", 2000), ())
+    assert budget.share(running, False) == ({"first": 360, "second": 0}, 0)
+    assert budget.left_after(0, 2048) == 2048
+    assert (budget.left_after(100, 2048), budget.left_after(2000, 2048)) == (260, 0)
+
+
+def test_prompts_that_arrive_together_share_a_step_no_longer_than_streams_may_wait() -> None:
+    stage = Stage(num_blocks=1000, max_step_tokens=1024, max_step_s=0.2)
+    stage.submit(make_request("first", 500, 1))
+    stage.scheduler.budget.measure(stage.step(), 0.25)  # 400 tokens in 0.2 s
+    stage.submit(
+        *(make_request(name, max_tokens=1, prompt_ids=[i] * 150) for i, name in enumerate("abc", 2))
+    )
+    plans = [stage.step() for _ in range(2)]
+    rows = [{row.request.request_id: row.num_tokens for row in plan.rows} for plan in plans]
+    assert rows == [{"a": 150, "b": 150, "c": 100}, {"c": 50}]
+    stage.submit(make_request("alone", 900, prompt_ids=[9] * 900))
+    assert [row.num_tokens for row in stage.step().rows] == [900]
 
 
 def test_before_anything_is_measured_and_without_a_bound_only_the_token_budget_counts() -> None:
