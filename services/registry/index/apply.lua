@@ -118,14 +118,14 @@ local function apply(change)
     end
   end
 
-  -- An adapter that had ephemeral versions only, and has none any more, leaves the index after ten
+  -- An adapter that had ephemeral versions only, and has none any more, leaves the index after two
   -- minutes. Until then its tombstones stop older documents that arrive late. A new version keeps the
   -- keys.
   local adapter_key = ns .. 'a:' .. change.scope
   if has_ended and redis.call('HEXISTS', adapter_key, 'newest') == 0
       and redis.call('HEXISTS', adapter_key, 'lasting') == 0 then
-    redis.call('EXPIRE', adapter_key, 600)
-    redis.call('EXPIRE', ns .. 't:' .. change.scope, 600)
+    redis.call('EXPIRE', adapter_key, 120)
+    redis.call('EXPIRE', ns .. 't:' .. change.scope, 120)
   end
 
   if change.op ~= '' then redis.call('HDEL', prefix .. 'pending', change.op) end

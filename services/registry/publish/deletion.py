@@ -21,8 +21,12 @@ from loraplex_services.registry.publish.tag_rules import TagRules
 from loraplex_services.registry.publish.tags import TagAddress, Tags
 from loraplex_services.registry.records import AdapterRecord, TagRecord, VersionRecord, now_s
 
-_NUM_ENDED_AT_ONCE = 4
-"""Each waits for the disk, and a file store writes four objects at a time."""
+_MIN_AT_ONCE = 4
+"""Versions that end at the same time. Each waits for the disk, and a file store writes four objects
+at a time."""
+_MAX_AT_ONCE = 16
+"""The same if many wait, so that ends do not fall behind publications on a busy machine."""
+_WAITING_PER_SLOT = 64
 
 
 class Deletion:
@@ -88,9 +92,12 @@ class Deletion:
         """Delete versions whose bytes need not be retained. Tags on them fall back as above."""
         await self._delete(tenant, name, numbers, mover, purge=True)
 
-    async def end(self, versions: Sequence[tuple[str, int]], mover: str) -> int:
+    async def end(
+        self, versions: Sequence[tuple[str, int]], mover: str, num_waiting: int = 0
+    ) -> int:
         """Delete ephemeral versions, given by scope and number, and purge their bytes; returns how
-        many there were. They share an entry in the audit log of each tenant.
+        many there were. They share an entry in the audit log of each tenant. `num_waiting` versions
+        are to end, these included.
 
         Nothing waits until the disk has it. What a power failure undoes is a version whose time is
         over for the next index that is built, and ends again.
@@ -102,7 +109,7 @@ class Deletion:
                 for (tenant, _, name), number in owned
             )
         )
-        slots = asyncio.Semaphore(_NUM_ENDED_AT_ONCE)
+        slots = asyncio.Semaphore(num_at_once(num_waiting))
 
         async def end(scope: str, number: int) -> bool:
             async with slots:
@@ -114,13 +121,13 @@ class Deletion:
         """Returns False if another registry was first."""
         tenant, _, name = scope.partition("/")
         operation = await self._catalog.note_pending(scope)
-        indexed = (await self._catalog.find(scope, "version", str(number))).versions
-        buried = await self._bury(tenant, name, number, True, next(iter(indexed), None))
+        found = await self._catalog.find(scope, "version", str(number))
+        buried = await self._bury(tenant, name, number, True, next(iter(found.versions), None))
         if buried is None:
             await self._catalog.forget_pending([operation])
             return False
         failpoint("delete.tombstone")
-        await self._withdraw([buried], mover, operation)
+        await self._withdraw([buried], mover, operation, found.adapter)
         return True
 
     async def _delete(
@@ -145,14 +152,23 @@ class Deletion:
         assert record is not None, "version records are never removed"
         return record
 
-    async def _withdraw(self, deleted: Sequence[VersionRecord], mover: str, operation: str) -> None:
-        """Remove versions of one adapter, whose tombstones are written, from tags and index."""
+    async def _withdraw(
+        self,
+        deleted: Sequence[VersionRecord],
+        mover: str,
+        operation: str,
+        adapter: AdapterRecord | None = None,
+    ) -> None:
+        """Remove versions of one adapter, whose tombstones are written, from tags and index.
+        `adapter` saves reading it: who could see a deleted version does not matter."""
         tenant, name = deleted[0].tenant, deleted[0].name
         items: list[Item] = []
         for tag in await self._all_tags(tenant, name):
             moved = await self._release(tag, deleted, mover)
             items += await self._versions.items_of_tag(moved) if moved is not None else []
-        adapter = await documents.read(self._store, layout.adapter(tenant, name), AdapterRecord)
+        if adapter is None:
+            key = layout.adapter(tenant, name)
+            adapter = await documents.read(self._store, key, AdapterRecord)
         items += [version_item(record, adapter) for record in deleted]
         await self._catalog.apply(scope_of(tenant, name), items, operation=operation)
 
@@ -221,3 +237,8 @@ class Deletion:
         folder = layout.tags_folder(tenant, name)
         records = await documents.read_folder(self._store, folder, TagRecord)
         return [record for record in records if record.targets]
+
+
+def num_at_once(num_waiting: int) -> int:
+    """How many versions end at the same time while so many wait for it."""
+    return min(_MAX_AT_ONCE, max(_MIN_AT_ONCE, num_waiting // _WAITING_PER_SLOT))

@@ -113,7 +113,8 @@ class Retention:
         """Delete ephemeral versions."""
         for at in range(0, len(versions), _NUM_ENDED_TOGETHER):
             some = versions[at : at + _NUM_ENDED_TOGETHER]
-            self.num_retired += await self._deletion.end(some, REGISTRY)
+            num_waiting = len(versions) - at
+            self.num_retired += await self._deletion.end(some, REGISTRY, num_waiting)
 
 
 async def _logged(work: Awaitable[None]) -> None:

@@ -17,7 +17,8 @@ from loraplex_services.registry.api.publish_options import options_from_proto
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog
 from loraplex_services.registry.publish import claims, retention
-from loraplex_services.registry.records import VersionRecord, decode
+from loraplex_services.registry.publish.deletion import num_at_once
+from loraplex_services.registry.records import PRIVATE, VersionRecord, decode
 from tests.registry.house import publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -157,7 +158,7 @@ async def test_an_adapter_whose_ephemeral_versions_ended_leaves_the_index_and_ke
     assert await seconds_left("doc-1") == await seconds_left("sql") == [-1, -1]
     monkeypatch.setattr(retention, "now_s", lambda: ephemeral.version.expires_s + 60.0)
     await registry.retention.expire()
-    assert all(0 < left <= 600 for left in await seconds_left("doc-1"))
+    assert all(0 < left <= 120 for left in await seconds_left("doc-1"))
     assert await seconds_left("sql") == [-1, -1], "a version of it was no ephemeral one"
     assert (await publish(registry, "doc-1", 1, ttl_s=60.0)).version.version == 2
     assert await seconds_left("doc-1") == [-1, -1]
@@ -227,6 +228,22 @@ async def test_ephemeral_versions_of_one_moment_share_entries_in_the_audit_log(
     }
     [entry] = [entry for entry in entries if entry.action == "version.expire"]
     assert entry.details["versions"].split() == [f"{name}:v1" for name in names]
+
+
+def test_more_versions_end_at_the_same_time_the_more_are_waiting() -> None:
+    assert [num_at_once(waiting) for waiting in (0, 300, 640, 1024, 100_000)] == [4, 4, 10, 16, 16]
+
+
+async def test_an_ended_version_shows_who_could_see_it_where_the_index_knows(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = await publish(registry, "doc-1", 1, ttl_s=60.0)
+    epoch, before = await registry.catalog.position()
+    monkeypatch.setattr(retention, "now_s", lambda: done.version.expires_s + 1)
+    await registry.retention.expire()
+    events = await registry.catalog.read_events(epoch, before, 10, None)
+    [ended] = [event["doc"] for _, event in events if event["kind"] == "version"]
+    assert (ended["visibility"], ended["generation"]) == (PRIVATE, 2)
 
 
 async def test_the_same_content_is_published_anew_before_its_time_is_over(
