@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FETCHES = 8
 """Most adapters that are fetched at the same time."""
+SMALL_BYTES = 64 << 10
+"""So many bytes are hashed and written in less time than a thread takes to start with them."""
 
 
 class Preparing(Protocol):
@@ -200,7 +202,10 @@ class AdapterSource:
 
             try:
                 async for chunk in read_chunks(self._store, blob_key(file.sha256), 0, file.size):
-                    await asyncio.to_thread(absorb, chunk)
+                    if len(chunk) <= SMALL_BYTES:
+                        absorb(chunk)
+                    else:
+                        await asyncio.to_thread(absorb, chunk)
             except ObjectMissing:
                 raise DataLoss(f"the object store lost blob {file.sha256}") from None
         if hasher.hexdigest() != file.sha256:
