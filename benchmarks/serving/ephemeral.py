@@ -4,8 +4,9 @@
 
 The stack is `loraplex up` with the demo base in float32. Each client publishes an adapter from
 memory with weights and a name of its own, sends one request for it, and goes on to the next one.
-Adapters expire after a minute. The answer must name the digest that was published. Times and
-memory are compared between the first and the last tenth of the run.
+Adapters expire after a minute. The answer must name the digest that was published. Times are
+compared between the first and the last tenth of the run, and memory between three tenths and the
+end. Results are written after each twentieth, so that a run that is cut off leaves some.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from benchmarks.machine import write_results
+from benchmarks.machine import read_results, write_results
 from benchmarks.serving.live_updates import DEMO, PROMPT, Trainer, summary
 from demo.stack import Stack, running_stack
 from loraplex import InferenceClient, RegistryClient, Sampling
@@ -33,6 +34,8 @@ from loraplex import InferenceClient, RegistryClient, Sampling
 TTL_S = 60.0
 NUM_PARTS = 20
 """Parts of a run, after each of which figures are noted."""
+START = 3 * NUM_PARTS // 10 - 1
+"""The part after which memory is to stay flat: caches and logs of bounded size are full."""
 SETTINGS = {"LORAPLEX_DTYPE": "float32", "LORAPLEX_KV_MEMORY": "64MiB"}
 
 
@@ -50,12 +53,14 @@ class Run:
     failed: int = 0
 
 
-async def drive(stack: Stack, num_adapters: int, at_once: int) -> Run:
+async def drive(
+    stack: Stack, num_adapters: int, at_once: int, after_part: Callable[[Run], None]
+) -> Run:
     """Publish and use `num_adapters` adapters, `at_once` at a time."""
     run, numbers = Run(), iter(range(num_adapters))
     async with RegistryClient(stack.registry) as registry, InferenceClient(stack.grpc) as gateway:
         clients = [_client(run, registry, gateway, seed, numbers) for seed in range(at_once)]
-        watch = asyncio.create_task(_watch(run, num_adapters))
+        watch = asyncio.create_task(_watch(run, num_adapters, after_part))
         await asyncio.gather(*clients)
         watch.cancel()
     return run
@@ -91,7 +96,7 @@ def part_size(num_adapters: int) -> int:
     return max(1, num_adapters // NUM_PARTS)
 
 
-async def _watch(run: Run, num_adapters: int) -> None:
+async def _watch(run: Run, num_adapters: int, after_part: Callable[[Run], None]) -> None:
     """Print and note memory and times after each part of the run."""
     size = part_size(num_adapters)
     for part in itertools.count(1):
@@ -117,6 +122,7 @@ async def _watch(run: Run, num_adapters: int) -> None:
             f"first token {first} ms, MiB {shown}",
             flush=True,
         )
+        after_part(run)
 
 
 def _name(process: psutil.Process) -> str:
@@ -127,11 +133,11 @@ def _name(process: psutil.Process) -> str:
     return process.name()
 
 
-def report(run: Run, elapsed_s: float) -> dict[str, object]:
-    """The figures of a run."""
+def report(run: Run, elapsed_s: float, num_adapters: int) -> dict[str, object]:
+    """The figures of a run of `num_adapters` so far."""
     tenth = max(1, len(run.publish_s) // 10)
     used_s = run.processor_s[-1] - run.processor_s[0]
-    num_between = part_size(len(run.publish_s)) * (len(run.processor_s) - 1)
+    num_between = part_size(num_adapters) * (len(run.processor_s) - 1)
     return {
         "adapters": len(run.publish_s),
         "failed": run.failed,
@@ -148,6 +154,11 @@ def report(run: Run, elapsed_s: float) -> dict[str, object]:
         "memory_mib_by_part": {
             name: [round(found[name] / 2**20) for found in run.memory] for name in run.memory[0]
         },
+        "memory_growth_from_three_tenths_mib": {
+            name: (run.memory[-1][name] - run.memory[START][name]) / 2**20
+            for name in run.memory[0]
+            if len(run.memory) > START
+        },
     }
 
 
@@ -162,12 +173,16 @@ def main() -> None:
         running_stack(DEMO / "base", "demo", Path(folder), SETTINGS) as stack,
     ):
         begin_s = time.perf_counter()
-        run = asyncio.run(drive(stack, args.adapters, args.at_once))
-        elapsed_s = time.perf_counter() - begin_s
+
+        def save(run: Run) -> None:
+            elapsed_s = time.perf_counter() - begin_s
+            figures = report(run, elapsed_s, args.adapters)
+            write_results("ephemeral", {"options": vars(args), **figures})
+
+        run = asyncio.run(drive(stack, args.adapters, args.at_once, save))
         # Before the folder is removed, which takes minutes after a long run.
-        result = {"options": vars(args), **report(run, elapsed_s)}
-        print(json.dumps(result, indent=1))
-        write_results("ephemeral", result)
+        save(run)
+        print(json.dumps(read_results("ephemeral"), indent=1))
 
 
 if __name__ == "__main__":
