@@ -9,6 +9,10 @@ within one run only. On a machine that other processes use, set OMP_NUM_THREADS=
 peer uses, waits for threads that the system has taken away, so one thread per side is fairer.
 `--second-isa avx512` adds a third side: this engine on another instruction set, in the dtype that
 it computes this base in.
+
+The first requests decode while prompts of the last ones are computed in steps of 0.2 s, as in a
+worker. Where prompts take so long that no step decodes all requests (a step is then NaN), more
+`--new-tokens` or `--max-step-s 0`, which is without this limit, give such steps.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from benchmarks.cpu_model import (
     rank_of,
 )
 from benchmarks.machine import read_results, write_results
+from loraplex_services.worker.config import MAX_STEP_S
 from loraplex_services.worker.native.isa import choose_isa, half_is_fast
 
 NUM_THREADS = torch.get_num_threads()
@@ -59,12 +64,13 @@ def main() -> None:
         if args.join:
             results, limits = joined(args, limits)
         arena_bytes = args.arena_bytes or bytes_for(folders)
-        ours = OurEngine(base, args.dtype, args.cpu_isa, arena_bytes)
+        limit = {"max_step_s": args.max_step_s}
+        ours = OurEngine(base, args.dtype, args.cpu_isa, arena_bytes, **limit)
         ours.touch()
         loads = {"loraplex": ours.load(folders)}
         sides: dict[str, Any] = {"loraplex": ours}
         if args.second_isa:
-            other = OurEngine(base, "auto", args.second_isa, arena_bytes)
+            other = OurEngine(base, "auto", args.second_isa, arena_bytes, **limit)
             loads["second_isa"] = other.load(folders)
             sides["second_isa"] = other
         if args.peer:
@@ -88,6 +94,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cases", default=CASES, help="requests x adapters, with each base case")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--max-step-s", type=float, default=MAX_STEP_S, help="0 = no limit")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--dtype", default="bfloat16" if half_is_fast("auto") else "float32")
     parser.add_argument("--cpu-isa", default="auto")

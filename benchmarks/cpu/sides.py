@@ -79,6 +79,7 @@ class OurEngine:
         *,
         drafts: bool = False,
         model_impl: str = "auto",
+        max_step_s: float = MAX_STEP_S,
     ) -> None:
         """Without drafts, so that a step is a token of each request, unless asked for."""
         config = EngineConfig(
@@ -90,7 +91,7 @@ class OurEngine:
             max_resident=64,
             max_num_batched_tokens=2048,
             max_num_seqs=max_running,
-            max_step_s=MAX_STEP_S,
+            max_step_s=max_step_s,
             drafts=drafts,
         )
         runner = build_runner(

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.cpu_model import SHAPES
 from benchmarks.machine import cpu_facts, machine_kind, write_results
+from loraplex_services.worker.config import MAX_STEP_S
 from loraplex_services.worker.native.isa import GENERIC, half_is_fast, host_isas
 
 PEER_LIMITS = {
@@ -118,6 +119,7 @@ def default_levels() -> list[str]:
 def run_decode(args: argparse.Namespace, level: str, results: Path) -> Rows:
     """The rows of `cpu.decode` at one level, both sides in the dtype that suits it."""
     options = [*at_level(level), "--peer-dtype", dtype_of(level), *counts(args)]
+    options += ["--max-step-s", str(args.max_step_s)]
     found = run("decode", args, options, limits_of(level), results)
     return [*found["table"], {"case": LOADS, **found["load_ms"]}]
 
@@ -227,6 +229,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--levels", help=f"of {', '.join(default_levels())}; all by default")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--max-step-s", type=float, default=MAX_STEP_S, help="see cpu.decode")
     return parser.parse_args()
 
 
