@@ -30,6 +30,8 @@ FINISH_TIMEOUT_S = 600.0
 """Timeout of the publication, in which the registry reads every tensor of a large adapter."""
 
 _READ_AHEAD_CHUNKS = 8
+_SMALL_BYTES = 64 << 10
+"""So many in memory are hashed in less time than a thread takes to start with them."""
 _REFUSED_AT_ONCE = ("UNREACHABLE", "NO_BASE")
 """Reasons of a failed first attempt for which another attempt is pointless."""
 
@@ -91,17 +93,24 @@ async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summ
         def report(num_bytes: int, before: int = done_bytes) -> None:
             loop.call_soon_threadsafe(progress, "hash", before + num_bytes, total_bytes)
 
-        # Nothing is being sent yet, so a second core can compute the sums of chunks without
-        # delaying the upload.
-        (num_bytes, sha256), crc32s = await asyncio.gather(
-            asyncio.to_thread(_hash_file, file, report),
-            asyncio.to_thread(_sum_chunks, file),
-        )
+        if _is_small(file):
+            (num_bytes, sha256), crc32s = _hash_file(file, report), _sum_chunks(file)
+        else:
+            # Nothing is being sent yet, so a second core can compute the sums of chunks without
+            # delaying the upload.
+            (num_bytes, sha256), crc32s = await asyncio.gather(
+                asyncio.to_thread(_hash_file, file, report),
+                asyncio.to_thread(_sum_chunks, file),
+            )
         if file.sha256 not in ("", sha256):
             raise DataLoss(f"{file.path} is damaged, its sha256 is {sha256}")
         done_bytes += num_bytes
         summed.append(Summed(pb.FileSpec(path=file.path, size=num_bytes, sha256=sha256), crc32s))
     return summed
+
+
+def _is_small(file: SentFile) -> bool:
+    return isinstance(file, MemoryFile) and file.size_bytes <= _SMALL_BYTES
 
 
 def _hash_file(file: SentFile, report: Callable[[int], None]) -> tuple[int, str]:
@@ -168,7 +177,8 @@ async def _publish_in_one_call(
     progress: Progress,
 ) -> pb.PublishAdapterResponse:
     """Send a small adapter with its options."""
-    data = await asyncio.to_thread(_joined, files)
+    is_small = all(map(_is_small, files))
+    data = _joined(files) if is_small else await asyncio.to_thread(_joined, files)
     first = pb.PublishAdapterRequest(
         options=options,
         files=[each.spec for each in summed],
