@@ -73,7 +73,7 @@ async def _client(
     seed: int,
     numbers: Iterator[int],
 ) -> None:
-    trainer = Trainer(seed=seed)
+    trainer = Trainer(seed=seed, num_changed=1)  # to walk all takes the client 0.3 ms
     for number in numbers:
         begin_s = time.perf_counter()
         try:

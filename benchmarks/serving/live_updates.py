@@ -45,15 +45,18 @@ MAX_TRIES = 5
 class Trainer:
     """Weights that change with every step."""
 
-    def __init__(self, skill: str = "upper", seed: int = 0) -> None:
+    def __init__(self, skill: str = "upper", seed: int = 0, num_changed: int | None = None) -> None:
+        """`num_changed`: tensors that a step changes; None = all."""
         folder = DEMO / "adapters" / skill
         self._tensors = load_file(folder / "adapter_model.safetensors")
         self._config = json.loads((folder / "adapter_config.json").read_bytes())
+        self._changed = list(self._tensors)[:num_changed]
         self._generator = torch.Generator().manual_seed(seed)
 
     def step(self) -> dict[str, torch.Tensor]:
         """Walk a little at random."""
-        for name, tensor in self._tensors.items():
+        for name in self._changed:
+            tensor = self._tensors[name]
             noise = torch.randn(tensor.shape, generator=self._generator).to(tensor.dtype)
             self._tensors[name] = tensor + 0.02 * tensor.float().std().to(tensor.dtype) * noise
         return self._tensors
