@@ -43,6 +43,7 @@ from loraplex_services.worker.ops.attention.triton_backend import TritonAttentio
 from loraplex_services.worker.ops.lora.step_work import StepWork
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import CapturedStep, CapturedSteps, GraphMemory
+from loraplex_services.worker.runner.graph_inputs import DECODE, mixed_kind
 from loraplex_services.worker.runner.runner import TorchRunner
 from loraplex_services.worker.runner.steps import StepOrder
 from loraplex_services.worker.sampling.drawing import TORCH_DRAWS
@@ -101,7 +102,7 @@ def make_runner(root: Path, num_rows: int, num_tokens: int) -> TorchRunner:
     gpu, model = runner._batches.gpu, runner._model
     assert gpu is not None, "Triton computes nothing here"
     table = gpu.lora_batch(())
-    kinds = gpu.decode_inputs(), gpu.mixed_inputs(MAX_STEP_TOKENS)
+    kinds = gpu.graph_inputs(DECODE), gpu.graph_inputs(mixed_kind(MAX_STEP_TOKENS))
     gpu._graphs = [EmptySteps(model, kind, table, gpu._masks) for kind in kinds]
     for captured in gpu._graphs:
         captured.capture(GraphMemory(stream=None, pool=None))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch, PendingCopy
-from loraplex_services.worker.runner.input_buffer import InputBuffer
+from loraplex_services.worker.runner.graph_inputs import GraphInputs
 from loraplex_services.worker.runner.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -32,38 +32,6 @@ logger = logging.getLogger(__name__)
 WARM_UP_RUNS = 2
 """Number of forward passes before a capture: the first compiles kernels, and libraries allocate
 memory."""
-
-
-class GraphInputs(Protocol):
-    """The static inputs of one kind of step."""
-
-    buffer: InputBuffer
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Token rows of captured steps, ascending."""
-        ...
-
-    def size_for(self, step: StepInputs) -> int | None:
-        """The smallest size that holds a step; None if there is none."""
-        ...
-
-    def clear(self) -> None:
-        """Fill with padding."""
-        ...
-
-    def fill(self, step: StepInputs, batch: ForwardBatch) -> None:
-        """Copy a step to the device, to be computed by `batch`."""
-        ...
-
-    def batch(self, size: int, sites: frozenset[int], table: LoraBatch) -> ForwardBatch:
-        """The batch that a graph of `size` token rows reads.
-
-        Args:
-            sites: where adapters may add something; none = the base alone.
-            table: names the adapters' tables.
-        """
-        ...
 
 
 @dataclass(slots=True)
@@ -133,8 +101,8 @@ class CapturedSteps:
 
     def capture(self, memory: GraphMemory) -> None:
         """Capture every size, largest first, so that the others fit into its memory."""
-        kind, began_s = type(self.inputs).__name__, time.monotonic()
-        for size in reversed(self.inputs.sizes):
+        kind, began_s = self.inputs.kind, time.monotonic()
+        for size in reversed(kind.sizes):
             gc.collect()
             gc.disable()  # what is collected during a capture might free memory of the device
             try:
@@ -142,9 +110,10 @@ class CapturedSteps:
                     self._steps[size, mask] = self.capture_step(size, sites, memory)
             finally:
                 gc.enable()
-            logger.info("%s: captured the steps of %d rows", kind, size)
+            logger.info("captured the %s steps of %d rows", kind.name, size)
         elapsed_s = time.monotonic() - began_s
-        logger.info("%s: captured %d graphs in %.1f s", kind, len(self._steps), elapsed_s)
+        num_graphs = len(self._steps)
+        logger.info("captured %d graphs of %s steps in %.1f s", num_graphs, kind.name, elapsed_s)
 
     def capture_step(self, size: int, sites: frozenset[int], memory: GraphMemory) -> CapturedStep:
         """Capture with padding rows only, so that the cache keeps its content."""

@@ -32,12 +32,15 @@ from loraplex_services.worker.runner.block_tables import BlockTables
 from loraplex_services.worker.runner.cuda_graphs import (
     CapturedStep,
     CapturedSteps,
-    GraphInputs,
     GraphMemory,
 )
-from loraplex_services.worker.runner.decode_inputs import BATCH_SIZES, DecodeInputs
+from loraplex_services.worker.runner.graph_inputs import (
+    DECODE,
+    GraphInputs,
+    StepKind,
+    mixed_kind,
+)
 from loraplex_services.worker.runner.input_buffer import InputBuffer
-from loraplex_services.worker.runner.mixed_inputs import MixedInputs
 from loraplex_services.worker.runner.step_inputs import StepInputs
 from loraplex_services.worker.runner.warm_up import warm_up
 from loraplex_services.worker.types.runner_settings import RunnerSettings
@@ -91,7 +94,7 @@ class GpuPath:
         self._max_model_len = model.config.max_position_embeddings
         self._block_tables = BlockTables(
             len(kv.windows),
-            max(settings.max_num_seqs, BATCH_SIZES[-1]),
+            max(settings.max_num_seqs, DECODE.sizes[-1]),
             -(-self._max_model_len // kv.tokens_per_block),
             kv.tokens_per_block,
             arena.data.device,
@@ -108,22 +111,18 @@ class GpuPath:
         """Capture the graphs of all steps up to certain sizes. Recurrent layers look at where one
         sequence ends and the next begins, so that bases with them compute prompts eagerly."""
         table = self.lora_batch(())
-        kinds: list[GraphInputs] = [self.decode_inputs()]
+        kinds = [DECODE]
         if self._states is None and self._attention.backend.captures_contexts:
-            kinds.append(self.mixed_inputs(max_num_tokens))
-        self._graphs = [CapturedSteps(self._model, kind, table, self._masks) for kind in kinds]
+            kinds.append(mixed_kind(max_num_tokens))
+        inputs = [self.graph_inputs(kind) for kind in kinds]
+        self._graphs = [CapturedSteps(self._model, each, table, self._masks) for each in inputs]
         for graphs in reversed(self._graphs):  # the largest first
             graphs.capture(memory)
 
-    def decode_inputs(self) -> DecodeInputs:
-        """Static inputs of pure-decode steps."""
+    def graph_inputs(self, kind: StepKind) -> GraphInputs:
+        """Static inputs of steps of one kind."""
         shared = self._kv, self.lora, self._block_tables
-        return DecodeInputs(*shared, self._max_model_len, self._attention, self._states)
-
-    def mixed_inputs(self, max_num_tokens: int) -> MixedInputs:
-        """Static inputs of steps that compute prompts."""
-        shared = self._kv, self.lora, self._block_tables
-        return MixedInputs(*shared, max_num_tokens, self._max_model_len, self._attention)
+        return GraphInputs(kind, *shared, self._max_model_len, self._attention, self._states)
 
     def eager_inputs(self, step: StepInputs) -> InputBuffer:
         """Inputs of one step on the device."""

@@ -5,6 +5,7 @@ import torch
 
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
+from loraplex_services.worker.runner.graph_inputs import DECODE
 from loraplex_services.worker.runner.warm_up import idle_batch
 from loraplex_services.worker.types.step_plan import StepPlan, batch_order
 from tests.worker.loading import HOST_CACHE_BYTES
@@ -96,7 +97,7 @@ def test_static_inputs_of_a_decode_step_equal_those_of_an_eager_one(drivers):
     runner, plan = driver.runner, decode_plan(driver)
     gpu, batches = runner._batches.gpu, runner._batches
     step, arena = batches.read(plan), runner.arena.data
-    inputs = gpu.decode_inputs()
+    inputs = gpu.graph_inputs(DECODE)
     with torch.inference_mode():
         before = arena.clone()
         eager = runner._model.forward(batches.make(step))

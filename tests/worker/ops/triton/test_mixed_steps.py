@@ -7,7 +7,7 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.ops.lora import runs
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
-from loraplex_services.worker.runner.mixed_inputs import MAX_CONTEXTS
+from loraplex_services.worker.runner.graph_inputs import MAX_CONTEXTS, mixed_kind
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
 from tests.worker.loading import HOST_CACHE_BYTES, adapter_blocks, load_adapter
@@ -67,7 +67,7 @@ def eager(runner, plan):
 def test_a_static_batch_computes_steps_with_any_mix_of_prompts_and_generations(runner):
     gpu = runner._batches.gpu
     rows = mixed_plan(runner, lambda before: eager(runner, before)).rows
-    inputs = gpu.mixed_inputs(64)
+    inputs = gpu.graph_inputs(mixed_kind(64))
     batch = inputs.batch(64, gpu._masks[-1], gpu.lora_batch(()))
     for part in (rows, rows[:2], rows[2:], rows[1:]):  # what one leaves, the next replaces
         plan = StepPlan(1, part)
@@ -93,8 +93,8 @@ def test_a_step_of_long_runs_equals_one_of_short_runs(runner, monkeypatch):
 
 def test_a_mixed_step_finds_the_smallest_size_that_holds_it(runner):
     gpu = runner._batches.gpu
-    inputs = gpu.mixed_inputs(200)
-    assert inputs.sizes == (64, 128, 192)
+    inputs = gpu.graph_inputs(mixed_kind(200))
+    assert inputs.kind.sizes == (64, 128, 192)
     for num_tokens, size in ((1, 64), (64, 64), (65, 128), (192, 192), (193, None)):
         request = Request("r", [1] * 300, SamplingParams(9, seed=0))
         row = PlannedRow(request, 0, num_tokens, False, ())

@@ -25,6 +25,7 @@ from loraplex_services.worker.ops.moe import triton as moe
 from loraplex_services.worker.ops.moe.pairs import sort_pairs
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
+from loraplex_services.worker.runner.graph_inputs import DECODE
 from loraplex_services.worker.types.model_config import ClampedSwiglu
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import PlannedRow, StepPlan
@@ -263,7 +264,7 @@ def test_a_mixture_over_kernels_equals_one_expert_at_a_time_and_asks_nobody(
     torch.testing.assert_close(outputs["auto"][1], outputs["torch"][1], rtol=1e-4, atol=1e-4)
 
     gpu = runner._batches.gpu
-    inputs = gpu.decode_inputs()
+    inputs = gpu.graph_inputs(DECODE)
     with torch.inference_mode():
         inputs.buffer.fill(step, step.runs)
         batch: ForwardBatch = inputs.batch(4, frozenset(), gpu.lora_batch(()))

@@ -17,6 +17,7 @@ from loraplex_services.worker.runner.backends import choose_operators
 from loraplex_services.worker.runner.building import build_runner
 from loraplex_services.worker.runner.cuda_graphs import forward_static
 from loraplex_services.worker.runner.gpu_path import site_masks
+from loraplex_services.worker.runner.graph_inputs import DECODE
 from loraplex_services.worker.runner.profiling import run_largest_step
 from loraplex_services.worker.runner.warm_up import idle_batch
 from loraplex_services.worker.types.extents import extent_sizes
@@ -110,7 +111,7 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, 
     assert outputs == expected
 
     gpu, batches = runner._batches.gpu, runner._batches
-    inputs = gpu.decode_inputs()
+    inputs = gpu.graph_inputs(DECODE)
     assert batches.make(batches.read(plan)).rope_rows is not None
     fewer = StepPlan(1, plain_plan.rows[1:]), StepPlan(1, plan.rows[1:])
     for plain_step, step in ((plain_plan, plan), fewer):  # what one step leaves, the next replaces
