@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.ops.attention import triton as kernels
 from loraplex_services.worker.ops.attention import work_items
 from loraplex_services.worker.ops.attention.backend import (
@@ -66,13 +65,13 @@ class TritonAttentionMetadata(AttentionMetadata):
             self._set_tables((self.pass_planes().tables,), PASS_BLOCK_TOKENS)
             return
         assert self.kv_cache_manager is not None
-        device, starts = self.position_ids.device, params.num_cached_tokens_per_seq
+        starts = params.num_cached_tokens_per_seq
         if (given := self.device_inputs) is not None:
             self.tables, self.kv_slots = given.tables, given.kv_slots
             self.table_rows, self.decode_rows = given.table_rows, given.decode_rows
         else:
             self._set_tables(params.block_tables, self.kv_cache_manager.tokens_per_block)
-        self.split_limit = _split_limit(self.kv_cache_manager, self.num_generations, device)
+        self.split_limit = self.split_limit_of(self.num_generations)
         self.max_items = sum(
             work_items.max_splits(start + 1, self.split_limit)
             for start in starts[self.num_contexts :]
@@ -94,46 +93,29 @@ class TritonAttentionMetadata(AttentionMetadata):
 
     def create_cuda_graph_metadata(self, inputs: StaticInputs) -> TritonAttentionMetadata:
         """See AttentionMetadata. Padding rows have one item without keys."""
-        assert self.position_ids is not None and self.kv_cache_manager is not None
-        device = self.position_ids.device
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        fields |= {
+            "is_cuda_graph": True,
+            "tables": inputs.tables,
+            "decode_rows": inputs.table_rows,
+            "kv_slots": inputs.kv_slots,
+        }
         if inputs.max_contexts:
-            return self._with_contexts(inputs)
-        made = dataclasses.replace(
-            self,
-            is_cuda_graph=True,
-            tables=inputs.tables,
-            decode_rows=inputs.table_rows,
-            kv_slots=inputs.kv_slots,
-        )
-        made.split_limit = _split_limit(self.kv_cache_manager, self.num_generations, device)
+            contexts = CapturedContexts(**fields | {"num_contexts": inputs.max_contexts})
+            contexts.reserve(inputs)
+            return contexts
+        made = TritonAttentionMetadata(**fields)
+        made.split_limit = made.split_limit_of(self.num_generations)
         made.max_items = self.num_generations * work_items.max_splits(
             inputs.max_keys, made.split_limit
         )
         return made
 
-    def _with_contexts(self, inputs: StaticInputs) -> CapturedContexts:
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        made = CapturedContexts(
-            **fields
-            | {
-                "is_cuda_graph": True,
-                "num_contexts": inputs.max_contexts,
-                "tables": inputs.tables,
-                "decode_rows": inputs.table_rows,
-                "kv_slots": inputs.kv_slots,
-            }
-        )
-        made.max_items = max(
-            num_rows * work_items.max_splits(inputs.max_keys, made.split_limit_of(num_rows))
-            for num_rows in range(1, 1 + min(self.num_tokens, len(inputs.table_rows)))
-        )
-        made.fill((), (), (), 0)
-        return made
-
     def split_limit_of(self, num_rows: int) -> int:
         """Keys of an item, at most, for `num_rows` generations."""
         assert self.position_ids is not None and self.kv_cache_manager is not None
-        return _split_limit(self.kv_cache_manager, num_rows, self.position_ids.device)
+        num_kv_heads, device = self.kv_cache_manager.num_kv_heads, self.position_ids.device
+        return work_items.split_limit(max(num_rows, 1), num_kv_heads, device)
 
     def begin_forward(self) -> None:
         """List the items of the generations, for each window that layers have."""
@@ -189,6 +171,14 @@ class CapturedContexts(TritonAttentionMetadata):
     tiles and the items, so that both launches find what is to be computed on the device.
     """
 
+    def reserve(self, inputs: StaticInputs) -> None:
+        """Allocate items for any number of generations, and fill with padding."""
+        self.max_items = max(
+            num_rows * work_items.max_splits(inputs.max_keys, self.split_limit_of(num_rows))
+            for num_rows in range(1, 1 + min(self.num_tokens, len(inputs.table_rows)))
+        )
+        self.fill((), (), (), 0)
+
     def fill(
         self,
         lens: Sequence[int],
@@ -236,11 +226,6 @@ class CapturedContexts(TritonAttentionMetadata):
     def output(self, q: Tensor) -> Tensor:
         """See `Workspace.padded_output`."""
         return self.workspace.padded_output(q)
-
-
-def _split_limit(cache: KvBuffer, num_rows: int, device: torch.device) -> int:
-    """Keys of an item, at most, for `num_rows` generations."""
-    return work_items.split_limit(max(num_rows, 1), cache.num_kv_heads, device)
 
 
 def _rows_in_order(first: int, num_rows: int, device: torch.device) -> Tensor:
@@ -323,39 +308,16 @@ class TritonAttention(AttentionBackend):
         is_full: bool,
     ) -> None:
         """Compute `out` once this step's keys and values are in `planes`."""
+        shape, tables = self.shape, metadata.tables[group]
         if metadata.num_contexts:
-            self._contexts(out, q, planes, group, metadata, is_full=is_full)
+            tiling = kernels.tiling_of_contexts(shape, q)
+            tiles = metadata.context_tiles(tiling.block_queries // shape.block_shared)
+            kernels.attend_contexts(
+                out, q, planes, tiles, tables, shape, tiling, self.sinks, is_full=is_full
+            )
         if metadata.num_generations:
-            self._generations(out, q, planes, group, metadata)
-
-    def _contexts(
-        self,
-        out: Tensor,
-        q: Tensor,
-        planes: tuple[Tensor, Tensor],
-        group: int,
-        metadata: TritonAttentionMetadata,
-        *,
-        is_full: bool,
-    ) -> None:
-        tiling = kernels.tiling_of_contexts(self.shape, q)
-        tiles = metadata.context_tiles(tiling.block_queries // self.shape.block_shared)
-        tables = metadata.tables[group]
-        kernels.attend_contexts(
-            out, q, planes, tiles, tables, self.shape, tiling, self.sinks, is_full=is_full
-        )
-
-    def _generations(
-        self,
-        out: Tensor,
-        q: Tensor,
-        planes: tuple[Tensor, Tensor],
-        group: int,
-        metadata: TritonAttentionMetadata,
-    ) -> None:
-        items, partial = metadata.items(self.shape.window), metadata.partial_sums(self.shape)
-        tables = metadata.tables[group]
-        kernels.attend_generations(out, q, planes, items, tables, self.shape, partial, self.sinks)
+            items, partial = metadata.items(shape.window), metadata.partial_sums(shape)
+            kernels.attend_generations(out, q, planes, items, tables, shape, partial, self.sinks)
 
 
 def triton_attention() -> AttentionMaker:
