@@ -32,7 +32,7 @@ BLOCK_RANKS = 64
 """Rank rows of a block of the intermediate, which a program of the first launch computes."""
 SPLIT_INPUTS = 1024
 """Inputs of one partial sum of the intermediate, in every step."""
-TILE_WORDS = 8
+TILE_WORDS = kernels.LONG_WORDS.value
 MAX_CHUNKS = 4
 """Programs of the first launch that share the rank rows of a tile, at most."""
 SHRINK_PROGRAMS, EXPAND_PROGRAMS = 4, 4
@@ -189,11 +189,7 @@ def shrink_constants(shape: SiteShape, dtype: torch.dtype, is_int8: bool) -> dic
         "SPLIT_INPUTS": SPLIT_INPUTS,
         "BLOCK_RANKS": BLOCK_RANKS,
         "BLOCK_INPUTS": 64 if is_half else 32,
-        # No tile of integers is copied ahead: for sm_80 Triton 3.7.1 cannot compile that.
-        "STAGES": 1 if is_int8 else 3 if is_half else 2,
         **_constants(shape, dtype, is_int8),
-        "num_warps": 4,
-        "maxnreg": MAX_REGISTERS if is_half and not shape.may_be_cut else None,
     }
 
 
@@ -203,19 +199,21 @@ def expand_constants(shape: SiteShape, dtype: torch.dtype, is_int8: bool) -> dic
     return {
         "BLOCK_OUTPUTS": 64 if is_half and not shape.may_be_cut else 32,
         "H_RANKS": BLOCK_RANKS,
-        "STAGES": 1 if is_int8 else 3 if is_half else 2,
         **_constants(shape, dtype, is_int8),
-        "num_warps": 4,
-        "maxnreg": MAX_REGISTERS if is_half and not shape.may_be_cut else None,
     }
 
 
 def _constants(shape: SiteShape, dtype: torch.dtype, is_int8: bool) -> dict[str, Any]:
+    is_half = dtype.itemsize < 4
     return {
         "NUM_PARTS": len(shape.parts),
         "BLOCK_ROWS": BLOCK_ROWS,
+        # No tile of integers is copied ahead: for sm_80 Triton 3.7.1 cannot compile that.
+        "STAGES": 1 if is_int8 else 3 if is_half else 2,
         "HAS_CUTS": shape.may_be_cut,
         "INT8": is_int8,
         "WIDEN": must_widen(dtype),
         "ALIGN": ALIGNED_ELEMENTS if shape.is_aligned else 1,
+        "num_warps": 4,
+        "maxnreg": MAX_REGISTERS if is_half and not shape.may_be_cut else None,
     }

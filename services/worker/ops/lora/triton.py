@@ -128,19 +128,6 @@ def _expand(y: Tensor, x: Tensor, site_id: int, lora: LoraBatch) -> None:
         launch(y, x, site_id, lora.work, None, shrinks=False, expands=True)
 
 
-def add_lora(y: Tensor, x: Tensor, site_id: int, work: StepWork) -> None:
-    """Semantics: y[t] = gain * (y[t] + coef * (scale * B (A x[t]) + lora bias)) + bias delta.
-
-    Args:
-        y: `[T, out]`, the base's product, contiguous rows. Mutated.
-        x: `[T, in]`, same dtype as y and the tiles, contiguous rows.
-        site_id: which of the tables' sites.
-        work: runs over the T rows, with their groups listed.
-    """
-    launch(y, x, site_id, work, None, shrinks=True, expands=False)
-    launch(y, x, site_id, work, None, shrinks=False, expands=True)
-
-
 def launch(
     y: Tensor | None,
     x: Tensor,
@@ -151,11 +138,14 @@ def launch(
     expands: bool,
     plan: LaunchPlan | None = None,
 ) -> None:
-    """One launch of `update_site`.
+    """One launch of `update_site`. Together, those that shrink and expand compute
+
+        y[t] = gain * (y[t] + coef * (scale * B (A x[t]) + lora bias)) + bias delta
 
     Args:
-        y: `[T, out]`; with a base weight its values are not read. Mutated where `expands`.
-        x: `[T, in]`.
+        y: `[T, out]`, contiguous rows. Mutated where `expands`; read without a base weight.
+        x: `[T, in]`, contiguous rows, of the dtype of y.
+        work: runs over the T rows, with their groups listed.
         base_weight: `[out, in]`; None = y holds the base's product.
         shrinks: compute the intermediate.
         expands: add B times the intermediate.
