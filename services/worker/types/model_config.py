@@ -131,8 +131,6 @@ class ModelConfig:
     """Added to every norm weight (Gemma stores weight - 1)."""
     norm_in_float32: bool = False
     """Multiply by the norm weight before rounding to the model's dtype, not after."""
-    post_norms: bool = False
-    """Normalise what attention and MLP return as well."""
     embed_scale: float = 1.0
     chunked: tuple[bool, ...] = ()
     """By layer: whether its window begins at a multiple of its size; empty = none does."""
