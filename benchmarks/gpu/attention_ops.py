@@ -22,6 +22,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu import common
+from benchmarks.gpu.bench_runner import DoesNotFit
+from benchmarks.gpu.results import Results
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from loraplex_services.worker.ops.attention import triton as kernels
@@ -223,13 +225,13 @@ class Bench:
         return facts | {"tflops": 4 * pairs * shape.num_heads * shape.head_dim / seconds / 1e12}
 
 
-def main() -> None:
-    """Check, time, print, write."""
+def main() -> int:
+    """Check, time, print, write; returns how many settings failed."""
     args = parse_args()
     device = torch.device(args.device)
     bytes_per_s = common.copy_bytes_per_s(device, common.COPY_BYTES >> 10 * args.tiny)
     shape = TINY_HEADS if args.tiny else HEADS
-    rows = []
+    results = Results("attention_ops", args)
     for case in TINY_CASES if args.tiny else CASES:
         if args.only and (args.only == "decode") != case.is_decode:
             continue
@@ -245,15 +247,13 @@ def main() -> None:
         limit = work_items.split_limit(len(case.pieces), heads, device)
         chosen = (quick_settings if is_quick else settings_of(case, args.tune))(default, limit)
         for tiling, split in chosen:
-            try:
-                rows.append(measure(bench, tiling, split, bytes_per_s))
-            except (OutOfResources, AssertionError) as error:
-                print(f"{case.name}, {tiling}: {error}", flush=True)
-                continue
-            print(rows[-1], flush=True)
-            common.write_results("attention_ops", device, {"rows": rows}, args.out)
+            with results.setting(f"{case.name}, {tiling}"):
+                try:
+                    results.add("rows", measure(bench, tiling, split, bytes_per_s))
+                except OutOfResources as error:
+                    raise DoesNotFit from error
         del bench
-    common.print_table(rows)
+    return results.end()
 
 
 def num_layers(case: Case, args: argparse.Namespace) -> int:
@@ -306,4 +306,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -26,7 +26,7 @@ HOST_CACHE_BYTES = 1 << 30
 
 
 class DoesNotFit(Exception):
-    """A case needs more blocks than the arena has."""
+    """A case needs more memory than there is, such as blocks of the arena."""
 
 
 class BenchRunner:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench_runner import BenchRunner, DoesNotFit
+from benchmarks.gpu.bench_runner import BenchRunner
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.types.step_plan import StepPlan
@@ -20,20 +16,6 @@ MAX_DIFFERENCE = 2e-2
 
 class WrongResult(Exception):
     """What was to be timed is not what the reference computes."""
-
-
-@contextmanager
-def setting(name: str, errors: list[str]) -> Iterator[None]:
-    """Measure one setting. What it raises is printed and added to `errors`, and the settings after
-    it are measured all the same. One that does not fit is only named."""
-    try:
-        yield
-    except DoesNotFit:
-        print(f"does not fit into the arena: {name}", flush=True)
-    except Exception as error:
-        traceback.print_exc()
-        errors.append(f"{name}: {type(error).__name__}: {error}")
-        print(f"FAILED: {errors[-1]}", flush=True)
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,9 @@ import torch
 
 from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, parse, runner_parser, spread
-from benchmarks.gpu.checks import check_step, setting
+from benchmarks.gpu.checks import check_step
 from benchmarks.gpu.common import SHAPES
+from benchmarks.gpu.results import Results
 from benchmarks.llama import ALL_SEVEN, ATTENTION, Shape
 from loraplex_services.worker.types.step_plan import StepPlan
 
@@ -74,43 +73,12 @@ MAX_HOST_STEPS = 50
 """Steps timed with the host included; the GPU alone is timed for all of `--steps`."""
 
 
-class Results:
-    """The tables, written after every row: a run that is cut short leaves what it has."""
-
-    def __init__(self, shape_name: str, device: torch.device, args: argparse.Namespace) -> None:
-        self._name, self._device, self._out = f"gpu_decode_{shape_name}", device, args.out
-        self._facts = {"shape": shape_name, "context": args.context, "steps": args.steps}
-        self.tables: dict[str, list[dict[str, Any]]] = {}
-        self.errors: list[str] = []
-        """Settings that were not timed, since they failed or their results were wrong."""
-
-    def note(self, **facts: Any) -> None:
-        """Facts that all tables share."""
-        self._facts |= facts
-
-    def add(self, table: str, row: dict[str, Any]) -> None:
-        """Print a row and write everything."""
-        print(f"{table}: {row}", flush=True)
-        self.tables.setdefault(table, []).append(row)
-        self._write()
-
-    @contextmanager
-    def setting(self, name: str) -> Iterator[None]:
-        """See `checks.setting`; write everything afterwards."""
-        with setting(name, self.errors):
-            yield
-        self._write()
-
-    def _write(self) -> None:
-        found = {**self._facts, "errors": self.errors, **self.tables}
-        self.path = common.write_results(self._name, self._device, found, self._out)
-
-
 def main() -> int:
     """Measure, print, write; returns how many settings failed."""
     args = parse_args()
     shape = SHAPES[args.shape]
-    results = Results(shape.name, torch.device(args.device), args)
+    facts = {"shape": shape.name, "context": args.context, "steps": args.steps}
+    results = Results(f"gpu_decode_{shape.name}", args, **facts)
     with tempfile.TemporaryDirectory() as scratch:
         bare: dict[int, dict[str, float]] = {}
         with results.setting("an engine without adapters"):
@@ -129,10 +97,7 @@ def main() -> int:
             if case is cases[0]:
                 compare_base_only(bench, bare, results, args)
                 compare_contexts(bench, contexts, bandwidth, results, args)
-    for table in results.tables.values():
-        common.print_table(table)
-    print(f"wrote {results.path}")
-    return len(results.errors)
+    return results.end()
 
 
 def base_times(

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import free_arena_bytes, parse, runner_parser
-from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import SHAPES
+from benchmarks.gpu.results import Results
 from benchmarks.llama import Shape, write_adapter, write_base_config
 from benchmarks.serving.many_adapters import Bench, Counting, digest_of
 from loraplex_services.worker.engine.engine import Engine
@@ -48,30 +47,20 @@ def main() -> int:
     """Measure, print, write after every row; returns how many parts failed."""
     args = parse_args()
     shape = SHAPES[args.shape]
-    facts: dict[str, Any] = {"shape": shape.name, "adapters": args.adapters, "rank": args.rank}
-    errors: list[str] = []
-    facts["errors"] = errors
+    facts = {"shape": shape.name, "adapters": args.adapters, "rank": args.rank}
+    results = Results(f"gpu_engine_{shape.name}", args, **facts)
     with tempfile.TemporaryDirectory() as scratch:
         bench = make_bench(shape, Path(scratch), args)
-        device = bench.runner.arena.data.device
-        facts["arena_bytes"] = bench.runner.arena.data.nbytes
-        name = f"gpu_engine_{shape.name}"
+        results.note(arena_bytes=bench.runner.arena.data.nbytes)
         for part, measure in (
             ("overlap", compare_overlap),
             ("first_token", compare_tiers),
             ("counts", compare_counts),
         ):
-            print(f"{part}:", flush=True)
-            rows = facts[part] = []
-            with setting(part, errors):
+            with results.setting(part):
                 for row in measure(bench, args):
-                    print(row, flush=True)
-                    rows.append(row)
-                    common.write_results(name, device, facts, args.out)
-            path = common.write_results(name, device, facts, args.out)
-            common.print_table(rows)
-    print(f"wrote {path}", flush=True)
-    return len(errors)
+                    results.add(part, row)
+    return results.end()
 
 
 def make_bench(shape: Shape, root: Path, args: argparse.Namespace) -> Bench:

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import common
-from benchmarks.gpu.checks import WrongResult, compare, relative_difference, setting
+from benchmarks.gpu.checks import WrongResult, compare, relative_difference
+from benchmarks.gpu.results import Results
 from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as lora
@@ -219,25 +220,20 @@ def alternatives(plan: LaunchPlan) -> Iterator[tuple[bool, LaunchPlan]]:
 def main() -> int:
     """Measure, print, write; returns how many rows failed or were wrong, and are not timed."""
     args = parse_args()
-    errors: list[str] = []
     device = torch.device(args.device)
     bandwidth = common.copy_bytes_per_s(device, 1 << 20 if args.tiny else common.COPY_BYTES)
-    rows = []
+    name = "gpu_lora_tuning" if args.tune else "gpu_lora_ops"
+    facts = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args)}
+    results = Results(name, args, unprinted=("tuning",), **facts)
     end_s = time.monotonic() + args.tune_s if args.tune_s else float("inf")
     for site in TINY_SITES if args.tiny else SITES:
         for mix, num_rows, ranks in mixes(args.tiny, args.tune):
             if time.monotonic() > end_s:
                 break
-            with setting(f"{site.name}, {mix}, {num_rows} rows", errors):
+            with results.setting(f"{site.name}, {mix}, {num_rows} rows"):
                 row = measure(site, mix, num_rows, ranks, device, bandwidth, args)
-                print({k: v for k, v in row.items() if k != "tuning"}, flush=True)
-                rows.append(row)
-            facts = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args)}
-            results = {**facts, "errors": errors, "rows": rows}
-            name = "gpu_lora_tuning" if args.tune else "gpu_lora_ops"
-            common.write_results(name, device, results, args.out)
-    common.print_table([{k: v for k, v in row.items() if k != "tuning"} for row in rows])
-    return len(errors)
+                results.add("rows", row)
+    return results.end()
 
 
 def mixes(tiny: bool, is_tuning: bool) -> Iterator[tuple[str, int, list[int]]]:

@@ -32,11 +32,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import parse, runner_parser
-from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import SHAPES
 from benchmarks.gpu.gpu_engine import HOST_CACHE_BYTES, make_bench, make_resident
+from benchmarks.gpu.results import Results
 from benchmarks.llama import Shape, write_adapter, write_base_config
 from benchmarks.serving.many_adapters import Bench
 from demo.stack import Stack, running_stack
@@ -107,10 +106,9 @@ def main() -> int:
     """Measure, print, write after every part; returns how many parts failed."""
     args = parse_args()
     shape = SHAPES[args.shape]
-    facts: dict[str, Any] = {"shape": shape.name, "adapters": args.adapters, "rank": args.rank}
-    facts |= {"requests": args.requests, "running": args.running, "tokens": args.tokens}
-    errors: list[str] = []
-    facts["errors"] = errors
+    names = "adapters", "rank", "requests", "running", "tokens"
+    facts = {name: getattr(args, name) for name in names}
+    results = Results(f"gpu_stack_{shape.name}", args, shape=shape.name, **facts)
     with ExitStack() as stack:
         root = args.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         base = write_base_config(shape, root / "stack-base", 4096)
@@ -120,21 +118,18 @@ def main() -> int:
         engine = None if args.prepare else pool.submit(make_bench, shape, scratch, args)
         begin_s = time.perf_counter()
         served = stack.enter_context(running_stack(base, BASE_ID, root / "state", settings(args)))
-        facts["start_s"] = time.perf_counter() - begin_s
-        print(f"the stack is ready after {facts['start_s']:.1f} s", flush=True)
-        facts |= publish(served, folders, root / "published.json")
-        print(facts, flush=True)
+        start_s = time.perf_counter() - begin_s
+        published = publish(served, folders, root / "published.json")
+        print(f"the stack was ready after {start_s:.1f} s; {published}", flush=True)
+        results.note(start_s=start_s, **published)
         if engine is None:
             return 0
         bench = engine.result()
-        device = bench.runner.arena.data.device
         for part, measure in (("throughput", compare_rates), ("first_token", compare_first)):
-            with setting(part, errors):
-                facts[part] = measure(bench, served, args)
-                common.print_table(facts[part])
-            path = common.write_results(f"gpu_stack_{shape.name}", device, facts, args.out)
-    print(f"wrote {path}", flush=True)
-    return len(errors)
+            with results.setting(part):
+                for row in measure(bench, served, args):
+                    results.add(part, row)
+    return results.end()
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
@@ -232,9 +227,10 @@ def compare_rates(bench: Bench, served: Stack, args: argparse.Namespace) -> list
     return rows
 
 
-def compare_first(bench: Bench, served: Stack, args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare_first(
+    bench: Bench, served: Stack, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Milliseconds to the first token, alone and alongside requests that decode; medians."""
-    rows = []
     for num_decoding in (0, NUM_DECODING):
         row: dict[str, Any] = {"decoding": num_decoding}
         decoding = [bench.request(None, LONG_TOKENS) for _ in range(num_decoding)]
@@ -251,9 +247,7 @@ def compare_first(bench: Bench, served: Stack, args: argparse.Namespace) -> list
                 probing.start(kind, new_requests(bench, args.probes, args), 1, one_by_one=True)
                 first_s = [first for first, _ in probing.results()]
                 row[f"{kind}_ms"] = 1e3 * statistics.median(first_s)
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+        yield row
 
 
 def parse_args() -> argparse.Namespace:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, parse, runner_parser, spread
-from benchmarks.gpu.checks import check_step, setting
+from benchmarks.gpu.checks import check_step
 from benchmarks.gpu.common import SHAPES
+from benchmarks.gpu.results import Results
 from benchmarks.llama import ALL_SEVEN, ATTENTION
 from loraplex_services.worker.types.step_plan import StepPlan
 
@@ -63,21 +63,15 @@ def main() -> int:
     shape = SHAPES[args.shape]
     cases = TINY_CASES if args.tiny else CASES
     longest = max(case.prompt_tokens for case in cases)
-    rows: list[dict[str, Any]] = []
-    errors: list[str] = []
+    results = Results(f"prefill_{shape.name}", args, shape=shape.name)
     with tempfile.TemporaryDirectory() as scratch:
         bench = BenchRunner(
             shape, Path(scratch), args, args.step_tokens, max_model_len=longest + 1024
         )
         for case in cases:
-            with setting(str(case), errors):
-                rows.append(run_case(bench, case, args))
-                print(rows[-1], flush=True)
-            facts = {"shape": shape.name, "errors": errors, "rows": rows}
-            path = common.write_results(f"prefill_{shape.name}", bench.device, facts, args.out)
-    common.print_table(rows)
-    print(f"wrote {path}")
-    return len(errors)
+            with results.setting(str(case)):
+                results.add("rows", run_case(bench, case, args))
+    return results.end()
 
 
 def run_case(bench: BenchRunner, case: Case, args: argparse.Namespace) -> dict[str, Any]:

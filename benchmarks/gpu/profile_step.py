@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, parse, runner_parser, spread
-from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import SHAPES
+from benchmarks.gpu.results import Results
 from benchmarks.llama import ALL_SEVEN, ATTENTION
 from loraplex_services.worker.types.step_plan import StepPlan
 
@@ -106,25 +106,16 @@ def main() -> int:
     cases = [
         case for case in (TINY_CASES if args.tiny else CASES) if re.search(args.cases, case.name)
     ]
+    facts = {"shape": shape.name, "context": args.context}
+    results = Results(f"profile_{shape.name}", args, unprinted=("kernels",), **facts)
     with tempfile.TemporaryDirectory() as scratch:
         bench = BenchRunner(shape, Path(scratch), args, max_num_tokens=2048)
         copy_bytes = 1 << 20 if args.tiny else common.COPY_BYTES
-        facts = {
-            "shape": shape.name,
-            "context": args.context,
-            "copy_bytes_per_s": common.copy_bytes_per_s(bench.device, copy_bytes),
-        }
-        print(facts, flush=True)
-        results: list[dict[str, Any]] = []
-        errors: list[str] = []
+        results.note(copy_bytes_per_s=common.copy_bytes_per_s(bench.device, copy_bytes))
         for case in cases:
-            with setting(case.name, errors):
-                results.append(profile_case(bench, case, args))
-            # Written after each case: a run that is cut short leaves what it has.
-            found = {**facts, "errors": errors, "cases": results}
-            path = common.write_results(f"profile_{shape.name}", bench.device, found, args.out)
-    print(f"wrote {path}")
-    return len(errors)
+            with results.setting(case.name):
+                results.add("cases", profile_case(bench, case, args))
+    return results.end()
 
 
 def profile_case(bench: BenchRunner, case: Case, args: argparse.Namespace) -> dict[str, Any]:

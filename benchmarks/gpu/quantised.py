@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, parse, runner_parser, spread
-from benchmarks.gpu.checks import check_step, setting
+from benchmarks.gpu.checks import check_step
 from benchmarks.gpu.common import SHAPES
+from benchmarks.gpu.results import Results
 from benchmarks.llama import ALL_SEVEN, Shape
 from loraplex_services.worker.types.step_plan import StepPlan
 
@@ -38,24 +37,17 @@ def main() -> int:
     """Measure, print, write after every step; returns how many settings failed."""
     args = parse_args()
     shape, device = SHAPES[args.shape], torch.device(args.device)
-    rows: list[dict[str, Any]] = []
-    errors: list[str] = []
+    facts = {"shape": shape.name, "context": args.context}
+    results = Results(f"quantised_{shape.name}", args, **facts)
     base: dict[str, dict[str, float]] = {}
-    found = {"shape": shape.name, "context": args.context, "errors": errors, "rows": rows}
     for scheme in (BASELINE, *args.schemes.split(",")):
-        with tempfile.TemporaryDirectory() as scratch, setting(scheme, errors):
-            for row in measure_scheme(shape, Path(scratch), scheme, base, errors, args):
-                print(row, flush=True)
-                rows.append(row)
-                common.write_results(f"quantised_{shape.name}", device, found, args.out)
+        with tempfile.TemporaryDirectory() as scratch, results.setting(scheme):
+            measure_scheme(shape, Path(scratch), scheme, base, results, args)
         gc.unfreeze()  # a runner freezes what it is made of
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        path = common.write_results(f"quantised_{shape.name}", device, found, args.out)
-    common.print_table(rows)
-    print(f"wrote {path}")
-    return len(errors)
+    return results.end()
 
 
 def measure_scheme(
@@ -63,10 +55,10 @@ def measure_scheme(
     scratch: Path,
     scheme: str,
     base: dict[str, dict[str, float]],
-    errors: list[str],
+    results: Results,
     args: argparse.Namespace,
-) -> Iterator[dict[str, Any]]:
-    """The times of all steps over one base. Mutates: base, which the baseline fills, and errors."""
+) -> None:
+    """Time all steps over one base. Mutates: base, which the baseline fills, and results."""
     decodes, prompts = (
         (TINY_DECODES, TINY_PROMPTS) if args.tiny else (DECODES, PROMPTS[: args.prompts])
     )
@@ -87,7 +79,7 @@ def measure_scheme(
     plans += [(f"prompt {num_tokens}", 0, num_tokens) for num_tokens in prompts]
     for name, num_adapters, what in plans:
         times: dict[str, float] = {}
-        with setting(f"{scheme}: {name}", errors):
+        with results.setting(f"{scheme}: {name}"):
             bench.clear()
             bench.load([RANK] * num_adapters, ALL_SEVEN)
             if isinstance(what, tuple):
@@ -99,7 +91,7 @@ def measure_scheme(
         if scheme == BASELINE:
             base[name] = times
         faster = {f"faster_{kind}": ms / times[kind] for kind, ms in base.get(name, {}).items()}
-        yield {"scheme": scheme, "step": name, **times, **faster}
+        results.add("rows", {"scheme": scheme, "step": name, **times, **faster})
 
 
 def decode_times(bench: BenchRunner, plan: StepPlan, args: argparse.Namespace) -> dict[str, float]:
@@ -122,7 +114,9 @@ def parse_args() -> argparse.Namespace:
     parser = runner_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--schemes", default="fp8,int8,int4")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="the first so many")
+    parser.add_argument(
+        "--prompts", type=int, default=len(PROMPTS), help="how many of the lengths to time (all)"
+    )
     parser.add_argument("--steps", type=int, default=100)
     return parse(parser, context=32, steps=3, arena_bytes=8 << 20)
 

@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.bench_runner import parse
-from benchmarks.gpu.common import RESULTS, print_table, write_results
+from benchmarks.gpu.common import RESULTS
+from benchmarks.gpu.results import Results
 from benchmarks.llama import Shape, write_adapter, write_base_config
 from loraplex.api.output import TokenLogprob
 from loraplex.api.sampling import SamplingParams
@@ -66,22 +67,14 @@ def main() -> int:
     """Measure the cases in processes of their own, print, write; returns how many failed."""
     args = parse_args()
     cases = [name for name in CASES if re.search(args.cases, name)]
-    rows: list[dict[str, Any]] = []
-    errors: list[str] = []
+    results = Results("row_bits", args)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context) as pool:
         jobs = {pool.submit(measure, *CASES[name], args): name for name in cases}
         for job in as_completed(jobs):
-            if (error := job.exception()) is not None:
-                errors.append(f"{jobs[job]}: {type(error).__name__}: {error}")
-                print(f"FAILED: {errors[-1]}", flush=True)
-                continue
-            rows.append(job.result())
-            print(rows[-1], flush=True)
-            found = {"errors": errors, "cases": sorted(rows, key=lambda row: str(row["base"]))}
-            write_results("row_bits", torch.device(args.device), found, args.out)
-    print_table(sorted(rows, key=lambda row: (row["base"], row["dtype"])))
-    return len(errors)
+            with results.setting(jobs[job]):
+                results.add("cases", job.result())
+    return results.end()
 
 
 def measure(base: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -170,7 +163,7 @@ def random_request(rng: random.Random, name: str, vocabulary: int) -> Submit:
 def served_alone(
     runner: TorchRunner, root: Path, requests: Sequence[Submit]
 ) -> dict[str, list[TokenOutput]]:
-    """What each request is told when nothing else runs."""
+    """The outputs of each request when nothing else runs."""
     said: dict[str, list[TokenOutput]] = {}
     for request in requests:
         said |= serve(runner, root, [request], None)[0]
@@ -224,7 +217,7 @@ def logprobs_of(said: Sequence[TokenOutput]) -> list[TokenLogprob]:
 
 
 def bits_of(said: Sequence[TokenOutput]) -> tuple[list[int], list[TokenLogprob]]:
-    """All that a request is told."""
+    """All that the outputs of a request say."""
     return tokens_of(said), logprobs_of(said)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.checks import setting
 from benchmarks.gpu.common import (
     COPY_BYTES,
     RESULTS,
@@ -27,9 +26,8 @@ from benchmarks.gpu.common import (
     copy_bytes_per_s,
     device_median_s,
     median_s,
-    print_table,
-    write_results,
 )
+from benchmarks.gpu.results import Results
 from loraplex_services.worker.layers.grouped_experts import GroupedExperts
 from loraplex_services.worker.layers.moe import ExpertWeights, LoopedExperts
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
@@ -50,16 +48,12 @@ def main() -> int:
     """Measure, print, write after every row; returns how many tables have an error."""
     args = parse_args()
     device = torch.device(args.device)
-    errors: list[str] = []
-    tables: dict[str, list[dict[str, Any]]] = {"sampling": [], "moe": []}
+    results = Results("sampling_moe", args)
     for name, measure in (("sampling", sampling_rows), ("moe", expert_rows)):
-        with setting(name, errors):
+        with results.setting(name):
             for row in measure(device, args.tiny, args.steps):
-                tables[name].append(row)
-                write_results("sampling_moe", device, {"errors": errors, **tables}, args.out)
-        print_table(tables[name])
-    print(write_results("sampling_moe", device, {"errors": errors, **tables}, args.out))
-    return len(errors)
+                results.add(name, row)
+    return results.end()
 
 
 def sampling_rows(device: torch.device, is_tiny: bool, steps: int) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ import itertools
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ import torch
 from benchmarks.gpu import common
 from benchmarks.gpu.bench_runner import BenchRunner, parse, runner_parser
 from benchmarks.gpu.common import SHAPES
+from benchmarks.gpu.results import Results
 from benchmarks.llama import ATTENTION
 
 IN_TOKENS, OUT_TOKENS, CONTEXT = 260, 260, 390
@@ -60,10 +61,10 @@ SETTINGS = {
 NUM_ADAPTERS = (0, 5, 100, 1000, 2000)
 
 
-def main() -> None:
-    """Measure, print, write."""
+def main() -> int:
+    """Measure, print, write; returns how many settings failed."""
     args = parse_args()
-    rows: list[dict[str, Any]] = []
+    results = Results("slora_tables", args)
     names = args.settings.split(",")
     for shape_name in dict.fromkeys(SETTINGS[name].shape for name in names):
         shape = SHAPES["tiny" if args.tiny else shape_name]
@@ -71,27 +72,26 @@ def main() -> None:
             bench = BenchRunner(shape, Path(scratch), args, 512 if args.tiny else 2048)
             for name in names:
                 if SETTINGS[name].shape == shape_name:
-                    rows += run_setting(bench, name, args)
-                    facts = {"rows": rows}
-                    path = common.write_results("slora_tables", bench.device, facts, args.out)
+                    with results.setting(name):
+                        for row in run_setting(bench, name, args):
+                            results.add("rows", row)
         del bench
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    common.print_table(rows)
-    print(f"wrote {path}")
+    return results.end()
 
 
-def run_setting(bench: BenchRunner, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_setting(
+    bench: BenchRunner, name: str, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """One row for each number of adapters."""
-    rows: list[dict[str, Any]] = []
+    base_per_s = None
     for num_adapters in (0, 2) if args.tiny else NUM_ADAPTERS:
         row = {"setting": name, "adapters": num_adapters}
         row |= run_case(bench, SETTINGS[name].ranks, num_adapters, args)
-        base = rows[0] if rows else row
-        row["share_of_no_adapters"] = row["unified_req_per_s"] / base["unified_req_per_s"]
-        print(row, flush=True)
-        rows.append(row)
-    return rows
+        base_per_s = base_per_s or row["unified_req_per_s"]
+        row["share_of_no_adapters"] = row["unified_req_per_s"] / base_per_s
+        yield row
 
 
 def run_case(
@@ -275,4 +275,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

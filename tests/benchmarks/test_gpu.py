@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 
 from benchmarks.gpu import verdict
 from benchmarks.gpu.bench_runner import DoesNotFit
-from benchmarks.gpu.checks import WrongResult, compare, setting
+from benchmarks.gpu.checks import WrongResult, compare
 from benchmarks.gpu.common import SHAPES, floor_s
 from benchmarks.gpu.profile_step import KernelEvent, labelled, timeline_ms
+from benchmarks.gpu.results import Results
 from benchmarks.llama import ALL_SEVEN, ATTENTION
 
 ROOT = Path(__file__).parents[2]
@@ -128,14 +130,14 @@ def test_the_script_of_all_parts_is_valid_shell():
 BARE = """
 import sys
 from importlib.machinery import PathFinder
-class Bare:
-    def find_spec(name, *_):
-        if name in ("grpc", "msgspec", "llguidance", "redis", "prometheus_client", "hypothesis"):
-            paths = [path for path in sys.path if "site-packages" not in path]
-            if (spec := PathFinder.find_spec(name, paths)) is None:
-                raise ModuleNotFoundError(name)
-            return spec
-sys.meta_path.insert(0, Bare)
+HIDDEN = "grpc grpc_health msgspec llguidance redis prometheus_client hypothesis".split()
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name in HIDDEN:
+            path = [path for path in sys.path if "site-packages" not in path]
+        return super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 """
 
 
@@ -176,16 +178,34 @@ def test_a_step_that_is_wrong_is_not_timed():
             compare(wrong, expected, "two results")
 
 
-def test_a_setting_that_fails_does_not_end_the_others(capsys):
-    errors, measured = [], []
+def test_a_setting_that_fails_does_not_end_the_others(tmp_path, capsys):
+    results = Results("sample", Namespace(device="cpu", out=tmp_path), shape="tiny")
     for number in (1, 0, 2):
-        with setting(f"1 / {number}", errors):
-            measured.append(1 / number)
-    with setting("too large", errors):
+        with results.setting(f"1 / {number}"):
+            results.add("rows", {"inverse": 1 / number})
+    with results.setting("too large"):
         raise DoesNotFit
-    assert measured == [1.0, 0.5]
-    assert errors == ["1 / 0: ZeroDivisionError: division by zero"]
-    assert "does not fit into the arena: too large" in capsys.readouterr().out
+    assert "does not fit into memory: too large" in capsys.readouterr().out
+    assert results.end() == 1
+    written = json.loads((tmp_path / "cpu" / "sample.json").read_text())
+    del written["machine"]
+    assert written == {
+        "shape": "tiny",
+        "errors": ["1 / 0: ZeroDivisionError: division by zero"],
+        "rows": [{"inverse": 1.0}, {"inverse": 0.5}],
+    }
+
+
+def test_columns_that_are_only_written_are_not_printed(tmp_path, capsys):
+    args = Namespace(device="cpu", out=tmp_path)
+    results = Results("sample", args, unprinted=("kernels",))
+    results.add("cases", {"case": "decode", "kernels": [1, 2]})
+    results.end()
+    assert "kernels" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "cpu" / "sample.json").read_text())["cases"][0]["kernels"] == [
+        1,
+        2,
+    ]
 
 
 def test_kernels_of_others_that_are_not_there_are_named(tmp_path):
