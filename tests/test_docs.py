@@ -13,7 +13,7 @@ import pytest
 from benchmarks.__main__ import summaries
 from loraplex.cli import loraplex, registry
 from loraplex.cli.parsing import spelled_out
-from loraplex_services.common.settings import env, variables
+from loraplex_services.common.settings import env
 from loraplex_services.simulate import flags as simulate
 from loraplex_services.up import flags as up
 from tests.metrics import exported
@@ -77,8 +77,7 @@ def test_no_merge_was_left_unfinished(document: Path) -> None:
 
 def test_variables_are_known(document: Path) -> None:
     named = set(re.findall(r"\bLORAPLEX_[A-Z0-9_]*[A-Z0-9]\b", document.read_text()))
-    known = VARIABLES | set(variables.GONE) if document.name == "CHANGELOG.md" else VARIABLES
-    assert [name for name in named if not {name, name.removesuffix("_FILE")} & known] == []
+    assert [name for name in named if not {name, name.removesuffix("_FILE")} & VARIABLES] == []
 
 
 def _command_lines(text: str) -> Iterator[list[str]]:

@@ -47,7 +47,7 @@ RECEIVE_BYTES = 1 << 20
 RANK_END_S = 2.0
 """Seconds after a failed collective within which the end of another rank may be noticed."""
 QUIET_S = 0.5
-"""After so many seconds without work, the engine checks its integrity, once."""
+"""Seconds without work after which the engine checks its integrity, once."""
 GRAMMAR_WAIT_S = 0.002
 """Seconds of sleep while the only requests that could continue wait for a grammar's thread."""
 STALLED_WAIT_S = 0.1

@@ -45,7 +45,7 @@ BLAMELESS = (0, -signal.SIGKILL)
 MAX_FAILED_STARTS = 3
 """Number of engines that may end before one becomes ready."""
 STABLE_S = 30.0
-"""An engine that lived for so many seconds resets the count of failures."""
+"""Seconds that an engine must have lived for to reset the count of failures."""
 
 
 class EngineListener(Protocol):

@@ -212,7 +212,7 @@ class TritonCodedLinear(BaseLinear):
         return y
 
     def _num_splits_of(self, num_rows: int) -> int:
-        """The parts of a product of so many rows, whose partial sums are written and read."""
+        """The parts of a product of `num_rows` rows, whose partial sums are written and read."""
         if num_rows <= SPLIT_ROWS:
             return self._num_splits
         return max(1, self._num_splits // 2) if num_rows <= SOME_SPLIT_ROWS else 1

@@ -66,7 +66,7 @@ from loraplex_services.worker.types.sharding import Shard
 logger = logging.getLogger("loraplex_services.worker.runner.parallel.rank_process")
 
 LAST_WORDS_S = 5.0
-"""A rank that has lost another one waits for so many seconds, so that rank 0 ends the group."""
+"""Seconds that a rank waits after it has lost another one, so that rank 0 ends the group."""
 
 
 class FollowingRank:
