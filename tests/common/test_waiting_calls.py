@@ -203,6 +203,16 @@ async def test_a_server_without_calls_does_not_ask_grpc_for_their_number(
     assert num_counts < 20, "and not thousands"
 
 
+def test_calls_are_counted_when_a_process_that_had_shrunk_grows_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    growth, found = waiting_calls._Growth(), []
+    for megabytes in (100, 80, 83, 84, 87, 88):
+        monkeypatch.setattr(waiting_calls, "_resident_bytes", lambda mb=megabytes: mb << 20)
+        found.append(growth.calls_for_count())
+    assert found == [True, False, False, True, False, True]
+
+
 async def test_a_server_starts_without_a_folder_for_its_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

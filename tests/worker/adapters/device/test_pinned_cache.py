@@ -1,6 +1,8 @@
 """The pinned pool's copies, on the CPU: the code of a GPU's but for the stream."""
 
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,26 @@ def test_an_image_that_ends_early_is_not_kept(arena, tier, tmp_path):
         assert file.sha256 == image.sha256
         tier.copy(A, file, [0, 1, 2], step_s=0.0)
     assert held(arena, [0, 1, 2], len(data)) == data
+
+
+def test_a_copy_that_fails_ends_after_all_its_reads(arena, tier):
+    """They write to memory that the next image may get."""
+    image, _ = image_of(3, 6)
+    failed, ended = threading.Event(), []
+
+    class BrokenImage(CountedImage):
+        def read_into(self, buffers, begin=0):
+            if begin == 0:
+                failed.set()
+                raise DataLoss("the image is cut short")
+            failed.wait()
+            time.sleep(0.05)
+            ended.append(begin)
+
+    with pytest.raises(DataLoss):
+        tier.copy(A, BrokenImage(image), list(range(6)), step_s=1.0)
+    assert sorted(ended) == [100, 200, 300]
+    assert A not in tier
 
 
 def test_a_copy_lands_behind_those_under_way_at_the_rate_of_the_last():

@@ -9,11 +9,17 @@ from loraplex_services.worker.ops.linear.torch import DenseLinear
 from loraplex_services.worker.ops.lora import long_runs, reference, step_work, triton_kernels
 from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as fast
+from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.long_runs import SPLIT_INPUTS, make_long_work
 from loraplex_services.worker.ops.lora.runs import LONG_MIN_ROWS, RowRun, divided
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from tests.worker.ops.triton.adapters import TOLERANCE
-from tests.worker.ops.triton.test_lora import SITE, build
+from tests.worker.ops.triton.test_lora import (
+    SITE,
+    bits_below_half_precision,
+    build,
+    plain_tables,
+)
 
 RUNS = (RowRun(0, 1.5, 1, 70), RowRun(2, -0.5, 70, 82), RowRun(1, 1.0, 90, 131))
 """Of one tile and a part of another, of less than a tile, and after rows without an adapter."""
@@ -31,6 +37,8 @@ def check(dtype, device, num_inputs, num_outputs, runs=RUNS, **setting):
     work = make_long_work(tables, runs)
     for _ in range(2):  # what a launch leaves behind changes nothing in the next
         found = y.clone()
+        for workspace in (work.partial, work.intermediate):
+            workspace.fill_(torch.nan)
         work.shrink(x, SITE)
         work.expand(found, SITE)
     tolerance = TOLERANCE[dtype]
@@ -55,6 +63,31 @@ def test_sums_over_several_splits_of_the_inputs_equal_the_naive_truth(device):
 
 def test_ranks_of_several_blocks_equal_the_naive_truth(device):
     check(torch.float32, device, 20, 24, RUNS[:1], block_bytes=1024, ranks=(150,), cuts=(8, 16))
+
+
+@pytest.mark.parametrize("rank", [1, 16, 17, 64, 65, 257])
+def test_adapters_of_every_loop_over_rank_rows_equal_the_naive_truth(rank, device):
+    torch.manual_seed(rank)
+    parts = OutputRange(SITE, 0, 32), OutputRange(SITE, 32, 16)
+    tables, table = plain_tables(torch.float32, device, 32, parts, (rank,))
+    runs = (RowRun(0, 0.5, 0, LONG_MIN_ROWS),)
+    x, y = (torch.randn(LONG_MIN_ROWS, width, device=device) for width in (32, 48))
+    expected = y.clone()
+    reference.add_lora(expected, x, SITE, LoraBatch(runs, table))
+    work = make_long_work(tables, runs)
+    work.shrink(x, SITE)
+    work.expand(y, SITE)
+    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_the_intermediate_is_not_rounded_to_half_precision(device):
+    tables = bits_below_half_precision(device)
+    shape = LONG_MIN_ROWS, 16
+    x, y = (torch.full(shape, value, device=device).bfloat16() for value in (1.0, -1.0))
+    work = make_long_work(tables, [RowRun(0, 1.0, 0, LONG_MIN_ROWS)])
+    work.shrink(x, SITE)
+    work.expand(y, SITE)
+    assert (y == 2.0**-10).all()
 
 
 def test_a_row_does_not_depend_on_the_other_rows_of_the_step(device):

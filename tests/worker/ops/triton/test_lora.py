@@ -156,7 +156,7 @@ def test_sums_over_several_splits_of_the_inputs_equal_the_naive_truth(device):
     check((5, 2 * MIN_SPLIT_INPUTS + 9, 24), torch.float32, device, "half-base", 1 << 18, (1, 17))
 
 
-def plain_tables(dtype, device, num_rows, num_inputs, parts, ranks):
+def plain_tables(dtype, device, num_inputs, parts, ranks):
     """An adapter for each rank on every part of one site: its tables, and its deltas."""
     rng = random.Random(3)
     arena = PackedArena(40, 1 << 16, device, rng)
@@ -182,7 +182,7 @@ def test_a_base_product_with_its_update_equals_both_apart(num_rows, device):
     torch.manual_seed(num_rows)
     dtype, num_inputs = torch.float16, 256
     parts = (OutputRange(SITE, 0, 64), OutputRange(SITE, 64, 32), OutputRange(SITE, 96, 32))
-    tables, table = plain_tables(dtype, device, num_rows, num_inputs, parts, (16, 24))
+    tables, table = plain_tables(dtype, device, num_inputs, parts, (16, 24))
     edge = (num_rows + 1) // 2
     runs = [RowRun(0, 1.5, 0, edge)] + ([RowRun(1, -0.5, edge, num_rows - 1)] * (num_rows > 2))
     x = torch.randn(num_rows, num_inputs, device=device).to(dtype)
@@ -198,7 +198,7 @@ def test_a_base_product_with_its_update_equals_both_apart(num_rows, device):
 
 def test_an_intermediate_beyond_half_precision_overflows_to_infinity_not_to_nan(device):
     parts = (OutputRange(SITE, 0, 16),)
-    tables, table = plain_tables(torch.float16, device, 1, 16, parts, (16,))
+    tables, table = plain_tables(torch.float16, device, 16, parts, (16,))
     delta = table[0, SITE]
     for tile in (*delta.a, *delta.b):
         tile.data.fill_(100.0)
@@ -206,3 +206,20 @@ def test_an_intermediate_beyond_half_precision_overflows_to_infinity_not_to_nan(
     y = torch.zeros(1, 16, dtype=torch.float16, device=device)
     apply(y, x, [RowRun(0, 1.0, 0, 1)], tables)
     assert y.isposinf().all()
+
+
+def bits_below_half_precision(device):
+    """Tables with a rank row whose intermediate for ones is 0.5 + 2^-11, and a B of 2."""
+    tables, table = plain_tables(torch.bfloat16, device, 16, (OutputRange(SITE, 0, 16),), (1,))
+    a, b = table[0, SITE].a[0].data, table[0, SITE].b[0].data
+    a.fill_(0.0)
+    a[0, 0], a[0, 1] = 1.0, 2.0**-10
+    b.fill_(2.0)
+    return tables
+
+
+def test_the_intermediate_is_not_rounded_to_half_precision(device):
+    tables = bits_below_half_precision(device)
+    x, y = (torch.full((1, 16), value, device=device).bfloat16() for value in (1.0, -1.0))
+    apply(y, x, [RowRun(0, 1.0, 0, 1)], tables)
+    assert (y == 2.0**-10).all()
