@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from loraplex.workload import TracedRequest
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
 from loraplex_services.gateway.admission.dispatch_window import ReadyWorkers, ready_workers
-from loraplex_services.gateway.admission.queue import (
-    AdmissionLimits,
-    AdmissionRequest,
-)
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.admission.request import AdmissionRequest
 from loraplex_services.gateway.routing.router import (
     ReplicaCounts,
     RoutingRequest,
@@ -72,6 +70,7 @@ class SimulatedGateway:
             num_prompt_tokens=request.num_input,
             run_s=self._controller.run_s(request.num_output, request.num_output),
             first_token_due_s=due.first_token_s,
+            adapters=tuple(digests),
             awaits_fetch=not are_fetched(self._views(), digests),
         )
         async with self._controller.admit(admission_request) as permit:

@@ -11,11 +11,11 @@ from loraplex_services.gateway.admission.dispatch_window import DispatchWindow, 
 from loraplex_services.gateway.admission.queue import (
     AdmissionLimits,
     AdmissionQueue,
-    AdmissionRequest,
     Decision,
     deadline_infeasible,
     queue_full,
 )
+from loraplex_services.gateway.admission.request import AdmissionRequest
 from loraplex_services.gateway.admission.run_times import RequestLatency, RunTimeEstimator
 from loraplex_services.gateway.clock import now_s
 

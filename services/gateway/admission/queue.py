@@ -17,20 +17,18 @@ request to fit, so that small requests do not starve large ones.
 from __future__ import annotations
 
 import enum
-import itertools
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 
-from loraplex.api.request import BACKGROUND_PRIORITY
 from loraplex.errors import DeadlineExceeded, LoraplexError, ResourceExhausted
 from loraplex_services.common.limits import MAX_QUEUED, MAX_RUNNING
 from loraplex_services.common.virtual_counters import VirtualCounters, service
 from loraplex_services.gateway.admission.dispatch_window import InFlightTokens, Window
+from loraplex_services.gateway.admission.request import AdmissionRequest
+from loraplex_services.gateway.admission.tenant_queue import TenantQueue
 
 _UNKNOWN_CAPACITY = 16
 """Sequences that workers are taken to run at once before they say it."""
-MIN_IN_FLIGHT_TOKENS = 128
-"""A shorter prompt counts as this many tokens, because it also takes a slot of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,48 +40,6 @@ class AdmissionLimits:
 
     def __post_init__(self) -> None:
         assert self.max_running > 0 and self.max_waiting >= 0, f"bad limits {self}"
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionRequest:
-    """The facts by which a request is admitted; made by `PreparedRequest` and the simulator.
-
-    Its cost is its number of choices, each of which is a sequence.
-    """
-
-    tenant: str
-    cost: int = 1
-    priority: int = 0
-    """Order among the requests of its tenant; lower numbers run first."""
-    deadline_s: float = float("inf")
-    """Seconds on the caller's clock."""
-    num_prompt_tokens: int = 1
-    run_s: float = 0.0
-    """Estimated duration once started, in seconds; 0 = unknown."""
-    weight: float = 1.0
-    """A tenant with weight 2 gets twice the service of one with weight 1."""
-    first_token_due_s: float | None = None
-    """Deadline of its first token, on the same clock; None = only `deadline_s` counts."""
-    awaits_fetch: bool = False
-    """True if no worker has all its adapters yet."""
-    number: int = field(default_factory=itertools.count().__next__)
-
-    @property
-    def start_by_s(self) -> float:
-        """The latest start that meets both deadlines."""
-        finish_s = self.deadline_s - self.run_s
-        due_s = self.first_token_due_s
-        return finish_s if due_s is None else min(due_s, finish_s)
-
-    @property
-    def is_background(self) -> bool:
-        """True if it gives way to the requests of all tenants."""
-        return self.priority == BACKGROUND_PRIORITY
-
-    @property
-    def in_flight_tokens(self) -> int:
-        """Tokens that it counts as in flight until its first token."""
-        return max(self.num_prompt_tokens, MIN_IN_FLIGHT_TOKENS)
 
 
 class Decision(enum.Enum):
@@ -100,11 +56,10 @@ class AdmissionQueue:
         self._limits = limits
         self.window = Window()
         """Limits on prompt tokens in flight; may change while requests run."""
-        self._waiting: dict[str, dict[int, OrderedDict[int, AdmissionRequest]]] = {}
-        """Waiting requests by tenant, then priority, then number, oldest first. No empty entries.
-        A client that leaves may take a thousand requests out of the middle."""
-        self._waiting_by_tenant: dict[str, int] = {}
-        """Requests waiting. No empty entries."""
+        self._tenants: dict[str, TenantQueue] = {}
+        """Of every tenant with live requests."""
+        self._waiting: dict[str, TenantQueue] = {}
+        """Of those with waiting requests."""
         self._num_waiting = 0
         self.dropped: list[AdmissionRequest] = []
         """Waiting requests that were dropped for others; the caller of `offer` empties it."""
@@ -142,11 +97,14 @@ class AdmissionQueue:
 
     def counts_by_tenant(self) -> dict[str, tuple[int, int]]:
         """Running sequences and waiting requests of each tenant that has any."""
-        tenants = self._by_tenant.keys() | self._waiting_by_tenant.keys()
+        tenants = self._by_tenant.keys() | self._waiting.keys()
         return {
-            tenant: (self.num_running_of(tenant), self._waiting_by_tenant.get(tenant, 0))
+            tenant: (self.num_running_of(tenant), self._num_waiting_of(tenant))
             for tenant in tenants
         }
+
+    def _num_waiting_of(self, tenant: str) -> int:
+        return len(self._waiting.get(tenant, ()))
 
     def num_running_of(self, tenant: str) -> int:
         """Sequences of one tenant running now."""
@@ -165,13 +123,13 @@ class AdmissionQueue:
             if self._num_waiting >= self._limits.max_waiting:
                 self._drop_for(request)
         self._served.arrive(request.tenant)
+        own = self._tenants.setdefault(request.tenant, TenantQueue())
+        own.served.arrive(request.adapters)
         if runs:
             self._start(request)
             return Decision.RUN
-        queues = self._waiting.setdefault(request.tenant, {})
-        queues.setdefault(request.priority, OrderedDict())[request.number] = request
-        mine = self._waiting_by_tenant.get(request.tenant, 0)
-        self._waiting_by_tenant[request.tenant] = mine + 1
+        own.push(request)
+        self._waiting[request.tenant] = own
         self._num_waiting += 1
         return Decision.WAIT
 
@@ -195,14 +153,14 @@ class AdmissionQueue:
         self._by_tenant[request.tenant] = left
         if left == 0:
             del self._by_tenant[request.tenant]
-        self._served.leave(request.tenant)
+        self._leave(request)
         if held_s > 0:
             self._service_s += (held_s - self._service_s) * (0.1 if self._service_s else 1.0)
 
     def withdraw(self, request: AdmissionRequest) -> None:
         """The client of a waiting request has disconnected."""
         self._unqueue(request)
-        self._served.leave(request.tenant)
+        self._leave(request)
 
     def take_ready(self) -> list[AdmissionRequest]:
         """Start every waiting request that fits, in order."""
@@ -222,8 +180,8 @@ class AdmissionQueue:
         """
         ahead = self._num_waiting
         if tenant is not None:
-            mine = self._waiting_by_tenant.get(tenant, 0)
-            ahead = sum(min(count, mine + 1) for count in self._waiting_by_tenant.values())
+            mine = self._num_waiting_of(tenant)
+            ahead = sum(min(len(queue), mine + 1) for queue in self._waiting.values())
         return (self._service_s or run_s) * (ahead + 1) / max(self._running, 1)
 
     def _drop_for(self, request: AdmissionRequest) -> None:
@@ -233,24 +191,23 @@ class AdmissionQueue:
         if that has less urgent ones waiting, else of the tenant with most of them, which must have
         more requests waiting.
         """
-        own = self._waiting.get(request.tenant, {})
-        mine = self._waiting_by_tenant.get(request.tenant, 0)
-        if own and max(own) > request.priority:
+        own = self._waiting.get(request.tenant)
+        if own and own.priorities[1] > request.priority:
             victims = own
         else:
-            counts = self._waiting_by_tenant
-            most = max(counts, key=lambda tenant: (counts[tenant], tenant), default=None)
-            if most is None or counts[most] <= mine + 1:
+            queues = self._waiting
+            most = max(queues, key=lambda tenant: (len(queues[tenant]), tenant), default=None)
+            if most is None or len(queues[most]) <= self._num_waiting_of(request.tenant) + 1:
                 raise queue_full(self.expected_wait_s())
-            victims = self._waiting[most]
-        victim = next(reversed(victims[max(victims)].values()))
+            victims = queues[most]
+        victim = victims.newest()
         self.withdraw(victim)
         self.dropped.append(victim)
 
     def _next(self) -> AdmissionRequest | None:
         """The waiting request that starts next; tenants at their own limit are skipped, and those
         that fill the window themselves."""
-        firsts = {tenant: self._first_of(tenant) for tenant in self._waiting}
+        firsts = {tenant: self._first_of(queue) for tenant, queue in self._waiting.items()}
         others_wait = self._others_wait()
         able = [
             tenant
@@ -265,13 +222,17 @@ class AdmissionQueue:
 
     def _others_wait(self) -> bool:
         """True if a request waits that is none of the background, and not for its own tenant."""
-        firsts = map(self._first_of, self._waiting)
+        firsts = map(self._first_of, self._waiting.values())
         return any(not first.is_background and self._tenant_fits(first) for first in firsts)
 
-    def _first_of(self, tenant: str) -> AdmissionRequest:
-        """The most urgent waiting request of a tenant that has some, and of those the oldest."""
-        queues = self._waiting[tenant]
-        return next(iter(queues[min(queues)].values()))
+    def _first_of(self, queue: TenantQueue) -> AdmissionRequest:
+        """The request of one tenant that starts next. While the window for fetches is full, the
+        requests that need no fetch pass the others."""
+        first = queue.first()
+        assert first is not None, "an empty queue"
+        if first.awaits_fetch and not self._window_fits(first):
+            return queue.first(but_awaiting_fetch=True) or first
+        return first
 
     def _fits(self, request: AdmissionRequest) -> bool:
         return (
@@ -316,7 +277,7 @@ class AdmissionQueue:
         """True if a waiting request goes first: one of its tenant that is as urgent, or one of
         another tenant that was served no more."""
         own = self._waiting.get(request.tenant)
-        if own and min(own) <= request.priority:
+        if own and own.priorities[0] <= request.priority:
             return True
         if request.is_background and self._others_wait():
             return True
@@ -339,19 +300,21 @@ class AdmissionQueue:
         if request.is_background:
             return
         account = self._served.present[request.tenant]
-        self._served.charge(account, service(num_input, num_output, request.weight))
+        cost = service(num_input, num_output, request.weight)
+        self._served.charge(account, cost)
+        self._tenants[request.tenant].served.present[request.adapters].served += cost
+
+    def _leave(self, request: AdmissionRequest) -> None:
+        self._served.leave(request.tenant)
+        self._tenants[request.tenant].served.leave(request.adapters)
+        if request.tenant not in self._served.present:
+            del self._tenants[request.tenant]
 
     def _unqueue(self, request: AdmissionRequest) -> None:
-        queues = self._waiting[request.tenant]
-        queue = queues[request.priority]
-        del queue[request.number]
+        own = self._waiting[request.tenant]
+        own.remove(request)
         self._num_waiting -= 1
-        self._waiting_by_tenant[request.tenant] -= 1
-        if not self._waiting_by_tenant[request.tenant]:
-            del self._waiting_by_tenant[request.tenant]
-        if not queue:
-            del queues[request.priority]
-        if not queues:
+        if not own:
             del self._waiting[request.tenant]
 
 

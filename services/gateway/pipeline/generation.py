@@ -18,8 +18,8 @@ from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.common.telemetry.tracing import Span, Tracer
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController, Permit
-from loraplex_services.gateway.admission.queue import AdmissionRequest
 from loraplex_services.gateway.admission.rates import TenantRates
+from loraplex_services.gateway.admission.request import AdmissionRequest
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.metrics import (
     COMPLETION_TOKENS,

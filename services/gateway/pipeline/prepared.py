@@ -11,7 +11,7 @@ from loraplex.api.request import AdapterSet, TextPrompt, WorkerRequest
 from loraplex.api.sampling import Grammar, GrammarTokens
 from loraplex.api.tenants import TenantLimits
 from loraplex_services.common.telemetry.tracing import Span
-from loraplex_services.gateway.admission.queue import AdmissionRequest
+from loraplex_services.gateway.admission.request import AdmissionRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, check_grammar
 from loraplex_services.gateway.request import (
     GenerateCall,
@@ -120,6 +120,7 @@ class PreparedRequest:
             run_s=run_s,
             weight=self.limits.fairness_weight,
             first_token_due_s=self.first_token_due_s,
+            adapters=self.adapter_set,
             awaits_fetch=awaits_fetch,
         )
 

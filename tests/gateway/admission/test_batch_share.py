@@ -10,7 +10,8 @@ import pytest
 from loraplex_services.gateway.admission.batch_share import ACTIVE_S, BatchShare
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.dispatch_window import ReadyWorkers
-from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.admission.request import AdmissionRequest
 from tests.virtual_time import run_virtually
 
 pytestmark = pytest.mark.hostile

@@ -8,12 +8,13 @@ from typing import Any
 from loraplex.api.tenants import TenantLimits
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController
-from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
+from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.admission.rate_limit_store import (
     LocalRateLimitStore,
     RateLimitStore,
     RedisRateLimitStore,
 )
+from loraplex_services.gateway.admission.request import AdmissionRequest
 from tests.gateway.simulated.shared import SimulatedRedis
 from tests.virtual_time import run_virtually
 

@@ -9,7 +9,8 @@ import pytest
 
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
 from loraplex_services.gateway.admission.controller import AdmissionController
-from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionRequest
+from loraplex_services.gateway.admission.queue import AdmissionLimits
+from loraplex_services.gateway.admission.request import AdmissionRequest
 
 
 async def _hold(

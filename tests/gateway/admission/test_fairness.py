@@ -10,12 +10,8 @@ from hypothesis import strategies as st
 
 from loraplex_services.common.virtual_counters import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST
 from loraplex_services.gateway.admission.dispatch_window import Window
-from loraplex_services.gateway.admission.queue import (
-    AdmissionLimits,
-    AdmissionQueue,
-    AdmissionRequest,
-    Decision,
-)
+from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionQueue, Decision
+from loraplex_services.gateway.admission.request import AdmissionRequest
 
 
 class _Engine:

@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 from loraplex.api.request import BACKGROUND_PRIORITY
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
 from loraplex_services.gateway.admission.dispatch_window import Window
-from loraplex_services.gateway.admission.queue import (
-    AdmissionLimits,
-    AdmissionQueue,
-    AdmissionRequest,
-    Decision,
-)
+from loraplex_services.gateway.admission.queue import AdmissionLimits, AdmissionQueue, Decision
+from loraplex_services.gateway.admission.request import AdmissionRequest
 
 
 def test_runs_until_full_then_waits_then_refuses() -> None:
