@@ -2,7 +2,7 @@
 
     python -m benchmarks run scheduling.clustering [--rate-shares 1,1.15] [--seeds 4]
 
-32 adapters of ranks 64, 32, 16 and 8 on one worker (roofline costs of `slora_policies`), lengths
+32 adapters of ranks 64, 32, 16 and 8 on one worker (roofline costs of `slora_worker`), lengths
 U[8,512], first tokens wanted within 6 s, at shares of the capacity, which is measured first without
 clustering. d is the number of adapters that run before requests for others are passed over; 0 turns
 clustering off. Prints requests per second, the mean latency, the mean and the longest first token,
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.machine import write_results
-from benchmarks.scheduling.slora_policies import capacity, fleet
+from benchmarks.scheduling.slora_worker import capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
 from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
@@ -46,21 +46,20 @@ def main() -> None:
     """Print the table and write `results/<machine>/clustering.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mix", choices=sorted(RANK_MIXES), default="S2")
-    parser.add_argument("--policies", default="fcfs,fair")
     parser.add_argument("--sizes", default="0,1,2,4,8,16,32", help="values of d")
     parser.add_argument("--rate-shares", default="1,1.15")
     parser.add_argument("--duration", type=float, default=150.0)
     parser.add_argument("--seeds", type=int, default=4)
     args = parser.parse_args()
-    base = fleet("fcfs", None)
+    base = fleet()
     per_s = capacity(base, NUM_ADAPTERS, RANK_MIXES[args.mix]).per_s
     print(f"capacity {per_s:.2f} requests/s")
     rows: list[list[str]] = []
     runs: list[dict[str, Any]] = []
     shares = map(float, args.rate_shares.split(","))
     sizes = map(int, args.sizes.split(","))
-    for policy, share, size in itertools.product(args.policies.split(","), shares, sizes):
-        own = msgspec.structs.replace(base.engine, policy=policy, cluster_size=size)
+    for share, size in itertools.product(shares, sizes):
+        own = msgspec.structs.replace(base.engine, cluster_size=size)
         found = [
             measure(
                 SimulatedFleet(base.costs, own, on_disk=True),
@@ -70,10 +69,10 @@ def main() -> None:
             for seed in range(args.seeds)
         ]
         run = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
-        runs.append({"policy": policy, "rate_share": share, "cluster_size": size, **run})
+        runs.append({"rate_share": share, "cluster_size": size, **run})
         numbers = [f"{value:.3g}" for value in run.values()]
-        rows.append([policy, f"{share:g}", str(size or "off"), *numbers])
-    head = ("POLICY", "RATE / CAPACITY", "D", "REQ/S", "LATENCY (s)", "FIRST TOKEN (s)")
+        rows.append([f"{share:g}", str(size or "off"), *numbers])
+    head = ("RATE / CAPACITY", "D", "REQ/S", "LATENCY (s)", "FIRST TOKEN (s)")
     print_table((*head, "LONGEST (s)", "ATTAINED", "SATISFIED"), rows)
     results = {"simulated": True, "capacity_per_s": per_s, "runs": runs}
     name = "clustering" if args.mix == "S2" else f"clustering_{args.mix.lower()}"

@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import statistics
 
-from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, capacity, fleet
+from benchmarks.scheduling.slora_worker import NUM_ADAPTERS, capacity, fleet
 from loraplex.workload import (
     RANK_MIXES,
     RequestOutcome,
@@ -25,7 +25,7 @@ SHARES = {"greedy": 10.0, "a": 1.0, "b": 1.0, "c": 1.0}
 
 def cold_adapters(duration_s: float, seed: int) -> dict[str, float]:
     """Simulate twice the capacity, of which one tenant asks for ten shares (roofline costs of
-    `slora_policies`).
+    `slora_worker`).
 
     Returns the polite tenants' 95th percentile of first tokens that came, the share of their
     requests in time, goodput (requests finished with their first token in time) over the capacity,
@@ -33,8 +33,8 @@ def cold_adapters(duration_s: float, seed: int) -> dict[str, float]:
     request.
     """
     mix = RANK_MIXES["S2"]
-    per_s = NUM_WORKERS * capacity(fleet("fcfs", None), NUM_ADAPTERS, mix).per_s
-    workers = gateways_before(fleet("fair", DEADLINE_S, SLO_S))
+    per_s = NUM_WORKERS * capacity(fleet(), NUM_ADAPTERS, mix).per_s
+    workers = gateways_before(fleet(DEADLINE_S, SLO_S))
     simulation = Simulation(workers, ranks_of(mix, NUM_ADAPTERS))
     trace = _traffic(per_s, duration_s, seed)
     outcomes = simulation.run(trace)

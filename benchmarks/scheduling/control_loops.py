@@ -5,9 +5,10 @@
 Each loop of `docs/internals/control-loops.md` that the simulation runs is taken away by itself, and
 all figures are simulated again: overload and fairness as `scheduling.overload` has them; the same
 on a worker with short steps; two gateways with four tenants and cold adapters (`cold_adapters`), or
-with adapters that must be fetched; and one worker on the S-LoRA paper's workload S2 at 0.9 and 1.3
-of its capacity. Prints each figure over the one with all loops. A loop whose removal changes no
-figure by more than 3% is not worth its lines. Writes results/<machine kind>/control_loops.json.
+with adapters that must be fetched; and a gateway before one worker on the S-LoRA paper's workload
+S2 at 0.9 and 1.3 of its capacity. Prints each figure over the one with all loops. A loop whose
+removal changes no figure by more than 3% is not worth its lines. Writes results/<machine
+kind>/control_loops.json.
 """
 
 from __future__ import annotations
@@ -30,13 +31,19 @@ from benchmarks.scheduling.cold_adapters import (
     cold_adapters,
     gateways_before,
 )
-from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, capacity, fleet
+from benchmarks.scheduling.slora_worker import NUM_ADAPTERS, capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
 from loraplex_services.common import virtual_counters
-from loraplex_services.gateway.admission import dispatch_window, queue, run_times
+from loraplex_services.gateway.admission import (
+    dispatch_window,
+    queue,
+    run_times,
+    tenant_queue,
+)
+from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.gateway.routing import router
-from loraplex_services.simulate import gateway, worker
+from loraplex_services.simulate import gateway
 from loraplex_services.simulate.simulation import Simulation
 from loraplex_services.worker.engine.adapter_loads import AdapterLoads
 from loraplex_services.worker.scheduling import (
@@ -45,9 +52,9 @@ from loraplex_services.worker.scheduling import (
     early_abort,
     limits,
     lookahead,
-    policies,
     scheduler,
 )
+from loraplex_services.worker.scheduling import queue as waiting
 
 Figures = dict[str, float]
 Removal = tuple[Any, str, Any]
@@ -79,21 +86,21 @@ def _fits_shared_window(
 
 
 def _oldest(self: Any) -> Any:
-    able = [r for t in self._waiting if self._tenant_fits(r := self._first_of(t))]
+    firsts = map(self._first_of, self._waiting.values())
+    able = filter(self._tenant_fits, firsts)
     return min(able, key=lambda request: request.number, default=None)
 
 
-def _by_arrival(request: Any, view: Any) -> tuple[float, ...]:
-    return (request.priority, request.arrival_s)
+def _oldest_of_tenant(self: Any, served: Any, but_awaiting_fetch: bool) -> Any:
+    requests = self.requests.values()
+    return next((r for r in requests if not (but_awaiting_fetch and r.awaits_fetch)), None)
 
 
-def _only_tenants(counters: policies.ServiceCounters) -> policies.Policy:
-    """Fair among tenants, and by arrival among the requests of one tenant."""
-    return dataclasses.replace(policies.fair(counters), own_key=_by_arrival)
+def _by_arrival(self: Any, tier_of: Any, served_of: Any) -> None:
+    _init_queue(self, tier_of, lambda tenant: 0.0)
 
 
-def _policy(fair: Callable[[policies.ServiceCounters], policies.Policy]) -> list[Removal]:
-    return [(worker, "SIMULATED_POLICIES", {**worker.SIMULATED_POLICIES, "fair": fair})]
+_init_queue = waiting.WaitingQueue.__init__
 
 
 def _visit_and_pass(self: Any, request: Any, queue_pass: Any, now: float) -> bool:
@@ -123,6 +130,9 @@ LOOPS: dict[str, list[Removal]] = {
         (queue.AdmissionQueue, "_next", _oldest),
         (queue.AdmissionQueue, "_is_preceded", lambda self, request: self.num_waiting > 0),
     ],
+    "gateway: fair order of a tenant's adapters": [
+        (tenant_queue._EquallyUrgent, "first", _oldest_of_tenant)
+    ],
     "gateway: measured rate of first tokens": [
         (dispatch_window.DispatchWindow, "started", _without_rate)
     ],
@@ -145,10 +155,9 @@ LOOPS: dict[str, list[Removal]] = {
     "gateway: loads ahead": [(router, "_LOAD_AHEAD_S", 0.0)],
     "gateway: spare replicas": [(router, "SPARE_REPLICAS", 0)],
     "worker: fair order": [
-        *_policy(lambda counters: policies.FIRST_COME),
+        (waiting.WaitingQueue, "__init__", _by_arrival),
         (scheduler.Scheduler, "_visit", _visit_and_pass),
     ],
-    "worker: fair order of a tenant's adapters": _policy(_only_tenants),
     "worker: early abort": [(early_abort, "needed_s", lambda *args: 0.0)],
     "worker: reserved slots": [(admission, "reserved_slots", lambda num: 0)],
     "worker: tenants expected back": [(virtual_counters, "EXPECTED_BACK_S", 0.0)],
@@ -202,8 +211,8 @@ def fetched(seed: int) -> Figures:
     """The same gateways and workers; hardly any adapter is asked for twice, and all are in the
     store, from which a fetch takes 1.5 s."""
     ranks = ranks_of(RANK_MIXES["S2"], NUM_FETCHED)
-    per_s = NUM_WORKERS * capacity(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
-    base = fleet("fair", DEADLINE_S, FIRST_TOKEN_S)
+    per_s = NUM_WORKERS * capacity(fleet(), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
+    base = fleet(DEADLINE_S, FIRST_TOKEN_S)
     costs = dataclasses.replace(base.costs, fetch_s=1.5)
     workers = dataclasses.replace(gateways_before(base), costs=costs, on_disk=False)
     figures = {}
@@ -216,12 +225,12 @@ def fetched(seed: int) -> Figures:
 
 
 def paper(seed: int) -> Figures:
-    """One worker on workload S2."""
-    per_s = capacity(fleet("fair", None), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
+    """A gateway before one worker on workload S2."""
+    per_s = capacity(fleet(), NUM_ADAPTERS, RANK_MIXES["S2"]).per_s
     figures = {}
     for share in (0.9, 1.3):
         workload = Workload(NUM_ADAPTERS, share * per_s, PAPER_S, seed=seed)
-        worker = fleet("fair", 60.0, FIRST_TOKEN_S)
+        worker = dataclasses.replace(fleet(60.0, FIRST_TOKEN_S), admission=AdmissionLimits())
         simulation = Simulation(worker, ranks_of(RANK_MIXES["S2"], NUM_ADAPTERS))
         outcomes = simulation.run(generate(workload))
         summary = summarize(outcomes)

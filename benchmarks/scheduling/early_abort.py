@@ -3,7 +3,7 @@
     python -m benchmarks run scheduling.early_abort [--loads 0.5,0.8,1,1.5,2] [--seeds 3]
 
 S-LoRA's S2 (200 adapters of ranks 64, 32, 16 and 8, lengths U[8,512]) on one worker at the roofline
-costs of `slora_policies`, with the worker's own scheduler. The capacity is measured first. Then
+costs of `slora_worker`, with the worker's own scheduler. The capacity is measured first. Then
 requests arrive at shares of it (one process for all adapters; Poisson, and in bursts with cv 8) and
 want their first token within 6 s. Prints the share that gets it, with early abort and without;
 min(1, 1 / load), which is the upper bound for a trace without end or bursts; an upper bound for
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.machine import write_results
-from benchmarks.scheduling.slora_policies import NUM_ADAPTERS, Capacity, capacity, fleet
+from benchmarks.scheduling.slora_worker import NUM_ADAPTERS, Capacity, capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import (
     RANK_MIXES,
@@ -90,7 +90,7 @@ def attainments(workload: Workload, most: Capacity) -> Attainment:
     """What is reached and what could be, for one trace."""
     trace = generate(workload)
     with_abort, without = (
-        summarize(Simulation(fleet("fcfs", None, first_token_s), RANKS).run(trace), SLO_S)
+        summarize(Simulation(fleet(None, first_token_s), RANKS).run(trace), SLO_S)
         for first_token_s in (SLO_S, None)
     )
     bound = most_in_time([request.arrival_s for request in trace], most)
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=300.0)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    most = capacity(fleet("fcfs", None), NUM_ADAPTERS, RANK_MIXES["S2"])
+    most = capacity(fleet(), NUM_ADAPTERS, RANK_MIXES["S2"])
     print(f"capacity {most.per_s:.2f} requests/s, {most.num_running:.0f} at once")
     rows, runs = [], []
     for cv in map(float, args.cvs.split(",")):

@@ -34,7 +34,7 @@ from loraplex_services.worker.types.residency import CachedAdapter
 NUM_ADAPTERS, RANKS, RANKS_PER_BLOCK = 2000, (64, 32, 16, 8), 4
 RATE_PER_S, DURATION_S, HOLD_S = 20.0, 900.0, 4.0
 COPY_START_S, COPY_S_PER_BLOCK = 1e-3, 7e-4
-"""8 MiB a block at 12 GB/s, as `slora_policies` has it."""
+"""8 MiB a block at 12 GB/s, as `slora_worker` has it."""
 HALF_LIVES_S = (15.0, 60.0, 240.0, 960.0)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.machine import write_results
-from benchmarks.scheduling.slora_policies import COSTS
+from benchmarks.scheduling.slora_worker import COSTS
 from loraplex.workload import RequestOutcome, TracedRequest
 from loraplex_services.gateway.admission.queue import AdmissionLimits
 from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
@@ -79,7 +79,6 @@ def _fleet(deadline_s: float | None) -> SimulatedFleet:
         max_resident=8,
         max_num_batched_tokens=2048,
         max_num_seqs=BATCH,
-        policy="fair",
     )
     return SimulatedFleet(
         STEPS,

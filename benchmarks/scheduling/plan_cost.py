@@ -33,14 +33,8 @@ from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
+from loraplex_services.worker.scheduling.admission import reserved_slots
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
-from loraplex_services.worker.scheduling.policies import (
-    COUNTING_POLICIES,
-    POLICIES,
-    ServiceCounters,
-    clustered,
-    reserved_slots,
-)
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.residency import Load
@@ -51,14 +45,15 @@ NUM_ENDING = 1
 """In a step: as of 256 that have 256 tokens to generate."""
 FIRST_TOKEN_S = 60.0
 STEP_S = 0.05
+NUM_WAITING = (0, 100, 1_000)
+"""Gateways keep more than that back."""
 KINDS = {
-    "fcfs": ("fcfs", None, True),
-    "fair": ("fair", None, True),
-    "fair, early abort": ("fair", FIRST_TOKEN_S, True),
-    "fair, clusters": ("fair", None, True, 8),
-    "fair, no copies": ("fair", None, False),
+    "by default": (None, True),
+    "early abort": (FIRST_TOKEN_S, True),
+    "clusters": (None, True, 8),
+    "no copies": (None, False),
 }
-"""Policy, time for first tokens, whether copies end, cluster size."""
+"""Time for first tokens, whether copies end, cluster size."""
 
 
 class Engine:
@@ -67,7 +62,6 @@ class Engine:
     def __init__(
         self,
         num_waiting: int,
-        policy: str,
         first_token_s: float | None,
         copies: bool = True,
         cluster_size: int = 0,
@@ -80,10 +74,8 @@ class Engine:
         reclaimer = Reclaimer(self.arena)
         self.cache = AdapterCache(self.arena, reclaimer, AdapterLimits(512, 64, 64))
         layout = KvLayout(TOKENS_PER_BLOCK, (None,), 2 * NUM_RUNNING * NUM_PROMPT)
-        limits = SchedulerLimits(layout.max_step_tokens, NUM_RUNNING)
+        limits = SchedulerLimits(layout.max_step_tokens, NUM_RUNNING, cluster_size=cluster_size)
         prefixes = PrefixCache(self.arena, layout)
-        counters = ServiceCounters()
-        order = POLICIES[policy](counters)
         self.scheduler = Scheduler(
             limits,
             layout,
@@ -91,8 +83,6 @@ class Engine:
             self.cache,
             prefixes,
             reclaimer,
-            clustered(order, cluster_size) if cluster_size else order,
-            counters if policy in COUNTING_POLICIES else None,
         )
         self.now = 0.0
         self.numbers = itertools.count()
@@ -177,16 +167,16 @@ def main() -> None:
     rows, lines = [], []
     for (name, kind), num_ending in itertools.product(KINDS.items(), (0, NUM_ENDING)):
         line = [name, str(num_ending)]
-        for num_waiting in (0, 1_000, 10_000):
+        for num_waiting in NUM_WAITING:
             engine = Engine(num_waiting, *kind)
             plan_s = measure(engine, args.steps, num_ending)
             share = plan_s / step_s
-            row = {"policy": name, "num_ending": num_ending, "num_waiting": num_waiting}
+            row = {"kind": name, "num_ending": num_ending, "num_waiting": num_waiting}
             rows.append({**row, "plan_s": plan_s, "share_of_step": share})
             line.append(f"{plan_s * 1e3:.2f} ms {share:.2%}")
         lines.append(line)
     print(f"a step of {NUM_RUNNING} rows: {step_s * 1e3:.0f} ms")
-    print_table(["POLICY", "END A STEP", "NONE WAIT", "1,000", "10,000"], lines)
+    print_table(["KIND", "END A STEP", "NONE WAIT", "100", "1,000"], lines)
     write_results("plan_cost", {"step_ms": step_s * 1e3, "num_running": NUM_RUNNING, "rows": rows})
 
 

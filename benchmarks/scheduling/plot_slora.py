@@ -108,13 +108,12 @@ def draw_cv(axes: Any) -> None:
 
 def draw_clusters(axes: Any) -> None:
     """Table 4 and Appendix A."""
-    for policy in ("fcfs", "fair"):
-        points = sorted(
-            (run["cluster_size"], run["attainment"])
-            for run in runs(EPYC, "clustering")
-            if run["policy"] == policy and run["rate_share"] == 1.15 and run["cluster_size"]
-        )
-        axes.plot(*zip(*points, strict=True), marker="o", label=policy)
+    points = sorted(
+        (run["cluster_size"], run["attainment"])
+        for run in runs(EPYC, "clustering")
+        if run["rate_share"] == 1.15 and run["cluster_size"]
+    )
+    axes.plot(*zip(*points, strict=True), marker="o", label="Loraplex")
     paper(axes, PAPER_CLUSTERS, "paper (A100)")
     axes.set_xlabel("cluster_size")
     axes.set_ylabel("attainment")

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.machine import write_results
-from benchmarks.scheduling.slora_policies import capacity, fleet
+from benchmarks.scheduling.slora_worker import capacity, fleet
 from loraplex.cli.output import print_table
 from loraplex.workload import RANK_MIXES, Workload, generate, ranks_of, summarize
 from loraplex_services.simulate.simulation import SimulatedFleet, Simulation
@@ -38,8 +38,8 @@ RANKS = ranks_of(RANK_MIXES["S2"], NUM_ADAPTERS)
 
 
 def setting(bound: str, source: str) -> SimulatedFleet:
-    """The worker of `slora_policies` with other slots and copies."""
-    base = fleet("fcfs", None)
+    """The worker of `slora_worker` with other slots and copies."""
+    base = fleet()
     engine = msgspec.structs.replace(
         base.engine, max_num_seqs=NUM_SLOTS[bound], max_resident=NUM_ADAPTERS
     )

@@ -6,10 +6,10 @@
 
 As in the paper's section 7.2: 200 adapters of S2 (ranks 64, 32, 16 and 8), uniform popularity, 2
 requests/s, cv 1, lengths U[8,512] in and out, 5 minutes; then one of n, alpha, R and cv takes other
-values. One worker at the roofline costs of `slora_policies`, where 2 requests/s are a little more
-than it can serve; with early abort (`abort`), with neither abort nor fairness (`fcfs`), newest
-first (`lcfs`), newest first with early abort, and as served by default (`fair`). `--arrivals
-pooled` draws arrivals as S-LoRA's released script does.
+values. One worker at the roofline costs of `slora_worker`, where 2 requests/s are a little more
+than it can serve; first come, first served (`fcfs`), with early abort (`abort`), newest first
+(`lcfs`), and newest first with early abort. `--arrivals pooled` draws arrivals as S-LoRA's released
+script does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import statistics
 from typing import Any
 
 from benchmarks.machine import write_results
-from benchmarks.scheduling.slora_policies import fleet
+from benchmarks.scheduling.slora_worker import fleet
 from loraplex.cli.output import print_table
 from loraplex.cli.workload_flags import parse_lengths
 from loraplex.workload import (
@@ -44,20 +44,20 @@ VALUES: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 """By name: the field, and the values that it takes."""
 SIDES = {
-    "abort": ("fcfs", SLO_S),
-    "fcfs": ("fcfs", None),
-    "lcfs": ("lcfs", None),
-    "lcfs+abort": ("lcfs", SLO_S),
-    "fair": ("fair", None),
+    "abort": (False, SLO_S),
+    "fcfs": (False, None),
+    "lcfs": (True, None),
+    "lcfs+abort": (True, SLO_S),
 }
-"""Policy, and time for first tokens after which requests are given up."""
+"""Whether the newest goes first, and time for first tokens after which requests are given up."""
 
 
 def measure(workload: Workload, side: str) -> dict[str, float]:
     """One run."""
-    policy, first_token_s = SIDES[side]
+    newest_first, first_token_s = SIDES[side]
+    worker = dataclasses.replace(fleet(None, first_token_s), newest_first=newest_first)
     ranks = ranks_of(RANK_MIXES["S2"], workload.num_adapters)
-    simulation = Simulation(fleet(policy, None, first_token_s), ranks)
+    simulation = Simulation(worker, ranks)
     summary = summarize(simulation.run(generate(workload)), SLO_S)
     return {
         "requests_per_s": summary.requests_per_s,

@@ -92,7 +92,6 @@ def throughput(case: Case, num_gpus: int, side: str, rate_per_s: float) -> float
         max_resident=1024,
         max_num_batched_tokens=2048,
         max_num_seqs=256,
-        policy="fcfs",
     )
     fleet = SimulatedFleet(cost.costs, engine, on_disk=True, deadline_s=None)
     ranks = [case.rank] * case.num_adapters

@@ -4,7 +4,7 @@
 
 Phases alternate between many adapters with short answers and one adapter with long answers. The
 scheduler, the adapter cache and the prefix cache are the worker's own, in virtual time, at the
-roofline costs of `slora_policies` (7B in float16, 24 GB GPU; not a measurement). A fixed split
+roofline costs of `slora_worker` (7B in float16, 24 GB GPU; not a measurement). A fixed split
 gives adapters that share of the blocks, and the KV cache the rest. S-LoRA's own runs without
 unified memory gave the KV cache of a 24 GB GPU 9,000 tokens instead of 14,000, so adapters had 36%
 (on 80 GB GPUs: 35,000 instead of 65,000, 46%). Its released scheduler also takes the adapters of
@@ -27,7 +27,7 @@ from unittest import mock
 import msgspec
 
 from benchmarks.machine import write_results
-from benchmarks.scheduling.slora_policies import BLOCK_BYTES, fleet
+from benchmarks.scheduling.slora_worker import BLOCK_BYTES, fleet
 from loraplex.cli.output import print_table
 from loraplex.units import parse_bytes
 from loraplex.workload import TracedRequest, UniformLengths, Workload, generate, ranks_of, summarize
@@ -138,7 +138,7 @@ def engine_kind(split: Split | None) -> Callable[..., Engine]:
 
 def measure(split: Split | None, arena_bytes: int, mix: list[int], seed: int) -> tuple[float, int]:
     """Requests in time by second of the trace, and copies; `split` None = one pool."""
-    base = fleet("fcfs", None, first_token_s=6.0)
+    base = fleet(first_token_s=6.0)
     engine = msgspec.structs.replace(base.engine, arena_bytes=arena_bytes)
     with mock.patch.object(simulated_worker, "Engine", engine_kind(split)):
         ranks = ranks_of(mix, MANY.num_adapters)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # `--help` must not wait for the worker's engine
     from loraplex_services.simulate.simulation import SimulatedFleet
 
 ROOFLINE_NAMES = ("llama-7b@a10g", "llama-7b@a100-80g", "llama-13b@a100-80g")
-POLICY_NAMES = ("fair", "fcfs", "lcfs")
 DEFAULT_ARENA_BYTES = 64 << 20
 EPILOG = """examples:
   loraplex simulate --costs llama-7b@a100-80g --adapters 2000 --ranks S2 --rate 8 --on-disk
@@ -80,10 +79,9 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "left)",
     )
     group.add_argument(
-        "--policy",
-        choices=POLICY_NAMES,
-        default="fair",
-        help="order of waiting requests; lcfs exists only here (default: fair)",
+        "--newest-first",
+        action="store_true",
+        help="serve the newest request first, a baseline that exists only here",
     )
     group.add_argument(
         "--cluster-size",
@@ -173,11 +171,16 @@ def fleet_of(args: argparse.Namespace, costs: Costs, arena_bytes: int) -> Simula
         max_step_s=args.max_step,
         max_num_seqs=min(args.max_num_seqs, args.max_num_batched_tokens),
         max_loras=args.max_loras or None,
-        policy=args.policy,
         cluster_size=args.cluster_size,
     )
     fleet = SimulatedFleet(
-        costs, engine, args.workers, args.on_disk, args.deadline, args.first_token
+        costs,
+        engine,
+        args.workers,
+        args.on_disk,
+        args.deadline,
+        args.first_token,
+        newest_first=args.newest_first,
     )
     if args.direct:
         return fleet

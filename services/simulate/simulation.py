@@ -43,6 +43,8 @@ class SimulatedFleet:
     admission: AdmissionLimits | None = None
     """Limits of each gateway; None = no gateway: requests queue at the workers."""
     num_gateways: int = 1
+    newest_first: bool = False
+    """Last come, first served, as a baseline: requests are numbered by priority."""
 
 
 @dataclass(slots=True)
@@ -181,7 +183,7 @@ class Simulation:
         async with gateway.admit(request, digests, due) as flight.permit:
             worker = gateway.start(key, digests, request.num_input)
             self._flights[str(number)] = flight
-            priority = -number if self._fleet.engine.policy == "lcfs" else 0
+            priority = -number if self._fleet.newest_first else 0
             submit = _submit(number, request, digests, due.shifted(-now_s()), priority)
             worker.submit(now_s() + to_worker_s, submit, self._ranks)
             self._line_up(worker)

@@ -12,7 +12,6 @@ from loraplex_services.gateway.workers.view import WorkerView
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
 from loraplex_services.worker.engine.engine import Engine
-from loraplex_services.worker.scheduling.policies import POLICIES, Policies, Policy
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Command,
@@ -25,14 +24,6 @@ STALLED_WAIT_S = 0.1
 """Sleep of the engine's loop while every request waits for something."""
 DEADLOCK_STALLS = 10_000
 """After this many consecutive sleeps without an event, none will come."""
-
-
-SIMULATED_POLICIES: Policies = {
-    **POLICIES,
-    "lcfs": lambda counters: Policy(lambda r, view: (), lambda r, view: (r.priority,), 0),
-}
-"""The policies of a worker, and last come, first served as a baseline: the trace numbers requests
-by priority, because workers serve those of one tenant, priority and adapter by arrival."""
 
 
 class EveryAdapter(dict[str, AdapterResidency]):
@@ -57,7 +48,7 @@ class SimulatedWorker:
         self._on_disk = on_disk
         self.clock = VirtualClock()
         self._runner = TimedRunner(costs, config.arena_bytes, self.clock, seed=index)
-        self.engine = Engine(self._runner, config, self.clock, SIMULATED_POLICIES)
+        self.engine = Engine(self._runner, config, self.clock)
         self._max_running = config.max_num_seqs
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()

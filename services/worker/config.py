@@ -140,7 +140,6 @@ def _engine(environ: Mapping[str, str], nodes: Nodes) -> EngineConfig:
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=min(env.MAX_NUM_SEQS.read(environ), max_num_batched_tokens),
         max_step_s=MAX_STEP_S,
-        policy=switches.POLICY.read(environ),
         cluster_size=env.CLUSTER_SIZE.read(environ) or 0,
         prefix_cache=switches.PREFIX_CACHE.read(environ),
         overlap=switches.OVERLAP.read(environ),

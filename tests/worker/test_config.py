@@ -57,7 +57,7 @@ def test_workers_of_one_host_have_different_names() -> None:
         (NODES, "LORAPLEX_SERVICE_TOKEN_FILE"),
         ({"LORAPLEX_WORKER_LISTEN": "0.0.0.0:50053"}, "LORAPLEX_WORKER_LISTEN"),
         ({"LORAPLEX_SERVICE_TOKEN_FILE": "/nowhere"}, "LORAPLEX_SERVICE_TOKEN_FILE"),
-        ({"LORAPLEX_DEBUG": "policy=random"}, "LORAPLEX_DEBUG"),
+        ({"LORAPLEX_DEBUG": "overlap=maybe"}, "LORAPLEX_DEBUG"),
         ({"LORAPLEX_SERVED_MODEL_NAME": "my base"}, "LORAPLEX_SERVED_MODEL_NAME"),
         ({"LORAPLEX_MODEL": "/models/模型"}, "LORAPLEX_SERVED_MODEL_NAME"),
     ],

@@ -63,12 +63,6 @@ GC_INTERVAL_S: Switch[float] = Switch(
     "registry",
     "Interval between garbage collections, in seconds; 0 = only `registry gc`.",
 )
-POLICY = choice_switch(
-    "policy",
-    "fair fcfs",
-    "worker",
-    "Order of waiting requests: fair to tenants and adapters, or first come, first served.",
-)
 FAILPOINT = Switch(
     "failpoint",
     parse_text,

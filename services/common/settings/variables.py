@@ -48,7 +48,7 @@ GONE = {
     "a key is "
     "accepted for one day at most, and not beyond its own expiry (`registry keys create --ttl`)",
     "LORAPLEX_OVERLAP": _NOW_A_SWITCH.format("overlap"),
-    "LORAPLEX_POLICY": _NOW_A_SWITCH.format("policy"),
+    "LORAPLEX_POLICY": "it is no longer read; the order is fair to tenants and adapters",
     "LORAPLEX_PREFIX_CACHE": _NOW_A_SWITCH.format("prefix-cache"),
     "LORAPLEX_REASONING": _NOW_A_SWITCH.format("reasoning-parser"),
     "LORAPLEX_REASONING_PARSER": _NOW_A_SWITCH.format("reasoning-parser"),

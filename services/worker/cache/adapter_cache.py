@@ -49,7 +49,6 @@ class AdapterCache:
         self._copies = CopyTimes()
         self._actions: list[Load | Evict] = []
         self._changed: dict[str, None] = {}
-        self._moved: set[str] = set()
         self.num_changes = 0
         """Increases with every change that may let a waiting request start."""
         self.failures = Backoff()
@@ -77,10 +76,6 @@ class AdapterCache:
         """The tier of an adapter; NONE = it is not on disk either."""
         adapter = self._adapters.get(digest)
         return Tier.NONE if adapter is None else adapter.tier
-
-    def residency_of(self, digest: str) -> tuple[Tier, bool]:
-        """The tier of an adapter, and whether running requests use it."""
-        return self.tier(digest), digest in self._in_use
 
     def adapters(self) -> Collection[CachedAdapter]:
         """All known adapters, for snapshots."""
@@ -319,11 +314,6 @@ class AdapterCache:
         changed, self._changed = self._changed, {}
         return [(digest, self._adapters.get(digest)) for digest in changed]
 
-    def take_moved(self) -> Collection[str]:
-        """Digests whose `residency_of` may have changed since the last call."""
-        moved, self._moved = self._moved, set()
-        return moved
-
     def check_integrity(self) -> None:
         """Assert that counters, slots and block ownership agree with the adapters."""
         adapters = self._adapters.values()
@@ -347,7 +337,6 @@ class AdapterCache:
 
     def _note(self, digest: str) -> None:
         self._changed[digest] = None
-        self._moved.add(digest)
         self.num_changes += 1
 
     def _num_blocks(self, adapter: CachedAdapter) -> float:

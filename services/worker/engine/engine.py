@@ -28,7 +28,6 @@ from loraplex_services.worker.engine.outputs import residency_change, to_request
 from loraplex_services.worker.engine.stats import EngineStats
 from loraplex_services.worker.grammars.opening import Grammars
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
-from loraplex_services.worker.scheduling.policies import POLICIES, Policies, make_policy
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.types.extents import count_pages_per_block
 from loraplex_services.worker.types.messages import (
@@ -76,6 +75,7 @@ def _limits(config: EngineConfig, runner: Runner) -> SchedulerLimits:
         config.max_num_batched_tokens,
         config.max_num_seqs,
         config.max_loras,
+        cluster_size=config.cluster_size,
         rope_switch_len=info.rope_switch_len,
         max_step_s=config.max_step_s,
         drafts=drafts,
@@ -104,9 +104,7 @@ class Engine:
         runner: Runner,
         config: EngineConfig,
         clock: Callable[[], float],
-        policies: Policies = POLICIES,
     ) -> None:
-        """`policies`: by the names that `config.policy` may have."""
         self._runner = runner
         self._clock = clock
         self._info = info = runner.model_info()
@@ -123,7 +121,6 @@ class Engine:
         )
         base_key = _base_key(info, layout)
         self._prefixes = PrefixCache(self._arena, layout, base_key, enabled=config.prefix_cache)
-        policy, counters = make_policy(config.policy, config.cluster_size, policies)
         self.scheduler = Scheduler(
             limits,
             layout,
@@ -131,8 +128,6 @@ class Engine:
             self.cache,
             self._prefixes,
             self._reclaimer,
-            policy,
-            counters,
         )
         tokenizer = Path(config.model_dir) / "tokenizer.json"
         self._grammars = Grammars(tokenizer, info.vocab_size, info.eos_token_ids)

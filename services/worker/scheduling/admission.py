@@ -5,14 +5,15 @@ Memory is forecast: everything that runs must fit in the arena until its end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from loraplex.errors import ResourceExhausted
+from loraplex_services.common.virtual_counters import VirtualCounters
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
-from loraplex_services.worker.scheduling.policies import ServiceCounters, reserved_slots
 from loraplex_services.worker.scheduling.running import RunningBatch
 from loraplex_services.worker.types.request import Request
 
@@ -27,22 +28,22 @@ class AdmissionTest:
         arena: Arena,
         cache: AdapterCache,
         running: RunningBatch,
-        counters: ServiceCounters | None,
+        tenants: VirtualCounters,
     ) -> None:
         self._limits = limits
         self._layout = layout
         self._arena = arena
         self._cache = cache
         self._running = running
-        self._counters = counters
+        self._tenants = tenants
 
     def has_slot(self, request: Request, now: float) -> bool:
         """Whether the batch has a free slot for a request. The last slots are reserved for the
         least-served tenant."""
         num_free = self._limits.max_running - len(self._running)
-        if self._counters is None or num_free > reserved_slots(self._limits.max_running):
-            return num_free > 0
-        return num_free > 0 and self._counters.tenants.is_least_served(request.tenant, now)
+        if num_free > reserved_slots(self._limits.max_running):
+            return True
+        return num_free > 0 and self._tenants.is_least_served(request.tenant, now)
 
     def has_memory(self, request: Request) -> bool:
         """Whether the forecast peak of KV memory fits in the arena. The forecast goes through all
@@ -70,6 +71,16 @@ class AdmissionTest:
         adapter_blocks = self._cache.unpinned_blocks(known)
         error = too_large(request, self._layout, adapter_blocks, left)
         return error or self._cache.beyond_share(known)
+
+
+def reserved_slots(max_running: int) -> int:
+    """Number of slots of a batch that are reserved for the least-served tenant.
+
+    That tenant can then start immediately instead of waiting in a full batch for a request to
+    end. The slots are idle only while the tenant uses less than its share. A few are enough,
+    because they become free again as fast as other requests end.
+    """
+    return math.isqrt(max_running // 3)
 
 
 def peak_kv_blocks(requests: Iterable[Request], layout: KvLayout) -> int:

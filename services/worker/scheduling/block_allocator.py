@@ -14,8 +14,7 @@ from loraplex_services.worker.cache.kv_blocks import (
 )
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
-from loraplex_services.worker.scheduling.policies import running_order
-from loraplex_services.worker.scheduling.running import Member, RunningBatch
+from loraplex_services.worker.scheduling.running import Member, RunningBatch, running_order
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 
 

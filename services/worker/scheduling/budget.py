@@ -12,8 +12,7 @@ that were measured here instead of from a profile.
 from __future__ import annotations
 
 from loraplex_services.worker.scheduling.early_abort import Samples
-from loraplex_services.worker.scheduling.policies import running_order
-from loraplex_services.worker.scheduling.running import RunningBatch
+from loraplex_services.worker.scheduling.running import RunningBatch, running_order
 from loraplex_services.worker.types.step_plan import StepPlan
 
 MIN_PROMPT_TOKENS = 64

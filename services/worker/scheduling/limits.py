@@ -17,6 +17,15 @@ class SchedulerLimits:
     """Distinct adapters in one step; None = no limit but memory."""
     max_overtaking_s: float = 5.0
     """A request that has waited this long, in seconds, is no longer overtaken by newer ones."""
+    cluster_size: int = 0
+    """While this many adapters run, a tenant's requests for these go first; 0 = never."""
+    max_cluster_age_s: float = 30.0
+    """Time, in seconds, after which a request is no longer passed over for those. If this were
+    shorter than the usual waiting time, clustering would become first come, first served."""
+    min_cluster_queue: float = 0.5
+    """Waiting requests per running request. In a shorter queue, no request is passed over, because
+    clustering gains little there and makes requests late. `docs/experiments.md` has the
+    measurements of both."""
     rope_switch_len: int | None = None
     """A request that grows beyond this number of tokens is computed again; see `ModelInfo`."""
     max_step_s: float = 0.0

@@ -152,3 +152,19 @@ def in_batch_order(decodes: list[PlannedRow], others: list[PlannedRow]) -> list[
     contexts = sorted((row for row in others if row.is_context), key=batch_order)
     late = [row for row in others if not row.is_context]
     return contexts + (sorted(decodes + late, key=batch_order) if late else decodes)
+
+
+def running_order(requests: Iterable[Request]) -> list[Request]:
+    """Running requests by arrival, where each tenant's positions are filled by its requests in
+    order of priority number. No tenant gets ahead of another by the priorities that it sends."""
+    by_arrival = sorted(requests, key=lambda request: request.arrival_s)
+    if len({request.priority for request in by_arrival}) <= 1:
+        return by_arrival
+    of_tenant: dict[str, list[Request]] = {}
+    for request in by_arrival:
+        of_tenant.setdefault(request.tenant, []).append(request)
+    urgent = {
+        tenant: iter(sorted(own, key=lambda request: request.priority))
+        for tenant, own in of_tenant.items()
+    }
+    return [next(urgent[request.tenant]) for request in by_arrival]

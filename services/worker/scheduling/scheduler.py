@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 
 from loraplex.errors import LoraplexError
+from loraplex_services.common.virtual_counters import VirtualCounters, service
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
 from loraplex_services.worker.cache.arena import Arena
 from loraplex_services.worker.cache.kv_blocks import KvLayout
@@ -25,13 +26,7 @@ from loraplex_services.worker.scheduling.decode_limit import DecodeLimit
 from loraplex_services.worker.scheduling.drafts import Drafts
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
 from loraplex_services.worker.scheduling.lookahead import Lookahead
-from loraplex_services.worker.scheduling.policies import (
-    FIRST_COME,
-    Policy,
-    QueueView,
-    ServiceCounters,
-)
-from loraplex_services.worker.scheduling.queue import WaitingQueue
+from loraplex_services.worker.scheduling.queue import Cluster, WaitingQueue
 from loraplex_services.worker.scheduling.queue_pass import QueuePass
 from loraplex_services.worker.scheduling.rope_switch import measure, outgrown
 from loraplex_services.worker.scheduling.running import Member, RunningBatch, in_batch_order
@@ -58,8 +53,6 @@ class Scheduler:
         cache: AdapterCache,
         prefixes: PrefixCache,
         reclaimer: Reclaimer,
-        policy: Policy = FIRST_COME,
-        counters: ServiceCounters | None = None,
     ) -> None:
         self._limits = limits
         self._layout = layout
@@ -68,10 +61,10 @@ class Scheduler:
         self._prefixes = prefixes
         reclaimer.add(prefixes, prefixes.states)
         self._states = StatePlanner(arena, prefixes, reclaimer)
-        self._counters = counters
-        self._waiting = WaitingQueue(cache.residency_of, policy)
+        self._tenants = VirtualCounters()
         self._running = RunningBatch()
-        self._admission = AdmissionTest(limits, layout, arena, cache, self._running, counters)
+        self._waiting = WaitingQueue(cache.tier, self._tenants.served_of)
+        self._admission = AdmissionTest(limits, layout, arena, cache, self._running, self._tenants)
         self._allocator = BlockAllocator(layout, arena, prefixes, reclaimer, self._running)
         self._reclaimer = reclaimer
         self._lookahead = Lookahead(layout, arena, cache, reclaimer, self._running)
@@ -123,8 +116,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a new or continued request."""
         assert self._running.get(request.request_id) is None, request.request_id
-        if self._counters is not None:
-            self._counters.arrive(request)
+        self._tenants.arrive(request.tenant)
         self._num_changes += 1
         measure(request, self._limits.rope_switch_len)
         self._waiting.push(request)
@@ -140,8 +132,7 @@ class Scheduler:
         if request is not None:
             self._num_changes += 1
             self.drafts.ended(request)
-            if self._counters is not None:
-                self._counters.leave(request, now)
+            self._tenants.leave(request.tenant, now)
         return request
 
     def waiting_for(self, digest: str) -> list[Request]:
@@ -196,12 +187,9 @@ class Scheduler:
         return self._number(self.drafts.added(rows, now, self.decode_limit.most_tokens), now)
 
     def _skipping(self, now: float) -> Collection[Member]:
-        if self._counters is None:  # first come, first served: tenants are not told apart
-            return ()
         if not self._uncached.has_others_due:  # else the last step computed none of them
-            decoding, tenants = self._running.decoding, self._counters.tenants
             self._skipped = self.decode_limit.skipping(
-                decoding, self._next_step, tenants.num_expected(now)
+                self._running.decoding, self._next_step, self._tenants.num_expected(now)
             )
         return self._skipped
 
@@ -245,10 +233,13 @@ class Scheduler:
 
     def on_token(self, request: Request) -> None:
         """Note that a running request has received its next token."""
-        if self._counters is not None:
-            self._counters.charge(request, 0, 1)
+        self._charge(request, 0, 1)
         if request.num_computed == request.num_tokens:  # a step in flight completes this position
             self._prefixes.keep(request, request.num_computed - 1)
+
+    def _charge(self, request: Request, num_input: int, num_output: int) -> None:
+        cost = service(num_input, num_output, request.fairness_weight)
+        self._tenants.charge(self._tenants.present[request.tenant], cost)
 
     def check_integrity(self) -> None:
         """Assert that the block tables of requests agree with the arena."""
@@ -298,8 +289,7 @@ class Scheduler:
         """Returns the rows of requests that start, and whether the next walk may start more even if
         nothing changes in between."""
         self.is_full, self.num_awaiting_copies = False, 0
-        view = QueueView(now, frozenset(self._cache.in_use), len(self._waiting), len(self._running))
-        walk = self._waiting.walk(view, self._cache.take_moved())
+        walk = self._waiting.walk(self._cluster(now))
         queue_pass = QueuePass(walk, budget, self.budget.max_prompt_tokens())
         while (request := next(queue_pass.walk, None)) is not None:
             if not self._visit(request, queue_pass, now):
@@ -308,6 +298,14 @@ class Scheduler:
         self._cache.load_prefetches(queue_pass.ahead, now)
         is_moving = bool(queue_pass.rows or self._arena.num_retiring)
         return queue_pass.rows, queue_pass.may_repeat or is_moving
+
+    def _cluster(self, now: float) -> Cluster | None:
+        """The adapters in use, if enough of them are and many requests wait."""
+        limits, in_use = self._limits, self._cache.in_use
+        is_short = len(self._waiting) < limits.min_cluster_queue * len(self._running)
+        if not limits.cluster_size or is_short or len(in_use) < limits.cluster_size:
+            return None
+        return Cluster(frozenset(in_use), now - limits.max_cluster_age_s)
 
     def _visit(self, request: Request, queue_pass: QueuePass, now: float) -> bool:
         """Start a request, begin its loads, or leave it waiting. False ends the walk."""
@@ -387,8 +385,7 @@ class Scheduler:
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
             request.num_cached = request.num_computed
-            if self._counters is not None:
-                self._counters.charge(request, request.num_pending, 0)
+            self._charge(request, request.num_pending, 0)
         return member.row(num_tokens)
 
     def _must_wait(self, request: Request, budget: int) -> bool:

@@ -45,8 +45,6 @@ class EngineConfig(RunnerSettings, frozen=True, kw_only=True):
     """Most bytes of the arena for adapters; 0 = set by the next field."""
     lora_share: float = 1.0
     """Most of the arena for adapters, as a share of it."""
-    policy: str = "fair"
-    """A key of `policies.POLICIES`."""
     cluster_size: int = 0
     """Number of running adapters from which requests for these go first; 0 = never."""
     prefix_cache: bool = True

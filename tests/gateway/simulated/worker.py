@@ -23,7 +23,7 @@ from loraplex_services.common.virtual_counters import (
     Account,
     VirtualCounters,
 )
-from loraplex_services.worker.scheduling.policies import reserved_slots
+from loraplex_services.worker.scheduling.admission import reserved_slots
 from tests.gateway.simulated.network import Send, Way
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
 

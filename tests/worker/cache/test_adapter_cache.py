@@ -54,7 +54,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.reclaimer = Reclaimer(self.arena)
         self.cache = make_cache(self.reclaimer, self.arena, max_blocks=self.max_blocks)
         self.now = 0.0
-        self.residency: dict[str, tuple[Tier, bool]] = {}
         self.table: dict[int, str] = {}
         self.users: dict[str, int] = {}
         self.kv: list[int] = []
@@ -151,14 +150,6 @@ class CacheMachine(RuleBasedStateMachine):
     def free_kv(self) -> None:
         self.arena.free("kv", self.kv)
         self.kv = []
-
-    @invariant()
-    def whatever_is_elsewhere_has_moved(self) -> None:
-        moved = self.cache.take_moved()
-        where = {digest: self.cache.residency_of(digest) for digest in SIZES}
-        changed = {d for d in SIZES if where[d] != self.residency.get(d, (Tier.NONE, False))}
-        assert changed <= set(moved)
-        self.residency = where
 
     @invariant()
     def everything_agrees(self) -> None:

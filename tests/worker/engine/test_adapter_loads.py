@@ -16,7 +16,6 @@ from loraplex.api.sampling import SamplingParams
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
 from loraplex_services.worker.engine.engine import Engine
-from loraplex_services.worker.scheduling.policies import POLICIES
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Cancel,
@@ -98,14 +97,12 @@ class OverlappingRunner(TimedRunner):
 class Stage:
     """Adapters lie on disk from the moment they are asked for, as in a worker."""
 
-    def __init__(self, load_s: float, policy: str, overlaps: bool = False) -> None:
+    def __init__(self, load_s: float, overlaps: bool = False) -> None:
         self.clock = VirtualClock()
         costs = {name: getattr(COSTS, name) for name in COSTS.__slots__} | {"load_s": load_s}
         make = OverlappingRunner if overlaps else TimedRunner
         self.runner = make(Costs(**costs), NUM_BLOCKS * BLOCK_BYTES, self.clock)
-        config = make_config(
-            max_resident=5, max_num_batched_tokens=16, max_num_seqs=4, policy=policy
-        )
+        config = make_config(max_resident=5, max_num_batched_tokens=16, max_num_seqs=4)
         self.engine = Engine(self.runner, config, self.clock)
         self.live: dict[str, tuple[str, ...]] = {}
         self.num_sent = 0
@@ -153,13 +150,12 @@ class Stage:
 @given(
     st.lists(ACTIONS, max_size=40),
     st.sampled_from([0.0, 0.0005, 0.03, 0.4]),
-    st.sampled_from(sorted(POLICIES)),
     st.booleans(),
 )
 def test_every_request_ends_and_every_block_is_accounted_for(
-    actions: list[tuple[object, ...]], load_s: float, policy: str, overlaps: bool
+    actions: list[tuple[object, ...]], load_s: float, overlaps: bool
 ) -> None:
-    stage = Stage(load_s, policy, overlaps)
+    stage = Stage(load_s, overlaps)
     for action in actions:
         match action:
             case ("submit", set() as digests, int() as num_prompt):
@@ -185,7 +181,7 @@ def test_every_request_ends_and_every_block_is_accounted_for(
 
 def test_a_short_copy_makes_its_request_part_of_the_step_that_began_it() -> None:
     for load_s, num_steps in ((0.0001, 1), (0.05, 5)):
-        stage = Stage(load_s, "fcfs")
+        stage = Stage(load_s)
         stage.submit(set(), 4)
         for _ in range(2):
             stage.step()
@@ -206,7 +202,7 @@ def test_where_steps_overlap_the_running_ones_do_not_keep_a_step_from_waiting(
     overlaps: bool,
 ) -> None:
     load_s = 0.003
-    stage = Stage(load_s, "fcfs", overlaps)
+    stage = Stage(load_s, overlaps)
     for _ in range(3):
         stage.submit(set(), 4)
     stage.engine.scheduler.times.copies.add(0.1)  # others took longer

@@ -16,7 +16,6 @@ from loraplex_services.worker.cache.kv_blocks import KvLayout
 from loraplex_services.worker.cache.prefix_cache import PrefixCache
 from loraplex_services.worker.cache.reclaimer import Reclaimer
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
-from loraplex_services.worker.scheduling.policies import FIRST_COME, Policy, ServiceCounters
 from loraplex_services.worker.scheduling.scheduler import Scheduler
 from loraplex_services.worker.scheduling.state_planner import StatePlanner
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
@@ -79,14 +78,12 @@ class Stage:
         self,
         num_blocks: int = 24,
         windows: tuple[int | None, ...] = (None,),
-        policy: Policy = FIRST_COME,
-        counters: ServiceCounters | None = None,
         prefix_cache: bool = True,
         overlaps: bool = False,
         state_blocks: int = 0,
         copy_steps: int = 0,
         adapter_blocks: float = math.inf,
-        **limits: int,
+        **limits: float,
     ) -> None:
         bounds = SchedulerLimits(**{"max_step_tokens": 16, "max_running": 6, **limits})
         self.layout = KvLayout(4, windows, bounds.max_step_tokens, state_blocks)
@@ -102,8 +99,6 @@ class Stage:
             self.cache,
             self.prefixes,
             self.reclaimer,
-            policy,
-            counters,
         )
         self.limits = bounds
         self.states: dict[int, tuple[int, object]] = {}

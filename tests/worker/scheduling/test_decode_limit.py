@@ -11,7 +11,6 @@ from loraplex.api.request import BACKGROUND_PRIORITY
 from loraplex_services.worker.scheduling.decode_limit import MAX_STRETCH, DecodeLimit
 from loraplex_services.worker.scheduling.drafts import Drafts
 from loraplex_services.worker.scheduling.limits import SchedulerLimits
-from loraplex_services.worker.scheduling.policies import ServiceCounters, fair
 from loraplex_services.worker.scheduling.running import Member, RunningBatch
 from loraplex_services.worker.types.step_plan import StepPlan
 from tests.worker.scheduling.stage import STEP_S, Stage, make_request, make_states
@@ -144,8 +143,7 @@ def test_what_a_draft_costs_is_learned_like_any_token() -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_the_requests_of_a_flood_alternate_and_all_end(overlaps: bool) -> None:
-    counters = ServiceCounters()
-    stage = Stage(60, policy=fair(counters), counters=counters, overlaps=overlaps, max_running=12)
+    stage = Stage(60, overlaps=overlaps, max_running=12)
     stage.scheduler.decode_limit = taught(0.0, STEP_S)
     stage.submit(*(make_request(f"g{i}", 2, 6, tenant="globex") for i in range(9)))
     stage.submit(make_request("a", 2, 20, tenant="acme"))

@@ -10,7 +10,6 @@ from loraplex_services.common.virtual_counters import (
     INPUT_TOKEN_COST,
     OUTPUT_TOKEN_COST,
 )
-from loraplex_services.worker.scheduling.policies import ServiceCounters, fair
 from tests.worker.scheduling.stage import Stage, make_request
 
 
@@ -25,8 +24,7 @@ def test_backlogged_tenants_stay_within_the_bound_of_their_counters(
 ) -> None:
     """While both wait, what they received, by weight, differs by at most twice the larger of one
     prompt's cost and that of all outputs of a batch, whoever sends how much."""
-    counters = ServiceCounters()
-    stage = Stage(200, (None,), fair(counters), counters, prefix_cache=False, max_running=4)
+    stage = Stage(200, (None,), prefix_cache=False, max_running=4)
     weights = {"a": weight, "b": 1.0}
     for index, (num_prompt, max_tokens) in enumerate(sizes):
         tenant = "b" if index % share else "a"
@@ -42,13 +40,12 @@ def test_backlogged_tenants_stay_within_the_bound_of_their_counters(
     bound = 2 * max(30 * INPUT_TOKEN_COST, 4 * 12 * OUTPUT_TOKEN_COST) / min(weights.values())
     while {request.tenant for request in stage.scheduler.waiting} == {"a", "b"}:
         stage.step()
-        served = counters.tenants.accounts
+        served = stage.scheduler._tenants.accounts
         assert abs(served["a"].served - served["b"].served) <= bound
 
 
 def test_a_tenant_that_comes_late_is_not_kept_waiting_by_a_flood() -> None:
-    counters = ServiceCounters()
-    stage = Stage(200, (None,), fair(counters), counters, max_running=2, max_step_tokens=8)
+    stage = Stage(200, (None,), max_running=2, max_step_tokens=8)
     stage.submit(*(make_request(f"flood{i}", 8, 4, tenant="flood") for i in range(40)))
     for _ in range(10):
         stage.step()
@@ -60,9 +57,8 @@ def test_a_tenant_that_comes_late_is_not_kept_waiting_by_a_flood() -> None:
 
 def test_the_last_slots_are_for_the_tenant_that_was_served_least() -> None:
     """It finds one at once in a batch that another keeps full; alone, a tenant has all of them."""
-    counters = ServiceCounters()
     bounds = {"max_running": 16, "max_step_tokens": 64}
-    stage = Stage(400, (None,), fair(counters), counters, prefix_cache=False, **bounds)
+    stage = Stage(400, (None,), prefix_cache=False, **bounds)
     stage.submit(*(make_request(f"flood{i}", 2, 20, tenant="flood") for i in range(60)))
     stage.step()
     assert stage.scheduler.num_running == 16
@@ -81,9 +77,8 @@ def test_the_last_slots_are_for_the_tenant_that_was_served_least() -> None:
 
 
 def test_tenants_that_all_have_more_leave_no_slot_empty() -> None:
-    counters = ServiceCounters()
     bounds = {"max_running": 16, "max_step_tokens": 64}
-    stage = Stage(400, (None,), fair(counters), counters, prefix_cache=False, **bounds)
+    stage = Stage(400, (None,), prefix_cache=False, **bounds)
     stage.submit(*(make_request(f"{i}", 2, 5 + i % 7, tenant="ab"[i % 2]) for i in range(120)))
     while {request.tenant for request in stage.scheduler.waiting} == {"a", "b"}:
         assert len(stage.step().rows) == 16

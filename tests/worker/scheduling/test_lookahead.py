@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from loraplex.api.residency import Tier
 from loraplex_services.worker.scheduling.lookahead import HORIZON_STEPS, NUM_REQUESTS
-from loraplex_services.worker.scheduling.policies import FIRST_COME, ServiceCounters, fair
 from loraplex_services.worker.types.step_plan import StepPlan
 from tests.worker.scheduling.stage import SIZES, Stage, make_request
 
@@ -129,23 +128,20 @@ def test_an_adapter_that_was_overtaken_is_not_spared_any_more() -> None:
     ),
     num_blocks=st.integers(26, 60),
     copy_steps=st.integers(0, HORIZON_STEPS - 1),
-    is_fair=st.booleans(),
+    num_tenants=st.integers(1, 2),
     overlaps=st.booleans(),
 )
 def test_running_requests_lose_nothing_to_adapters_that_load_ahead(
     requests: list[tuple[int, int, tuple[str, ...], int]],
     num_blocks: int,
     copy_steps: int,
-    is_fair: bool,
+    num_tenants: int,
     overlaps: bool,
 ) -> None:
     """No request is preempted while blocks fill ahead of time, no adapter of the next requests
     leaves while another is idle, whoever decodes is in every step, and no block is lost."""
-    counters = ServiceCounters() if is_fair else None
     stage = Stage(
         num_blocks,
-        policy=FIRST_COME if counters is None else fair(counters),
-        counters=counters,
         prefix_cache=False,
         overlaps=overlaps,
         copy_steps=copy_steps,
@@ -158,7 +154,7 @@ def test_running_requests_lose_nothing_to_adapters_that_load_ahead(
         num_steps = 1
         if number is not None:
             num_prompt, max_tokens, digests, num_steps = requests[number]
-            tenant = f"t{number % 2}"
+            tenant = f"t{number % num_tenants}"
             stage.submit(make_request(f"r{number}", num_prompt, max_tokens, digests, tenant=tenant))
         for _ in range(num_steps):
             plan = step_safely(stage, plan)

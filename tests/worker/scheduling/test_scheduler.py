@@ -14,14 +14,10 @@ from hypothesis.stateful import (
 
 from loraplex.api.pooling import Pooling
 from loraplex.errors import DeadlineExceeded, ResourceExhausted
-from loraplex_services.worker.scheduling.policies import (
-    FIRST_COME,
-    ServiceCounters,
-    clustered,
-    fair,
-)
 from loraplex_services.worker.types.request import RELEASED_BLOCK, Request
 from tests.worker.scheduling.stage import SIZES, TOKEN, AnyToken, Stage, make_request
+
+CLUSTERS = {"cluster_size": 2, "max_cluster_age_s": 8.0, "min_cluster_queue": 0.0}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -142,24 +138,14 @@ class ClusteredWindowsMachine(SchedulerMachine):
     """The same with a windowed KV group and adapter clustering."""
 
     def make_stage(self) -> Stage:
-        return Stage(40, (None, 6), clustered(FIRST_COME, 2, max_age_s=8.0, min_queue=0.0))
+        return Stage(40, (None, 6), **CLUSTERS)
 
 
-class FairClusteredMachine(SchedulerMachine):
-    """The same with service counters and adapter clustering."""
-
-    def make_stage(self) -> Stage:
-        counters = ServiceCounters()
-        policy = clustered(fair(counters), 1, max_age_s=8.0, min_queue=0.0)
-        return Stage(policy=policy, counters=counters)
-
-
-class FairMachine(SchedulerMachine):
-    """The same with two KV groups and service counters."""
+class TwoGroupsMachine(SchedulerMachine):
+    """The same with two KV groups."""
 
     def make_stage(self) -> Stage:
-        counters = ServiceCounters()
-        return Stage(48, (None, None), fair(counters), counters, rope_switch_len=14)
+        return Stage(48, (None, None), rope_switch_len=14)
 
 
 class RecurrentMachine(SchedulerMachine):
@@ -172,15 +158,13 @@ class RecurrentMachine(SchedulerMachine):
 for machine in (
     SchedulerMachine,
     ClusteredWindowsMachine,
-    FairClusteredMachine,
-    FairMachine,
+    TwoGroupsMachine,
     RecurrentMachine,
 ):
     machine.TestCase.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 TestClusteredWindows = ClusteredWindowsMachine.TestCase
-TestFairClustered = FairClusteredMachine.TestCase
-TestFair = FairMachine.TestCase
+TestTwoGroups = TwoGroupsMachine.TestCase
 TestRecurrent = RecurrentMachine.TestCase
 
 
@@ -366,8 +350,9 @@ def test_no_stream_of_hot_requests_starves_a_cold_one(
     The longest drain: six running requests of 30 + 12 tokens at 16 tokens a step, then 12 decodes.
     """
     max_age_s, longest_drain, own_steps = 6.0, 6 * 30 // 16 + 1 + 12, 6
-    policy = clustered(FIRST_COME, max_loras, max_age_s, 0.0) if clusters else FIRST_COME
-    stage = Stage(60, policy=policy, max_loras=max_loras, max_overtaking_s=max_age_s)
+    limits = CLUSTERS | {"cluster_size": max_loras, "max_cluster_age_s": max_age_s}
+    bounds = {"max_loras": max_loras, "max_overtaking_s": max_age_s}
+    stage = Stage(60, **bounds, **(limits if clusters else {}))
     stage.fetch(*SIZES)
     digests = sorted(SIZES)[:max_loras]
     for index, digest in enumerate(digests):
