@@ -18,8 +18,8 @@ table() {
     echo "loraplex-gateway:$version gateway"
     echo "loraplex-worker:$version worker"
     # Triton compiles its launchers as it runs: the CUDA image holds a compiler.
-    echo "loraplex-worker:$version-cuda worker TORCH=torch==2.13.0" \
-        "TORCH_INDEX=https://pypi.org/simple RUNTIME_PACKAGES=gcc,libc6-dev"
+    echo "loraplex-worker:$version-cuda worker REQUIREMENTS=worker-cuda TORCH=" \
+        "RUNTIME_PACKAGES=gcc,libc6-dev"
 }
 
 works() {

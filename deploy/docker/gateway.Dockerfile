@@ -3,14 +3,19 @@
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+# pip compares every file with the hashes of these lists, which scripts/image_requirements.sh writes.
+COPY deploy/docker/requirements requirements
+RUN python -m venv /opt/build \
+    && /opt/build/bin/pip install --no-cache-dir --require-hashes -r requirements/build.txt
+RUN python -m venv /opt/loraplex \
+    && /opt/loraplex/bin/pip install --no-cache-dir --require-hashes -r requirements/gateway.txt
+COPY pyproject.toml README.md LICENSE ./
 COPY loraplex loraplex
 COPY services loraplex_services
-RUN python -m venv /opt/loraplex \
-    && /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[gateway,tracing]'
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . \
+    && /opt/loraplex/bin/pip install --no-cache-dir --no-deps /dist/*.whl && /opt/loraplex/bin/pip check
 # What is inside, with licences and their texts, in CycloneDX's format.
-RUN python -m venv /opt/sbom && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
-    && /opt/sbom/bin/cyclonedx-py environment --gather-license-texts --output-reproducible \
+RUN /opt/build/bin/cyclonedx-py environment --gather-license-texts --output-reproducible \
     --pyproject pyproject.toml --output-file /opt/loraplex/sbom.cdx.json /opt/loraplex/bin/python
 
 FROM ${PYTHON_IMAGE}

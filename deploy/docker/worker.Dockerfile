@@ -3,20 +3,26 @@
 # Triton compiles its launchers as it runs. A mirror or a digest of your own: PYTHON_IMAGE=python@sha256:... make images
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
+ARG REQUIREMENTS=worker
 ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-# Torch comes from this index alone, and what it needs from the usual one: no name is looked up in both.
-RUN python -m venv /opt/loraplex \
-    && /opt/loraplex/bin/pip install --no-cache-dir --no-deps --index-url "${TORCH_INDEX}" "${TORCH}"
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+# pip compares every file with the hashes of these lists, which scripts/image_requirements.sh writes. Only the CPU build
+# of torch comes without: from this index alone, so that no name is looked up in both.
+COPY deploy/docker/requirements requirements
+RUN python -m venv /opt/build \
+    && /opt/build/bin/pip install --no-cache-dir --require-hashes -r requirements/build.txt
+RUN python -m venv /opt/loraplex && { [ -z "${TORCH}" ] \
+    || /opt/loraplex/bin/pip install --no-cache-dir --no-deps --index-url "${TORCH_INDEX}" "${TORCH}"; } \
+    && /opt/loraplex/bin/pip install --no-cache-dir --require-hashes -r "requirements/${REQUIREMENTS}.txt"
+COPY pyproject.toml README.md LICENSE ./
 COPY loraplex loraplex
 COPY services loraplex_services
-RUN /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[worker,tracing]'
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . \
+    && /opt/loraplex/bin/pip install --no-cache-dir --no-deps /dist/*.whl && /opt/loraplex/bin/pip check
 # What is inside, with licences and their texts, in CycloneDX's format.
-RUN python -m venv /opt/sbom && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
-    && /opt/sbom/bin/cyclonedx-py environment --gather-license-texts --output-reproducible \
+RUN /opt/build/bin/cyclonedx-py environment --gather-license-texts --output-reproducible \
     --pyproject pyproject.toml --output-file /opt/loraplex/sbom.cdx.json /opt/loraplex/bin/python
 WORKDIR /
 RUN /opt/loraplex/bin/python -m loraplex_services.worker.native.build --all
