@@ -2,11 +2,14 @@
 
     python -m benchmarks run serving.isolation [--rounds 3] [--seconds 6] [--only RESOURCE]
 
-`loraplex up` serves the demo base with API keys. In each round the ordinary tenant runs alone and
-then alongside an attacker, for the same time. A ratio is the median over the rounds of p99
-alongside the attacker over p99 alone. The attackers' clients get only the time that no other
-process wants, because they share the machine with the servers; what they make the servers do has
-the usual priority. Each row has the attacker's requests per second, by how they ended.
+`loraplex up` serves the demo base with API keys. In each round the ordinary tenant runs for the
+same time alone, alongside an attacker, and alongside the control: processes that have nothing to do
+with Loraplex and compute as much as the services did for the attacker, at the same priorities. A
+ratio is the median over the rounds of p99 alongside the attacker over p99 of the control, or over
+p99 alone. The control takes from the ratio what any work costs on a machine with so few cores. It
+leaves what tenants do to each other in what they share: queues, locks, event loops, steps. The
+attackers' clients get only the time that no other process wants, because they share the machine
+with the servers. Each row has the attacker's requests per second, by how they ended.
 """
 
 from __future__ import annotations
@@ -37,18 +40,32 @@ from benchmarks.serving.isolation_attacks import (
     NUM_OWN_ADAPTERS,
 )
 from benchmarks.serving.isolation_traffic import Target, Waits, ordinary_traffic
-from benchmarks.serving.process_memory import PeakMemory
+from benchmarks.serving.service_processes import PeakMemory, ProcessorTime, service_time
 from demo.stack import Stack, running_stack
 from loraplex.api.tenants import Tenant
 from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
+from loraplex_services.common.processes.piped_process import NICE
 
 DEMO = Path(__file__).parents[2] / "demo"
 BASE_ID = "base"
 CACHE_BYTES = "4MiB"
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 _SETTLE_S = 1.0
+_COMPUTE = """
+import os, sys, time
+share, nice = float(sys.argv[1]), int(sys.argv[2])
+os.nice(nice)
+while True:
+    begin_s = time.thread_time()
+    while time.thread_time() - begin_s < 0.02 * share:
+        pass
+    time.sleep(0.02 * (1 - share))
+"""
+"""What a process of the control runs: a part of each 20 ms, as services compute between waits."""
+Cores = tuple[float, float]
+"""Processor time a second, at the usual priority and at that of pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,26 +155,41 @@ def _adapter_like_upper(folder: Path, number: int) -> Path:
 def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> dict[str, Any]:
     """Ratios of one resource, with how requests ended and the memory of the services."""
     kind = ATTACKS[resource][-1]
-    alone, alongside, attacks = [], [], Counter[str]()
+    attacker = tenants.limited if resource == LIMITED else tenants.attacker
+    alone, alongside, control, for_attacker = [], [], [], []
+    attacks = Counter[str]()
     attacked_s = 0.0
 
-    def traffic() -> Waits:
-        return asyncio.run(ordinary_traffic(tenants.ordinary, "upper", kind, seconds))
+    def traffic() -> tuple[Waits, Cores]:
+        before, begin_s = service_time(), time.perf_counter()
+        waits = asyncio.run(ordinary_traffic(tenants.ordinary, "upper", kind, seconds))
+        return waits, _cores(service_time() - before, time.perf_counter() - begin_s)
 
     traffic()  # loads the adapter, and starts the processes of pools
     with PeakMemory() as memory:
         for _ in range(rounds):
-            alone.append(traffic())
-            attacker = tenants.limited if resource == LIMITED else tenants.attacker
+            waits, cores_alone = traffic()
+            alone.append(waits)
             begin_s = time.perf_counter()
             with attack(resource, attacker, attacks):
-                alongside.append(traffic())
+                waits, cores = traffic()
+            alongside.append(waits)
             attacked_s += time.perf_counter() - begin_s
+            part = len(waits.first_token_s) / len(alone[-1].first_token_s)
+            for_attacker.append(
+                tuple(b - part * a for a, b in zip(cores_alone, cores, strict=True))
+            )
+            with computing(*for_attacker[-1]):
+                control.append(traffic()[0])
     return {
         "attack": ATTACKS[resource][0],
-        "first_token_p99": _ratio(alongside, alone, "first_token_s"),
-        "between_tokens_p99": _ratio(alongside, alone, "between_tokens_s"),
-        "registry_read_p99": _ratio(alongside, alone, "registry_read_s"),
+        "over_control": {name: _ratio(alongside, control, name) for name in _WAITS},
+        "over_alone": {name: _ratio(alongside, alone, name) for name in _WAITS},
+        "p99_alongside_s": {
+            name: statistics.median(p99(getattr(waits, name)) for waits in alongside)
+            for name in _WAITS
+        },
+        "cores_for_attacker": [tuple(round(cores, 2) for cores in pair) for pair in for_attacker],
         "failed_alone": sum(waits.num_failed for waits in alone),
         "failed": sum(waits.num_failed for waits in alongside),
         "requests": sum(waits.statuses.total() for waits in alongside),
@@ -166,9 +198,31 @@ def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> di
         },
         "peak_mib": {name: peak >> 20 for name, peak in memory.peaks.items()},
         "p99_s": [
-            {name: p99(getattr(waits, name)) for name in _WAITS} for waits in (*alone, *alongside)
+            {name: p99(getattr(waits, name)) for name in _WAITS}
+            for waits in (*alone, *alongside, *control)
         ],
     }
+
+
+def _cores(spent: ProcessorTime, seconds: float) -> Cores:
+    return spent.usual_s / seconds, spent.low_s / seconds
+
+
+@contextmanager
+def computing(usual: float, low: float) -> Iterator[None]:
+    """Processes that compute as many seconds a second, at the usual and at the pools' priority."""
+    processes = []
+    for cores, nice in ((usual, 0), (low, NICE)):
+        for share in [1.0] * int(max(cores, 0.0)) + [max(cores, 0.0) % 1]:
+            command = [sys.executable, "-c", _COMPUTE, str(share), str(nice)]
+            processes.append(subprocess.Popen(command))
+    try:
+        time.sleep(_SETTLE_S)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -200,12 +254,18 @@ def _ratio(alongside: Sequence[Waits], alone: Sequence[Waits], name: str) -> flo
 
 
 def _row(resource: str, result: dict[str, Any]) -> str:
+    """The row of the table in docs/operate/threat-model.md, and below it what explains it."""
+    cells = [
+        f"{result['over_control'][name]} ({result['over_alone'][name]} of alone, "
+        f"{1e3 * result['p99_alongside_s'][name]:.0f} ms)"
+        for name in _WAITS
+    ]
+    failed = f"{result['failed']} of {result['requests']}"
     peaks = ", ".join(f"{name} {mib} MiB" for name, mib in result["peak_mib"].items())
     return (
-        f"{resource}: first token {result['first_token_p99']}x, between tokens "
-        f"{result['between_tokens_p99']}x, registry read {result['registry_read_p99']}x, "
-        f"{result['failed']} of {result['requests']} failed ({result['failed_alone']} alone); "
-        f"attacker {result['attacker_per_s']} per second; peaks: {peaks}"
+        f"| {' | '.join([resource, result['attack'], *cells, failed])} |\n"
+        f"  cores for the attacker {result['cores_for_attacker']}; {result['failed_alone']} failed "
+        f"alone; attacker {result['attacker_per_s']} per second; peaks: {peaks}"
     )
 
 

@@ -3,8 +3,6 @@
 `python isolation_attacks.py NAME` reads a JSON object (host, port, registry, key) from stdin, and
 attacks until its input ends. The process of a tenant gets only the time that no other wants
 (`SCHED_IDLE`): attackers have machines of their own, and here they share the cores of the servers.
-One attack sends nothing and keeps a core busy: what that costs is the floor for every attack that
-makes the servers work.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -43,8 +40,6 @@ NUM_OWN_ADAPTERS = 24
 LOOPING_ADAPTER = "looping"
 LIMITED = "engine step, limited"
 """Attacked by a tenant with a limit of its own."""
-FLOOR = "none, one core busy"
-"""Not attacked at all."""
 _ADAPTER = Path(__file__).parents[2] / "demo" / "adapters" / "upper"
 _WEIGHTS = "adapter_model.safetensors"
 _numbers = itertools.count(random.SystemRandom().randrange(1 << 40))
@@ -68,14 +63,6 @@ async def _ask(target: Target, path: str, body: dict[str, Any]) -> None:
 async def nothing(target: Target) -> None:
     """The noise of the machine."""
     await asyncio.sleep(1)
-
-
-async def busy_core(target: Target) -> None:
-    """The work of an unrelated process, at the priority of the servers."""
-    end_s = time.perf_counter() + 0.02
-    while time.perf_counter() < end_s:
-        pass
-    await asyncio.sleep(0)
 
 
 async def long_texts(target: Target) -> None:
@@ -293,7 +280,6 @@ async def _registry(target: Target) -> AsyncIterator[tuple[Any, Any]]:
 Attack = Callable[[Target], Awaitable[None]]
 ATTACKS: dict[str, tuple[str, Attack, int, str]] = {
     "none (noise)": ("nothing", nothing, 1, "text"),
-    FLOOR: ("nothing; another process computes", busy_core, 1, "text"),
     "gateway event loop": ("texts of 7.9 MB", long_texts, 4, "text"),
     "engine step": ("n = 16, logprobs, lowest priority number", large_batches, 16, "text"),
     LIMITED: ("the same, with max_concurrent = 4 for it", small_batches, 16, "text"),
@@ -332,7 +318,7 @@ async def _attack(name: str, target: Target) -> None:
 
 def main() -> None:
     """Attack until stdin closes, then print how the requests ended."""
-    if sys.argv[1] not in (FLOOR, *STRANGERS):
+    if sys.argv[1] not in STRANGERS:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     target = Target(**json.loads(sys.stdin.readline()))
 

@@ -16,7 +16,7 @@ from loraplex.v1 import registry_pb2_grpc
 
 NUM_STREAMS = 2
 NEW_TOKENS = 16
-_READ_EVERY_S = 0.1
+_READ_EVERY_S = 0.02
 _TIMEOUT_S = 120.0
 
 

@@ -27,7 +27,7 @@ import pytest
 import yaml
 
 from benchmarks.serving.http2_flood import flood
-from benchmarks.serving.process_memory import PeakMemory, service_bytes
+from benchmarks.serving.service_processes import PeakMemory, service_bytes
 from demo.stack import running_stack
 from loraplex.api.sampling import Sampling
 from loraplex.client.inference_client import InferenceClient

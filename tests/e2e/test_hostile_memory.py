@@ -20,7 +20,7 @@ import pytest
 from benchmarks.serving.isolation import Tenants, attack, isolated_stack
 from benchmarks.serving.isolation_attacks import ATTACKS, STRANGERS
 from benchmarks.serving.isolation_traffic import ordinary_traffic
-from benchmarks.serving.process_memory import PeakMemory, service_processes
+from benchmarks.serving.service_processes import PeakMemory, service_processes
 from tests.deploy.kustomize import containers, render
 
 pytestmark = [pytest.mark.hostile, pytest.mark.long, pytest.mark.e2e]

@@ -1,4 +1,5 @@
-"""Memory of the services under this process, each with the processes that it started."""
+"""Memory and processor time of the services under this process, each with the processes that it
+started."""
 
 from __future__ import annotations
 
@@ -7,12 +8,29 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 SERVICES = ("gateway", "registry", "worker")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _ELSEWHERE = ("valkey-server", "redis-server")
 """In a cluster the metadata server has a pod of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorTime:
+    """Seconds of processor time, by the priority at which they were spent."""
+
+    usual_s: float = 0.0
+    low_s: float = 0.0
+    """By processes with a lower priority than this one: those of pools, also if they have ended."""
+
+    def __add__(self, other: ProcessorTime) -> ProcessorTime:
+        return ProcessorTime(self.usual_s + other.usual_s, self.low_s + other.low_s)
+
+    def __sub__(self, other: ProcessorTime) -> ProcessorTime:
+        return ProcessorTime(self.usual_s - other.usual_s, self.low_s - other.low_s)
 
 
 class _Processes:
@@ -22,6 +40,7 @@ class _Processes:
         self._children: dict[int, list[int]] = defaultdict(list)
         self._commands: dict[int, str] = {}
         self._resident: dict[int, int] = {}
+        self._times: dict[int, ProcessorTime] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError, IndexError, ValueError):
@@ -29,7 +48,13 @@ class _Processes:
 
     def _look_at(self, entry: Path) -> None:
         pid = int(entry.name)
-        parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        parent = int(fields[1])
+        own_s, ended_s = (sum(map(int, fields[i : i + 2])) / _TICKS_PER_S for i in (11, 13))
+        is_low = int(fields[16]) > os.getpriority(os.PRIO_PROCESS, 0)
+        self._times[pid] = (
+            ProcessorTime(0.0, own_s + ended_s) if is_low else ProcessorTime(own_s, ended_s)
+        )
         self._commands[pid] = (entry / "cmdline").read_bytes().decode(errors="replace")
         self._resident[pid] = int((entry / "statm").read_text().split()[1]) * _PAGE_BYTES
         self._children[parent].append(pid)
@@ -51,6 +76,11 @@ class _Processes:
         below = sum(self.bytes_of(child) for child in self._children[pid])
         return self._resident.get(pid, 0) + below
 
+    def time_of(self, pid: int) -> ProcessorTime:
+        """Processor time of a process and all that it started."""
+        below = (self.time_of(child) for child in self._children[pid])
+        return sum(below, self._times.get(pid, ProcessorTime()))
+
 
 def service_processes() -> list[tuple[str, int]]:
     """Name and process of each service under this process."""
@@ -64,6 +94,13 @@ def service_bytes() -> dict[str, int]:
     for name, pid in processes.services_below(os.getpid()):
         found[name] += processes.bytes_of(pid)
     return dict(found)
+
+
+def service_time() -> ProcessorTime:
+    """Processor time that the services under this process have spent so far."""
+    processes = _Processes()
+    services = processes.services_below(os.getpid())
+    return sum((processes.time_of(pid) for _, pid in services), ProcessorTime())
 
 
 class PeakMemory:
