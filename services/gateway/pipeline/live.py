@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from loraplex.api.request import UpdatePolicy
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, ResourceExhausted
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 EVERYTHING: Adapter = ("", "")
 """The scope of a pause of all models."""
 LOAD_TIMEOUT_S = 60.0
+SWITCHES_AT_ONCE = 16
+"""Requests that begin to follow a moved tag before the event loop does other work."""
 
 
 class PauseMode(enum.StrEnum):
@@ -60,6 +62,7 @@ class LiveRequest:
         self.steering = Steering(prepared.adapter_set, keeps_prefix=keeps_prefix)
         self.scopes = {EVERYTHING, *_adapters_of(prepared)}
         self.is_switching = False
+        self.resumed = asyncio.Event()
         self.ended = asyncio.Event()
 
 
@@ -78,7 +81,8 @@ class LiveRequests:
         self._workers = workers
         self._live: set[LiveRequest] = set()
         self._paused: dict[Adapter, PauseMode] = {}
-        self._resumed = asyncio.Event()
+        self._held_up: set[LiveRequest] = set()
+        """Requests that wait for the end of a pause."""
         self._loads: SharedWork[tuple[str, str], None] = SharedWork()
         """Loads in progress, by worker and digest."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,10 +139,11 @@ class LiveRequests:
         """End the pause of a scope, if there is one."""
         self._paused.pop(scope, None)
         for live in self._live:
-            if not self._is_paused(live):
+            if scope in live.scopes and not self._is_paused(live):
                 live.steering.release()
-        self._resumed.set()
-        self._resumed = asyncio.Event()
+        for live in self._held_up:
+            if scope in live.scopes and not self._is_paused(live):
+                live.resumed.set()
 
     def _is_paused(self, live: LiveRequest) -> bool:
         return any(scope in self._paused for scope in live.scopes)
@@ -146,22 +151,42 @@ class LiveRequests:
     async def _until_not_paused(self, live: LiveRequest) -> None:
         if not self._is_paused(live):
             return
+        self._held_up.add(live)
         try:
             async with asyncio.timeout(max(live.prepared.deadline_s - now_s(), 0.0)):
                 while self._is_paused(live):
-                    await self._resumed.wait()
+                    live.resumed.clear()
+                    await live.resumed.wait()
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the model was paused") from None
+        finally:
+            self._held_up.discard(live)
 
     def _moved(self, adapters: Collection[Adapter] | None) -> None:
         """Switch the requests that follow tags of these adapters, or of any if None."""
-        for live in self._live:
-            is_meant = adapters is None or not live.scopes.isdisjoint(adapters)
-            if live.follows and is_meant and not live.is_switching:
-                live.is_switching = True
-                task = asyncio.create_task(self._switch(live))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        meant = [
+            live
+            for live in self._live
+            if live.follows
+            and not live.is_switching
+            and (adapters is None or not live.scopes.isdisjoint(adapters))
+        ]
+        for live in meant:
+            live.is_switching = True
+        if meant:
+            self._run(self._switch_all(meant))
+
+    async def _switch_all(self, lives: Sequence[LiveRequest]) -> None:
+        """Begin to switch requests, a few at a time, so that thousands do not delay others."""
+        for begin in range(0, len(lives), SWITCHES_AT_ONCE):
+            for live in lives[begin : begin + SWITCHES_AT_ONCE]:
+                self._run(self._switch(live))
+            await asyncio.sleep(0)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _switch(self, live: LiveRequest) -> None:
         """Move a request to what its tags point at, however often they move in the meantime."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import httpx2 as httpx
 import pytest
@@ -90,3 +91,44 @@ async def test_invented_names_of_pauses_are_limited_and_cost_other_requests_noth
         monkeypatch.setattr(stack.running._live, "_paused", Paused(stack.running._live.paused()))
         body = {"model": "base", "prompt": [1], "max_tokens": 1}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_the_end_of_a_pause_looks_only_at_the_requests_that_it_held_up(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"model": "policy", "prompt": [1, 2, 3, 4], "max_tokens": 1}
+    async with paused(stack) as client:
+        waiting = asyncio.create_task(client.post("/v1/completions", json=body))
+        requests = stack.running._live
+        await eventually(lambda: len(requests._held_up) == 1)
+        looked_at = []
+        is_paused = requests._is_paused
+        monkeypatch.setattr(
+            requests, "_is_paused", lambda each: looked_at.append(each) or is_paused(each)
+        )
+        for name in ("x", "y", "z"):
+            assert (await client.post("/resume", params={"model": name})).status_code == 200
+        assert looked_at == []
+        await client.post("/resume", params={"model": "policy"})
+        assert (await waiting).status_code == 200
+        assert not requests._held_up
+
+
+async def test_requests_that_follow_a_tag_leave_the_event_loop_to_others(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paused(stack):
+        requests = stack.running._live
+        begun: list[object] = []
+
+        async def switch(followed: object) -> None:
+            begun.append(followed)
+
+        monkeypatch.setattr(requests, "_switch", switch)
+        seen = [0]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(requests._switch_all([object()] * 200))  # type: ignore[list-item]
+            while len(begun) < 200:
+                await asyncio.sleep(0)
+                seen.append(len(begun))
+        assert max(b - a for a, b in pairwise(seen)) <= 2 * live.SWITCHES_AT_ONCE
