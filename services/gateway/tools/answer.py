@@ -5,7 +5,13 @@ from __future__ import annotations
 import enum
 
 from loraplex_services.gateway.text.chat_style import THINK, ThoughtMarks
-from loraplex_services.gateway.tools.reader import AnswerReader, Delta, settled
+from loraplex_services.gateway.tools.reader import (
+    MAX_SPACE_CHARS,
+    AnswerReader,
+    Delta,
+    before_space,
+    settled,
+)
 
 
 class _State(enum.Enum):
@@ -101,10 +107,12 @@ class AnswerParser:
     def _begin(self) -> bool:
         """Detect whether there is a thought; False while undecided. Mutates: state, buffer."""
         shown = self._buffer.lstrip()
-        if not shown or (self._opens.startswith(shown) and shown != self._opens):
+        may_open = len(self._buffer) - len(shown) <= MAX_SPACE_CHARS
+        if may_open and self._opens.startswith(shown) and shown != self._opens:
             return False
-        if shown.startswith(self._opens) or self._is_thinking:
-            self._buffer = shown.removeprefix(self._opens)
+        opens = may_open and shown.startswith(self._opens)
+        if opens or self._is_thinking:
+            self._buffer = shown.removeprefix(self._opens) if opens else shown
             self._state = _State.THINKING
             begin = self._num_chars - len(self._buffer)
             self._thought_chars = (begin, begin)
@@ -123,7 +131,7 @@ class AnswerParser:
             end = self._num_chars - len(after) - len(mark)
             self._thought_chars = (self._thought_chars[0], end)
             self.content_begin = end + len(mark)
-            return thought.rstrip()
+            return thought[: before_space(thought, len(thought))]
         end = settled(self._buffer, self._closes)
         thought, self._buffer = self._buffer[:end], self._buffer[end:]
         return thought

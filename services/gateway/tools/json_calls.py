@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from loraplex_services.gateway.text.chat_style import ToolFormat
 from loraplex_services.gateway.tools.brackets import BracketScanner
-from loraplex_services.gateway.tools.reader import CallReader, State, valid_json
+from loraplex_services.gateway.tools.reader import MAX_SPACE_CHARS, CallReader, State, valid_json
 
 _NAMED_CALL = re.compile(r"\s*([\w.-]{1,128})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _MAX_HEAD_CHARS = 256
@@ -71,8 +71,9 @@ class JsonReader(CallReader):
     def _read_text(self) -> bool:
         if self._may_begin_with_call:
             shown = self._buffer.lstrip()
-            self._may_begin_with_call = not shown
-            if shown.startswith("{"):
+            is_near = len(self._buffer) - len(shown) <= MAX_SPACE_CHARS
+            self._may_begin_with_call = is_near and not shown
+            if is_near and shown.startswith("{"):
                 self._state = State.CALL
                 return True
         return super()._read_text()
@@ -143,10 +144,10 @@ class JsonReader(CallReader):
         return key not in _CALL_KEYS or is_other_name
 
     def _read_after_call(self) -> bool:
-        rest, closes = self._rest(), self._notation.closes
+        self._buffer = rest = self._rest()
+        closes = self._notation.closes
         if not rest or (len(rest) < len(closes) and closes.startswith(rest)):
             return False
-        self._buffer = rest
         if rest[0] == "{":
             self._state = State.CALL
         elif rest[0] == "]" and self._in_list:

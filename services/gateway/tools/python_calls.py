@@ -13,7 +13,7 @@ from collections.abc import Set
 from typing import Any
 
 from loraplex_services.gateway.tools.brackets import BracketScanner
-from loraplex_services.gateway.tools.reader import CallReader, State
+from loraplex_services.gateway.tools.reader import MAX_SPACE_CHARS, CallReader, State
 
 MAX_CHARS = 1 << 16
 _BEGIN = re.compile(r"\[\s*+(?:[\w.-]++\s*+(?:\(.*)?)?", re.DOTALL)
@@ -32,6 +32,9 @@ class PythonReader(CallReader):
 
     def _read_call(self) -> bool:
         shown = self._buffer.lstrip()
+        if len(self._buffer) - len(shown) > MAX_SPACE_CHARS:
+            self._give_up()
+            return True
         if not shown:
             return False
         if not _BEGIN.fullmatch(shown) or len(shown) > MAX_CHARS:

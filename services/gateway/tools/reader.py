@@ -59,6 +59,11 @@ class AnswerReader(Protocol):
         """End the text and return what was held back."""
 
 
+MAX_SPACE_CHARS = 1024
+"""White space beyond this many characters is text, so that little of it is held back and looked at
+again for each token."""
+
+
 class State(enum.Enum):
     """What the buffer of a `CallReader` begins with."""
 
@@ -72,7 +77,8 @@ class State(enum.Enum):
 class CallReader(ABC):
     """Splits one answer into text and calls; a subclass reads the calls of one notation.
 
-    A mark that no complete call follows is text. White space around calls belongs to neither.
+    A mark that no complete call follows is text. White space around calls belongs to neither, up to
+    `MAX_SPACE_CHARS`.
     """
 
     def __init__(self, opens: Sequence[str], *, id_chars: int = 0) -> None:
@@ -129,7 +135,7 @@ class CallReader(ABC):
         call."""
 
     def _read_after_call(self) -> bool:
-        if self._buffer.isspace():
+        if len(self._buffer) <= MAX_SPACE_CHARS and self._buffer.isspace():
             return False
         self._state = State.TEXT
         return True
@@ -168,8 +174,14 @@ def settled(text: str, mark: str) -> int:
     """Number of characters before what may become white space and `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
-            return len(text[:-length].rstrip())
-    return len(text.rstrip())
+            return before_space(text, len(text) - length)
+    return before_space(text, len(text))
+
+
+def before_space(text: str, end: int) -> int:
+    """Where the white space before `end` begins, of which the last `MAX_SPACE_CHARS` count."""
+    begin = max(end - MAX_SPACE_CHARS, 0)
+    return begin + len(text[begin:end].rstrip())
 
 
 def cut_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
@@ -182,7 +194,7 @@ def cut_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str, str]:
         end = min((settled(text, mark) for mark in marks), default=len(text))
         return text[:end], "", text[end:]
     index, mark = min(found)
-    begin, end = len(text[:index].rstrip()), index + len(mark)
+    begin, end = before_space(text, index), index + len(mark)
     return text[:begin], text[begin:end], text[end:]
 
 

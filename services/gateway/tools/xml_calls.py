@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from loraplex_services.gateway.tools.reader import CallReader, State
+from loraplex_services.gateway.tools.reader import MAX_SPACE_CHARS, CallReader, State
 from loraplex_services.gateway.tools.schema_values import json_value
 
 _OPENS, _CLOSES = "<tool_call>", "</tool_call>"
@@ -54,9 +54,10 @@ class XmlReader(CallReader):
         self._is_marked = self._mark.endswith(_OPENS)
         rest = self._buffer[len(self._mark) :]
         if self._is_marked:
-            rest = rest.lstrip()
-            if not rest.startswith(_FUNCTION):
-                if _FUNCTION.startswith(rest):
+            num_chars, rest = len(rest), rest.lstrip()
+            is_near = num_chars - len(rest) <= MAX_SPACE_CHARS
+            if not (is_near and rest.startswith(_FUNCTION)):
+                if is_near and _FUNCTION.startswith(rest):
                     return False
                 self._give_up()
                 return True
@@ -103,9 +104,10 @@ class XmlReader(CallReader):
     def _read_after_call(self) -> bool:
         """Another call may follow inside the same outer tags."""
         shown = self._buffer.lstrip()
-        if self._is_marked and shown.startswith(_CLOSES):
+        may_close = self._is_marked and len(self._buffer) - len(shown) <= MAX_SPACE_CHARS
+        if may_close and shown.startswith(_CLOSES):
             self._buffer = shown.removeprefix(_CLOSES)
-        elif self._is_marked and _CLOSES.startswith(shown):
+        elif may_close and _CLOSES.startswith(shown):
             return False
         self._state = State.TEXT
         return True

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loraplex_services.gateway.text.chat_style import ToolFormat
 from loraplex_services.gateway.tools.answer import AnswerParser
-from loraplex_services.gateway.tools.reader import AnswerReader, Delta
+from loraplex_services.gateway.tools.reader import MAX_SPACE_CHARS, AnswerReader, Delta
 from loraplex_services.gateway.tools.readers import reader_of
 from loraplex_services.gateway.tools.schema_values import json_value
 from loraplex_services.gateway.tools.tool_use import ToolUse
@@ -355,3 +355,31 @@ def test_ids_are_unique_and_fit_the_template_they_go_back_to() -> None:
     ids = [call.call_id for call in delta.calls if call.call_id]
     assert len(set(ids)) == 2
     assert all(re.fullmatch("[A-Za-z0-9]{9}", call_id) for call_id in ids)
+
+
+FORMATS = [kind for kind in ToolFormat if _reader(kind.value) is not None]
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("begin", ["", "x", "<think>x</think>"])
+def test_white_space_is_held_back_up_to_a_limit(kind: ToolFormat, begin: str) -> None:
+    reply = AnswerParser(thinks=True, is_thinking=False, tools=_reader(kind.value))
+    reply.feed(begin)
+    deltas = [reply.feed(" " * 80) for _ in range(200)]
+    num_held = 80 * 200 - sum(len(d.content) + len(d.reasoning) for d in deltas)
+    # After a thought, white space is dropped and not held.
+    assert num_held <= MAX_SPACE_CHARS or begin.endswith("</think>"), num_held
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(("kind", "raw"), [answer[:2] for answer in ANSWERS])
+@pytest.mark.parametrize("size", [1, 700])
+def test_long_white_space_makes_no_difference_to_how_an_answer_may_be_cut(
+    kind: str, raw: str, size: int
+) -> None:
+    space = " " * (MAX_SPACE_CHARS + 500)
+    for text in (space + raw, raw + space + raw, raw + space, raw.replace(" ", space, 1)):
+        cut = [text[at : at + size] for at in range(0, len(text), size)]
+        for how in ({}, {"thinks": True}, {"is_thinking": True}):
+            assert _read(kind, cut, **how) == _read(kind, [text], **how)
