@@ -80,6 +80,8 @@ def _limits(config: EngineConfig, runner: Runner) -> SchedulerLimits:
         max_step_s=config.max_step_s,
         drafts=drafts,
         proposal_cost=info.proposal_cost if drafts else 0.0,
+        expert_share=info.expert_share,
+        active_experts=info.active_experts,
     )
 
 

@@ -49,6 +49,8 @@ class NativeOperators(Operators):
         widens = dtype is torch.bfloat16 and native.has_tiles and not native.uses_pairs
         self.name = f"native-{native.isa}" + "-widened" * widens
         self.native = native
+        self.loops_experts = False
+        """Whether torch computes the experts of a layer, because no kernel reads their weights."""
         self.attention_maker = AttentionMaker(
             NativeAttention,
             layer_fields={"native": native},
@@ -113,6 +115,7 @@ class NativeOperators(Operators):
         """See Operators."""
         gate = NativeGate.of(activation)
         if gate is None or not are_readable(experts):
+            self.loops_experts = True
             return super().experts(weights, num_active, activation, experts)
         return NativeExperts(self.native, experts, gate)
 

@@ -24,7 +24,7 @@ from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.transfers import to_device
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.sharding import ONLY, Shard
-from loraplex_services.worker.types.sites import LINEAR, LM_HEAD, SiteTable
+from loraplex_services.worker.types.sites import EXPERT, LINEAR, LM_HEAD, SiteTable
 
 if TYPE_CHECKING:
     from loraplex_services.worker.model.draft_head import DraftHead
@@ -228,11 +228,24 @@ class Decoder:
 
     @property
     def proposal_cost(self) -> float:
-        """Bytes of weights that `proposals` reads, over those of a step; 0 = nothing proposes."""
+        """Bytes of weights that `proposals` reads, over those of a step of one token; 0 = nothing
+        proposes."""
         if self.draft_head is None:
             return 0.0
         num_items = self._head.base.out_features * self._head.base.in_features
-        return num_items * self._embedding.weight.itemsize / self.weight_bytes
+        share = num_items * self._embedding.weight.itemsize / self.weight_bytes
+        return share * (1 - self.expert_share)
+
+    @property
+    def expert_share(self) -> float:
+        """Of the weights that a step of one token reads, the share of routed experts."""
+        moe = self.config.moe
+        if moe is None:
+            return 0.0
+        sites = [site for site in self.site_weights.own_table.sites if site.kind == EXPERT]
+        num_bytes = sum(site.in_features * site.out_features for site in sites)
+        num_bytes *= self._embedding.weight.itemsize * moe.num_active / moe.num_experts
+        return num_bytes / (num_bytes + self.weight_bytes)
 
     def scores(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
         """Logits of each row's adapter's own head: see `ScoreHead`."""

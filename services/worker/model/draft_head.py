@@ -17,6 +17,7 @@ For "after the last norm": `qwen3_next.py` and `qwen3_next_mtp.py` of vLLM (002d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,13 +28,16 @@ from loraplex_services.worker.layers.operators import Operators
 from loraplex_services.worker.model.build import Builder, LayerNames, dense_mlp
 from loraplex_services.worker.model.decoder import DecoderLayer
 from loraplex_services.worker.model.load import Weights
+from loraplex_services.worker.model.sparse import ExpertNames, sparse_mlp
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin
 from loraplex_services.worker.types.model_config import ModelConfig
 
 _FC, _NORM, _LAYER = "mtp.fc", "mtp.norm", "mtp.layers.0"
 _INPUT_NORMS = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
-_NEEDED = (_FC, _NORM, *_INPUT_NORMS, f"{_LAYER}.self_attn.q_proj", f"{_LAYER}.mlp.gate_proj")
+_NEEDED = (_FC, _NORM, *_INPUT_NORMS, f"{_LAYER}.self_attn.q_proj")
+_DENSE, _ROUTER = f"{_LAYER}.mlp.gate_proj", f"{_LAYER}.mlp.gate"
+"""Of its MLP, which is like those of most layers of the base: dense, or with experts."""
 _UNSERVED = ("mtp.embed_tokens", "mtp.layers.1.input_layernorm")
 """An embedding of its own, or a second layer."""
 
@@ -64,8 +68,9 @@ class DraftHead:
 def build_draft_head(
     config: ModelConfig, weights: Weights, operators: Operators
 ) -> DraftHead | None:
-    """The head of a base of one such layer with a dense MLP; None if its files have no other."""
-    if not all(weights.has(f"{name}.weight") for name in _NEEDED) or config.moe is not None:
+    """The head of a base with one such layer; None if its files have another one or none."""
+    mlp = _DENSE if config.moe is None else _ROUTER
+    if not all(weights.has(f"{name}.weight") for name in (*_NEEDED, mlp)):
         return None
     if any(weights.has(f"{name}.weight") for name in _UNSERVED):
         return None
@@ -76,6 +81,7 @@ def build_draft_head(
     inner = (f"{_LAYER}.{named.input_norm}", f"{_LAYER}.{named.mlp_norm}")
     norms = [builder.norm(layer, name, hidden) for name in (*_INPUT_NORMS, *inner, _NORM)]
     fc = builder.linear(layer, 2 * hidden, [(_FC, hidden)], has_bias=False)
-    attention, mlp = builder.attention(layer), dense_mlp(builder, layer)
-    decoder_layer = DecoderLayer(attention, mlp, (norms[2], norms[3]), None)
+    make_mlp = dense_mlp if config.moe is None else partial(sparse_mlp, names=ExpertNames())
+    attention = builder.attention(layer)
+    decoder_layer = DecoderLayer(attention, make_mlp(builder, layer), (norms[2], norms[3]), None)
     return DraftHead(own, fc, (norms[0], norms[1]), decoder_layer, norms[4])

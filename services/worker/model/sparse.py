@@ -38,7 +38,8 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
     """The sparse MLP of a layer. The router is a site like any linear, and each expert has two."""
     config, moe = builder.config, builder.config.moe
     assert moe is not None, config.model_type
-    prefix, hidden = f"model.layers.{layer}.{names.block}", config.hidden_size
+    prefix = f"{builder.names.layer.format(layer)}.{names.block}"
+    hidden = config.hidden_size
     router = builder.linear(layer, hidden, [(f"{prefix}.gate", moe.num_experts)], has_bias=False)
     experts = stacked_experts(builder, layer, f"{prefix}.experts", names)
     shared = None

@@ -172,6 +172,9 @@ def _build(
     info = _model_info(*facts, settings)
     is_alike = not isinstance(model, LibraryDecoder) and _are_rows_alike(config, operators)
     info = replace(info, verifies_drafts=is_alike, proposal_cost=model.proposal_cost)
+    if is_alike and config.moe is not None:
+        share = config.moe.num_active / config.moe.num_experts
+        info = replace(info, expert_share=model.expert_share, active_experts=share)
     batches = _batch_maker(model, operators, kv, loader.table, layout, torch_device, settings)
     if isinstance(operators, NativeOperators):
         operators.native.weights.use_huge_pages()
@@ -186,12 +189,14 @@ def _build(
 
 
 def _are_rows_alike(config: ModelConfig, operators: Operators) -> bool:
-    """Whether the bits of a token's logits are independent of the other tokens of a step. In a
-    mixture of experts they are not: the number of rows that one expert computes varies. Nor are
-    they always in Gemma 4, whose layers differ in shape."""
-    is_ours = isinstance(operators, NativeOperators) and not operators.attention_maker.name
-    is_uniform = config.moe is None and not config.own_kv_heads
-    return is_ours and is_uniform and operators.ranks.shard.size == 1
+    """Whether the bits of a token's logits are independent of the other tokens of a step. They are
+    not always in Gemma 4, whose layers differ in shape. In a mixture of experts, the number of rows
+    that one expert computes varies, and only compiled kernels do not depend on it. Which computes
+    them is known once the model is built."""
+    if not isinstance(operators, NativeOperators) or operators.attention_maker.name:
+        return False
+    is_uniform = not (config.own_kv_heads or operators.loops_experts)
+    return is_uniform and operators.ranks.shard.size == 1
 
 
 def _adapter_layout(
@@ -295,7 +300,8 @@ def _read_model(
         drafts = settings.drafts and settings.overlap != "on" and _are_rows_alike(config, operators)
         draft_head = build_draft_head(config, weights, operators) if drafts else None
         model = family.build(config, weights, operators)
-        model.draft_head = draft_head
+        if _are_rows_alike(config, operators):
+            model.draft_head = draft_head
         return config, model
 
 

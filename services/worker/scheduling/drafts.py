@@ -10,7 +10,9 @@ The output is therefore the same with and without drafts.
 Drafts are left out when they would not pay. In a step of n rows, one more row adds
 `1 / (n + FIXED_ROWS)` to its time, and one more token adds `1 / n` to its tokens. The i-th draft
 therefore pays while its probability, `rate ** i`, is above `n / (n + FIXED_ROWS)`. A head that
-proposes one draft for each of n rows adds n rows, and `proposal_cost` of the fixed part.
+proposes one draft for each of n rows adds n rows, and `proposal_cost` of the fixed part. In a
+mixture of experts, a row also adds the experts that only it needs (`Drafts._time`), so that drafts
+pay less the fewer rows there are.
 
 Source: Saxena, Prompt Lookup Decoding, 2023; Yang et al., Inference with Reference, 2023.
 """
@@ -88,11 +90,13 @@ class Drafts:
         num_rows = sum(row.num_tokens for row in rows)
         head_least = self._least_of_head(num_rows)
         left = self._limits.max_step_tokens - num_rows
-        least = num_rows / (num_rows + FIXED_ROWS)
+        time = self._time(num_rows)
+        added_time = self._time(num_rows + 1) - time
+        least = num_rows * added_time / time
         each = MAX_DRAFTS
         own = Counter(row.request.tenant for row in rows if not row.is_context)
         if len({row.request.tenant for row in rows}) > 1:
-            each = min(each, int((MAX_STRETCH - 1) * (num_rows + FIXED_ROWS) / len(rows)))
+            each = min(each, int((MAX_STRETCH - 1) * time / added_time / len(rows)))
         out: list[PlannedRow] = []
         num_drafts = 0
         for row in rows:
@@ -151,8 +155,15 @@ class Drafts:
 
     def _least_of_head(self, num_rows: int) -> float:
         """The share of accepted drafts from which proposals for all rows pay."""
-        own_rows = num_rows + FIXED_ROWS * self._limits.proposal_cost
-        return (num_rows + own_rows) / (num_rows + FIXED_ROWS)
+        time, proposing = self._time(num_rows), num_rows + FIXED_ROWS * self._limits.proposal_cost
+        return (self._time(2 * num_rows) - time + proposing) / time
+
+    def _time(self, num_rows: int) -> float:
+        """That of a step, in rows of which every weight has been read. If each token chooses its
+        experts at random, a share `1 - (1 - active) ** n` of them is read."""
+        share, active = self._limits.expert_share, self._limits.active_experts
+        num_read = (1 - (1 - active) ** num_rows) / active
+        return FIXED_ROWS * (1 - share + share * num_read) + num_rows
 
     def _history(self, request: Request) -> KnownTokens:
         history = self._histories.get(request)

@@ -34,7 +34,9 @@ class SchedulerLimits:
     drafts: bool = False
     """Whether a step may verify drafts; see `drafts`."""
     proposal_cost: float = 0.0
-    """See `ModelInfo`."""
+    """This and the next two: see `ModelInfo`."""
+    expert_share: float = 0.0
+    active_experts: float = 1.0
 
     def __post_init__(self) -> None:
         assert 0 < self.max_running <= self.max_step_tokens, f"{self}"

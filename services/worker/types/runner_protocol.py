@@ -45,6 +45,10 @@ class ModelInfo:
     """Whether a token's logits have the same bits in a row of one token and in a row of several."""
     proposal_cost: float = 0.0
     """The time in which the base's own head proposes a draft, in steps; 0 = it has no such head."""
+    expert_share: float = 0.0
+    """Of the weights that a step of one token reads, the share that belongs to routed experts."""
+    active_experts: float = 1.0
+    """The share of a layer's experts that compute one token."""
 
 
 class Pending(Protocol[T_co]):

@@ -23,11 +23,17 @@ Spied = list[tuple[str, list[int], int]]
 """Request, its tokens, and what the head proposed after them."""
 
 
-def write_files(root: Path) -> TinyBase:
-    base = make_base("qwen3.5", root / "base")
+def write_files(root: Path, name: str = "qwen3.5") -> TinyBase:
+    base = make_base(name, root / "base")
     make_adapter(base, "delta-nets", root / A)
-    make_adapter(base, "rank-16-mlp", root / B)
+    make_adapter(base, "rank-16-mlp" if name == "qwen3.5" else "experts", root / B)
     return base
+
+
+def make_rows_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let drafts pay in large steps, and where each row needs experts of its own."""
+    monkeypatch.setattr(drafting, "FIXED_ROWS", 1000)
+    monkeypatch.setattr(drafting.Drafts, "_time", lambda _, num_rows: 1000.0 + num_rows)
 
 
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spied:
@@ -47,24 +53,25 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spied:
     return seen
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
 def test_proposals_are_the_likeliest_tokens_of_a_plain_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts come in chunks, and adapters act on the base's layers only."""
-    base = write_files(tmp_path)
+    base = write_files(tmp_path, name)
     tensors = add_draft_head(base.folder)
     seen = spy(monkeypatch)
-    monkeypatch.setattr(drafting, "FIXED_ROWS", 1000)
+    make_rows_cheap(monkeypatch)
     stage = Stage(make_runner(tmp_path, 1 << 22), tmp_path, max_step_tokens=24)
     fields = {"num_prompt": 30, "max_tokens": 20, "temperature": 1.0}
     stage.run(*stage.fetched(A), submit("base", **fields), submit("adapted", A, seed=1, **fields))
     heads = {"base": PlainHead(base.model, tensors)}
     model = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), tmp_path / A).eval()
     heads["adapted"] = PlainHead(model, tensors)
-    assert len(seen) > 20 and {name for name, _, _ in seen} == {"base", "adapted"}
-    for name, tokens, proposal in seen:
-        logits = heads[name].logits(tokens)[-1]
-        assert logits.max() - logits[proposal] < 1e-4, (name, len(tokens))
+    assert len(seen) > 20 and {request for request, _, _ in seen} == {"base", "adapted"}
+    for request, tokens, proposal in seen:
+        logits = heads[request].logits(tokens)[-1]
+        assert logits.max() - logits[proposal] < 1e-4, (request, len(tokens))
 
 
 def outputs(
@@ -77,15 +84,27 @@ def outputs(
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "dtype", "num_matched"), [(200, "bfloat16", 3), (36, "float32", 90)]
+    ("name", "num_blocks", "dtype", "num_matched"),
+    [
+        ("qwen3.5", 200, "bfloat16", 3),
+        ("qwen3.5", 36, "float32", 90),
+        ("qwen3.5-moe", 36, "bfloat16", 90),
+        pytest.param("qwen3.5-moe", 200, "float32", 3, marks=pytest.mark.long),
+        pytest.param("qwen3-next", 36, "bfloat16", 90, marks=pytest.mark.long),
+    ],
 )
 def test_proposals_change_no_bit_of_an_output(
-    tmp_path: Path, num_blocks: int, dtype: str, num_matched: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    num_blocks: int,
+    dtype: str,
+    num_matched: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    base = write_files(tmp_path)
+    base = write_files(tmp_path, name)
     add_draft_head(base.folder, echoes=True)
     seen = spy(monkeypatch)
-    monkeypatch.setattr(drafting, "FIXED_ROWS", 1000)
+    make_rows_cheap(monkeypatch)
     monkeypatch.setattr(drafting, "NUM_MATCHED", num_matched)  # if 90, the head makes all drafts
     rng = random.Random(7)
     requests = [random_request(rng, str(i)) for i in range(30)]

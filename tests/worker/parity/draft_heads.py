@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-ATTENTION_LAYER = 1
-"""A layer of the tiny base whose shapes the head's layer has."""
+LIKE_LAYER = 3
+"""A layer of the tiny bases with attention, whose shapes the head's layer has."""
+HEAD_LAYER = "mtp.layers.0."
 
 
 def add_draft_head(folder: Path, *, echoes: bool = False) -> dict[str, Tensor]:
@@ -22,13 +23,14 @@ def add_draft_head(folder: Path, *, echoes: bool = False) -> dict[str, Tensor]:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(5)
-    prefix = f"model.layers.{ATTENTION_LAYER}."
+    table = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    prefix = f"{table.removesuffix('embed_tokens.weight')}layers.{LIKE_LAYER}."
     own = {
-        f"mtp.layers.0.{name.removeprefix(prefix)}": torch.empty_like(tensor)
+        f"{HEAD_LAYER}{name.removeprefix(prefix)}": torch.empty_like(tensor)
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
-    hidden = tensors["model.norm.weight"].shape[0]
+    hidden = tensors[table].shape[1]
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         own[f"mtp.{name}.weight"] = torch.empty(hidden)
     own["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden)
@@ -39,7 +41,7 @@ def add_draft_head(folder: Path, *, echoes: bool = False) -> dict[str, Tensor]:
             tensor.zero_()
     if echoes:
         own["mtp.fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"] = tensors[table].clone()
     save_file({**tensors, **own}, path)
     return own
 
@@ -51,17 +53,14 @@ class PlainHead:
         """`model`: the base, adapted or not."""
         self._model = model
         body = self._body()
-        layer = type(body.layers[ATTENTION_LAYER])(body.config, ATTENTION_LAYER)
-        prefix = "mtp.layers.0."
-        layer.load_state_dict(
-            {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        )
+        layer = type(body.layers[LIKE_LAYER])(body.config, LIKE_LAYER)
+        layer.load_state_dict(_with_stacked_experts(tensors))
         self._layer = layer.eval()
         self._tensors = tensors
 
     def _body(self) -> Any:
         inner = self._model.get_base_model() if hasattr(self._model, "peft_config") else self._model
-        return inner.model
+        return getattr(inner.model, "language_model", inner.model)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self._body().config.rms_norm_eps)
@@ -80,10 +79,25 @@ class PlainHead:
         x = torch.cat(both, dim=-1) @ self._tensors["mtp.fc.weight"].T
         num = x.shape[1]
         mask = torch.full((num, num), float("-inf")).triu(1)[None, None]
-        # One row of positions for each of its three grids.
-        rotations = body.rotary_emb(x, torch.arange(num).expand(3, 1, num))
+        rotations = body.rotary_emb(x, torch.arange(num)[None])
         y = self._layer(x, position_embeddings=rotations, attention_mask=mask)
         y = y[0] if isinstance(y, tuple) else y
         head = self._model.get_output_embeddings()
         logits: Tensor = self._normed("norm", y)[0] @ head.weight.T
         return logits
+
+
+def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the head's layer, with all experts of a projection in one, as transformers
+    has them."""
+    found = {k.removeprefix(HEAD_LAYER): v for k, v in tensors.items() if k.startswith(HEAD_LAYER)}
+    own = {name: found.pop(name) for name in list(found) if ".experts." in name}
+    if own:
+        experts = range(1 + max(int(name.split(".")[2]) for name in own))
+
+        def stack(part: str) -> Tensor:
+            return torch.stack([own[f"mlp.experts.{each}.{part}_proj.weight"] for each in experts])
+
+        found["mlp.experts.gate_up_proj"] = torch.cat((stack("gate"), stack("up")), dim=1)
+        found["mlp.experts.down_proj"] = stack("down")
+    return found

@@ -35,8 +35,8 @@ def decoding(prompt_ids, *, num_blocks=4, max_tokens=64, adapters=BASE_ONLY, **p
     return request
 
 
-def make_drafts(max_step_tokens=64, proposal_cost=0.0):
-    limits = SchedulerLimits(max_step_tokens, 1, drafts=True, proposal_cost=proposal_cost)
+def make_drafts(max_step_tokens=64, **costs):
+    limits = SchedulerLimits(max_step_tokens, 1, drafts=True, **costs)
     return Drafts(limits, BLOCK, make_states())
 
 
@@ -216,6 +216,25 @@ def test_drafts_stretch_a_step_of_several_tenants_by_half_at_most():
         assert alone == 7 * num_rows
         assert min(shared) == max(shared) > 0
         assert sum(shared) <= (num_rows + FIXED_ROWS) / 2
+
+
+@pytest.mark.parametrize(
+    ("expert_share", "num_rows", "rate", "pays"),
+    [
+        (0.0, 1, 0.3, True),
+        (0.5, 1, 0.4, False),  # the draft adds nearly half of the step
+        (0.5, 1, 0.6, True),
+        (0.9, 1, 0.7, False),
+        (0.0, 64, 0.6, False),
+        (0.9, 64, 0.6, True),  # all experts are read anyway, and more rows use them
+    ],
+)
+def test_experts_that_only_a_draft_needs_count(expert_share, num_rows, rate, pays):
+    drafts = make_drafts(1024, expert_share=expert_share, active_experts=0.125)
+    rows = [row_of(decoding(WORDS * 3)) for _ in range(num_rows)]
+    for row in rows:
+        drafts._history(row.request).rates.found = rate
+    assert any(row.drafts for row in drafts.added(rows, 0.0)) == pays
 
 
 def test_the_history_grows_with_the_output():
