@@ -279,7 +279,8 @@ class Gateway:
         if self._stored is not None:
             others += self._stored.routes()
         if folders is not None:
-            others += AliasEndpoints(context.caller, self._registry_of, folders).routes()
+            bases = self._fleet.bases
+            others += AliasEndpoints(context.caller, self._registry_of, folders, bases).routes()
         return endpoints.app(self._host_rule(), others)
 
     def _stored_work(self, context: AppContext) -> StoredWork | None:

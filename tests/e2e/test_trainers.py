@@ -1,9 +1,17 @@
-"""SkyRL's own client, unmodified, trains against a running stack.
+"""The clients of trainers, unmodified, against a running stack.
 
-It needs Python 3.12 and does not install beside our tests, so it runs in an environment of its own:
+They do not install beside our tests, so each runs in an environment of its own, whose Python is in
+SKYRL_PYTHON, TRL_PYTHON or VERIFIERS_PYTHON. SkyRL needs Python 3.12. Without `--no-deps`, it also
+installs what its servers need. TRL does not start without the package of vLLM; what is called of it
+needs no GPU.
 
-    python3.12 -m venv skyrl && skyrl/bin/pip install 'skyrl[skyrl-train]'
-    SKYRL_PYTHON=skyrl/bin/python pytest -m long tests/e2e/test_skyrl.py
+    pip install --no-deps skyrl==0.4.0
+    pip install aiohttp orjson pybase64 cloudpathlib transformers peft torch omegaconf hydra-core
+    pip install ray loguru fastapi httpx rich typer pillow tqdm jaxtyping tensordict skyrl-gym
+
+    pip install trl==1.16.0 vllm==0.32.0 peft aiohttp
+
+    pip install verifiers==0.4.0 renderers
 """
 
 from __future__ import annotations
@@ -11,28 +19,64 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.stack import DEMO, Stack
+from tests.e2e.stack import ADAPTERS, BASE, DEMO, Stack, start
 
-SKYRL_PYTHON = os.environ.get("SKYRL_PYTHON", "")
-
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not SKYRL_PYTHON, reason="SKYRL_PYTHON names no Python that has SkyRL"),
-]
+pytestmark = pytest.mark.long
 
 
-def test_updates_and_rollouts(stack: Stack) -> None:
-    """The fixture's stack publishes folders below a copy of the demo's adapters."""
-    folders = ["upper", "reverse"]
-    command = [SKYRL_PYTHON, str(Path(__file__).parent / "skyrl_client.py"), stack.http, *folders]
+def run(name: str, *args: str) -> dict[str, Any]:
+    """What a client's script prints last."""
+    variable = f"{name.upper()}_PYTHON"
+    if not (python := os.environ.get(variable, "")):
+        pytest.skip(f"{variable} names no Python that has {name}")
+    command = [python, str(Path(__file__).parent / f"{name}_client.py"), *args]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=DEMO)
     assert ran.returncode == 0, ran.stderr
-    done = json.loads(ran.stdout.splitlines()[-1])
+    done: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return done
+
+
+def test_skyrl_updates_and_rolls_out(stack: Stack) -> None:
+    """The fixture's stack publishes folders below a copy of the demo's adapters."""
+    done = run("skyrl", stack.http, "upper", "reverse")
     texts = [rollout["responses"] for rollout in done["rollouts"]]
     assert texts == [["QOHA 688</s>"] * 2, ["886 ahoq</s>"] * 2]
     assert [len(each["logprobs"]) for each in done["sampled"]["sequences"]] == [4, 4, 4]
     assert len(done["sampled"]["prompt_logprobs"]) == 1 + len("qoha 688=")
+
+
+@pytest.fixture
+def own_stack(tmp_path: Path) -> Iterator[Stack]:
+    """Reads adapters below `tmp_path`."""
+    environment = {"LORAPLEX_LORA_ROOT": str(tmp_path)}
+    running = start(tmp_path / "state", "--dtype", "float32", environment=environment)
+    try:
+        running.publish(*ADAPTERS)
+        yield running
+    finally:
+        assert running.stop() == 0
+
+
+def test_trl_generates_scores_and_publishes_adapters(own_stack: Stack, tmp_path: Path) -> None:
+    done = run("trl", own_stack.http, str(BASE), str(tmp_path))
+    generated, published = done["generate"], done["publish"]
+    assert len(generated["lengths"]) == 4
+    assert generated["sampled"] == pytest.approx(generated["scored"], abs=1e-5)
+    assert "weight-transfer engine" in generated["refusal"]
+    assert published == {"sends_adapters": True, "dtype": "torch.float32", "max_model_len": 512}
+    listed = json.loads(own_stack.get("/v1/models")[1])["data"]
+    names = {model["id"] for model in listed if model["id"].startswith("trl-policy-")}
+    assert names >= {"trl-policy-v2", "trl-policy-v3"}
+
+
+def test_the_client_of_prime_rl_samples(stack: Stack) -> None:
+    done = run("verifiers", stack.http, str(BASE))
+    assert done["content"] == "QOHA 688"
+    assert done["finish_reason"] == "stop"
+    assert len(done["logprobs"]) == len(done["completion_ids"]) == len("QOHA 688") + 1

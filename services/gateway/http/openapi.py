@@ -14,7 +14,7 @@ from starlette.routing import Route
 import loraplex
 from loraplex_services.common.callers import LOCAL
 from loraplex_services.common.limits import FILE_LIFETIME_S, NumberLimits
-from loraplex_services.gateway.http.aliases import parse_load, parse_unload
+from loraplex_services.gateway.http.aliases import ServerInfo, parse_load, parse_unload
 from loraplex_services.gateway.http.answering import json_response
 from loraplex_services.gateway.http.calls import Origin, parse_chat, parse_completion
 from loraplex_services.gateway.http.chat import Chat, ChatChunk
@@ -203,6 +203,7 @@ _ANSWERS: Mapping[str, _Answer] = {
     "/v1/models": _Answer(Page[ModelCard]),
     "/v1/models/{ref}": _Answer(ModelCard),
     "/version": _Answer(VersionResponse),
+    "/server_info": _Answer(ServerInfo),
     "GET /v1/batches": _Answer(Page[BatchObject]),
     "POST /v1/batches": _Answer(BatchObject),
     "GET /v1/batches/{batch_id}": _Answer(BatchObject),

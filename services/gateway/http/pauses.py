@@ -62,7 +62,7 @@ class PauseEndpoints:
         weights, so an update leaves nothing stale."""
         require_admin(await self.caller(request))
         _check_origin(request)
-        return Response()
+        return JSONResponse({"success": True})
 
     async def _scope(self, request: Request) -> Adapter:
         """The adapter that the caller names and may pause. Raises: PermissionDenied,
