@@ -243,9 +243,9 @@ class Decoder:
         if moe is None:
             return 0.0
         sites = [site for site in self.site_weights.own_table.sites if site.kind == EXPERT]
-        num_bytes = sum(site.in_features * site.out_features for site in sites)
-        num_bytes *= self._embedding.weight.itemsize * moe.num_active / moe.num_experts
-        return num_bytes / (num_bytes + self.weight_bytes)
+        num_items = sum(site.in_features * site.out_features for site in sites)
+        active = num_items * moe.num_active / moe.num_experts * self._embedding.weight.itemsize
+        return active / (active + self.weight_bytes)
 
     def scores(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
         """Logits of each row's adapter's own head: see `ScoreHead`."""
