@@ -89,6 +89,10 @@ inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
 }
 #endif
 
+// Where the code for input `j` of a quad is: bytes are in the order of inputs 0, 2, 1, 3, so that a word of
+// 16 bits and the same word shifted by a byte hold pairs of neighbours (see codes_pairs.h).
+constexpr int byte_of(int j) { return j % 2 * 2 + j / 2; }
+
 // Code `j` of a quad, of kLanes outputs from `first` on, as floats.
 template <Code Kind>
 inline Vec decode(const uint8_t* quad, int first, int j) {
@@ -97,7 +101,7 @@ inline Vec decode(const uint8_t* quad, int first, int j) {
     }
     constexpr int kBits = bits_of(Kind), kMask = (1 << kBits) - 1;
     const uint8_t* from = quad + (kBits == 8 ? first : first % 16) * kQuad;
-    const int shift = 8 * j + (kBits == 4 && first >= 16 ? 4 : 0);
+    const int shift = 8 * byte_of(j) + (kBits == 4 && first >= 16 ? 4 : 0);
 #if defined(__AVX512F__)
     const __m512i words = _mm512_srli_epi32(_mm512_loadu_si512(from), shift);
     return {_mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(kMask)))};
@@ -106,8 +110,8 @@ inline Vec decode(const uint8_t* quad, int first, int j) {
     if (kBits == 4) {
         codes = _mm256_and_si256(_mm256_srli_epi16(codes, shift % 8), _mm256_set1_epi8(kMask));
     }
-    // Byte `j` of each word, and zeros.
-    const int index = static_cast<int>(0x80808000) + j;
+    // One byte of each word, and zeros.
+    const int index = static_cast<int>(0x80808000) + byte_of(j);
     const __m256i indices = _mm256_add_epi32(_mm256_set1_epi32(index),
                                             _mm256_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12));
     return {_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, indices))};

@@ -104,6 +104,13 @@ private:
         return _mm512_set1_epi32(quad);
     }
 
+    // In the order of codes (see `byte_of`).
+    static void store_quads(int8_t* out, __m512i digits) {
+        const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+        const __m128i quads = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(digits), order);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out), quads);
+    }
+
     // Returns the sum of the integers.
     int32_t split(const bf16* x, int64_t n, int8_t* high, float& factor) const {
         __m512 largest = _mm512_setzero_ps();
@@ -118,9 +125,8 @@ private:
             const __m512i digit =
                 _mm512_srai_epi32(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)), 8);
             const __m512i rest = _mm512_sub_epi32(rounded, _mm512_slli_epi32(digit, 8));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(digit));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(high + padded + i),
-                             _mm512_cvtepi32_epi8(rest));
+            store_quads(high + i, digit);
+            store_quads(high + padded + i, rest);
             sum = _mm512_add_epi32(sum, rounded);
         }
         factor = top / kLargest;

@@ -30,38 +30,33 @@ inline void decode_pairs(const uint8_t* quad, int first, QuadPairs& pairs) {
 
 #if defined(__AVX512BF16__)
 
-// A code's two bytes come from tables.
+// The four lower bits of a word choose a value. The next bit is another code's, and the table holds every
+// value twice.
 template <>
 inline void decode_pairs<Code::kInt4>(const uint8_t* quad, int, QuadPairs& pairs) {
-    const auto table = [](const uint8_t (&bytes)[16]) {
-        return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    alignas(64) static constexpr uint16_t kValues[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+        0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i values = _mm512_load_si512(kValues), codes = _mm512_loadu_si512(quad);
+    const auto chosen = [&](__m512i words) {
+        return Pairs{(__m512bh)_mm512_permutexvar_epi16(words, values)};
     };
-    alignas(16) static constexpr uint8_t kUpper[16] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
-                                                       0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
-    alignas(16) static constexpr uint8_t kLower[16] = {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,
-                                                       0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0};
-    const __m512i both = _mm512_loadu_si512(quad), mask = _mm512_set1_epi8(15);
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-        const __m512i codes = _mm512_and_si512(v == 0 ? both : _mm512_srli_epi16(both, 4), mask);
-        const __m512i upper = _mm512_shuffle_epi8(table(kUpper), codes);
-        const __m512i lower = _mm512_shuffle_epi8(table(kLower), codes);
-        // All four inputs of two outputs in every 128 bits, and those of the next two.
-        const __m512 even = _mm512_castsi512_ps(_mm512_unpacklo_epi8(lower, upper));
-        const __m512 odd = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
-        pairs[v][0] = {(__m512bh)_mm512_shuffle_ps(even, odd, 0x88)};
-        pairs[v][1] = {(__m512bh)_mm512_shuffle_ps(even, odd, 0xdd)};
-    }
+    pairs[0][0] = chosen(codes);
+    pairs[1][0] = chosen(_mm512_srli_epi16(codes, 4));
+    pairs[0][1] = chosen(_mm512_srli_epi16(codes, 8));
+    pairs[1][1] = chosen(_mm512_srli_epi16(codes, 12));
 }
 
 #endif
 
-// Rows of bfloat16, as they are.
-template <Code Kind>
+// Rows of bfloat16, as they are. An output is added up in one sum, or in two: of the pairs of inputs 0 and 1
+// of each quad, and of those of inputs 2 and 3. Two hide the latency of additions with few rows, and each
+// block takes one addition more.
+template <Code Kind, int Sums>
 struct PairRows {
-    // As many as hide the widening of eight-bit codes; four-bit codes need less for it, and registers for
-    // their tables.
-    static constexpr int kMaxRows = kLanes < 16 ? 4 : bits_of(Kind) == 8 ? 12 : 8;
+    // As many as hide the widening of eight-bit codes; four-bit codes need less for it.
+    static constexpr int kMaxRows = kLanes < 16 ? 4 : bits_of(Kind) == 8 ? 12 : 8 - 2 * (Sums - 1);
     static constexpr float kZero = pair_zero_of(Kind);
     const bf16* x;
     int64_t ldx, num_blocks;
@@ -110,9 +105,11 @@ private:
     // Two vectors of outputs; `at` is where the sums of the first row's inputs are.
     template <int R>
     void add_part(const Block<Kind>& block, int64_t row, int64_t at, int first, float* totals) const {
-        Vec own[R][2];
+        Vec own[Sums][R][2];
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) own[r][0] = own[r][1] = lpx::zero();
+        for (int r = 0; r < R; ++r) {
+            for (int s = 0; s < Sums; ++s) own[s][r][0] = own[s][r][1] = lpx::zero();
+        }
         const bf16* in = x + row * ldx + block.first;
         const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
         for (int64_t quad = 0; quad < num_quads; ++quad) {
@@ -126,8 +123,9 @@ private:
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
                     const Pairs input = broadcast_pair(in + r * ldx + quad * kQuad + 2 * pair);
-                    own[r][0] = dot(input, codes[0][pair], own[r][0]);
-                    own[r][1] = dot(input, codes[1][pair], own[r][1]);
+                    Vec(&sum)[2] = own[pair % Sums][r];
+                    sum[0] = dot(input, codes[0][pair], sum[0]);
+                    sum[1] = dot(input, codes[1][pair], sum[1]);
                 }
             }
         }
@@ -135,7 +133,8 @@ private:
             const Vec scale = load(block.scales + first + v * kLanes);
             const Vec zero = sub(set1(kZero), load(block.zeros + first + v * kLanes));
             for (int r = 0; r < R; ++r) {
-                Vec sum = own[r][v];
+                Vec sum = own[0][r][v];
+                if (Sums == 2) sum = lpx::add(sum, own[Sums - 1][r][v]);
                 if (sums != nullptr) sum = fma(zero, set1(sums[at + r * num_blocks]), sum);
                 float* total = totals + r * kPanel + v * kLanes;
                 store(total, fma(sum, scale, load(total)));

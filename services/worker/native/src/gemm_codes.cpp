@@ -3,7 +3,7 @@
 // registers and never stored wide.
 //
 // A panel is 32 outputs. For every four inputs (a quad) it holds the codes of 16 outputs side by side,
-// four bytes each, then those of the other 16; four-bit codes of the first 16 are the low halves of the
+// four bytes each (see `byte_of`), then those of the other 16; four-bit codes of the first 16 are the low halves of the
 // bytes whose high halves are the other 16's. Of float8, the two bytes for the first two inputs of each
 // of the 16 outputs come before those for the other two. Scales and zero points are [panel][group][32].
 //
@@ -14,8 +14,8 @@
 //   bits; the sum of products over a block is then exact, and the factor's rounding 2^-16 of the block's
 //   largest input.
 // - Codes become bfloat16 in registers, which is exact, and a block is summed in float32 by dot products of
-//   pairs: where these are fast (see pairs.h), for float8, for four-bit codes in small blocks, and for all
-//   codes without VNNI.
+//   pairs: where these are fast (see pairs.h), for float8 and four-bit codes, and for all codes without
+//   VNNI.
 //
 // In all of them a row's result does not depend on the other rows.
 #include "codes.h"
@@ -141,10 +141,11 @@ void multiply(const CodedProduct& g, const Rows& rows) {
 }
 
 // Whether products of pairs, where they are fast, are preferred to products of digits: always, if there are
-// none of digits. Those need no widening, but each block's sums take more work.
-constexpr bool prefers_pairs(Code kind, int64_t block_size) {
+// none of digits. Those need no widening, which costs most for eight-bit integers, but each block's sums
+// take more work.
+constexpr bool prefers_pairs([[maybe_unused]] Code kind) {
 #if defined(__AVX512VNNI__)
-    return kind == Code::kFloat8 || (kind == Code::kInt4 && block_size < 64);
+    return kind != Code::kInt8;
 #else
     return true;
 #endif
@@ -154,8 +155,11 @@ template <Code Kind, class T>
 void multiply_rows(const CodedProduct& g, const T* x, int64_t ldx) {
     if constexpr (std::is_same<T, bf16>::value) {
 #if defined(LPX_HAS_PAIRS)
-        if (uses_pairs() && prefers_pairs(Kind, g.block_size)) {
-            return multiply<Kind>(g, PairRows<Kind>(g, x, ldx));
+        if (uses_pairs() && prefers_pairs(Kind)) {
+            if constexpr (Kind == Code::kInt4 && kLanes == 16) {
+                if (g.block_size >= 64) return multiply<Kind>(g, PairRows<Kind, 2>(g, x, ldx));
+            }
+            return multiply<Kind>(g, PairRows<Kind, 1>(g, x, ldx));
         }
 #endif
 #if defined(__AVX512VNNI__)
@@ -196,9 +200,9 @@ LPX_EXPORT void lpx_pack_codes(const void* codes, int64_t num_outputs, int64_t n
                 uint8_t* quad = out + k / kQuad * quad_bytes;
                 const int64_t j = k % kQuad;
                 if (code == Code::kInt8) {
-                    quad[i * kQuad + j] = row[k];
+                    quad[i * kQuad + byte_of(j)] = row[k];
                 } else if (code == Code::kInt4) {
-                    quad[i % 16 * kQuad + j] |= static_cast<uint8_t>(row[k] << (i < 16 ? 0 : 4));
+                    quad[i % 16 * kQuad + byte_of(j)] |= static_cast<uint8_t>(row[k] << (i < 16 ? 0 : 4));
                 } else {
                     quad[i / 16 * 64 + j / 2 * 32 + i % 16 * 2 + j % 2] = row[k];
                 }

@@ -185,4 +185,5 @@ def _unpacked(weight: PackedCodes, first: int, last: int) -> Tensor:
     else:
         halves = weight.codes.view(-1, num_quads, PANEL // 2, QUAD)[first:last]
         codes = torch.cat((halves & 0x0F, halves >> 4), dim=2)
+    codes = codes[..., [0, 2, 1, 3]]  # `byte_of` of native/src/codes.h
     return codes.transpose(1, 2).reshape(-1, num_quads * QUAD)[:, : weight.in_features]
