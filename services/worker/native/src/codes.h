@@ -5,7 +5,7 @@
 namespace lpx {
 
 constexpr int64_t kPanel = 32, kQuad = 4;
-constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kAheadBytes = 8192;
 
 enum class Code : int64_t { kInt4, kInt8, kFloat8 };  // `CodeKind` of native/codes.py
 constexpr int bits_of(Code kind) { return kind == Code::kInt4 ? 4 : 8; }
