@@ -115,7 +115,8 @@ def read_quantisation(config: Mapping[str, object]) -> Quantisation | None:
     method = raw.get("quant_method") if isinstance(raw, dict) else None
     if not isinstance(raw, dict) or not isinstance(method, str) or method not in _METHODS:
         known = ", ".join(sorted(_METHODS))
-        raise Unsupported.field(FIELD, method, f"is not served by this build; known: {known}")
+        why = f"is not served; serve a copy in one of {known}, or the original with --quantization"
+        raise Unsupported.field(FIELD, method, why)
     reader = _Keys({key: value for key, value in raw.items() if key != "quant_method"})
     schemes = _METHODS[method](reader)
     reader.finish()

@@ -66,6 +66,9 @@ def test_plain_weights_have_no_scheme(nothing: dict[str, Any]) -> None:
     [
         ({"bits": 4}, ""),
         ({"quant_method": "quark"}, ""),
+        ({"quant_method": "torchao", "quant_type": {"default": {}}}, ""),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, ""),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ""),
         (["gptq"], ""),
         ({"quant_method": ["gptq"]}, ""),
         ({**compressed(), "sparsity_config": "dense"}, ".sparsity_config"),
@@ -88,6 +91,8 @@ def test_plain_weights_have_no_scheme(nothing: dict[str, Any]) -> None:
         ({**NF4, "load_in_8bit": True}, ".load_in_4bit"),
         ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, ".bnb_4bit_quant_storage"),
         (compressed("nvfp4-pack-quantized"), ".format"),
+        (compressed("mxfp4-pack-quantized"), ".format"),
+        (compressed("mxfp8-quantized", type="float", num_bits=8), ".format"),
         (compressed(num_bits=2), ".config_groups.group_0.weights.num_bits"),
         (compressed(strategy="tensor_group"), ".config_groups.group_0.weights.strategy"),
         (compressed(strategy="channel"), ".config_groups.group_0.weights.group_size"),
