@@ -74,8 +74,11 @@ def test_how_far_steps_spread_is_found_and_drawn_again(tmp_path: Path) -> None:
     assert COSTS.spread(rng) == 1.0
 
 
-def test_how_outputs_repeat_is_found_from_the_drafts_of_a_worker(tmp_path: Path) -> None:
-    costs, clock = replace(COSTS, repeat_begin=0.05, repeat_end=0.02), VirtualClock()
+@pytest.mark.parametrize(("begin", "end"), [(0.05, 0.1), (0.2, 0.3)])
+def test_how_outputs_repeat_is_found_from_the_drafts_of_a_worker(
+    tmp_path: Path, begin: float, end: float
+) -> None:
+    costs, clock = replace(COSTS, repeat_begin=begin, repeat_end=end), VirtualClock()
     runner = TracedRunner(TimedRunner(costs, 1 << 26, clock), tmp_path / "steps", clock)
     engine = Engine(runner, engine_config(max_num_seqs=8), clock)
     sampling = SamplingParams(max_tokens=200, seed=0, ignore_eos=True)
@@ -84,8 +87,8 @@ def test_how_outputs_repeat_is_found_from_the_drafts_of_a_worker(tmp_path: Path)
     while engine.has_requests:
         engine.step([])
     fitted = fit_trace(tmp_path / "steps").costs
-    assert fitted.repeat_begin == pytest.approx(0.05, rel=0.3)
-    assert fitted.repeat_end == pytest.approx(0.02, rel=0.3)
+    assert fitted.repeat_begin == pytest.approx(begin, rel=0.3)
+    assert fitted.repeat_end == pytest.approx(end, rel=0.3)
 
 
 def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
