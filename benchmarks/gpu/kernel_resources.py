@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -74,38 +75,53 @@ def _attention(dtype: torch.dtype, name: str) -> Iterator[Variant]:
     hopper, ampere = attention_shapes.TWICE_LARGE_BYTES, attention_shapes.LARGE_SHARED_BYTES
     constants, generations = attention_launch.context_constants, attention_shapes.generation_tiling
     of_generations = attention_launch.generation_constants
-    for suffix, shape in shapes.items():
-        tile = partial(attention_shapes.context_tiling, shape, dtype.itemsize)
-        kernels = (
+    for (suffix, shape), (kept, own, nothing) in product(shapes.items(), _kept(tensor)):
+        tile = partial(attention_shapes.context_tiling, shape, dtype.itemsize, in_codes=bool(kept))
+        own_generations = generations(shape, dtype.itemsize, in_codes=bool(kept))
+        kernels = [
             ("contexts", tile(hopper, 1), constants),
-            ("contexts-large", tile(hopper, attention_shapes.LARGE_STEP_ROWS), constants),
-            ("contexts-ampere", tile(ampere, 1), constants),
-            ("contexts-small", tile(ampere - 1, 1), constants),
-            ("contexts-full", tile(hopper, 1), partial(constants, is_full=True)),
-            ("generations", generations(shape, dtype.itemsize), of_generations),
-        )
+            ("generations", own_generations, of_generations),
+        ]
+        if not kept:
+            kernels += [
+                ("contexts-large", tile(hopper, attention_shapes.LARGE_STEP_ROWS), constants),
+                ("contexts-ampere", tile(ampere, 1), constants),
+                ("contexts-small", tile(ampere - 1, 1), constants),
+                ("contexts-full", tile(hopper, 1), partial(constants, is_full=True)),
+            ]
         for phase, tiling, constants_of in kernels:
             kernel = getattr(attention, f"attend_{phase.partition('-')[0]}")
             yield Variant(
-                f"attention.{phase}{suffix}.{name}",
+                f"attention.{phase}{suffix}{kept}.{name}",
                 kernel,
-                {key: value for key, value in types.items() if key in kernel.arg_names},
+                {key: value for key, value in (types | own).items() if key in kernel.arg_names},
                 constants_of(shape, tiling, 16)
+                | nothing
                 | {"WIDEN": False, "HAS_SINKS": shape is SINK_HEADS},
                 tiling.num_warps,
                 tiling.num_stages,
                 strides,
                 tiling.max_registers,
             )
-    yield Variant(
-        f"attention.append.{name}",
-        attention.append,
-        dict.fromkeys(("k", "v", "k_plane", "v_plane"), tensor)
-        | {"kv_slots": "*i64", "k_stride": "i32", "v_stride": "i32", "plane_stride": "i32"},
-        {"TOKENS": 16, "HEAD_DIM": HEADS.head_dim, "BLOCK_DIM": HEADS.block_dim},
-        num_warps=1,
-        divisible=("k_stride", "v_stride", "plane_stride"),
-    )
+    for kept, own, nothing in _kept(tensor):
+        yield Variant(
+            f"attention.append{kept}.{name}",
+            attention.append,
+            dict.fromkeys(("k", "v"), tensor)
+            | own
+            | {"kv_slots": "*i64", "k_stride": "i32", "v_stride": "i32", "plane_stride": "i32"},
+            {"TOKENS": 16, "HEAD_DIM": HEADS.head_dim, "BLOCK_DIM": HEADS.block_dim} | nothing,
+            num_warps=1,
+            divisible=("k_stride", "v_stride", "plane_stride"),
+        )
+
+
+def _kept(tensor: str) -> Iterator[tuple[str, dict[str, str], dict[str, None]]]:
+    """Ways to keep keys and values: a part of the name, types and constants."""
+    planes, scales = ("k_plane", "v_plane"), ("k_scales", "v_scales")
+    yield "", dict.fromkeys(planes, tensor), dict.fromkeys(scales)
+    for kept, codes in (("-kv-int8", "*i8"), ("-kv-fp8", "*u8")):
+        yield kept, dict.fromkeys(planes, codes) | dict.fromkeys(scales, "*bf16"), {}
 
 
 def _list_items() -> Variant:
@@ -283,25 +299,28 @@ def _fused(name: str) -> Iterator[Variant]:
         {"WIDTH": 14336, "BLOCK_COLUMNS": silu.BLOCK_COLUMNS},
     )
     strides = ("q_stride", "k_stride", "v_stride", "plane_stride")
-    yield Variant(
-        f"rope.rotate_and_append.{name}",
-        rope.rotate_and_append_kernel,
-        dict.fromkeys(("q", "k", "v", "cos", "sin", "k_plane", "v_plane"), tensor)
-        | {"kv_slots": "*i64"}
-        | dict.fromkeys(strides, "i32"),
-        {
-            "NUM_HEADS": 32,
-            "NUM_KV_HEADS": 8,
-            "BLOCK_HEADS": rope.BLOCK_HEADS,
-            "TOKENS": 16,
-            "HEAD_DIM": 128,
-            "BLOCK_DIM": 128,
-            "HALF": 64,
-            "BLOCK_HALF": 64,
-        },
-        num_warps=2,
-        divisible=strides,
-    )
+    for kept, own, nothing in _kept(tensor):
+        yield Variant(
+            f"rope.rotate_and_append{kept}.{name}",
+            rope.rotate_and_append_kernel,
+            dict.fromkeys(("q", "k", "v", "cos", "sin"), tensor)
+            | own
+            | {"kv_slots": "*i64"}
+            | dict.fromkeys(strides, "i32"),
+            {
+                "NUM_HEADS": 32,
+                "NUM_KV_HEADS": 8,
+                "BLOCK_HEADS": rope.BLOCK_HEADS,
+                "TOKENS": 16,
+                "HEAD_DIM": 128,
+                "BLOCK_DIM": 128,
+                "HALF": 64,
+                "BLOCK_HALF": 64,
+                **nothing,
+            },
+            num_warps=2,
+            divisible=strides,
+        )
 
 
 def main() -> None:

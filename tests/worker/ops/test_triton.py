@@ -24,6 +24,10 @@ def wanted(variant, target):
         if sys.argv[1] == "some":
             return target == 90 and kernel in ("linear.fp8-64x128", "linear.int4-16x64-small")
         return target >= 90 or kernel.endswith("small")
+    if "-kv-" in kernel:
+        few = ("attention.contexts", "attention.generations", "rope.rotate_and_append")
+        is_one = target == 90 and kernel.partition("-kv-")[0] in few
+        return dtype == "bf16" and (is_one or sys.argv[1] == "all")
     if "int8" in kernel:
         return target == 90 or (target == 80 and sys.argv[1] == "all")
     if dtype == "fp16" or (dtype == "fp32" and "prefill" in kernel):

@@ -26,6 +26,7 @@ from loraplex_services.worker.ops.attention.metadata import (
 )
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.triton_backend import (
+    LayerCache,
     TritonAttention,
     TritonAttentionMetadata,
 )
@@ -185,6 +186,7 @@ class FlashInferAttention(TritonAttention):
     """One layer."""
 
     Metadata = FlashInferMetadata
+    kv_cache_dtypes = frozenset[str]()  # its kernels take a scale of a layer, not of a token
     captures_graphs = False
 
     def __init__(self, *args: Any, **others: Any) -> None:
@@ -208,17 +210,16 @@ class FlashInferAttention(TritonAttention):
         self,
         out: Tensor,
         q: Tensor,
-        planes: tuple[Tensor, Tensor],
-        group: int,
+        cache: LayerCache,
         metadata: TritonAttentionMetadata,
         *,
         is_full: bool,
     ) -> None:
         """See `TritonAttention`."""
         assert isinstance(metadata, FlashInferMetadata), type(metadata)
-        wrapper = metadata.wrapper((group, self.shape, is_full), q.dtype)
+        wrapper = metadata.wrapper((cache.group, self.shape, is_full), q.dtype)
         heads = (self.shape.num_heads, self.shape.head_dim)
-        wrapper.run(q.unflatten(1, heads), planes, out=out.unflatten(1, heads))
+        wrapper.run(q.unflatten(1, heads), cache.planes, out=out.unflatten(1, heads))
 
 
 def flashinfer_attention(wrapper_class: WrapperClass, device: torch.device) -> AttentionMaker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +12,18 @@ KV_CODES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e
 """By their names in `--kv-cache-dtype`."""
 LARGEST: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The code of the largest magnitude of a token's head."""
+
+Scales: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
+"""Of K and V of a layer, each `[num_blocks, Hkv, T]` in the blocks of its plane."""
+NO_SCALES: Scales = (None, None)
+"""Of planes in the model's dtype."""
+
+
+def code_bits(planes: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The planes as Triton kernels take them: see `triton_codes`."""
+    if planes[0].dtype is not torch.float8_e4m3fn:
+        return planes
+    return planes[0].view(torch.uint8), planes[1].view(torch.uint8)
 
 
 def encode(items: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

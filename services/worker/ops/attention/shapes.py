@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex_services.worker.ops.launch import power_of_two
 from loraplex_services.worker.types.model_config import ModelConfig
 
 MIN_QUERIES = 16
 """Rows of the smallest tensor-core product."""
+MIN_KEYS = 16
+"""Keys of one, which are whole blocks."""
 LARGE_SHARED_BYTES = 160 << 10
 """What the data-centre GPUs since Ampere have at least; the others have 99 KiB."""
 TWICE_LARGE_BYTES = 200 << 10
@@ -79,26 +81,37 @@ class Tiling:
     """Registers of each thread, so that this many programs fit; None = the compiler's choice."""
 
 
-def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int, num_tokens: int) -> Tiling:
+def context_tiling(
+    shape: HeadShape,
+    itemsize: int,
+    shared_bytes: int,
+    num_tokens: int,
+    *,
+    in_codes: bool = False,
+) -> Tiling:
     """On GPUs since Hopper, two programs on a multiprocessor, so that one computes a softmax while
     the tensor cores multiply for the other: 128 queries each, so that each key that is read serves
     many products, but 64 in steps with too few tiles of 128. On older GPUs, 128 queries and three
     buffers of keys and values: with two, the copy of a step begins only when the step before has
     been computed. Fewer if the accumulator of wide heads or the shared memory of a small GPU is too
-    small, and in float32, which has no tensor cores.
+    small, in float32, which has no tensor cores, and for codes, because widening them takes
+    registers.
 
     Args:
+        itemsize: of queries.
         shared_bytes: the most shared memory of a program.
         num_tokens: rows of the step.
+        in_codes: keys and values are codes.
     """
     is_widest = shape.block_dim > WIDE_DIM
     if itemsize == 4:
         stages = 1 if is_widest else 2
         return Tiling(max(32, shape.block_shared), 16, num_warps=8, num_stages=stages)
-    is_wide, is_small = shape.block_dim > 128, shared_bytes < LARGE_SHARED_BYTES
+    is_wide, is_small = shape.block_dim > 128, in_codes or shared_bytes < LARGE_SHARED_BYTES
     if is_widest:
-        return Tiling(max(32, shape.block_shared), 32, num_warps=8, num_stages=2)
-    if not is_wide and shared_bytes >= TWICE_LARGE_BYTES:
+        keys = MIN_KEYS if in_codes else 32
+        return Tiling(max(32, shape.block_shared), keys, num_warps=8, num_stages=2)
+    if not is_wide and not is_small and shared_bytes >= TWICE_LARGE_BYTES:
         if num_tokens * shape.block_shared * shape.num_kv_heads > LARGE_STEP_ROWS:
             queries = max(128, shape.block_shared)
             return Tiling(queries, 64, num_warps=8, num_stages=2, max_registers=128)
@@ -110,10 +123,21 @@ def context_tiling(shape: HeadShape, itemsize: int, shared_bytes: int, num_token
     return Tiling(max(queries, shape.block_shared), keys, num_warps=warps, num_stages=3)
 
 
-def generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
+def generation_tiling(shape: HeadShape, itemsize: int, *, in_codes: bool = False) -> Tiling:
     """The query heads of one KV head, padded to the smallest product. In half precision there are
     four programs on a multiprocessor, of two warps each, which seldom wait for each other: while
-    one computes, the copies of the others are on their way."""
+    one computes, the copies of the others are on their way. Codes, which take registers when they
+    are widened, come in half as many keys and one buffer more, and for the widest heads to twice as
+    many warps."""
+    tiling = _generation_tiling(shape, itemsize)
+    if not in_codes or itemsize == 4:
+        return tiling
+    keys = max(MIN_KEYS, tiling.block_keys // 2)
+    warps = tiling.num_warps * (2 if shape.block_dim > WIDE_DIM else 1)
+    return replace(tiling, block_keys=keys, num_warps=warps, num_stages=tiling.num_stages + 1)
+
+
+def _generation_tiling(shape: HeadShape, itemsize: int) -> Tiling:
     queries = max(MIN_QUERIES, shape.block_shared)
     is_widest = shape.block_dim > WIDE_DIM
     if itemsize == 4:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from loraplex_services.worker.ops.attention import triton_kernels as kernels
+from loraplex_services.worker.ops.attention.kv_codes import NO_SCALES, Scales, code_bits
 from loraplex_services.worker.ops.attention.shapes import (
     HeadShape,
     Tiling,
@@ -23,9 +24,10 @@ from loraplex_services.worker.ops.launch import must_widen, num_programs, power_
 TILE_WORDS = kernels.TILE_WORDS.value
 
 
-def tiling_of_contexts(shape: HeadShape, q: Tensor) -> Tiling:
+def tiling_of_contexts(shape: HeadShape, q: Tensor, scales: Scales = NO_SCALES) -> Tiling:
     """For the contexts of a step with these queries."""
-    return context_tiling(shape, q.itemsize, shared_bytes(q.device), len(q))
+    in_codes = scales is not NO_SCALES
+    return context_tiling(shape, q.itemsize, shared_bytes(q.device), len(q), in_codes=in_codes)
 
 
 def context_tiles(
@@ -62,6 +64,7 @@ def attend_contexts(
     tiling: Tiling,
     sinks: Tensor | None = None,
     *,
+    scales: Scales = NO_SCALES,
     is_full: bool = False,
 ) -> None:
     """Semantics: out[t, h] = softmax(softcap(scale * q[t, h] K^T)) V over the keys that t sees.
@@ -75,13 +78,15 @@ def attend_contexts(
         tables: int32 `[sequences, blocks]`; the blocks of ids that no query sees are not read.
         tiling: see `tiling_of_contexts`.
         sinks: float32 `[num_heads]`: a score in addition to those of the keys, without a value.
+        scales: of planes of codes, as `KvBuffer.scales` returns them.
         is_full: a row sees all keys of its sequence, whatever the window.
     """
     if is_full:
         shape = dataclasses.replace(shape, window=None)
     kernels.attend_contexts[(shape.num_kv_heads, len(tiles))](
         q,
-        *planes,
+        *code_bits(planes),
+        *scales,
         out,
         q if sinks is None else sinks,
         tiles,
@@ -109,6 +114,8 @@ def attend_generations(
     partial: PartialSums,
     sinks: Tensor | None = None,
     tiling: Tiling | None = None,
+    *,
+    scales: Scales = NO_SCALES,
 ) -> None:
     """`attend_contexts` for sequences with one query each.
 
@@ -116,12 +123,13 @@ def attend_generations(
         items: as `work_items.list_items` fills it for the layer's window.
         partial: large enough for the items and token rows of the step. Mutated.
     """
-    tiling = tiling or generation_tiling(shape, q.itemsize)
+    tiling = tiling or generation_tiling(shape, q.itemsize, in_codes=scales is not NO_SCALES)
     grid = num_programs(q.device, tiling.programs_per_processor)
     assert grid <= SPARE_ITEMS, grid
     kernels.attend_generations[(grid,)](
         q,
-        *planes,
+        *code_bits(planes),
+        *scales,
         out,
         q if sinks is None else sinks,
         items,
@@ -184,18 +192,26 @@ def _constants(shape: HeadShape, tiling: Tiling, block_tokens: int) -> dict[str,
     }
 
 
-def append(k: Tensor, v: Tensor, planes: tuple[Tensor, Tensor], kv_slots: Tensor) -> None:
+def append(
+    k: Tensor,
+    v: Tensor,
+    planes: tuple[Tensor, Tensor],
+    kv_slots: Tensor,
+    scales: Scales = NO_SCALES,
+) -> None:
     """Write keys and values `[tokens, Hkv * D]` to the cache.
 
     Args:
         planes: `[num_blocks, Hkv, T, D]` each. Mutated.
         kv_slots: int64 `[tokens]`: block * T + slot, or -1 for rows that have none.
+        scales: of planes of codes. Mutated.
     """
     _, num_heads, num_tokens, head_dim = planes[0].shape
     kernels.append[(len(k), num_heads)](
         k,
         v,
-        *planes,
+        *code_bits(planes),
+        *scales,
         kv_slots,
         k.stride(0),
         v.stride(0),

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from loraplex_services.worker.ops.attention.backend import (
     AttentionMaker,
     AttentionMask,
 )
+from loraplex_services.worker.ops.attention.kv_codes import KV_CODES, NO_SCALES, Scales
 from loraplex_services.worker.ops.attention.metadata import (
     PASS_BLOCK_TOKENS,
     AttentionMetadata,
@@ -253,10 +255,20 @@ def _kv_slots(
     )
 
 
+class LayerCache(NamedTuple):
+    """Where the keys and values of a layer lie, in the KV cache or for one pass."""
+
+    planes: tuple[Tensor, Tensor]
+    scales: Scales
+    group: int
+    """KV group."""
+
+
 class TritonAttention(AttentionBackend):
     """One layer."""
 
     Metadata = TritonAttentionMetadata
+    kv_cache_dtypes = frozenset(KV_CODES)
     rotates = True
     captures_graphs = True
     captures_contexts = True
@@ -277,47 +289,45 @@ class TritonAttention(AttentionBackend):
         if metadata.is_dummy_attention:
             return torch.zeros_like(q)
         is_full = self.sees_all(metadata, attention_mask)
-        planes, group = self._cache(k, metadata)
+        cache = self._cache(k, metadata)
+        where = cache.planes, metadata.kv_slots[cache.group], cache.scales
         if self.pos_embd_params is None:
-            kernels.append(k, v, planes, metadata.kv_slots[group])
+            kernels.append(k, v, *where)
         else:
-            cos_sin = metadata.rotations[self.layer_idx]
-            rotate_and_append(q, k, v, cos_sin, planes, metadata.kv_slots[group])
+            rotate_and_append(q, k, v, metadata.rotations[self.layer_idx], *where)
         out = metadata.output(q)
-        self._attend(out, q, planes, group, metadata, is_full=is_full)
+        self._attend(out, q, cache, metadata, is_full=is_full)
         return out
 
-    def _cache(
-        self, k: Tensor, metadata: TritonAttentionMetadata
-    ) -> tuple[tuple[Tensor, Tensor], int]:
-        """The layer's planes and its KV group."""
+    def _cache(self, k: Tensor, metadata: TritonAttentionMetadata) -> LayerCache:
         if not metadata.kv_cache_params.use_cache:
-            return metadata.pass_planes().planes(k, self.shape), 0
+            return LayerCache(metadata.pass_planes().planes(k, self.shape), NO_SCALES, 0)
         assert metadata.kv_cache_manager is not None
-        cache = metadata.kv_cache_manager
-        return cache.planes(self.layer_idx), cache.group_of(self.layer_idx)
+        cache, layer = metadata.kv_cache_manager, self.layer_idx
+        scales = cache.scales(layer) or NO_SCALES
+        return LayerCache(cache.planes(layer), scales, cache.group_of(layer))
 
     def _attend(
         self,
         out: Tensor,
         q: Tensor,
-        planes: tuple[Tensor, Tensor],
-        group: int,
+        cache: LayerCache,
         metadata: TritonAttentionMetadata,
         *,
         is_full: bool,
     ) -> None:
-        """Compute `out` once this step's keys and values are in `planes`."""
-        shape, tables = self.shape, metadata.tables[group]
+        """Compute `out` once this step's keys and values are in the cache."""
+        shape, planes, scales = self.shape, cache.planes, cache.scales
+        tables = metadata.tables[cache.group]
         if metadata.num_contexts:
-            tiling = kernels.tiling_of_contexts(shape, q)
+            tiling = kernels.tiling_of_contexts(shape, q, scales)
             tiles = metadata.context_tiles(tiling.block_queries // shape.block_shared)
-            kernels.attend_contexts(
-                out, q, planes, tiles, tables, shape, tiling, self.sinks, is_full=is_full
-            )
+            inputs = out, q, planes, tiles, tables, shape, tiling, self.sinks
+            kernels.attend_contexts(*inputs, scales=scales, is_full=is_full)
         if metadata.num_generations:
             items, partial = metadata.items(shape.window), metadata.partial_sums(shape)
-            kernels.attend_generations(out, q, planes, items, tables, shape, partial, self.sinks)
+            rows = out, q, planes, items, tables, shape, partial, self.sinks
+            kernels.attend_generations(*rows, scales=scales)
 
 
 def triton_attention() -> AttentionMaker:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from loraplex_services.worker.ops.attention.item_kernel import ITEM_WORDS
+from loraplex_services.worker.ops.attention.triton_codes import store_codes, widened
 from loraplex_services.worker.ops.early import wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -26,7 +27,7 @@ CAUSAL_KEYS = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def attend_contexts(
-    q, k_plane, v_plane, out, sinks, tiles, tables,
+    q, k_plane, v_plane, k_scales, v_scales, out, sinks, tiles, tables,
     plane_stride, q_stride, out_stride, table_stride, scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
@@ -36,7 +37,8 @@ def attend_contexts(
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys that t sees.
 
     Grid: (KV head, tile). `tiles [n, 5]` int32: sequence, first token row, end row, position of the
-    first row, keys of the sequence. `tables [sequences, blocks]` int32.
+    first row, keys of the sequence. `tables [sequences, blocks]` int32. `k_scales`, `v_scales`:
+    of codes, in the same blocks as their planes; None = no codes.
     """
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + tile * TILE_WORDS).to(tl.int64)
@@ -54,6 +56,7 @@ def attend_contexts(
     position = start + row - row_begin
     head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
     k_head, v_head = k_plane + head_at, v_plane + head_at
+    k_scales, v_scales = _scales_of_head(k_scales, v_scales, kv_head, TOKENS)
     table = tables + sequence * table_stride
     top, total = _softmax_begin(sinks, head, is_query, HAS_SINKS)
     values = tl.zeros((BLOCK_ROWS * BLOCK_SHARED, BLOCK_DIM), tl.float32)
@@ -65,23 +68,32 @@ def attend_contexts(
     begin, all_begin, all_end = _ranges(start, end, window, BLOCK_KEYS, HAS_WINDOW)
     if HAS_WINDOW:
         top, total, values = _attend_keys(
-            query, top, total, values, k_head, v_head, table, plane_stride, begin,
-            tl.minimum(all_begin, end), position, start, scale, softcap, window, HEAD_DIM,
+            query, top, total, values, k_head, v_head, k_scales, v_scales, table, plane_stride,
+            begin, tl.minimum(all_begin, end), position, start, scale, softcap, window, HEAD_DIM,
             BLOCK_DIM, BLOCK_KEYS, TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN, CAUSAL_KEYS,
         )  # fmt: skip
     top, total, values = _attend_keys(
-        query, top, total, values, k_head, v_head, table, plane_stride, all_begin, all_end,
-        position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS,
-        HAS_SOFTCAP, HAS_WINDOW, WIDEN, ALL_KEYS,
+        query, top, total, values, k_head, v_head, k_scales, v_scales, table, plane_stride,
+        all_begin, all_end, position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM,
+        BLOCK_KEYS, TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN, ALL_KEYS,
     )  # fmt: skip
     top, total, values = _attend_keys(
-        query, top, total, values, k_head, v_head, table, plane_stride, all_end, end,
-        position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS,
-        HAS_SOFTCAP, HAS_WINDOW, WIDEN, KEYS_BELOW_END if IS_FULL else CAUSAL_KEYS,
+        query, top, total, values, k_head, v_head, k_scales, v_scales, table, plane_stride,
+        all_end, end, position, start, scale, softcap, window, HEAD_DIM, BLOCK_DIM,
+        BLOCK_KEYS, TOKENS, HAS_SOFTCAP, HAS_WINDOW, WIDEN,
+        KEYS_BELOW_END if IS_FULL else CAUSAL_KEYS,
     )  # fmt: skip
     out_at = out + row.to(tl.int64)[:, None] * out_stride + (head * HEAD_DIM)[:, None]
     values = values / total[:, None]
     tl.store(out_at + dim[None, :], values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scales_of_head(k_scales, v_scales, kv_head, TOKENS: tl.constexpr):
+    if k_scales is not None:
+        k_scales += kv_head.to(tl.int64) * TOKENS
+        v_scales += kv_head.to(tl.int64) * TOKENS
+    return k_scales, v_scales
 
 
 @triton.jit
@@ -118,8 +130,8 @@ def _ranges(start, end, window, BLOCK_KEYS: tl.constexpr, HAS_WINDOW: tl.constex
 
 @triton.jit
 def _attend_keys(
-    query, top, total, values, k_head, v_head, table, plane_stride, begin, end, position, start,
-    scale, softcap, window, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    query, top, total, values, k_head, v_head, k_scales, v_scales, table, plane_stride, begin, end,
+    position, start, scale, softcap, window, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
@@ -139,23 +151,23 @@ def _attend_keys(
     for at in tl.range(begin, end, BLOCK_KEYS):
         key = at + step
         is_key = key < end
-        offset = (next_block.to(tl.int64) * plane_stride)[:, None] + place
+        block_at = next_block.to(tl.int64) * plane_stride
+        offset = block_at[:, None] + place
         num_blocks = (at + BLOCK_KEYS - begin) // TOKENS
         next_block = tl.load(blocks_at + num_blocks, mask=key + BLOCK_KEYS < end, other=0)
-        if SEEN == ALL_KEYS and HEAD_DIM == BLOCK_DIM:
-            k, v = tl.load(k_head + offset), tl.load(v_head + offset)
-        else:
-            mask = (dim < HEAD_DIM)[None, :]
-            if SEEN == CAUSAL_KEYS and HAS_WINDOW:
-                # Blocks behind the first row's window may be gone.
-                is_key = is_key & (key > start - window)
-            if SEEN != ALL_KEYS:
-                mask = is_key[:, None] & mask
-            k = tl.load(k_head + offset, mask=mask, other=0.0)
-            v = tl.load(v_head + offset, mask=mask, other=0.0)
-        if WIDEN:
+        if SEEN == CAUSAL_KEYS and HAS_WINDOW:
+            # Blocks behind the first row's window may be gone.
+            is_key = is_key & (key > start - window)
+        k, v = _load_pair(k_head + offset, v_head + offset, is_key, dim, HEAD_DIM, BLOCK_DIM, SEEN)
+        if k_scales is not None:
+            # The stride of codes is one of bytes, and scales are pairs.
+            scale_at = block_at // 2 + first % TOKENS
+            k, v, k_factors = widened(k, v, k_scales + scale_at, v_scales + scale_at, is_key, query)
+        elif WIDEN:
             k, v = k.to(tl.float32), v.to(tl.float32)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if k_scales is not None:
+            scores *= k_factors[None, :]
         factor = scale * LOG2_E
         if HAS_SOFTCAP:
             scores = _cap(scores * factor, softcap)
@@ -180,6 +192,22 @@ def _attend_keys(
 
 
 @triton.jit
+def _load_pair(
+    k_at, v_at, is_key, dim, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SEEN: tl.constexpr
+):
+    """Keys and values `[keys, BLOCK_DIM]`, zero where there are none."""
+    if SEEN == ALL_KEYS and HEAD_DIM == BLOCK_DIM:
+        k, v = tl.load(k_at), tl.load(v_at)
+    else:
+        mask = (dim < HEAD_DIM)[None, :]
+        if SEEN != ALL_KEYS:
+            mask = is_key[:, None] & mask
+        k = tl.load(k_at, mask=mask, other=0.0)
+        v = tl.load(v_at, mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
 def _cap(scores, softcap):
     """softcap * tanh(scores / softcap), of scores in base 2 as their result."""
     # tanh(x) = 1 - 2 / (1 + exp(2 x)), which no x makes overflow.
@@ -189,9 +217,9 @@ def _cap(scores, softcap):
 
 @triton.jit(do_not_specialize=["table_stride"])
 def attend_generations(
-    q, k_plane, v_plane, out, sinks, items, partial, partial_stats, num_finished, tables,
-    plane_stride, q_stride, out_stride, table_stride, num_kv_heads, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
+    q, k_plane, v_plane, k_scales, v_scales, out, sinks, items, partial, partial_stats,
+    num_finished, tables, plane_stride, q_stride, out_stride, table_stride, num_kv_heads, scale,
+    softcap, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     JOINED_SPLITS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
@@ -221,14 +249,14 @@ def attend_generations(
         token_row = row.to(tl.int64)
         query = _load_query(q + token_row * q_stride + offset, mask, WIDEN)
         head_at = kv_head.to(tl.int64) * (TOKENS * HEAD_DIM)
+        scales_k, scales_v = _scales_of_head(k_scales, v_scales, kv_head, TOKENS)
         # The first item of a row counts the sink.
         top, total = _softmax_begin(sinks, head, is_query & (item == first), HAS_SINKS)
         top, total, values = _attend_keys(
-            query, top, total,
-            tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32), k_plane + head_at, v_plane + head_at,
-            tables + sequence.to(tl.int64) * table_stride, plane_stride,
-            begin, end, 0, 0, scale, softcap, 0, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, TOKENS,
-            HAS_SOFTCAP, False, WIDEN, KEYS_BELOW_END,
+            query, top, total, tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32), k_plane + head_at,
+            v_plane + head_at, scales_k, scales_v, tables + sequence.to(tl.int64) * table_stride,
+            plane_stride, begin, end, 0, 0, scale, softcap, 0, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS,
+            TOKENS, HAS_SOFTCAP, False, WIDEN, KEYS_BELOW_END,
         )  # fmt: skip
         if num_splits == 1:
             average = (values / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
@@ -324,7 +352,7 @@ def _join(
 
 @triton.jit
 def append(
-    k, v, k_plane, v_plane, kv_slots, k_stride, v_stride, plane_stride,
+    k, v, k_plane, v_plane, k_scales, v_scales, kv_slots, k_stride, v_stride, plane_stride,
     TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Write new keys and values to their positions in the cache. Grid: (token, KV head).
@@ -337,5 +365,15 @@ def append(
     mask = (dim < HEAD_DIM) & (kv_slot >= 0)
     to = (kv_slot // TOKENS) * plane_stride + (head * TOKENS + kv_slot % TOKENS) * HEAD_DIM + dim
     row = head * HEAD_DIM + dim
-    tl.store(k_plane + to, tl.load(k + token * k_stride + row, mask=mask), mask=mask)
-    tl.store(v_plane + to, tl.load(v + token * v_stride + row, mask=mask), mask=mask)
+    if k_scales is None:
+        tl.store(k_plane + to, tl.load(k + token * k_stride + row, mask=mask), mask=mask)
+        tl.store(v_plane + to, tl.load(v + token * v_stride + row, mask=mask), mask=mask)
+    else:
+        one = tl.arange(0, 1)
+        is_head = (kv_slot >= 0) & (one == 0)
+        scale_at = (kv_slot // TOKENS) * (plane_stride // 2) + head * TOKENS + kv_slot % TOKENS
+        key = tl.load(k + token * k_stride + row, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(v + token * v_stride + row, mask=mask, other=0.0).to(tl.float32)
+        mask, to = mask[None, :], to[None, :]
+        store_codes(key[None, :], k_plane + to, k_scales + scale_at + one, is_head, mask)
+        store_codes(value[None, :], v_plane + to, v_scales + scale_at + one, is_head, mask)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loraplex_services.worker.ops.attention.kv_codes import NO_SCALES, Scales, code_bits
+from loraplex_services.worker.ops.attention.triton_codes import store_codes
 from loraplex_services.worker.ops.early import early_start, let_next_start, wait_for_previous
 
 BLOCK_HEADS = 8
@@ -21,29 +23,25 @@ def _rotated(at, cos, sin, half, mask, HALF: tl.constexpr, OUT: tl.constexpr):
 
 
 @triton.jit
+def _rotated_keys(at, cos_at, sin_at, dim, is_dim, HALF: tl.constexpr):
+    """Whole rotated heads as float32, rounded as in `_rotated`; 0 where not `is_dim`."""
+    is_rotated = is_dim & (dim < 2 * HALF)
+    x = tl.load(at + dim, mask=is_dim, other=0.0)
+    partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
+    other = tl.load(at + partner, mask=is_rotated, other=0.0).to(tl.float32)
+    cos = tl.load(cos_at, mask=dim < 2 * HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_at, mask=dim < 2 * HALF, other=0.0).to(tl.float32)
+    rotated = x.to(tl.float32) * cos + tl.where(dim < HALF, -other, other) * sin
+    return tl.where(is_rotated, rotated.to(x.dtype).to(tl.float32), x.to(tl.float32))
+
+
+@triton.jit
 def rotate_and_append_kernel(
-    q,
-    k,
-    v,
-    cos,
-    sin,
-    k_plane,
-    v_plane,
-    kv_slots,
-    q_stride,
-    k_stride,
-    v_stride,
-    plane_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    q, k, v, cos, sin, k_plane, v_plane, k_scales, v_scales, kv_slots, q_stride, k_stride, v_stride,
+    plane_stride, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Grid: (token, block of query heads or, after those, of KV heads)."""
     let_next_start(EARLY)
     wait_for_previous(EARLY)
@@ -68,16 +66,27 @@ def rotate_and_append_kernel(
         if kv_slot >= 0:
             at = k + token * k_stride + head * HEAD_DIM
             to = (kv_slot // TOKENS) * plane_stride + (head * TOKENS + kv_slot % TOKENS) * HEAD_DIM
-            first, second = _rotated(at, cos_row, sin_row, half, mask, HALF, k.dtype.element_ty)
-            tl.store(k_plane + to + half, first, mask=mask)
-            tl.store(k_plane + to + HALF + half, second, mask=mask)
+            if k_scales is None:
+                first, second = _rotated(at, cos_row, sin_row, half, mask, HALF, k.dtype.element_ty)
+                tl.store(k_plane + to + half, first, mask=mask)
+                tl.store(k_plane + to + HALF + half, second, mask=mask)
             dim = tl.arange(0, BLOCK_DIM)[None, :]
-            if 2 * HALF < HEAD_DIM:
-                is_rest = is_head & (dim >= 2 * HALF) & (dim < HEAD_DIM)
-                tl.store(k_plane + to + dim, tl.load(at + dim, mask=is_rest), mask=is_rest)
-            values = v + token * v_stride + head * HEAD_DIM + dim
             is_dim = is_head & (dim < HEAD_DIM)
-            tl.store(v_plane + to + dim, tl.load(values, mask=is_dim), mask=is_dim)
+            values_at = v + token * v_stride + head * HEAD_DIM + dim
+            if k_scales is None:
+                if 2 * HALF < HEAD_DIM:
+                    is_rest = is_head & (dim >= 2 * HALF) & (dim < HEAD_DIM)
+                    tl.store(k_plane + to + dim, tl.load(at + dim, mask=is_rest), mask=is_rest)
+                tl.store(v_plane + to + dim, tl.load(values_at, mask=is_dim), mask=is_dim)
+            else:
+                turn_at = token * HALF + dim % HALF
+                key = _rotated_keys(at, cos + turn_at, sin + turn_at, dim, is_dim, HALF)
+                value = tl.load(values_at, mask=is_dim, other=0.0).to(tl.float32)
+                scale_at = (kv_slot // TOKENS) * (plane_stride // 2) + kv_slot % TOKENS
+                heads = (block - num_q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+                scales_at, has_scale = scale_at + heads * TOKENS, heads < NUM_KV_HEADS
+                store_codes(key, k_plane + to + dim, k_scales + scales_at, has_scale, is_dim)
+                store_codes(value, v_plane + to + dim, v_scales + scales_at, has_scale, is_dim)
 
 
 def rotate_and_append(
@@ -87,6 +96,7 @@ def rotate_and_append(
     cos_sin: tuple[Tensor, Tensor],
     planes: tuple[Tensor, Tensor],
     kv_slots: Tensor,
+    scales: Scales = NO_SCALES,
 ) -> None:
     """Semantics: q[t, h] = R(t) q[t, h]; cache[kv_slots[t]] = R(t) k[t], v[t].
 
@@ -98,6 +108,7 @@ def rotate_and_append(
         cos_sin: contiguous `[T, 1, dim / 2]` each.
         planes: K and V of the layer, each `[num_blocks, Hkv, T, D]`. Mutated.
         kv_slots: int64 `[T]`: block * T + slot, or -1 for padding rows.
+        scales: of planes of codes. Mutated.
     """
     _, num_kv_heads, num_tokens, head_dim = planes[0].shape
     cos, sin = cos_sin
@@ -111,7 +122,8 @@ def rotate_and_append(
         v,
         cos,
         sin,
-        *planes,
+        *code_bits(planes),
+        *scales,
         kv_slots,
         q.stride(0),
         k.stride(0),

@@ -23,7 +23,7 @@ from loraplex_services.worker.ops.attention.backend import (
     PositionalEmbeddingParams,
     QuantConfig,
 )
-from loraplex_services.worker.ops.attention.kv_codes import KV_CODES
+from loraplex_services.worker.ops.attention.kv_codes import KV_CODES, encode
 from loraplex_services.worker.ops.attention.metadata import AttentionMetadata, KvCacheParams
 from loraplex_services.worker.ops.attention.reference import attention
 from loraplex_services.worker.ops.attention.shapes import HeadShape
@@ -207,6 +207,26 @@ def check_case(
             done[i] = end
     if not case.use_cache:
         assert (bench.arena.data == 0xFF).all(), "a pass without a cache wrote to it"
+
+
+def check_codes(maker: AttentionMaker, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Codes and scales are the nearest ones: of magnitudes from the largest code to far below the
+    smallest one, halfway between codes, and of nothing but zeros."""
+    torch.manual_seed(0)
+    bench = Bench(maker, (2, 2), None, 40, dtype, device)
+    shape, num_blocks = (2, 64, 2, 40), 4
+    items = torch.randint(-(2**11), 2**11, shape) * torch.exp2(torch.randint(-14, 1, shape))
+    items[:, 3], items[0, 4, 0], items[1, 5, 1] = 0, 0, 0
+    k, v = items.to(dtype).to(device)
+    metadata = bench.metadata([64], [0], [list(range(num_blocks))])
+    bench.layer.forward(k.flatten(1), k.flatten(1), v.flatten(1), metadata)
+    scales = bench.kv.scales(0)
+    assert scales is not None
+    for plane, own_scales, new in zip(bench.kv.planes(0), scales, (k, v), strict=True):
+        codes, expected = encode(new, plane.dtype, own_scales.dtype)
+        found = plane[:num_blocks].transpose(1, 2).flatten(0, 1)
+        assert found.view(torch.uint8).equal(codes.view(torch.uint8))
+        assert own_scales[:num_blocks].transpose(1, 2).flatten(0, 1).equal(expected)
 
 
 def meaning(items: torch.Tensor, kept: str) -> torch.Tensor:

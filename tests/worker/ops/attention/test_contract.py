@@ -50,22 +50,7 @@ def test_metadata_says_what_the_page_says(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_codes_and_scales_are_those_of_torch(name: str, dtype: torch.dtype, kept: str) -> None:
-    """Of magnitudes from the largest code to far below the smallest one, halfway between codes
-    too."""
-    benches = [
-        contract.Bench(made(n, dtype, kept), (2, 2), None, 40, dtype) for n in (name, "vanilla")
-    ]
-    steps = torch.randint(-(2**11), 2**11, (250, 2, 40)) * torch.exp2(
-        torch.randint(-14, 1, (250, 2, 40))
-    )
-    k, v = (steps.to(dtype).flatten(1), torch.randn(250, 80).to(dtype))
-    k[0], v[1, :40] = 0, 0
-    for bench in benches:
-        metadata = bench.metadata([250], [0], [list(range(16))])
-        bench.layer.forward(k.clone(), k, v, metadata)
-    for ours, theirs in zip(*(b.kv.planes(0) + b.kv.scales(0) for b in benches), strict=True):
-        found, expected = (x[:15].contiguous().view(torch.uint8) for x in (ours, theirs))
-        assert found.equal(expected)
+    contract.check_codes(made(name, dtype, kept), dtype)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -15,11 +15,24 @@ from tests.worker.ops.attention import contract
 
 # The interpreter is slow: a sample of the combinations.
 CASES = contract.cases()[::15]
+CASES_IN_CODES = contract.cases()[4:60:19]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_case_equals_the_reference(case: contract.Case, device: torch.device) -> None:
     contract.check_case(triton_attention(), case, torch.float32, device.type)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_cases_in_codes_equal_the_reference(
+    kept: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    maker = triton_attention()
+    maker.kv_cache_dtype = kept
+    contract.check_codes(maker, dtype, device.type)
+    for case in CASES_IN_CODES:
+        contract.check_case(maker, case, dtype, device.type)
 
 
 def test_what_it_cannot_do_is_refused() -> None:

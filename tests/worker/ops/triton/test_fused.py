@@ -3,12 +3,16 @@
 import pytest
 import torch
 
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
+from loraplex_services.worker.cache.kv_layout import plan_kv_groups
 from loraplex_services.worker.ops.activation import reference as activation
 from loraplex_services.worker.ops.activation.triton import silu_and_multiply
+from loraplex_services.worker.ops.attention.kv_codes import KV_CODES, decode, encode
 from loraplex_services.worker.ops.norm.reference import rms_norm
 from loraplex_services.worker.ops.norm.triton import add_rms_norm
 from loraplex_services.worker.ops.rope.reference import rotate
 from loraplex_services.worker.ops.rope.triton import rotate_and_append
+from loraplex_services.worker.types.model_config import KvHeads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -65,3 +69,32 @@ def test_rotation_turns_queries_and_fills_the_cache(dtype, head_dim, half, heads
         )
         assert planes[1, block, :, slot].equal(v[token].view(num_kv_heads, head_dim))
     assert int((~planes.isnan()).sum()) == 3 * 2 * num_kv_heads * head_dim
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim,half", [(16, 8), (12, 4)])
+@pytest.mark.parametrize("kept", KV_CODES)
+def test_rotation_fills_a_cache_of_codes(kept, dtype, head_dim, half, device):
+    torch.manual_seed(0)
+    groups = plan_kv_groups([None], [KvHeads(9, head_dim)], 1, scale_bytes=2)
+    arena = ArenaBuffer(5, groups.block_bytes, device)
+    arena.data.fill_(0x7F)
+    kv = KvBuffer(arena, groups, dtype, KV_CODES[kept])
+    q, k, v = (torch.randn(4, num * head_dim, device=device).to(dtype) for num in (3, 9, 9))
+    angles = torch.rand(4, 1, half, device=device) * 6
+    cos_sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    kv_slots = torch.tensor([3 * 16 + 5, -1, 0, 4 * 16 + 15], device=device)
+    planes = torch.zeros((2, 5, 9, 16, head_dim), device=device).to(dtype)
+    rotate_and_append(q.clone(), k, v, cos_sin, (planes[0], planes[1]), kv_slots)
+    rotate_and_append(q, k, v, cos_sin, kv.planes(0), kv_slots, kv.scales(0))
+    places = [(3, 5), (0, 0), (4, 15)]
+    for plane, scales, values in zip(kv.planes(0), kv.scales(0), planes, strict=True):
+        for block, slot in places:
+            new = values[block, :, slot]
+            found = decode(plane[block, :, slot], scales[block, :, slot])
+            error = (found - decode(*encode(new, plane.dtype, scales.dtype))).abs()
+            # A rounding error may move a code to its neighbour, now and then.
+            step = new.float().abs().amax() / (14 if kept == "fp8" else 127)
+            assert error.max() <= 1.1 * step
+            assert (error <= 0.01 * step).float().mean() >= 0.9
+    assert int((arena.data != 0x7F).sum()) <= len(places) * 2 * 9 * (head_dim + 2)

@@ -47,10 +47,10 @@ def folders(tmp_path_factory):
     return base, adapters
 
 
-def make_runner(folders, device, backend):
+def make_runner(folders, device, backend, kept="auto"):
     base, adapters = folders
     settings = {"arena_bytes": 2 << 20, "max_resident": 4, "max_lora_rank": 32}
-    settings["host_cache_bytes"] = HOST_CACHE_BYTES
+    settings |= {"host_cache_bytes": HOST_CACHE_BYTES, "kv_cache_dtype": kept}
     runner = build_runner(
         base, device=device.type, dtype="float32", attention_backend=backend, **settings
     )
@@ -98,11 +98,15 @@ def kernel_runner(folders):
     return make_runner(folders, device, "triton")
 
 
-def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, device):
+@pytest.mark.parametrize(("kept", "tolerance"), [("auto", 1e-4), ("int8", 0.02), ("fp8", 0.2)])
+def test_tokens_and_static_batches_equal_those_of_torch(
+    folders, kernel_runner, device, kept, tolerance
+):
+    """A rounding error may move a code of the cache to its neighbour."""
     runs = {}
-    for name in ("torch", "kernels"):
-        made = make_runner(folders, device, "vanilla") if name == "torch" else kernel_runner
-        runner, free = made
+    for name in ("vanilla", "triton"):
+        is_known = name == "triton" and kept == "auto"
+        runner, free = kernel_runner if is_known else make_runner(folders, device, name, kept)
         requests = new_requests(free, len(runner.kv_group_windows))
         for _ in range(2):
             run_step(runner, requests)
@@ -122,7 +126,9 @@ def test_tokens_and_static_batches_equal_those_of_torch(folders, kernel_runner, 
             batch = inputs.batch(4, gpu._masks[-1], gpu.lora_batch(()))  # rows of padding
             with AsksNobody() as asked:
                 static = forward_static(runner._model, batch)
-        torch.testing.assert_close(static[: len(step.rows)], eager, rtol=1e-4, atol=1e-4)
+        found = static[: len(step.rows)]
+        torch.testing.assert_close(found, eager, rtol=tolerance, atol=tolerance)
+        assert (found - eager).abs().median() < 1e-4
         assert asked.num_operators > 10
         assert asked.questions == []
 
