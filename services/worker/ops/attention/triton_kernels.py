@@ -158,7 +158,7 @@ def _attend_keys(
         if SEEN == CAUSAL_KEYS and HAS_WINDOW:
             # Blocks behind the first row's window may be gone.
             is_key = is_key & (key > start - window)
-        k, v = _load_pair(k_head + offset, v_head + offset, is_key, dim, HEAD_DIM, BLOCK_DIM, SEEN)
+        k, v = _load_pair(k_head, v_head, offset, is_key, dim, HEAD_DIM, BLOCK_DIM, SEEN)
         if k_scales is not None:
             # The stride of codes is one of bytes, and scales are pairs.
             scale_at = block_at // 2 + first % TOKENS
@@ -193,17 +193,18 @@ def _attend_keys(
 
 @triton.jit
 def _load_pair(
-    k_at, v_at, is_key, dim, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SEEN: tl.constexpr
-):
+    k_head, v_head, offset, is_key, dim, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    SEEN: tl.constexpr,
+):  # fmt: skip
     """Keys and values `[keys, BLOCK_DIM]`, zero where there are none."""
     if SEEN == ALL_KEYS and HEAD_DIM == BLOCK_DIM:
-        k, v = tl.load(k_at), tl.load(v_at)
+        k, v = tl.load(k_head + offset), tl.load(v_head + offset)
     else:
         mask = (dim < HEAD_DIM)[None, :]
         if SEEN != ALL_KEYS:
             mask = is_key[:, None] & mask
-        k = tl.load(k_at, mask=mask, other=0.0)
-        v = tl.load(v_at, mask=mask, other=0.0)
+        k = tl.load(k_head + offset, mask=mask, other=0.0)
+        v = tl.load(v_head + offset, mask=mask, other=0.0)
     return k, v
 
 
