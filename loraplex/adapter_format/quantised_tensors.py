@@ -28,8 +28,12 @@ from loraplex.errors import InvalidRequest
 
 FLOAT_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 MAX_STATE_BYTES = 64 * 1024
-SCALE_OF = {PLAIN: ".weight_scale", BLOCKS: ".weight_scale_inv", BNB8: ".SCB"}
-"""Where the scales of a `weight` that holds codes are."""
+SCALES_OF = {
+    PLAIN: (".weight_scale", ".weight_scale_inv"),
+    BLOCKS: (".weight_scale_inv",),
+    BNB8: (".SCB",),
+}
+"""Where the scales of a `weight` that holds codes may be."""
 QUANT_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 
 Read = Callable[[TensorInfo], bytes]
@@ -118,8 +122,7 @@ def _coded_shape(
         for suffix in QUANT_STATES:
             if (state := tensors.get(module + suffix)) is not None:
                 return _shape_in(state, read)
-    scale = ".weight_scale" if scheme and scheme.layout == PLAIN else SCALE_OF.get(layout, "")
-    if not scale or module + scale not in tensors:
+    if not any(module + scale in tensors for scale in SCALES_OF.get(layout, ())):
         raise _unlike(name, quantisation)
     return tensors[name].shape
 

@@ -47,7 +47,7 @@ READERS: Mapping[str, ReadWeight] = {
 _PACKED_NAMES = ("qweight", "weight_packed")
 _UNUSED = (
     ".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".q_scale", ".output_scale",
-    ".activation_scale_inv",
+    ".activation_scale", ".activation_scale_inv",
 )  # fmt: skip
 """Scales of activations and of the KV cache, which are not quantised here."""
 

@@ -31,10 +31,12 @@ NF4 = torch.tensor(
         0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ]
 )  # fmt: skip
+FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12
+FP4 = torch.cat((FP4, -FP4))
 _IN_CODES = re.compile(
     r"^(?!.*(vision|visual)).*layers\.\d+\..*(_proj|_proj_\w+|\.w[123])\.weight$"
 )
-"""Linears of the text model, experts among them."""
+"""Linears of the text model, experts among them, but not those that are one tensor of a layer."""
 Packed = tuple[dict[str, Tensor], Tensor]
 """(tensors by the end of their names, the weight they mean in float32)."""
 
@@ -113,15 +115,35 @@ def _awq(weight: Tensor) -> Packed:
 
 
 def _packed(weight: Tensor) -> Packed:
-    groups = _groups(weight.shape[1])
-    scales = (_largest(weight, groups) / 7).bfloat16()
-    codes = (weight / scales.float()[:, groups]).round().clamp(-8, 7)
+    return _words_of_inputs(weight, _groups(weight.shape[1]), 4)
+
+
+def _packed8(weight: Tensor) -> Packed:
+    return _words_of_inputs(weight, torch.zeros(weight.shape[1]).long(), 8)
+
+
+def _words_of_inputs(weight: Tensor, groups: Tensor, bits: int) -> Packed:
+    middle = 1 << (bits - 1)
+    scales = (_largest(weight, groups) / (middle - 1)).bfloat16()
+    codes = (weight / scales.float()[:, groups]).round().clamp(-middle, middle - 1)
     tensors = {
-        "weight_packed": _words(codes + 8, 4),
+        "weight_packed": _words(codes + middle, bits),
         "weight_scale": scales,
         "weight_shape": torch.tensor(weight.shape),
     }
     return tensors, codes * scales.float()[:, groups]
+
+
+def _packed_with_zeros(weight: Tensor, bits: int = 4) -> Packed:
+    groups = _groups(weight.shape[1])
+    codes, zeros, scales = _asymmetric(weight, groups, bits)
+    tensors = {
+        "weight_packed": _words(codes, bits),
+        "weight_scale": scales,
+        "weight_zero_point": _words(zeros.T, bits).T,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, _meaning(codes, zeros, scales, groups)
 
 
 def _int8(weight: Tensor) -> Packed:
@@ -141,22 +163,38 @@ def _bnb8(weight: Tensor) -> Packed:
     return tensors, codes * (largest[:, None] / 127)
 
 
-def _nf4(weight: Tensor) -> Packed:
+def _bnb4(weight: Tensor, kind: str = "nf4", *, is_nested: bool = False) -> Packed:
+    table = {"nf4": NF4, "fp4": FP4}[kind]
     flat = weight.flatten()
     blocks = _groups(len(flat), 64)
     absmax = _largest(flat[None], blocks)[0]
-    codes = (flat / absmax[blocks])[:, None].sub(NF4).abs().argmin(1)
+    state = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": [*weight.shape]}
+    tensors = {"weight.absmax": absmax, "weight.quant_map": table}
+    if is_nested:
+        nested, absmax, changes = _nested(absmax)
+        tensors, state = tensors | nested, state | changes
+    codes = (flat / absmax[blocks])[:, None].sub(table).abs().argmin(1)
     pairs = codes.view(-1, 2)
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [*weight.shape]}
+    tensors["weight"] = (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)[:, None]
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+        list(json.dumps(state).encode()), dtype=torch.uint8
+    )
+    return tensors, (table[codes] * absmax[blocks]).view(weight.shape)
+
+
+def _nested(absmax: Tensor) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+    """(tensors, what scales in codes mean, additions to the state)."""
+    table, blocks = torch.linspace(-1, 1, 256), _groups(len(absmax), 256)
+    offset = absmax.mean().item()
+    own = _largest(absmax[None] - offset, blocks)[0]
+    codes = ((absmax - offset) / own[blocks])[:, None].sub(table).abs().argmin(1)
     tensors = {
-        "weight": (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)[:, None],
-        "weight.absmax": absmax,
-        "weight.quant_map": NF4,
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
-            list(json.dumps(state).encode()), dtype=torch.uint8
-        ),
+        "weight.absmax": codes.to(torch.uint8),
+        "weight.nested_absmax": own,
+        "weight.nested_quant_map": table,
     }
-    return tensors, (NF4[codes] * absmax[blocks]).view(weight.shape)
+    state = {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    return tensors, table[codes] * own[blocks] + offset, state
 
 
 def _float8(weight: Tensor) -> Packed:
@@ -165,7 +203,15 @@ def _float8(weight: Tensor) -> Packed:
     return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
 
 
-def _blocks(weight: Tensor) -> Packed:
+def _one_scale(weight: Tensor, suffixes: tuple[str, str], shape: tuple[int, ...]) -> Packed:
+    """`suffixes`: of the weight's scale, and of the activations', which is not used."""
+    scale = weight.abs().amax() / 448
+    codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = {suffixes[0]: scale.view(shape), suffixes[1]: torch.full(shape, 0.01)}
+    return {"weight": codes, **scales}, codes.float() * scale
+
+
+def _blocks(weight: Tensor, suffix: str = "weight_scale_inv") -> Packed:
     rows, columns = _groups(len(weight)), _groups(weight.shape[1], 64)
     count = int(rows.max()) + 1, int(columns.max()) + 1
     scales = torch.zeros(count)
@@ -173,7 +219,7 @@ def _blocks(weight: Tensor) -> Packed:
         scales[i] = _largest(weight[rows == i], columns).amax(0) / 448
     spread = scales[rows][:, columns]
     codes = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
+    return {"weight": codes, suffix: scales}, codes.float() * spread
 
 
 def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
@@ -211,14 +257,50 @@ LAYOUTS = {
         ),
         _packed,
     ),
+    "ct-int4-zeros": Layout(
+        _compressed(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+            | {"symmetric": False},
+        ),
+        _packed_with_zeros,
+    ),
+    "ct-int8-packed": Layout(
+        _compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+        _packed8,
+    ),
+    "ct-int8-packed-zeros": Layout(
+        _compressed(
+            "pack-quantized",
+            {"num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP}
+            | {"symmetric": False},
+        ),
+        lambda w: _packed_with_zeros(w, 8),
+    ),
     "ct-fp8": Layout(
         _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
         _float8,
+    ),
+    "ct-fp8-tensor": Layout(
+        _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+        lambda w: _one_scale(w, ("weight_scale", "input_scale"), (1,)),
+    ),
+    "ct-fp8-blocks": Layout(
+        _compressed(
+            "float-quantized",
+            {"num_bits": 8, "type": "float", "strategy": "block"}
+            | {"block_structure": [GROUP, 64]},
+        ),
+        lambda w: _blocks(w, "weight_scale"),
     ),
     "fp8-blocks": Layout(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
         | {"weight_block_size": [GROUP, 64], **_NOT},
         _blocks,
+    ),
+    "fp8-tensor": Layout(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, **_NOT},
+        lambda w: _one_scale(w, ("weight_scale_inv", "activation_scale"), ()),
     ),
     "gptq": Layout({**_GPTQ, "desc_act": False}, lambda w: _gptq(w, in_order=True)),
     "gptq-act-order": Layout({**_GPTQ, "desc_act": True}, lambda w: _gptq(w, in_order=False)),
@@ -230,7 +312,19 @@ LAYOUTS = {
         | {"version": "gemm", **_NOT},
         _awq,
     ),
-    "bnb-nf4": Layout({**_BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _nf4),
+    "bnb-nf4": Layout({**_BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _bnb4),
+    "bnb-nf4-nested": Layout(
+        {
+            **_BNB,
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+        lambda w: _bnb4(w, is_nested=True),
+    ),
+    "bnb-fp4": Layout(
+        {**_BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, lambda w: _bnb4(w, "fp4")
+    ),
     "bnb-int8": Layout({**_BNB, "load_in_8bit": True}, _bnb8),
 }
 

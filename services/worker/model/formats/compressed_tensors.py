@@ -88,7 +88,10 @@ def _scales(
 ) -> tuple[Tensor, int]:
     """(`[out, groups]`, inputs of a group)."""
     _, group_size = number_of_groups(shape[1], scheme.group_size)
-    scales = stored_scales(files, f"{module}.weight_scale", *_scale_shapes(shape, scheme))
+    name = f"{module}.weight_scale"
+    if files.has(inverse := f"{name}_inv"):  # transformers' name for the scale of a whole weight
+        name = inverse
+    scales = stored_scales(files, name, *_scale_shapes(shape, scheme))
     return _by_row(scales, shape[0]), group_size
 
 
