@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loraplex.adapter_format.quantisation import FIELD, Quantisation, read_quantisation
+from loraplex.adapter_format.quantisation import Quantisation, read_quantisation
 from loraplex.adapter_format.quantised_tensors import logical_tensors
 from loraplex.adapter_format.safetensors_header import (
     DTYPE_BYTES,
@@ -158,18 +158,16 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, object]:
 
 
 def quantisation_of(config: Mapping[str, object]) -> Quantisation | None:
-    """How linears are stored; None if they are plain or if their family reads them itself.
+    """How linears are stored; None if they are plain, as with gpt-oss's experts in MXFP4.
 
     Raises:
         Unsupported: naming what this build does not know.
     """
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    if config.get("model_type") != "gpt_oss":
-        return read_quantisation(config)
-    if quantised is not None and method != "mxfp4":
-        raise Unsupported.field(FIELD, method, "is not served for gpt_oss; only mxfp4 is")
-    return None
+    if config.get("model_type") == "gpt_oss" and method == "mxfp4":
+        return None
+    return read_quantisation(config)
 
 
 def _logical_tensors(path: Path, quantisation: Quantisation | None) -> dict[str, TensorInfo]:

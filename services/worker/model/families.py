@@ -104,10 +104,8 @@ def read_model_config(folder: Path) -> tuple[Family, ModelConfig]:
         known = ", ".join(sorted({*FAMILIES, *WRAPPERS} - _LIBRARY_WRAPPERS))
         description = f"is not served by this build; known: {known}"
         raise Unsupported.field(f"{field}model_type", model_type, description)
-    handled = {"model_type"}
-    if model_type != "gpt_oss":  # whose files are quantised in a way of their own
-        quantisation_of(raw)
-        handled.add("quantization_config")
+    quantisation_of(raw)
+    handled = {"model_type", "quantization_config"}
     reader = ModelConfigReader({k: v for k, v in raw.items() if k not in handled}, field)
     config = family.read_config(reader, eos_token_ids(folder))
     reader.finish()

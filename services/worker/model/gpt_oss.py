@@ -1,6 +1,7 @@
 """gpt-oss: attention sinks, a window on every other layer, experts with biases and clamped gates.
 
-Published weights of the experts are in MXFP4, and are widened when the base is loaded.
+Published weights of the experts are in MXFP4, and are widened when the base is loaded. Other
+formats hold the linears of attention only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from loraplex.errors import Unsupported
 from loraplex_services.worker.layers.moe import (
     Expert,
     ExpertMlps,
@@ -19,7 +21,7 @@ from loraplex_services.worker.layers.moe import (
 from loraplex_services.worker.model.build import Builder, inner_inputs
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import TensorWindow
+from loraplex_services.worker.model.load import TensorWindow, Weights
 from loraplex_services.worker.model.mxfp4 import take_mxfp4
 from loraplex_services.worker.model.plain import (
     FULL,
@@ -54,7 +56,6 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     """Translate config.json."""
     for key in REPEATED:
         reader.get(key)
-    _check_quantisation(reader)
     reader.expect("hidden_act", ("silu",), "silu")  # of the gate, which is clamped
     rope = rope_parameters(reader, ROPE)
     own = reader.without("rope_scaling").replaced("rope_parameters", rope)
@@ -81,12 +82,6 @@ def read_config(reader: ModelConfigReader, eos_token_ids: tuple[int, ...]) -> Mo
     )
 
 
-def _check_quantisation(reader: ModelConfigReader) -> None:
-    found = reader.get("quantization_config", {"quant_method": "mxfp4"})
-    if not isinstance(found, dict) or found.get("quant_method") != "mxfp4":
-        raise reader.refuse("quantization_config", found, "is not served; only mxfp4 is")
-
-
 def assemble(builder: Builder) -> Decoder:
     """The model with its weights."""
     return builder.build(_mlp)
@@ -104,6 +99,7 @@ def _mlp(builder: Builder, layer: int) -> SparseMlp:
 def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> ExpertMlps:
     """Two sites for each expert. Gate and up are interleaved in one projection."""
     num, hidden, width = moe.num_experts, builder.config.hidden_size, moe.intermediate_size
+    _check_stacked(builder.weights, f"{prefix}.gate_up_proj")
     take = builder.weights.take
     gate_up_bias = take(f"{prefix}.gate_up_proj_bias", (num, 2 * width))
     down_bias = take(f"{prefix}.down_proj_bias", (num, hidden))
@@ -135,6 +131,16 @@ def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> Exper
         )
     assert moe.swiglu is not None, "read_config sets it"
     return builder.operators.experts(weights, moe.num_active, moe.swiglu, experts)
+
+
+def _check_stacked(weights: Weights, name: str) -> None:
+    """Raises Unsupported for files that tools wrote which make a linear of each expert."""
+    if not weights.has(name) and not weights.has(f"{name}_blocks"):
+        why = (
+            "must hold all experts of a layer, plain or in MXFP4; serve a copy in which the "
+            "experts were not quantised"
+        )
+        raise Unsupported.field(name, "missing", why)
 
 
 def _stacked(builder: Builder, name: str, shape: tuple[int, int, int], cut: Cut) -> Tensor:

@@ -182,7 +182,9 @@ class Checkpoint:
         """
         self._check_present(name)
         if dtype is None and not self.is_float(name):
-            why = "holds codes, and config.json has no quantization_config that explains them"
+            why = (
+                "holds codes that quantization_config does not explain; serve a copy with it plain"
+            )
             raise InvalidRequest.field(name, "quantised", why)
         path, inner = self._file_of[name]
         file = self._files[path]

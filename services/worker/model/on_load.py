@@ -55,7 +55,10 @@ class QuantisedOnLoad:
         Raises Unsupported for the experts of files that store those of a layer as one tensor.
         """
         if ".experts." in name and len(shape) > 2:
-            why = f"is not served for files that hold all experts of a layer in one tensor ({name})"
+            why = (
+                f"is not served for files that hold all experts of a layer in one tensor ({name}); "
+                "leave it out"
+            )
             raise Unsupported.field("quantization", self._scheme, why)
         if ".experts." in name and name.endswith(".weight"):
             wide = SCHEMES[self._scheme](self._files.take(name, shape)).dequantised()

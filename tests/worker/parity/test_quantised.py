@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex.rewriting.into_base import merge_into_base
@@ -19,7 +20,13 @@ FEATURES = (
     "bias-all", "saved-tables", "saved-linears", "token-rows", "added-tokens-lora", "experts",
     "expert-linears", "delta-nets-dora",
 )  # fmt: skip
-SHORT = {("llama", "ct-int8"), ("qwen3", "gptq-act-order"), ("phi3", "gptq-act-order")}
+SHORT = {
+    ("llama", "ct-int8"),
+    ("llama", "fp8-tensor"),
+    ("qwen3", "gptq-act-order"),
+    ("phi3", "gptq-act-order"),
+    ("gpt-oss", "ct-int4-zeros"),
+}
 """Checked in every run; the others are long."""
 
 
@@ -31,7 +38,7 @@ FAMILIES = (
 
 
 def _params():
-    pairs = [(base, layout) for base in ("llama", "qwen3") for layout in LAYOUTS]
+    pairs = [(base, layout) for base in ("llama", "qwen3", "gpt-oss") for layout in LAYOUTS]
     pairs += [(base, layout) for base in FAMILIES for layout in ("gptq-act-order", "ct-fp8")]
     pairs.remove(("qwen3.5", "gptq-act-order"))  # PEFT itself is 2e-4 from its float64 there
     for base, layout in pairs:
@@ -65,6 +72,7 @@ RANKED = [
     ("qwen3", "gptq-act-order", 2),
     ("qwen3-moe", "ct-fp8", 2),
     ("qwen3.5", "ct-fp8", 2),
+    ("gpt-oss", "ct-int4-zeros", 2),
 ]
 OF_RANKS = (
     "rank-64-all-linear",
@@ -119,6 +127,20 @@ def test_a_plain_file_with_codes_is_refused_by_the_tensor(base, tmp_path):
     (tmp_path / "model.safetensors").symlink_to(base.folder / "model.safetensors")
     with pytest.raises(InvalidRequest, match="holds codes"):
         build_runner(tmp_path, device="cpu", arena_bytes=8 << 20)
+
+
+def test_experts_of_gpt_oss_as_linears_are_refused_by_the_missing_tensor(tmp_path):
+    base = quantised_base(make_base("gpt-oss", tmp_path / "plain"), "bnb-nf4", tmp_path / "base")
+    tensors = load_file(base.folder / "model.safetensors")
+    stacked = [name for name in tensors if ".experts." in name]
+    for name in stacked:
+        for number, expert in enumerate(tensors.pop(name)):
+            container, _, projection = name.rpartition(".")
+            tensors[f"{container}.{projection}s.{number}.weight"] = expert.contiguous()
+    save_file(tensors, base.folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Unsupported, match="serve a copy") as caught:
+        build_runner(base.folder, device="cpu", arena_bytes=8 << 20)
+    assert caught.value.violations[0].field == "model.layers.0.mlp.experts.gate_up_proj"
 
 
 @pytest.mark.parametrize(

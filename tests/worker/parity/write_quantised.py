@@ -44,7 +44,8 @@ families](parity-families.md).
 
 The tests compute the weights that codes represent with code of their own, and for MXFP4 and GGUF
 with transformers. A format that [bases](reference/bases.md#quantised-bases) does not list for a
-family is refused by name. gpt-oss is served in MXFP4 only.
+family is refused by name. In gpt-oss, MXFP4 holds the experts and the other formats hold the
+linears of attention: its experts are one tensor for each layer, which these formats do not define.
 
 The libraries that define the layouts read the same files: compressed-tensors 0.20, bitsandbytes
 0.50 and GPTQModel 7.7 (GPTQ, and AWQ through transformers). `python -m
@@ -64,11 +65,11 @@ tests.worker.parity.write_quantised` wrote this page on {today}, with torch {tor
 
 def bases(root: Path) -> Iterator[tuple[str, str, TinyBase, dict[str, str]]]:
     """(family, format, base, settings of the worker)."""
-    for name in ("llama", "qwen3"):
+    for name in ("llama", "qwen3", "gpt-oss"):
         plain = make_base(name, root / name)
         for layout in LAYOUTS:
             yield name, layout, quantised_base(plain, layout, root / f"{name}-{layout}"), {}
-        for scheme in ("int8", "int4", "fp8"):
+        for scheme in ("int8", "int4", "fp8") if name != "gpt-oss" else ():
             meant = quantised_on_load(plain, scheme)
             yield name, f"--quantization {scheme}", meant, {"quantization": scheme}
     for name in ("mixtral", "qwen3-moe"):
@@ -77,7 +78,7 @@ def bases(root: Path) -> Iterator[tuple[str, str, TinyBase, dict[str, str]]]:
             yield name, layout, quantised_base(plain, layout, root / f"{name}-{layout}"), {}
         meant = quantised_on_load(plain, "int8")
         yield name, "--quantization int8", meant, {"quantization": "int8"}
-    yield "gpt-oss", "MXFP4", mxfp4_base(root / "gpt-oss"), {}
+    yield "gpt-oss", "MXFP4", mxfp4_base(root / "gpt-oss-mxfp4"), {}
     for name in ("llama", "qwen2", "qwen3"):
         for mixture in GGUF:
             folder = root / f"{name}-{mixture}"
