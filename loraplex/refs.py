@@ -68,6 +68,11 @@ def parse_ref(text: str, default_tenant: str = DEFAULT_TENANT, *, field: str = "
     """
     path, at, digest = text.partition("@")
     if at:
+        before, colon, selector = path.partition(":")
+        if colon:
+            fixed = f"{before}@{digest}"
+            why = f"the digest already names a version; leave ':{selector}' out: try {fixed!r}"
+            raise InvalidRequest.field(field, text, why)
         tenant, name = parse_name(path, default_tenant, field=field)
         return Ref(tenant, name, digest=check_digest(digest, field=field, before=f"{path}@"))
     path, colon, selector = text.partition(":")
@@ -187,15 +192,17 @@ def why_missing(
     """Say which part of a reference does not exist, and which alternatives do.
 
     Args:
+        ref: the reference, its name as the text is to show it.
         versions: those of the adapter that are not deleted; empty = there is no such adapter.
         tags: its tags.
         names: other adapters that the caller may see.
     """
     name = f"{ref.tenant}/{ref.name}"
     if not versions:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-        hint = f"; did you mean {near[0]}?" if near else "; see `registry list` or /v1/models"
-        return f"there is no adapter {name}{hint}"
+        others = {other.lower(): other for other in names}
+        near = difflib.get_close_matches(name.lower(), others, n=1, cutoff=0.8)
+        hint = f"did you mean {others[near[0]]}?" if near else "see `registry list` or /v1/models"
+        return f"there is no adapter {name}; {hint}"
     numbers = ", ".join(f"v{number}" for number in sorted(versions)[-_MAX_SHOWN:])
     more = "..., " if len(versions) > _MAX_SHOWN else ""
     if ref.digest is not None:

@@ -36,7 +36,8 @@ async def _fetch(args: argparse.Namespace) -> None:
         for ref in args.refs:
             fetched = await client.fetch(ref, args.workers)
             named = parse_ref(fetched.ref)
-            known = {"tenant": named.tenant, "name": named.name, "version": named.version}
+            name = fetched.ref.removeprefix(f"{named.tenant}/").partition(":")[0]
+            known = {"tenant": named.tenant, "name": name, "version": named.version}
             workers = ", ".join(fetched.worker_ids)
             text = f"{fetched.ref} {fetched.digest[:19]} on {workers} ({fetched.took_s:.2f} s)"
             show(known | dataclasses.asdict(fetched), text, as_json=args.json)

@@ -92,6 +92,28 @@ def test_an_error_says_what_is_missing_and_what_exists(published: Any) -> None:
     assert "no version of default/day-a has this digest" in message(f"day-a@sha256:{'0' * 64}")
 
 
+def test_a_name_is_shown_as_it_was_first_published(registry: Any) -> None:
+    registry.json("upload", str(MASK), "--name", "Night-Shift", "--tag", "prod")
+    calls = (
+        ("tag", "night-shift:v1", "prod"),
+        ("tag", "NIGHT-SHIFT:v1", "canary"),
+        ("split", "night-shift", "canary", "v1=1"),
+        ("tag", "night-shift", "canary", "--delete"),
+        ("rollback", "night-shift", "canary"),
+    )
+    assert [registry.json(*call)["name"] for call in calls] == ["Night-Shift"] * len(calls)
+    for ref, why in (
+        (
+            "night-shift:v7",
+            "no adapter 'default/Night-Shift:v7': default/Night-Shift has no version",
+        ),
+        ("night-shift:x", "no adapter 'default/Night-Shift:x': default/Night-Shift has no tag x"),
+        ("night-shif", "there is no adapter default/night-shif; did you mean default/Night-Shift?"),
+    ):
+        code, error = registry.error("show", ref)
+        assert code == 7 and why in error["message"]
+
+
 def test_adapters_are_deleted_by_pattern_and_label(published: Any) -> None:
     selected = ("delete", "day-*", "--all", "--label", "kind=x")
     shown = published.lines(*selected, "--dry-run")

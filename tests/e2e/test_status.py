@@ -38,6 +38,17 @@ def test_top_without_a_terminal_does_not_clear_it(stack: Stack) -> None:
     assert "WORKER" in done.stdout
 
 
+def test_fetch_shows_a_name_as_it_was_first_published(stack: Stack) -> None:
+    done = stack.run_registry("upload", str(ADAPTERS[1]), "--name", "Fetched-First", "--json")
+    assert done.returncode == 0, done.stderr
+    try:
+        fetched = _loraplex(stack, "fetch", "fetched-first", "--json")
+        assert fetched.returncode == 0, fetched.stderr
+        assert json.loads(fetched.stdout)["name"] == "Fetched-First"
+    finally:
+        stack.run_registry("delete", "fetched-first", "--all")
+
+
 def test_fetch_tells_what_is_loaded_and_where(stack: Stack) -> None:
     name = ADAPTERS[1].name
     done = _loraplex(stack, "fetch", name, "--json")

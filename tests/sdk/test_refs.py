@@ -137,6 +137,12 @@ def test_upper_case_digest_is_refused_with_its_lower_case() -> None:
         parse_ref("upper@" + DIGEST.upper())
 
 
+@pytest.mark.parametrize("selector", ["latest", "v1", "Prod"])
+def test_a_digest_after_a_tag_is_refused_with_the_digest_alone(selector: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"try 'a/Upper@{DIGEST}'"):
+        parse_ref(f"a/Upper:{selector}@{DIGEST}")
+
+
 def test_tag_may_not_look_like_a_version() -> None:
     with pytest.raises(InvalidRequest, match="always means a version"):
         check_tag("v3")

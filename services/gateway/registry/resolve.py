@@ -133,14 +133,17 @@ class Resolver:
             # another tenant has a private adapter of this name.
             version = await self._ask(ref, split_key)
         if version is None or not version.visible_to(tenant):
-            raise AdapterNotFound(str(ref), self._why_missing(ref, tenant))
+            raise self._missing(ref, tenant)
         return version
 
-    def _why_missing(self, ref: Ref, tenant: str) -> str:
+    def _missing(self, ref: Ref, tenant: str) -> AdapterNotFound:
         listing = self.snapshot.listing(ref.tenant, ref.name, tenant)
-        versions = [version.number for version in listing.versions] if listing else []
-        tags = [tag.tag for tag in listing.tags] if listing else []
-        return why_missing(ref, versions, tags)
+        if listing is None:
+            return AdapterNotFound(str(ref), why_missing(ref, (), ()))
+        shown = replace(ref, name=listing.name)
+        versions = [version.number for version in listing.versions]
+        tags = [tag.tag for tag in listing.tags]
+        return AdapterNotFound(str(shown), why_missing(shown, versions, tags))
 
     async def _ask(self, ref: Ref, split_key: str) -> Version | None:
         """Ask the registry and remember its answer. Mutates: catalog."""

@@ -94,11 +94,24 @@ class Lookup:
         found = await self.everything(ref.tenant, ref.name)
         query = Query(tenant=access.tenant, name_prefix=ref.name[:2])
         others, _ = await self.page(query, access, _MAX_NAMES, Cursor())
-        names = {scope_of(each.version.tenant, each.version.name) for each in others}
+        names = {scope_of(each.version.tenant, each.version.shown_name) for each in others}
         is_visible = access.may_see(ref.tenant, found.adapter)
-        versions = [each.version for each in found.versions if not each.deleted and is_visible]
+        alive = [each for each in found.versions if not each.deleted and is_visible]
+        shown = dataclasses.replace(ref, name=alive[0].shown_name) if alive else ref
+        versions = [each.version for each in alive]
         tags = [tag.tag for tag in found.tags if tag.targets]
-        return AdapterNotFound(str(ref), why_missing(ref, versions, tags, names))
+        return AdapterNotFound(str(shown), why_missing(shown, versions, tags, names))
+
+    async def shown_name(self, tag: TagRecord) -> str:
+        """The name of a tag's adapter as it was first published, or in lower case while the index
+        is unavailable: it is asked after the tag has moved, and must not fail that move."""
+        every = (tag.pending, *(move.targets for move in reversed(tag.moves)))
+        number = next((target.version for targets in every for target in targets), 0)
+        try:
+            found = await self._catalog.find(scope_of(tag.tenant, tag.name), "version", str(number))
+        except CatalogDown:
+            return tag.name
+        return found.versions[0].shown_name if found.versions else tag.name
 
     async def everything(self, tenant: str, name: str) -> Found:
         """All versions, tombstones included, and tags of one adapter."""

@@ -90,7 +90,9 @@ class RegistryService(PublishService):
                 )
             else:
                 record = await tags.set(address, targets, expect, access.actor, reason)
-        return pb.SetTagResponse(tag=convert.tag_to_proto(record))
+        tag = convert.tag_to_proto(record)
+        tag.name = await self._registry.lookup.shown_name(record)
+        return pb.SetTagResponse(tag=tag)
 
     async def ListTagHistory(
         self, request: pb.ListTagHistoryRequest, context: Any

@@ -138,6 +138,13 @@ async def test_an_adapter_of_another_geometry_is_not_served_by_a_base_of_the_sam
     assert [type(model) for model in made.models("default")] == [ServedModel]
 
 
+async def test_what_is_missing_is_named_as_it_was_first_published(resolver: Resolver) -> None:
+    resolver.snapshot.put_version(replace(_version(1), name="Mixed"))
+    why = "no adapter 'default/Mixed:v7': default/Mixed has no version v7"
+    with pytest.raises(AdapterNotFound, match=why):
+        await _label(resolver, "mixed:v7")
+
+
 async def test_deleted_version_is_gone(resolver: Resolver) -> None:
     resolver.snapshot.put_version(_version(1, deleted=True))
     with pytest.raises(AdapterNotFound):
