@@ -30,18 +30,26 @@ from tests.e2e.stack import ADAPTERS, BASE, DEMO, Stack, start
 pytestmark = pytest.mark.long
 
 
+def python_with(name: str) -> str:
+    """The Python of the environment that has a client; "" = there is none."""
+    return os.environ.get(f"{name.upper()}_PYTHON", "")
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    why = f"{name.upper()}_PYTHON names no Python that has {name}"
+    return pytest.mark.skipif(not python_with(name), reason=why)
+
+
 def run(name: str, *args: str) -> dict[str, Any]:
     """What a client's script prints last."""
-    variable = f"{name.upper()}_PYTHON"
-    if not (python := os.environ.get(variable, "")):
-        pytest.skip(f"{variable} names no Python that has {name}")
-    command = [python, str(Path(__file__).parent / f"{name}_client.py"), *args]
+    command = [python_with(name), str(Path(__file__).parent / f"{name}_client.py"), *args]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=DEMO)
     assert ran.returncode == 0, ran.stderr
     done: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return done
 
 
+@needs("skyrl")
 def test_skyrl_updates_and_rolls_out(stack: Stack) -> None:
     """The fixture's stack publishes folders below a copy of the demo's adapters."""
     done = run("skyrl", stack.http, "upper", "reverse")
@@ -63,6 +71,7 @@ def own_stack(tmp_path: Path) -> Iterator[Stack]:
         assert running.stop() == 0
 
 
+@needs("trl")
 def test_trl_generates_scores_and_publishes_adapters(own_stack: Stack, tmp_path: Path) -> None:
     done = run("trl", own_stack.http, str(BASE), str(tmp_path))
     generated, published = done["generate"], done["publish"]
@@ -75,6 +84,7 @@ def test_trl_generates_scores_and_publishes_adapters(own_stack: Stack, tmp_path:
     assert names >= {"trl-policy-v2", "trl-policy-v3"}
 
 
+@needs("verifiers")
 def test_the_client_of_prime_rl_samples(stack: Stack) -> None:
     done = run("verifiers", stack.http, str(BASE))
     assert done["content"] == "QOHA 688"

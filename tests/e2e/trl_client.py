@@ -53,13 +53,13 @@ def generate(url: str) -> dict[str, Any]:
 def publish(url: str, base: str, folder: Path) -> dict[str, Any]:
     """What the asynchronous trainer does at the start and after each step. The trainer itself
     needs CUDA."""
+    args = AsyncGRPOConfig(output_dir=str(folder), use_cpu=True, report_to="none")
+    accelerator = Accelerator(cpu=True)  # the client logs through it
     client = AsyncClient(url, server_timeout=30)
     client.wait_for_server_ready()
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    args = AsyncGRPOConfig(output_dir=str(folder), use_cpu=True, report_to="none")
     sends_adapters = select_adapter_sync(client.get_server_info(), model, args)
-    accelerator = Accelerator(cpu=True)
     for version in range(1, NUM_UPDATES + 1):
         name = f"trl-policy-v{version}"
         client.pause()

@@ -159,8 +159,8 @@ class Drafts:
         return (self._time(2 * num_rows) - time + proposing) / time
 
     def _time(self, num_rows: int) -> float:
-        """That of a step, in rows of which every weight has been read. If each token chooses its
-        experts at random, a share `1 - (1 - active) ** n` of them is read."""
+        """The time of a step, in units of what one more token takes once all weights are read. If
+        tokens choose their experts independently, `1 - (1 - active) ** n` of them are read."""
         share, active = self._limits.expert_share, self._limits.active_experts
         num_read = (1 - (1 - active) ** num_rows) / active
         return FIXED_ROWS * (1 - share + share * num_read) + num_rows
