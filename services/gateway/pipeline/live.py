@@ -196,7 +196,7 @@ class LiveRequests:
                 digests = [adapter.digest for adapter in target.adapters]
                 loads = [self._load(address, d) for address in addresses for d in digests]
                 await asyncio.gather(*loads)
-                live.prepared.note_labels(target)
+                live.prepared.note_labels(target, live.steering.used)
                 live.steering.switch(adapter_set(target))
         except LoraplexError as error:
             logger.warning("a request keeps its version", extra={"reason": error.reason})

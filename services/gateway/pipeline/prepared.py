@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.api.output import ServedBy, Usage
@@ -22,6 +22,8 @@ from loraplex_services.gateway.request import (
 )
 from loraplex_services.gateway.text.chat_style import ChatStyle
 from loraplex_services.gateway.text.detokenize import TokenBytes, decode_all
+
+_MAX_UNUSED_LABELS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class PreparedRequest:
     usage: Usage = field(default_factory=Usage)
     """Counts grow while the request runs."""
     labels: dict[str, str] = field(default_factory=dict)
-    """tenant/name:vN by digest of the adapters that it has run with; grows if it follows a tag."""
+    """tenant/name:vN by digest of the adapters that it began or has run with. If it follows a tag,
+    there may be `_MAX_UNUSED_LABELS` others."""
     span: Span = field(default_factory=Span)
 
     @property
@@ -54,9 +57,18 @@ class PreparedRequest:
         """The adapters with which the request begins."""
         return adapter_set(self.target)
 
-    def note_labels(self, target: Target) -> None:
-        """Remember the names of adapters. Mutates: labels."""
+    def note_labels(self, target: Target, used: Collection[str]) -> None:
+        """Remember the names of adapters, and forget those from which no tokens came or can come.
+        Mutates: labels.
+
+        Args:
+            used: digests of the adapters that have computed tokens, or may still do so.
+        """
         self.labels.update((adapter.digest, adapter.label) for adapter in target.adapters)
+        if len(self.labels) > len(used) + _MAX_UNUSED_LABELS:
+            needed = {*self.adapter_set.digests, *adapter_set(target).digests, *used}
+            for digest in self.labels.keys() - needed:
+                del self.labels[digest]
 
     def can_follow(self, target: Target) -> bool:
         """Whether the request may continue with a target: its tokens mean the same there."""

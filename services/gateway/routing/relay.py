@@ -112,7 +112,8 @@ class RelayedJob:
         if self._steering.keeps_prefix and len(self._kept) < _MAX_KEPT:
             # The KV of the last token was not computed yet.
             num_tokens = len(request.prompt_ids) + len(self._emitted) - 1
-            self._kept.append(KeptPrefix(request.adapters, num_tokens))
+            if not self._kept or self._kept[-1].num_tokens < num_tokens:
+                self._kept.append(KeptPrefix(request.adapters, num_tokens))
         else:
             self._kept.clear()
         request = replace(request, adapters=adapters, kept=tuple(self._kept))
@@ -131,10 +132,11 @@ class RelayedJob:
             stream.cancel()
 
         try:
-            with self._steering.attempt(view.address, adapters, end):
+            with self._steering.attempt(view.address, adapters, end) as attempt:
                 while True:
                     tokens = self._new_part(await stream.next())
                     if tokens is not None:
+                        attempt.has_tokens = True
                         yield tokens
         finally:
             timer.cancel()

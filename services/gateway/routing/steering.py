@@ -9,8 +9,10 @@ failed worker, so each attempt has one set of adapters, and each token is known 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from loraplex.api.request import AdapterSet
 from loraplex.errors import DeadlineExceeded, LoraplexError
@@ -21,6 +23,14 @@ class Interrupted(LoraplexError):
     """An attempt was ended on purpose. This exception never leaves the gateway."""
 
     reason = "INTERRUPTED"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A choice of a request at a worker."""
+
+    has_tokens: bool = False
+    """Whether tokens of it were taken."""
 
 
 class Steering:
@@ -35,6 +45,9 @@ class Steering:
         self._may_run.set()
         self._attempts: dict[Callable[[LoraplexError], None], str] = {}
         """Functions that end an attempt, with the address of its worker."""
+        self.used: Counter[str] = Counter()
+        """Digests of adapters that have computed tokens, or may still do so in an attempt. No
+        zeros."""
 
     @property
     def addresses(self) -> set[str]:
@@ -44,7 +57,7 @@ class Steering:
     @contextmanager
     def attempt(
         self, address: str, adapters: AdapterSet, end: Callable[[LoraplexError], None]
-    ) -> Iterator[None]:
+    ) -> Iterator[Attempt]:
         """An attempt on a worker; `end` ends it there at once, whenever its reader hears of it.
 
         Raises: Interrupted if that is not what is wanted any more.
@@ -52,10 +65,21 @@ class Steering:
         if self.is_aborted or not self._may_run.is_set() or adapters != self.adapters:
             raise Interrupted("interrupted")
         self._attempts[end] = address
+        attempt = Attempt()
+        self.used.update(adapters.digests)
         try:
-            yield
+            yield attempt
         finally:
             self._attempts.pop(end, None)
+            if not attempt.has_tokens:
+                self._give_back(adapters)
+
+    def _give_back(self, adapters: AdapterSet) -> None:
+        """Undo the count of an attempt that gave no tokens."""
+        for digest in adapters.digests:
+            self.used[digest] -= 1
+            if not self.used[digest]:
+                del self.used[digest]
 
     def switch(self, adapters: AdapterSet) -> None:
         """Continue with other adapters."""

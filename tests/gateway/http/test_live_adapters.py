@@ -126,6 +126,31 @@ async def test_a_request_that_follows_its_tag_switches_once_the_version_is_loade
     ]
 
 
+@pytest.mark.hostile
+async def test_a_request_remembers_no_versions_that_gave_it_no_tokens(live: Stack) -> None:
+    worker = live.workers[0]
+    worker.stands_at = 20
+    running = _start(live, on_update="follow_keep_prefix", n=2)
+    await eventually(lambda: worker.num_tokens_sent == 2 * 20)
+    [followed] = live.running._live.all()
+    num_labels = []
+    for version in range(2, 80):
+        num_requests = len(worker.requests)
+        live.registry.put("policy", version)
+        await eventually(lambda before=num_requests: len(worker.requests) == before + 2)
+        num_labels.append(len(followed.prepared.labels))
+    assert 30 < max(num_labels) < 40
+    assert [part.adapters[0].digest for part in worker.requests[-1].kept] == [
+        digest_of("policy", 1)
+    ]
+    worker.stands_at = 40
+    await eventually(lambda: worker.num_tokens_sent == 2 * 40)
+    await _update(live, 80)
+    for choice in (await running).json()["choices"]:
+        assert _check_labels(choice) == [1, 79, 80]
+        assert len(choice["token_ids"]) == NUM_TOKENS
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 async def test_answers_of_the_other_apis_follow_and_name_their_weights_too(
     live: Stack, path: str
