@@ -91,6 +91,9 @@ def mxfp4_base(folder: Path) -> TinyBase:
     """The base in these files, with the model that transformers dequantises them to."""
     folder.mkdir(parents=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        write_published(folder), dtype=torch.bfloat16, attn_implementation="eager"
+        write_published(folder),
+        dtype=torch.bfloat16,
+        attn_implementation="eager",
+        experts_implementation="eager",  # as in `make_base`
     )
     return TinyBase("gpt-oss-mxfp4", folder, model.float().eval().requires_grad_(False))

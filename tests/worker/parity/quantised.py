@@ -347,7 +347,10 @@ def quantised_base(base: TinyBase, layout_name: str, folder: Path) -> TinyBase:
     _write(folder, coded, {**config, "quantization_config": layout.config})
     _write(folder / "meaning", plain, config)
     model = type(base.model).from_pretrained(
-        folder / "meaning", dtype=torch.float32, attn_implementation="eager"
+        folder / "meaning",
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",  # as in `make_base`
     )
     return TinyBase(f"{base.name}-{layout_name}", folder, model.eval().requires_grad_(False))
 

@@ -53,6 +53,8 @@ tests.worker.parity.read_quantised` compares the logits of Llama and Qwen 3, at 
 groups, with those of the weights that the codes mean. They are equal, except for 1e-06 of the
 largest logit with bitsandbytes' int8, and up to 4e-03 with GPTQ and AWQ, whose weights GPTQModel
 keeps in float16.
+They have not read ct-int4-zeros, ct-int8-packed, ct-int8-packed-zeros, ct-fp8-tensor,
+ct-fp8-blocks, fp8-tensor, bnb-nf4-nested, bnb-fp4 and the files of gpt-oss.
 
 `python -m
 tests.worker.parity.write_quantised` wrote this page on {today}, with torch {torch}, transformers
