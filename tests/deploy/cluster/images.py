@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +52,9 @@ STAND_INS = {
         9000,
     ),
 }
+PROGRAMS = {"haproxy": "/usr/sbin/haproxy"}
+"""Images of others that consist of one program, which this machine has too. It runs as the manifest
+says."""
 
 
 class Images:
@@ -56,6 +63,7 @@ class Images:
     def __init__(self) -> None:
         self._images: dict[str, Image] = {}
         self._containers: list[str] = []
+        self._folders: list[Path] = []
 
     def get(self, tag: str) -> Image:
         """Raises RuntimeError for an image that was not built."""
@@ -63,8 +71,20 @@ class Images:
         if name in STAND_INS:
             return STAND_INS[name]
         if tag not in self._images:
-            self._images[tag] = self._mount(f"localhost/{tag}")
+            program = PROGRAMS.get(name)
+            image = self._copied(program) if program else self._mount(f"localhost/{tag}")
+            self._images[tag] = image
         return self._images[tag]
+
+    def _copied(self, program: str) -> Image:
+        """A root with a program of this machine and its libraries."""
+        root = Path(tempfile.mkdtemp())
+        root.chmod(0o755)
+        self._folders.append(root)
+        for path in (program, *re.findall(r"(/\S+) \(0x", run("ldd", program))):
+            (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, root / path[1:])
+        return Image(root, {"PATH": os.environ["PATH"]}, (program,))
 
     def _mount(self, tag: str) -> Image:
         described = json.loads(run("buildah", "inspect", "--type", "image", tag))
@@ -79,3 +99,5 @@ class Images:
         """Drop the working containers."""
         for container in self._containers:
             subprocess.run(["buildah", "rm", container], check=False, capture_output=True)
+        for folder in self._folders:
+            shutil.rmtree(folder)

@@ -135,6 +135,9 @@ class Pod:
                 path.write_text(values[item["key"]])
                 os.chown(path, 0, group)
                 path.chmod(source.get("defaultMode", 0o644))
+        elif "configMap" in volume:
+            for name, text in self._settings.config_maps[volume["configMap"]["name"]].items():
+                (folder / name).write_text(text)
         else:
             assert set(volume) <= {"name", "emptyDir", "persistentVolumeClaim"}, volume
             os.chown(folder, 0, group)

@@ -88,11 +88,11 @@ def published(cluster: Cluster, admin_key: str) -> list[str]:
 class Load:
     """Clients that ask the bundled adapters without a pause and check every answer."""
 
-    def __init__(self, cluster: Cluster, key: str, adapters: list[str]) -> None:
+    def __init__(self, target: str, credentials: Credentials, adapters: list[str]) -> None:
         self.num_right = 0
         self.faults: list[str] = []
-        self._target = f"{cluster.address('gateway')}:50051"
-        self._key = key
+        self._target = target
+        self._credentials = credentials
         self._questions = questions(adapters)
         self._ends = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -106,7 +106,7 @@ class Load:
         self._thread.join()
 
     async def _run(self) -> None:
-        async with InferenceClient(self._target, Credentials(self._key)) as client:
+        async with InferenceClient(self._target, self._credentials) as client:
             parts = [self._questions[i::NUM_ASKING] for i in range(NUM_ASKING)]
             await asyncio.gather(*(self._ask_all(client, part) for part in parts))
 
@@ -130,7 +130,8 @@ class Load:
 
 @pytest.fixture
 def load(cluster: Cluster, admin_key: str, published: list[str]) -> Iterator[Load]:
-    with Load(cluster, admin_key, published) as asking:
+    target = f"{cluster.address('gateway')}:50051"
+    with Load(target, Credentials(admin_key), published) as asking:
         cluster.wait(lambda: asking.num_right >= 20 or asking.faults, 60)
         yield asking
         asked = asking.num_right
