@@ -1,8 +1,9 @@
 """A second CUDA stream, on which shrink runs concurrently with the base product.
 
 It forks off the step's stream and joins it again; in a capture, these become edges of the graph.
-Nothing is allocated on the second stream: x and the intermediates belong to the step's stream,
-which waits before it uses them again.
+Each fork waits for everything that the step's stream was given before, and the step's stream waits
+at the join before it uses the results. The workspace of intermediates is allocated at its first
+use, which may be in a fork, and lives as long as the work of its step.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ class StepWork:
         self._num_intermediate = tables.max_parts * self.max_groups * 2 * group_numbers
 
     def intermediate(self, dtype: torch.dtype) -> Tensor:
-        """The product of A and the rows, for a B of `dtype`."""
+        """The product of A and the rows, for a B of `dtype`. Allocated at its first use, on the
+        stream that is current then, which may be the side stream (see `side_stream.py`)."""
         if dtype not in self.intermediates:
             self.intermediates[dtype] = torch.empty(
                 self._num_intermediate, dtype=dtype, device=self.tables.arena.device
