@@ -187,6 +187,8 @@ class ServedModel:
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of generation_config.json, by our field names."""
     created_unix_s: int = 0
+    num_more_ids: int = 0
+    """Tokens that adapters may add to the vocabulary, at most."""
 
     def under(self, adapters: Sequence[RunningAdapter]) -> ServedModel:
         """The base as far as token ids and lengths go: adapters may add tokens, and only the
@@ -197,8 +199,14 @@ class ServedModel:
         scaling = adapters[0].rope_scaling if len(adapters) == 1 else None
         if scaling is not None and not self.caps_context:
             context = scaling.context_tokens(context)
-        vocab_size = self.vocab_size + MAX_ADDED_TOKENS
-        return replace(self, vocab_size=vocab_size, max_model_len=context)
+        return replace(self, num_more_ids=MAX_ADDED_TOKENS, max_model_len=context)
+
+    def refusal_of(self, token_id: int) -> str:
+        """Why an id is no token of this model; "" if it may be one."""
+        if 0 <= token_id < self.vocab_size + self.num_more_ids:
+            return ""
+        more = f", and adapters add at most {self.num_more_ids}" if self.num_more_ids else ""
+        return f"is outside 0..{self.vocab_size - 1}{more}"
 
 
 _BEGINNING = 4096

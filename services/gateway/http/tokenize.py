@@ -128,7 +128,7 @@ class TokenizeEndpoints:
                 "tokens", len(ids), f"at most {served.model.max_model_len} tokens, the context"
             )
         try:
-            check_ids(ids, served.model.vocab_size)
+            check_ids(ids, served.model)
         except LoraplexError as error:
             raise with_names(error, {"prompt": "tokens"}) from None
         tokens = served.tokenizer.tokens

@@ -153,7 +153,6 @@ def _sampling(
     bad_words: Sequence[tuple[int, ...]],
 ) -> SamplingParams:
     defaults = base.default_sampling
-    vocab_size = base.vocab_size
     prompt_logprobs = asked.prompt_logprobs
     if asked.echo and asked.logprobs is not None and prompt_logprobs is None:
         prompt_logprobs = asked.logprobs
@@ -162,15 +161,15 @@ def _sampling(
         seed=_seed(asked.seed, draw_seed),
         min_tokens=_integer("min_tokens", asked.min_tokens, 0, 0, _INT32_MAX),
         top_k=_top_k(asked.top_k, defaults),
-        stop_token_ids=_ids("stop_token_ids", asked.stop_token_ids, vocab_size),
+        stop_token_ids=_ids("stop_token_ids", asked.stop_token_ids, base),
         ignore_eos=asked.ignore_eos,
-        logit_bias=_logit_bias(asked.logit_bias, vocab_size),
+        logit_bias=_logit_bias(asked.logit_bias, base),
         logprobs=_logprobs("logprobs", asked.logprobs),
-        logprob_token_ids=_logprob_token_ids(asked, vocab_size),
+        logprob_token_ids=_logprob_token_ids(asked, base),
         prompt_logprobs=_logprobs("prompt_logprobs", prompt_logprobs),
-        allowed_token_ids=_ids("allowed_token_ids", asked.allowed_token_ids, vocab_size),
+        allowed_token_ids=_ids("allowed_token_ids", asked.allowed_token_ids, base),
         bad_token_ids=(
-            *_ids("bad_token_ids", asked.bad_token_ids, vocab_size),
+            *_ids("bad_token_ids", asked.bad_token_ids, base),
             *(word[0] for word in bad_words if len(word) == 1),
         ),
         bad_sequences=tuple(word for word in bad_words if len(word) > 1),
@@ -249,9 +248,9 @@ def _logprobs(field: str, value: int | None) -> int | None:
     return None if value is None else _integer(field, value, 0, 0, MAX_LOGPROBS)
 
 
-def _logprob_token_ids(asked: Sampling, vocab_size: int) -> tuple[int, ...]:
+def _logprob_token_ids(asked: Sampling, base: ServedModel) -> tuple[int, ...]:
     field = "logprob_token_ids"
-    token_ids = _ids(field, asked.logprob_token_ids, vocab_size)
+    token_ids = _ids(field, asked.logprob_token_ids, base)
     if token_ids and asked.logprobs is None:
         raise InvalidRequest.field(field, len(token_ids), "needs logprobs")
     if len(token_ids) > MAX_LOGPROBS:
@@ -259,14 +258,14 @@ def _logprob_token_ids(asked: Sampling, vocab_size: int) -> tuple[int, ...]:
     return token_ids
 
 
-def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    _ids("logit_bias", biases, vocab_size)
+def _logit_bias(biases: Mapping[int, float], base: ServedModel) -> tuple[tuple[int, float], ...]:
+    _ids("logit_bias", biases, base)
     for bias in biases.values():
         _within(_BIASES, "logit_bias", bias)
     return tuple(biases.items())
 
 
-def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+def _ids(field: str, ids: Iterable[int], base: ServedModel) -> tuple[int, ...]:
     """Each id once, in the order of the request: workers look at all of them in every step."""
     checked = tuple(dict.fromkeys(ids))
     if len(checked) > MAX_TOKEN_IDS_PER_FIELD:
@@ -274,10 +273,8 @@ def _ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
             field, len(checked), f"at most {MAX_TOKEN_IDS_PER_FIELD} token ids"
         )
     for token_id in checked:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest.field(
-                field, token_id, f"token id {token_id} is outside 0..{vocab_size - 1}"
-            )
+        if why := base.refusal_of(token_id):
+            raise InvalidRequest.field(field, token_id, f"token id {token_id} {why}")
     return checked
 
 

@@ -98,7 +98,7 @@ class BaseTokenizer:
         """
         match prompt:
             case TokenPrompt(ids):
-                return check_ids(_truncated(ids, truncation), base.vocab_size)
+                return check_ids(_truncated(ids, truncation), base)
             case TextPrompt(text, add_special, pair):
                 field = "prompt"
                 check_length(text + pair, base, field)
@@ -211,7 +211,7 @@ class IdsOnly:
     ) -> tuple[int, ...]:
         """Token ids of a token prompt. Raises: InvalidRequest for any other form."""
         if isinstance(prompt, TokenPrompt):
-            return check_ids(_truncated(prompt.ids, truncation), base.vocab_size)
+            return check_ids(_truncated(prompt.ids, truncation), base)
         raise InvalidRequest.field(
             "prompt", "", "this base has no tokenizer.json; send the prompt as token ids"
         )
@@ -249,15 +249,13 @@ def check_length(text: str, base: ServedModel, field: str) -> None:
         )
 
 
-def check_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+def check_ids(ids: tuple[int, ...], base: ServedModel) -> tuple[int, ...]:
     """Returns the ids. Raises: InvalidRequest if there are none or one is out of range."""
     if not ids:
         raise InvalidRequest.field("prompt", "", "the prompt is empty; send at least one token")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        index = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
-        raise InvalidRequest.field(
-            "prompt", "", f"token id at index {index} is outside 0..{vocab_size - 1}"
-        )
+    if base.refusal_of(min(ids)) or base.refusal_of(max(ids)):
+        index, why = next((i, why) for i, id_ in enumerate(ids) if (why := base.refusal_of(id_)))
+        raise InvalidRequest.field("prompt", "", f"token id at index {index} {why}")
     return ids
 
 

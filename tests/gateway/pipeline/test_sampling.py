@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.pipeline.sampling import ResolvedSampling, resolve
 from loraplex_services.gateway.request import ServedModel
+from loraplex_services.gateway.text.tokenizer import check_ids
 from loraplex_services.gateway.workers.convert import default_sampling
 
 BASE = ServedModel("base", vocab_size=100, max_model_len=64)
@@ -110,6 +112,16 @@ def test_value_out_of_range_is_named(fields: dict[str, object], field: str) -> N
     with pytest.raises(InvalidRequest) as caught:
         _resolve(**fields)
     assert [violation.field for violation in caught.value.violations] == [field]
+
+
+@pytest.mark.parametrize("token_id", [-1, 110])
+def test_token_id_under_an_adapter_is_refused_with_the_bases_range(token_id: int) -> None:
+    base = replace(BASE, num_more_ids=10)
+    assert _resolve(base=base, allowed_token_ids=(109,)).sampling.allowed_token_ids == (109,)
+    with pytest.raises(InvalidRequest, match=r"outside 0\.\.99, and adapters add at most 10"):
+        _resolve(base=base, allowed_token_ids=(token_id,))
+    with pytest.raises(InvalidRequest, match=r"index 1 is outside 0\.\.99, and adapters add at"):
+        check_ids((5, token_id), base)
 
 
 @pytest.mark.parametrize(
