@@ -9,6 +9,7 @@ that the hub lists for it.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from loraplex.sources.selection import needing, select
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _CHUNK_BYTES = 1 << 20
+WRONG_ANSWERS = (json.JSONDecodeError, UnicodeError, AttributeError, LookupError, TypeError)
+"""What the hub's client raises for an answer that is no JSON, or not of the hub's form."""
 
 
 def fetch_from_hub(
@@ -107,6 +110,6 @@ def _typed_errors(address: str) -> Iterator[None]:
         raise InvalidRequest.field(
             "DIR", source, "is not a valid name of a hub repository"
         ) from error
-    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
+    except (errors.HTTPError, OSError, *WRONG_ANSWERS) as error:  # type: ignore[attr-defined]
         problem = f"cannot be reached, or gave an unexpected answer: {error}"
         raise Unavailable(f"{source}: the hub {problem}") from error

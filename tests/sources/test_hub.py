@@ -47,6 +47,15 @@ def fetch(endpoint: str, source: str, folder: Path, *flags: str, token: str = ""
     return done.stdout
 
 
+@pytest.mark.parametrize("answer", [b"{", b"[]", b"null", b'{"sha": 1}', b"\xff"])
+def test_an_answer_that_is_none_of_the_hubs_is_said_to_be_unexpected(
+    tmp_path: Path, answer: bytes
+) -> None:
+    with served(lambda *_: (200, {"Content-Type": "application/json"}, answer)) as address:
+        out = fetch(f"http://{address}", "hf://acme/lora", tmp_path / "out")
+    assert out.startswith("Unavailable hf://acme/lora: the hub cannot be reached, or gave an unex")
+
+
 @pytest.mark.parametrize(
     "source", ["hf://acme/lora", "hf://acme/lora@v1", f"hf://acme/lora@{COMMIT}"]
 )

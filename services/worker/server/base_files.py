@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest, Unavailable, Unsupported
+from loraplex.sources.hub import WRONG_ANSWERS
 from loraplex_services.common.chat_template import chat_format, template_environment
 from loraplex_services.common.objects.store import ObjectStore, read_chunks
 
@@ -201,6 +202,8 @@ def _download(model: str) -> Path:
         raise Unavailable(
             f"model {model!r} is not cached, and the hub cannot be reached"
         ) from error
+    except WRONG_ANSWERS as error:
+        raise Unavailable(f"model {model!r}: the hub gave an unexpected answer: {error}") from error
     except (HfHubHTTPError, ValueError) as error:
         raise InvalidRequest.field(
             "LORAPLEX_MODEL", model, "neither a folder nor a hub id that can be downloaded"

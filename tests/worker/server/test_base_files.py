@@ -11,6 +11,7 @@ import tokenizers
 from loraplex.errors import InvalidRequest, Unavailable
 from loraplex_services.common.objects.file import FileStore
 from loraplex_services.worker.server.base_files import fetch_model, find_model, read_tokenizer
+from tests.sources.servers import served
 from tests.worker import tiny
 
 
@@ -40,6 +41,18 @@ def test_a_hub_id_that_is_cached_needs_no_hub(
     assert find_model("acme/tiny", tmp_path) == snapshot
     with pytest.raises(Unavailable, match="not cached"):
         find_model("acme/other", tmp_path)
+
+
+@pytest.mark.parametrize("answer", [b"{", b"[]", b'{"sha": 1}', b"\xff"])
+def test_a_hub_that_gives_an_unexpected_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with served(lambda *_: (200, {"Content-Type": "application/json"}, answer)) as address:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://{address}")
+        with pytest.raises(Unavailable, match="'acme/tiny': the hub gave an unexpected answer"):
+            find_model("acme/tiny", tmp_path)
 
 
 async def test_a_model_in_a_store_is_copied_and_an_interrupted_copy_goes_on(
