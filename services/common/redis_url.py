@@ -20,7 +20,7 @@ _TIMEOUT_S = 5.0
 _HEALTH_CHECK_S = 15
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _FORMS = (
-    "must be redis://HOST:PORT[/DB], rediss://... for TLS, unix:///path, or "
+    "must be embedded, redis://HOST:PORT[/DB], rediss://... for TLS, unix:///path, or "
     "redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
 )
 

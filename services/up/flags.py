@@ -92,6 +92,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     )
     _check_bind(config)
     variables.check_values(environ, ("registry", "gateway", "worker"))
+    _check_metadata(env.METADATA.read(environ))
     return config
 
 
@@ -172,6 +173,13 @@ def _auth(insecure: bool, environ: Mapping[str, str]) -> str:
     """The value of LORAPLEX_AUTH; `insecure` allows other machines, but takes no keys away."""
     auth = env.AUTH.read(environ)
     return "insecure" if insecure and auth != "keys" else auth
+
+
+def _check_metadata(url: str) -> None:
+    if url != "embedded":
+        from loraplex_services.common.redis_url import connect_redis
+
+        connect_redis(url)  # raises for a bad address; connects when it is first used
 
 
 def _check_bind(config: UpConfig) -> None:

@@ -48,6 +48,14 @@ def test_listen_variables_stand_in_for_host_and_ports() -> None:
     assert list(listeners.values()) == [Listener("localhost", p) for p in (8, 0, 50052)]
 
 
+@pytest.mark.parametrize("url", ["nonsense", "http://x", "redis+sentinel://a:1"])
+def test_a_metadata_server_that_cannot_be_one_is_refused_with_all_forms(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="LORAPLEX_METADATA: must be embedded, redis://HOST"):
+        parse(MODEL, {"LORAPLEX_METADATA": url})
+    for fine in ("", "embedded", "redis://x:1", "redis+sentinel://a:1/mymaster"):
+        parse(MODEL, {"LORAPLEX_METADATA": fine})
+
+
 def test_workers_variable_is_a_number_here() -> None:
     assert parse(MODEL, {"LORAPLEX_WORKERS": "3"}).num_workers == 3
     assert parse([*MODEL, "--workers", "2"], {"LORAPLEX_WORKERS": "3"}).num_workers == 2
