@@ -174,6 +174,8 @@ class Tag:
     """Targets of a staged move, which is made once workers have loaded them."""
     pending_reason: str = ""
     pending_until_unix_s: float = 0.0
+    pending_left_s: float = 0.0
+    """Seconds until then when the registry sent this."""
 
     def is_older_than(self, other: Tag) -> bool:
         """Compares generation and time, because a recreated tag counts from 1 again."""
@@ -190,6 +192,8 @@ class TagMove:
     moved_unix_s: float
     mover: str
     """Id of the key that moved it; "" without auth."""
+    name: str = ""
+    """Name of the adapter as it was first published; "" from an older registry."""
 
 
 @dataclass(frozen=True, slots=True)

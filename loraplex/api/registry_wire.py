@@ -121,6 +121,7 @@ def tag(message: pb.Tag) -> Tag:
         pending=targets(message.pending),
         pending_reason=message.pending_reason,
         pending_until_unix_s=message.pending_until_unix_s,
+        pending_left_s=message.pending_left_s,
     )
 
 
@@ -137,7 +138,11 @@ def targets_to_proto(targets: Iterable[TagTarget]) -> list[pb.TagTarget]:
 def tag_move(message: pb.TagMove) -> TagMove:
     """One past move of a tag."""
     return TagMove(
-        message.generation, targets(message.targets), message.moved_unix_s, message.mover
+        generation=message.generation,
+        targets=targets(message.targets),
+        moved_unix_s=message.moved_unix_s,
+        mover=message.mover,
+        name=message.name,
     )
 
 

@@ -224,8 +224,9 @@ async def _history(args: argparse.Namespace) -> None:
         print_table(("MOVED", "BY", "TO"), rows)
         return
     for move in moves:
-        about = {"name": args.name.rpartition("/")[2], "tag": args.tag}
-        print_json({**about, **_first_of(move.targets), **dataclasses.asdict(move)})
+        name = move.name or args.name.rpartition("/")[2]
+        about = {"name": name, "tag": args.tag}
+        print_json({**about, **_first_of(move.targets), **dataclasses.asdict(move), "name": name})
 
 
 async def _delete(args: argparse.Namespace) -> None:

@@ -291,7 +291,7 @@ class TagTarget(_message.Message):
     def __init__(self, version: _Optional[int] = ..., digest: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class Tag(_message.Message):
-    __slots__ = ("tenant", "name", "tag", "targets", "generation", "updated_unix_s", "pending", "pending_reason", "pending_until_unix_s")
+    __slots__ = ("tenant", "name", "tag", "targets", "generation", "updated_unix_s", "pending", "pending_reason", "pending_until_unix_s", "pending_left_s")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +301,7 @@ class Tag(_message.Message):
     PENDING_FIELD_NUMBER: _ClassVar[int]
     PENDING_REASON_FIELD_NUMBER: _ClassVar[int]
     PENDING_UNTIL_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    PENDING_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     name: str
     tag: str
@@ -310,7 +311,8 @@ class Tag(_message.Message):
     pending: _containers.RepeatedCompositeFieldContainer[TagTarget]
     pending_reason: str
     pending_until_unix_s: float
-    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., tag: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., generation: _Optional[int] = ..., updated_unix_s: _Optional[float] = ..., pending: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., pending_reason: _Optional[str] = ..., pending_until_unix_s: _Optional[float] = ...) -> None: ...
+    pending_left_s: float
+    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[str] = ..., tag: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., generation: _Optional[int] = ..., updated_unix_s: _Optional[float] = ..., pending: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., pending_reason: _Optional[str] = ..., pending_until_unix_s: _Optional[float] = ..., pending_left_s: _Optional[float] = ...) -> None: ...
 
 class GetAdapterRequest(_message.Message):
     __slots__ = ("ref", "split_key")
@@ -400,16 +402,18 @@ class ListTagHistoryRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tag: _Optional[str] = ...) -> None: ...
 
 class TagMove(_message.Message):
-    __slots__ = ("generation", "targets", "moved_unix_s", "mover")
+    __slots__ = ("generation", "targets", "moved_unix_s", "mover", "name")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     MOVED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     MOVER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     generation: int
     targets: _containers.RepeatedCompositeFieldContainer[TagTarget]
     moved_unix_s: float
     mover: str
-    def __init__(self, generation: _Optional[int] = ..., targets: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., moved_unix_s: _Optional[float] = ..., mover: _Optional[str] = ...) -> None: ...
+    name: str
+    def __init__(self, generation: _Optional[int] = ..., targets: _Optional[_Iterable[_Union[TagTarget, _Mapping]]] = ..., moved_unix_s: _Optional[float] = ..., mover: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class ListTagHistoryResponse(_message.Message):
     __slots__ = ("moves",)

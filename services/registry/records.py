@@ -87,7 +87,7 @@ class VersionRecord:
 
     @property
     def ref(self) -> str:
-        return f"{self.tenant}/{self.name}:v{self.version}"
+        return f"{self.tenant}/{self.shown_name}:v{self.version}"
 
     @property
     def deleted(self) -> bool:

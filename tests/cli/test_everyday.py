@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -102,6 +103,11 @@ def test_a_name_is_shown_as_it_was_first_published(registry: Any) -> None:
         ("rollback", "night-shift", "canary"),
     )
     assert [registry.json(*call)["name"] for call in calls] == ["Night-Shift"] * len(calls)
+    assert [m["name"] for m in registry.lines("history", "NIGHT-shift", "prod")] == ["Night-Shift"]
+    code, error = registry.error("delete", "night-shift:v1")
+    assert "default/Night-Shift:v1 has the tag" in error["message"]
+    log = registry("audit", "--json").stdout.splitlines()
+    assert "default/Night-Shift:v1" in [json.loads(entry)["subject"] for entry in log]
     for ref, why in (
         (
             "night-shift:v7",

@@ -120,12 +120,15 @@ class ScriptedRegistry(registry_pb2_grpc.RegistryServiceServicer):
         found = self.tenants.get(request.tenant, registry_pb2.Tenant(tenant=request.tenant))
         return registry_pb2.ListTenantsResponse(tenants=[found])
 
-    def stage(self, name: str, tag: str, version: int, *, within_s: float = 30.0) -> None:
-        """Note a version as pending."""
+    def stage(
+        self, name: str, tag: str, version: int, *, within_s: float = 30.0, clock_s: float = 0.0
+    ) -> None:
+        """Note a version as pending; the registry's clock differs by `clock_s`."""
         made = self.tags["default", name, tag]
         made.generation += 1
         made.pending.add(version=version, digest=digest_of(name, version), weight=1)
-        made.pending_until_unix_s = time.time() + within_s
+        made.pending_until_unix_s = time.time() + clock_s + within_s
+        made.pending_left_s = within_s
         self._announce(registry_pb2.AdapterEvent(tag=made))
 
     async def FinishStagedMove(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -22,6 +21,7 @@ from loraplex.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Version
 from loraplex_services.gateway.routing.router import rendezvous_order
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _RETRY_S = 0.5
+_OPEN_S = 86_400.0
+"""Time for a move whose registry does not say what is left: it drops a late move itself."""
 _TRANSIENT = (Unavailable, DeadlineExceeded, ResourceExhausted)
 """Failures that are worth a retry."""
 
@@ -99,7 +101,8 @@ class Stager:
     async def _loaded(self, tag: Tag) -> str:
         """Load the pending versions; returns "" on success, else the reason of the failure."""
         last = "no worker of its base is ready"
-        while (left_s := tag.pending_until_unix_s - time.time()) > 0:
+        until_s = now_s() + (tag.pending_left_s or _OPEN_S)
+        while (left_s := until_s - now_s()) > 0:
             try:
                 if await self._try(tag, left_s):
                     return ""

@@ -118,6 +118,7 @@ def tag_to_proto(record: TagRecord) -> pb.Tag:
         updated_unix_s=record.updated_s,
         pending_reason=record.pending_reason,
         pending_until_unix_s=record.pending_until_s,
+        pending_left_s=max(record.pending_until_s - now_s(), 0.0) if record.pending else 0.0,
     )
     message.targets.extend(targets_to_proto(record.targets))
     if record.pending:
@@ -125,12 +126,13 @@ def tag_to_proto(record: TagRecord) -> pb.Tag:
     return message
 
 
-def move_to_proto(move: Move) -> pb.TagMove:
+def move_to_proto(move: Move, name: str) -> pb.TagMove:
     return pb.TagMove(
         generation=move.generation,
         targets=targets_to_proto(move.targets),
         moved_unix_s=move.moved_s,
         mover=move.mover,
+        name=name,
     )
 
 

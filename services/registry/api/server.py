@@ -105,8 +105,9 @@ class RegistryService(PublishService):
         found = await self._registry.lookup.everything(tenant, name)
         if record is None or not access.may_see(tenant, found.adapter):
             raise NotFound(f"no tag {address}")
+        shown = found.versions[0].shown_name if found.versions else name
         return pb.ListTagHistoryResponse(
-            moves=[convert.move_to_proto(move) for move in reversed(record.moves)]
+            moves=[convert.move_to_proto(move, shown) for move in reversed(record.moves)]
         )
 
     async def DeleteAdapterVersion(

@@ -61,19 +61,20 @@ class Deletion:
         if record is None or (record.deleted and (record.purged or not purge)):
             raise AdapterNotFound(f"{tenant}/{name}:v{number}")
         if not force:
-            await self._check_untagged(tenant, name, number)
+            await self._check_untagged(record)
         return await self._delete(tenant, name, [number], mover, purge=purge)
 
-    async def _check_untagged(self, tenant: str, name: str, number: int) -> None:
+    async def _check_untagged(self, version: VersionRecord) -> None:
         """Raises Blocked if a tag other than latest points at a version."""
+        number = version.version
         holders = [
             tag.tag
-            for tag in await self._all_tags(tenant, name)
+            for tag in await self._all_tags(version.tenant, version.name)
             if tag.tag != LATEST and any(target.version == number for target in tag.targets)
         ]
         if holders:
             raise Blocked(
-                f"{tenant}/{name}:v{number} has the tag {', '.join(sorted(holders))}; move it "
+                f"{version.ref} has the tag {', '.join(sorted(holders))}; move it "
                 "first, or use --force",
                 reason="VERSION_IS_TAGGED",
             )

@@ -65,6 +65,21 @@ async def test_failure_that_passes_is_tried_again(staged: Stack) -> None:
     await eventually(lambda: _target(staged) == [2])
 
 
+@pytest.mark.parametrize("clock_s", [-3600.0, 3600.0])
+async def test_time_limit_does_not_depend_on_how_clocks_agree(
+    staged: Stack, clock_s: float
+) -> None:
+    for worker in staged.workers:
+        worker.fail_loads = [Unavailable("the store is away")]
+    staged.registry.stage("upper", "prod", 2, clock_s=clock_s)
+    await eventually(lambda: _target(staged) == [2])
+
+
+async def test_move_of_a_registry_that_does_not_say_what_is_left_is_made(staged: Stack) -> None:
+    staged.registry.stage("upper", "prod", 2, within_s=0.0)
+    await eventually(lambda: _target(staged) == [2])
+
+
 async def test_move_that_takes_too_long_is_given_up(staged: Stack) -> None:
     for worker in staged.workers:
         worker.fail_loads = [Unavailable("the store is away")] * 100
