@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.errors import InvalidRequest
 from loraplex_services.common.objects import (
     ObjectMissing,
     ObjectStore,
@@ -352,44 +351,3 @@ async def test_reads_do_not_wait_for_writes_that_the_disk_holds_up(
     assert not any(write.done() for write in writes)
     goes_on.set()
     await asyncio.gather(*writes)
-
-
-@pytest.mark.hostile
-def test_a_new_folder_of_objects_is_the_user_s_alone(tmp_path: Path) -> None:
-    FileStore(tmp_path / "state" / "objects")
-    assert (tmp_path / "state" / "objects").stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.hostile
-@pytest.mark.parametrize("mode", [0o755, 0o750])
-def test_a_folder_of_objects_that_others_may_read_is_named_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
-) -> None:
-    (tmp_path / "objects").mkdir()
-    (tmp_path / "objects").chmod(mode)
-    FileStore(tmp_path / "objects")
-    assert ("may read the objects" in caplog.text) == (mode == 0o755)
-
-
-async def test_objects_on_a_read_only_mount_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await FileStore(tmp_path).put("a", b"x")
-    (tmp_path / ".tmp").rmdir()
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(os, "mkdir", refuse)
-    mounted = FileStore(tmp_path)
-    assert (await mounted.get("a")).data == b"x"
-    with pytest.raises(ObjectStoreError):
-        await mounted.put("b", b"x")
-    with pytest.raises(ObjectStoreError, match="Read-only file system"):
-        FileStore(tmp_path / "missing")
-
-
-def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequest, match=r"LORAPLEX_OBJECTS.*name one .* or a bucket"):
-        open_store(f"file://{tmp_path}/file/objects")

@@ -122,7 +122,7 @@ class FileStore:
         await self._written(self._compose, key, segments)
 
     async def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
-        walk = self._walk(self._root, "", prefix, start_after)
+        walk = self._objects(prefix, start_after)
         is_over = False
         while not is_over:
             batch = await _in_thread(lambda: list(islice(walk, _LIST_BATCH)))
@@ -169,8 +169,7 @@ class FileStore:
             return None
 
     def _read_folder(self, prefix: str) -> list[tuple[str, bytes]]:
-        infos = self._walk(self._root, "", prefix, "")
-        found = ((info.key, self._read_or_none(info.key)) for info in infos)
+        found = ((info.key, self._read_or_none(info.key)) for info in self._objects(prefix))
         return [(key, data) for key, data in found if data is not None]
 
     def _read_range(self, key: str, offset: int, length: int) -> bytes:
@@ -296,29 +295,33 @@ class FileStore:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
+    def _objects(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose keys begin with `prefix`, in the order of their keys. The folders that lead
+        to them are not listed: one may have a name for each adapter of a tenant."""
+        base = prefix[: prefix.rfind("/") + 1]
+        parts = base.split("/")[:-1]
+        if all(_KEY_PART.fullmatch(part) for part in parts):
+            yield from self._walk(self._root.joinpath(*parts), base, prefix, after)
+
     def _walk(self, folder: Path, base: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        """Objects under `folder` in the order of their keys; `base` is the key of the folder."""
+        """Objects in and below `folder`, whose key is `base`, in the order of their keys."""
         try:
             # Names only: a folder may have a million of them, and each DirEntry has its path.
             names = sorted(
                 entry.name + "/" * entry.is_dir(follow_symlinks=False)
                 for entry in os.scandir(folder)
-                if (base + entry.name).startswith(prefix) or prefix.startswith(base + entry.name)
+                if (base + entry.name).startswith(prefix) and _KEY_PART.fullmatch(entry.name)
             )
         except (FileNotFoundError, NotADirectoryError):
             return
         for name in names:
             key, path = base + name, folder / name
-            if not _KEY_PART.fullmatch(path.name):
-                continue
             if name.endswith("/"):
-                wanted = key.startswith(prefix) or prefix.startswith(key)
-                if wanted and (key > after or after.startswith(key)):
+                if key > after or after.startswith(key):
                     yield from self._walk(path, key, prefix, after)
-            elif key.startswith(prefix) and key > after:
+            elif key > after:
                 with contextlib.suppress(FileNotFoundError):
-                    stat = path.lstat()
-                    yield ObjectInfo(key, stat.st_size, stat.st_mtime)
+                    yield ObjectInfo(key, (stat := path.lstat()).st_size, stat.st_mtime)
 
     def _sweep_temporary(self) -> None:
         for entry in os.scandir(self._temporary):
