@@ -128,7 +128,7 @@ def test_flags_of_the_comparison_need_shadow_and_a_value_that_fits(stack: Stack)
         (("--margin", "0.2"), "is used only with --shadow"),
         (("--shadow", "--scorer", "'open"), "No closing quotation"),
         (("--shadow", "--scorer", ""), "must be a command"),
-        (("--shadow", "--margin", "nan"), "above 0 and at most 1"),
+        (("--shadow", "--margin", "nan"), "above 0 and below 1"),
         (("--shadow", "--max-pairs", "0"), "must be at least 1"),
     ):
         done = stack.run_registry(*words, *flags, check=False)
