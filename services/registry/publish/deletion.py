@@ -241,5 +241,5 @@ class Deletion:
 
 
 def num_at_once(num_waiting: int) -> int:
-    """How many versions end at the same time while so many wait for it."""
+    """How many versions end at the same time while `num_waiting` wait for it."""
     return min(_MAX_AT_ONCE, max(_MIN_AT_ONCE, num_waiting // _WAITING_PER_SLOT))
