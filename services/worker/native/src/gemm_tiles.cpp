@@ -33,10 +33,6 @@ LPX_EXPORT int64_t lpx_choose_pairs([[maybe_unused]] int64_t choice) {
 namespace lpx {
 namespace {
 
-// Bytes of a task's inputs that stay in the second-level cache while the task's panels pass by.
-constexpr int64_t kCachedBytes = 512 << 10;
-// Panels of a task of many rows or long inputs: each reads these again.
-constexpr int64_t kMaxTaskPanels = 12;
 constexpr int64_t kTasksPerThread = 6;
 
 struct TileProduct {
@@ -46,15 +42,29 @@ struct TileProduct {
     int64_t num_rows, num_tiles, num_outputs, ldy;
 };
 
+// A row's outputs of a panel. In bfloat16 they are one cache line, which is written at once.
+template <class T>
+void store_panel(T* out, const float* sums) {
+    for (int64_t i = 0; i < kTilePanel; i += kLanes) store(out + i, load(sums + i));
+}
+#if defined(__AVX512BF16__)
+inline void store_panel(bf16* out, const float* sums) {
+    const __m512 first = _mm512_loadu_ps(sums), last = _mm512_loadu_ps(sums + kLanes);
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(last, first));
+}
+#endif
+
 template <class T>
 void store_sums(const TileProduct& g, const float* sums, T* y, int64_t row, int64_t num_rows,
                 int64_t panel) {
     const int64_t first = panel * kTilePanel;
     const int64_t left = smaller(g.num_outputs - first, kTilePanel);
-    for (int64_t r = 0; r < num_rows; ++r) {
-        T* out = y + (row + r) * g.ldy + first;
-        for (int64_t i = 0; i < left; i += kLanes) {
-            store_n(out + i, load(sums + r * kTilePanel + i), left - i);
+    T* out = y + row * g.ldy + first;
+    for (int64_t r = 0; r < num_rows; ++r, out += g.ldy, sums += kTilePanel) {
+        if (left == kTilePanel) {
+            store_panel(out, sums);
+        } else {
+            for (int64_t i = 0; i < left; i += kLanes) store_n(out + i, load(sums + i), left - i);
         }
     }
 }
@@ -73,58 +83,75 @@ Ahead ahead_of(const bf16* weights, const bf16* next, int64_t num_tiles, int64_t
 // Tiles of inputs that stay in the cache for all panels of a task of `num_rows`.
 int64_t chunk_of(const TileProduct& g, int64_t num_rows) {
     if (num_rows <= PanelProduct::kMaxRows) return g.num_tiles;
-    const int64_t fitting = kCachedBytes / (num_rows * kTileBytes);
+    const int64_t fitting = PanelProduct::kCachedBytes / (num_rows * kTileBytes);
     return smaller(g.num_tiles, smaller(fitting < 1 ? 1 : fitting, PanelProduct::kSharedTiles));
+}
+
+// A part of a product: rows [row, row + num_rows) and panels [begin, end).
+struct TileTask {
+    int64_t row, num_rows, begin, end;
+};
+
+// Adds the products with a panel's tiles [tile, end) to `sums`, or begins them; the last go to y. These tiles
+// stay in the first-level cache while the blocks of rows pass by.
+template <class T>
+void multiply_part(PanelProduct& product, const TileProduct& g, const TileTask& task, int64_t panel,
+                   int64_t tile, int64_t end, float* sums, T* y) {
+    const int64_t num_blocks = ceil_div(task.num_rows, PanelProduct::kMaxRows);
+    const bf16* weights = g.packed + (panel * g.num_tiles + tile) * 2 * kTileItems;
+    const bf16* next = weights + g.num_tiles * 2 * kTileItems;
+    const bool are_kept = tile > 0 || end < g.num_tiles;
+    int64_t n;
+    for (int64_t block = 0, done = 0; block < num_blocks; ++block, done += n) {
+        n = PanelProduct::rows_of(task.num_rows - done, num_blocks - block);
+        float* out = are_kept ? sums + done * kTilePanel : sums;
+        product.multiply(n, g.x + (task.row + done) * g.ldx + tile * kTileInputs, g.ldx, weights,
+                         end - tile, out, tile > 0,
+                         ahead_of(weights, next, end - tile, block, num_blocks));
+        if (end == g.num_tiles) store_sums(g, out, y, task.row + done, n, panel);
+    }
 }
 
 // Long inputs are taken in chunks. The sums are kept in float32 in between, so that chunks do not change the
 // result.
 template <class T>
-void multiply_panels(const TileProduct& g, T* y, int64_t row, int64_t num_rows, int64_t begin,
-                     int64_t end) {
-    const int64_t num_blocks = ceil_div(num_rows, PanelProduct::kMaxRows);
-    const int64_t chunk = chunk_of(g, num_rows);
+void multiply_panels(const TileProduct& g, T* y, const TileTask& task) {
+    const int64_t chunk = chunk_of(g, task.num_rows), panel_sums = task.num_rows * kTilePanel;
     const bool is_whole = chunk == g.num_tiles;
-    float* sums = scratch(0, (is_whole ? PanelProduct::kMaxRows : num_rows * (end - begin)) *
-                                 kTilePanel);
+    float* const all_sums = scratch(0, (is_whole ? 1 : task.end - task.begin) * panel_sums);
     PanelProduct product;
-    for (int64_t tile = 0; tile < g.num_tiles; tile += chunk) {
-        const int64_t num_tiles = smaller(chunk, g.num_tiles - tile);
-        const bool is_last = tile + num_tiles == g.num_tiles;
-        const bf16* weights = g.packed + (begin * g.num_tiles + tile) * 2 * kTileItems;
-        for (int64_t panel = begin; panel < end; ++panel) {
-            const bf16* next = weights + g.num_tiles * 2 * kTileItems;
-            int64_t done = 0;
-            for (int64_t block = 0; block < num_blocks; ++block) {
-                const int64_t n = ceil_div(num_rows - done, num_blocks - block);
-                float* out =
-                    is_whole ? sums : sums + ((panel - begin) * num_rows + done) * kTilePanel;
-                product.multiply(n, g.x + (row + done) * g.ldx + tile * kTileInputs, g.ldx, weights,
-                                 num_tiles, out, tile > 0,
-                                 ahead_of(weights, next, num_tiles, block, num_blocks));
-                if (is_last) store_sums(g, out, y, row + done, n, panel);
-                done += n;
+    for (int64_t first = 0; first < g.num_tiles; first += chunk) {
+        const int64_t end = smaller(first + chunk, g.num_tiles);
+        for (int64_t panel = task.begin; panel < task.end; ++panel) {
+            float* sums = is_whole ? all_sums : all_sums + (panel - task.begin) * panel_sums;
+            for (int64_t tile = first, next; tile < end; tile = next) {
+                next = tile + smaller(PanelProduct::kPartTiles, end - tile);
+                multiply_part(product, g, task, panel, tile, next, sums, y);
             }
-            weights = next;
         }
     }
 }
 
 template <class T>
 void multiply(const TileProduct& g, T* y) {
-    constexpr int64_t kTaskRows = PanelProduct::kTaskRows;
     const int64_t num_panels = ceil_div(g.num_outputs, kTilePanel);
-    const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
+    const int64_t num_row_tasks = ceil_div(g.num_rows, PanelProduct::kTaskRows);
+    const int64_t num_blocks = ceil_div(g.num_rows, PanelProduct::kMaxRows);
+    const int64_t rows = ceil_div(num_blocks, num_row_tasks) * PanelProduct::kMaxRows;
     int64_t panels = 1;
     if (num_row_tasks > 1 || chunk_of(g, g.num_rows) < g.num_tiles) {
         panels = num_panels * num_row_tasks / (num_threads() * kTasksPerThread);
-        panels = panels < 1 ? 1 : smaller(panels, kMaxTaskPanels);
+        panels = panels < 1 ? 1 : smaller(panels, PanelProduct::kMaxTaskPanels);
     }
-    parallel_shares(ceil_div(num_panels, panels) * num_row_tasks, [&](int64_t task) {
-        const int64_t begin = task / num_row_tasks * panels;
-        const int64_t end = smaller(begin + panels, num_panels);
-        const int64_t row = task % num_row_tasks * kTaskRows;
-        multiply_panels(g, y, row, smaller(g.num_rows - row, kTaskRows), begin, end);
+    const int64_t num_panel_tasks = ceil_div(num_panels, panels);
+    parallel_shares(num_panel_tasks * num_row_tasks, [&](int64_t task) {
+        const bool keeps_rows = PanelProduct::kKeepsRows;
+        const int64_t row = (keeps_rows ? task / num_panel_tasks : task % num_row_tasks) * rows;
+        const int64_t begin =
+            (keeps_rows ? task % num_panel_tasks : task / num_row_tasks) * panels;
+        if (row >= g.num_rows) return;
+        multiply_panels(g, y, {row, smaller(g.num_rows - row, rows), begin,
+                               smaller(begin + panels, num_panels)});
     });
 }
 

@@ -28,18 +28,28 @@ class PanelProduct {
 public:
     static constexpr int64_t kMaxRows = 2 * kTileRows;
     static constexpr int64_t kTaskRows = 256;  // of one task when there are many
+    // Bytes of a task's inputs that stay in the second-level cache while the task's panels pass by.
+    static constexpr int64_t kCachedBytes = 800 << 10;
     static constexpr int64_t kSharedTiles = INT64_MAX;
+    // Tiles of a panel that stay in the first-level cache while a task's rows pass by: 20 KiB.
+    static constexpr int64_t kPartTiles = 10;
+    // Neighbouring tasks have the same rows and other panels, which are prefetched.
+    static constexpr bool kKeepsRows = true;
+    static constexpr int64_t kMaxTaskPanels = 16;
+
+    // Of the next block, where num_left rows are left for num_blocks.
+    static int64_t rows_of(int64_t num_left, int64_t) { return smaller(num_left, kMaxRows); }
 
     ~PanelProduct() { _tile_release(); }
 
     // sums[n][32], or what they hold if `continues`, plus the product of n rows and a panel.
     void multiply(int64_t n, const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
-                  float* sums, bool continues, const Ahead&) {
+                  float* sums, bool continues, const Ahead& ahead) {
         if (n != configured_) configure(configured_ = n);
         if (n > kTileRows) {
-            multiply_tiles<true>(x, ldx, panel, num_tiles, sums, continues);
+            multiply_tiles<true>(x, ldx, panel, num_tiles, sums, continues, ahead);
         } else {
-            multiply_tiles<false>(x, ldx, panel, num_tiles, sums, continues);
+            multiply_tiles<false>(x, ldx, panel, num_tiles, sums, continues, ahead);
         }
     }
 
@@ -59,7 +69,7 @@ private:
 
     template <bool kTwo>
     static void multiply_tiles(const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
-                               float* sums, bool continues) {
+                               float* sums, bool continues, const Ahead& ahead) {
         constexpr int64_t kStride = kTilePanel * sizeof(float);
         const int64_t stride = ldx * int64_t(sizeof(bf16));
         float* second = sums + kTileRows * kTilePanel;
@@ -90,6 +100,7 @@ private:
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
+            prefetch(ahead, k);
         }
         _tile_stored(0, sums, kStride);
         _tile_stored(1, sums + kTileRows, kStride);
@@ -97,6 +108,12 @@ private:
             _tile_stored(2, second, kStride);
             _tile_stored(3, second + kTileRows, kStride);
         }
+    }
+
+    // To the second-level cache: the first has the weights and rows of this product.
+    static void prefetch(const Ahead& ahead, int64_t tile) {
+        const char* from = ahead.from + tile * kTileRows * ahead.step;
+        for (int64_t i = 0; i < kTileRows * ahead.step; i += 64) __builtin_prefetch(from + i, 0, 2);
     }
 
     int64_t configured_ = 0;

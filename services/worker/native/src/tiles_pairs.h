@@ -16,6 +16,14 @@ public:
     // Tiles of a panel that several blocks of rows read one after another: they stay in the
     // second-level cache alongside the next panel's and the rows.
     static constexpr int64_t kSharedTiles = 64;
+    static constexpr int64_t kCachedBytes = 512 << 10;  // of a task's inputs, for all of its panels
+    static constexpr int64_t kPartTiles = INT64_MAX;
+    // Neighbouring tasks have the same panels and other rows.
+    static constexpr bool kKeepsRows = false;
+    static constexpr int64_t kMaxTaskPanels = 12;  // each task reads its rows again
+
+    // Of the next block, where num_left rows are left for num_blocks.
+    static int64_t rows_of(int64_t num_left, int64_t num_blocks) { return ceil_div(num_left, num_blocks); }
 
     // sums[n][32], or what they hold if `continues`, plus the product of n rows and a panel.
     void multiply(int64_t n, const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
