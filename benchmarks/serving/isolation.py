@@ -1,6 +1,6 @@
 """What one tenant's worst does to the ordinary traffic of another, for each shared resource.
 
-    python -m benchmarks run serving.isolation [--rounds 3] [--seconds 6] [--only RESOURCE]
+    python -m benchmarks run serving.isolation [--rounds 3] [--seconds 6] [--only RESOURCE,...]
 
 `loraplex up` serves the demo base with API keys. In each round the ordinary tenant runs for the
 same time alone, alongside an attacker, and alongside the control: processes that have nothing to do
@@ -9,7 +9,8 @@ ratio is the median over the rounds of p99 alongside the attacker over p99 of th
 p99 alone. The control takes from the ratio what any work costs on a machine with so few cores. It
 leaves what tenants do to each other in what they share: queues, locks, event loops, steps. The
 attackers' clients get only the time that no other process wants, because they share the machine
-with the servers. Each row has the attacker's requests per second, by how they ended.
+with the servers. Each row has the attacker's requests per second, by how they ended. With `--only`,
+the rows of other resources are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import write_results
+from benchmarks.machine import read_results, write_results
 from benchmarks.measuring import p99
 from benchmarks.serving.isolation_attacks import (
     ATTACKS,
@@ -81,15 +82,12 @@ class Tenants:
 def main() -> None:
     """Measure, print, write."""
     args = parse_args()
+    rows = read_results("isolation")["rows"] if args.only else {}
     with isolated_stack() as tenants:
-        results = {}
-        for resource in ATTACKS:
-            if args.only in ("", resource):
-                results[resource] = measured(tenants, resource, args.rounds, args.seconds)
-                print(_row(resource, results[resource]), flush=True)
-    if args.only:
-        return
-    write_results("isolation", {"rounds": args.rounds, "seconds": args.seconds, **results})
+        for resource in args.only or ATTACKS:
+            rows[resource] = measured(tenants, resource, args.rounds, args.seconds)
+            print(_row(resource, rows[resource]), flush=True)
+    write_results("isolation", {"rows": {name: rows[name] for name in ATTACKS if name in rows}})
 
 
 def parse_args() -> argparse.Namespace:
@@ -97,8 +95,18 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each half of a round")
-    parser.add_argument("--only", default="", choices=("", *ATTACKS), metavar="RESOURCE")
+    parser.add_argument(
+        "--only", type=_resources, default=[], metavar="NAMES", help=f"of {', '.join(ATTACKS)}"
+    )
     return parser.parse_args()
+
+
+def _resources(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = set(names) - set(ATTACKS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"there is no resource {', '.join(sorted(unknown))}")
+    return names
 
 
 @contextmanager
@@ -183,6 +191,8 @@ def measured(tenants: Tenants, resource: str, rounds: int, seconds: float) -> di
                 control.append(traffic()[0])
     return {
         "attack": ATTACKS[resource][0],
+        "rounds": rounds,
+        "seconds": seconds,
         "over_control": {name: _ratio(alongside, control, name) for name in _WAITS},
         "over_alone": {name: _ratio(alongside, alone, name) for name in _WAITS},
         "p99_alongside_s": {

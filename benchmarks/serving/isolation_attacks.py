@@ -38,7 +38,7 @@ from loraplex.v1 import registry_pb2_grpc
 
 NUM_OWN_ADAPTERS = 24
 LOOPING_ADAPTER = "looping"
-LIMITED = "engine step, limited"
+LIMITED = "limited engine step"
 """Attacked by a tenant with a limit of its own."""
 _ADAPTER = Path(__file__).parents[2] / "demo" / "adapters" / "upper"
 _WEIGHTS = "adapter_model.safetensors"
