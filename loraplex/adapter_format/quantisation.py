@@ -77,6 +77,8 @@ class Quantisation:
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
     """(targets, scheme): names of modules, `re:` and a pattern, or a class; empty = every module.
     """
+    kv_cache: str = ""
+    """Type of keys and values in the KV cache, as `--kv-cache-dtype` names it; "" = the model's."""
 
     @property
     def name(self) -> str:
@@ -118,9 +120,9 @@ def read_quantisation(config: Mapping[str, object]) -> Quantisation | None:
         why = f"is not served; serve a copy in one of {known}, or the original with --quantization"
         raise Unsupported.field(FIELD, method, why)
     reader = _Keys({key: value for key, value in raw.items() if key != "quant_method"})
-    schemes = _METHODS[method](reader)
+    schemes, kv_cache = _METHODS[method](reader), _kv_cache(reader)
     reader.finish()
-    return Quantisation(method, schemes)
+    return Quantisation(method, schemes, kv_cache)
 
 
 _HARMLESS = frozenset(
@@ -128,7 +130,7 @@ _HARMLESS = frozenset(
     _load_in_4bit _load_in_8bit act_group_aware amp backend batch_size block_name_to_quantize
     bnb_4bit_compute_dtype bnb_4bit_use_double_quant cache_block_outputs damp_auto_increment
     damp_percent dataset dequantize disable_exllama do_fuse exllama_config failsafe fuse_max_seq_len
-    global_compression_ratio hyb_act ignore ignored_layers kv_cache_scheme lm_head
+    global_compression_ratio hyb_act ignore ignored_layers lm_head
     llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules
     llm_int8_threshold max_input_length meta model_file_base_name model_name_or_path model_seqlen
     module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse
@@ -137,8 +139,8 @@ _HARMLESS = frozenset(
     static_groups tokenizer true_sequential use_cuda_fp16 use_exllama v2 version
     """.split()
 )
-"""Keys that say how codes were found, name exceptions that the files show, or quantise activations
-and the KV cache, which are not quantised here."""
+"""Keys that say how codes were found, name exceptions that the files show, or quantise activations,
+which are not quantised here."""
 
 
 class _Keys:
@@ -182,6 +184,19 @@ class _Keys:
 
 _SAYS_NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 Schemes = tuple[tuple[tuple[str, ...], Scheme], ...]
+
+
+def _kv_cache(keys: _Keys) -> str:
+    """See `Quantisation.kv_cache`. What a scheme says of its scales has no effect, because those of
+    the KV cache are computed from the keys and values themselves."""
+    scheme = keys.get("kv_cache_scheme")
+    if scheme in (None, "static"):  # AutoFP8's word for scales in the files, without a type
+        return ""
+    if not isinstance(scheme, dict):
+        raise keys.refuse("kv_cache_scheme", scheme, "must be an object")
+    own = _Keys(scheme, f"{keys.field}.kv_cache_scheme")
+    own.expect("num_bits", (8,), 8)
+    return "fp8" if own.expect("type", ("int", "float"), "int") == "float" else "int8"
 
 
 def _gptq(keys: _Keys) -> Schemes:

@@ -56,6 +56,22 @@ def test_a_known_scheme_has_a_name(config: dict[str, Any], name: str) -> None:
     assert quantisation.name == name
 
 
+@pytest.mark.parametrize(
+    ("config", "kv_cache"),
+    [
+        (compressed(), ""),
+        ({**compressed(), "kv_cache_scheme": None}, ""),
+        ({**compressed(), "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
+        ({**compressed(), "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "int8"),
+        ({**FP8, "kv_cache_scheme": "static"}, ""),
+    ],
+)
+def test_a_base_says_how_keys_and_values_are_kept(config: dict[str, Any], kv_cache: str) -> None:
+    quantisation = read_quantisation({"quantization_config": config})
+    assert quantisation is not None
+    assert quantisation.kv_cache == kv_cache
+
+
 @pytest.mark.parametrize("nothing", [{}, {"quantization_config": None}])
 def test_plain_weights_have_no_scheme(nothing: dict[str, Any]) -> None:
     assert read_quantisation(nothing) is None
@@ -101,6 +117,8 @@ def test_plain_weights_have_no_scheme(nothing: dict[str, Any]) -> None:
         (compressed(type="float", num_bits=8), ".config_groups.group_0.weights.type"),
         ({**compressed(), "config_groups": {}}, ".config_groups"),
         ({**compressed(), "config_groups": {"a": {"targets": ["Linear"]}}}, ".config_groups.a"),
+        ({**compressed(), "kv_cache_scheme": {"num_bits": 4}}, ".kv_cache_scheme.num_bits"),
+        ({**compressed(), "kv_cache_scheme": ["fp8"]}, ".kv_cache_scheme"),
         ({**compressed(), "transform_config": {"R1": {}}}, ".transform_config"),
         ({**compressed(), "sparsity_config": {"format": "sparse-24"}}, ".sparsity_config"),
     ],

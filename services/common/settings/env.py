@@ -214,7 +214,7 @@ KV_CACHE_DTYPE: Setting[str] = Setting(
     choice("auto", "int8", "fp8"),
     "auto",
     "up worker",
-    "Storage of keys and values; `auto` = as computed, others = about half the size.",
+    "Storage of keys and values; `auto` = as the base asks or as computed, others = half the size.",
 )
 CPU_ISA = choice_setting(
     "LORAPLEX_CPU_ISA",

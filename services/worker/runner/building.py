@@ -43,7 +43,7 @@ from loraplex_services.worker.model.on_load import (
     check_on_load,
 )
 from loraplex_services.worker.model.quantised import QuantisedCheckpoint
-from loraplex_services.worker.ops.attention.backend import AUTO
+from loraplex_services.worker.ops.attention.backend import AUTO, AttentionMaker
 from loraplex_services.worker.ops.lora.records import Records
 from loraplex_services.worker.runner.adapter_division import division_of, log_division
 from loraplex_services.worker.runner.allocation import allocate, dtype_key, stored_dtype
@@ -290,6 +290,8 @@ def _read_model(
     family, config = read_model_config(folder)
     quantisation = quantisation_of(read_json_object(folder / "config.json"))
     method = None if quantisation is None else quantisation.method
+    if quantisation is not None:
+        store_as_published(quantisation.kv_cache, operators.attention_maker)
     check_on_load(on_load, device, method, has_experts=config.moe is not None)
     with ProgressBar(folder.name) as bar:
         weights = _weights(settings.load_format, folder, dtype, device, bar)
@@ -305,6 +307,23 @@ def _read_model(
         return config, model
 
 
+def store_as_published(kv_cache: str, maker: AttentionMaker) -> None:
+    """Keep keys and values in the type that the base's files ask for, unless the settings name one.
+    Mutates: maker.
+
+    Args:
+        kv_cache: see `Quantisation.kv_cache`.
+    """
+    if not kv_cache or maker.kv_cache_dtype != AUTO:
+        return
+    if kv_cache in maker.backend.kv_cache_dtypes:
+        maker.kv_cache_dtype = kv_cache
+        logger.info("keys and values are kept in %s, as the base's config.json asks", kv_cache)
+    else:
+        what = "the base's config.json asks for keys and values in %s, which %s does not store"
+        logger.warning(f"{what}: they stay in the model's dtype", kv_cache, maker.backend.__name__)
+
+
 def _weights(
     load_format: str, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> Weights:
@@ -315,13 +334,12 @@ def _weights(
     return Checkpoint(folder, dtype, device, progress)
 
 
-def _quantization(settings: RunnerSettings) -> str:
-    """What is stored in fewer bits than it was published: linears, KV cache; "" = nothing."""
-    parts = []
-    if settings.quantization != NONE:
-        parts.append(settings.quantization)
-    if settings.kv_cache_dtype != AUTO:
-        parts.append(f"kv-{settings.kv_cache_dtype}")
+def _quantization(on_load: str, kv_cache_dtype: str) -> str:
+    """What this worker stores in fewer bits: linears that were published in full, and the KV cache;
+    "" = nothing."""
+    parts = [] if on_load == NONE else [on_load]
+    if kv_cache_dtype != AUTO:
+        parts.append(f"kv-{kv_cache_dtype}")
     return "-".join(parts)
 
 
@@ -343,7 +361,7 @@ def _model_info(
     arithmetic = operators.name + (f"-{layout.stored}" if layout.stored != "auto" else "")
     if attention := operators.attention_maker.name:
         arithmetic += f"-{attention}"
-    if scheme := _quantization(settings):
+    if scheme := _quantization(settings.quantization, operators.attention_maker.kv_cache_dtype):
         arithmetic += f"-{scheme}"
     if num_ranks > 1:  # sums have another order
         both = [str(site.id) for site in layout.sites.sites if site.divides_both]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.cache.kv_layout import plan_kv_groups
-from loraplex_services.worker.runner.building import build_runner
+from loraplex_services.worker.ops.attention.backend import AttentionMaker
+from loraplex_services.worker.ops.attention.torch import VanillaAttention
+from loraplex_services.worker.runner.building import build_runner, store_as_published
 from loraplex_services.worker.types.model_config import KvHeads
 from tests.worker.parity.bases import make_base
 from tests.worker.parity.driving import Driver, Job, greedy
+from tests.worker.parity.quantised import quantised_base
 from tests.worker.parity.runners import parity_runner
 
 
@@ -64,6 +69,40 @@ def test_it_is_a_part_of_the_arithmetic_and_not_of_the_base(folder):
     assert len({info.numerics_fingerprint for info in infos}) == 3
     assert [info.quantization for info in infos] == ["", "kv-int8", "kv-fp8"]
     assert len({info.geometry.fingerprint for info in infos}) == 1
+
+
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory):
+    """A base whose files ask for a KV cache in FP8, with scales for each layer."""
+    folder = tmp_path_factory.mktemp("asking")
+    base = quantised_base(make_base("llama", folder / "plain"), "ct-fp8", folder / "base").folder
+    config = json.loads((base / "config.json").read_bytes())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (base / "config.json").write_text(json.dumps(config))
+    tensors = load_file(base / "model.safetensors")
+    for name in ("k_scale", "v_scale"):
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.tensor([0.5])
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    return base
+
+
+@pytest.mark.parametrize(("setting", "kept"), [("auto", "kv-fp8"), ("int8", "kv-int8")])
+def test_a_base_gets_the_cache_that_its_files_ask_for_unless_the_setting_names_one(
+    asking, setting, kept
+):
+    runner = build_runner(asking, device="cpu", arena_bytes=8 << 20, kv_cache_dtype=setting)
+    assert runner.model_info().quantization == kept
+
+
+def test_a_backend_without_codes_keeps_the_dtype_of_the_model_and_says_so(caplog):
+    class Floats(VanillaAttention):
+        kv_cache_dtypes = frozenset()
+
+    maker = AttentionMaker(Floats)
+    store_as_published("fp8", maker)
+    assert maker.kv_cache_dtype == "auto"
+    assert "fp8, which Floats does not store" in caplog.text
 
 
 def test_what_is_not_known_is_refused_by_name(folder):
