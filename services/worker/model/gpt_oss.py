@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from loraplex.errors import Unsupported
+from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.layers.moe import (
     Expert,
     ExpertMlps,
@@ -21,7 +21,7 @@ from loraplex_services.worker.layers.moe import (
 from loraplex_services.worker.model.build import Builder, inner_inputs
 from loraplex_services.worker.model.config_reader import ModelConfigReader
 from loraplex_services.worker.model.decoder import Decoder
-from loraplex_services.worker.model.load import TensorWindow, Weights
+from loraplex_services.worker.model.load import TensorWindow
 from loraplex_services.worker.model.mxfp4 import take_mxfp4
 from loraplex_services.worker.model.plain import (
     FULL,
@@ -99,16 +99,15 @@ def _mlp(builder: Builder, layer: int) -> SparseMlp:
 def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> ExpertMlps:
     """Two sites for each expert. Gate and up are interleaved in one projection."""
     num, hidden, width = moe.num_experts, builder.config.hidden_size, moe.intermediate_size
-    _check_stacked(builder.weights, f"{prefix}.gate_up_proj")
-    take = builder.weights.take
-    gate_up_bias = take(f"{prefix}.gate_up_proj_bias", (num, 2 * width))
-    down_bias = take(f"{prefix}.down_proj_bias", (num, hidden))
     by_neurons, by_inputs = Cut(outputs=((2 * width, width),)), inner_inputs(width)
-    weights = ExpertWeights(
+    stacks = (
         _stacked(builder, f"{prefix}.gate_up_proj", (num, 2 * width, hidden), by_neurons),
         _stacked(builder, f"{prefix}.down_proj", (num, hidden, width), by_inputs),
-        builder.own.bias(gate_up_bias, by_neurons),
-        builder.own.bias(down_bias, by_inputs),
+    )
+    gate_up_bias = builder.weights.take(f"{prefix}.gate_up_proj_bias", (num, 2 * width))
+    down_bias = builder.weights.take(f"{prefix}.down_proj_bias", (num, hidden))
+    weights = ExpertWeights(
+        *stacks, builder.own.bias(gate_up_bias, by_neurons), builder.own.bias(down_bias, by_inputs)
     )
     experts, product = [], builder.operators.expert_linear
     for i in range(num):
@@ -133,24 +132,27 @@ def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> Exper
     return builder.operators.experts(weights, moe.num_active, moe.swiglu, experts)
 
 
-def _check_stacked(weights: Weights, name: str) -> None:
-    """Raises Unsupported for files that tools wrote which make a linear of each expert."""
-    if not weights.has(name) and not weights.has(f"{name}_blocks"):
-        why = (
-            "must hold all experts of a layer, plain or in MXFP4; serve a copy in which the "
-            "experts were not quantised"
-        )
-        raise Unsupported.field(name, "missing", why)
-
-
 def _stacked(builder: Builder, name: str, shape: tuple[int, int, int], cut: Cut) -> Tensor:
-    """All experts' weights of one projection, `[experts, out, in]`, or what this rank has."""
+    """All experts' weights of one projection, `[experts, out, in]`, or what this rank has.
+
+    Raises Unsupported for files that tools wrote which make a linear of each expert.
+    """
     num_experts, num_outputs, num_inputs = shape
     window = builder.own.window(num_outputs, cut, dim=1)
     if builder.weights.has(f"{name}_blocks"):
         return take_mxfp4(builder.weights, name, shape, window)
     stored = num_experts, num_inputs, num_outputs
-    weight = builder.weights.take(name, stored, None if window is None else _transposed(window))
+    own = None if window is None else _transposed(window)
+    try:
+        weight = builder.weights.take(name, stored, own)
+    except InvalidRequest as error:
+        if builder.weights.has(name):
+            raise
+        why = (
+            "must hold all experts of a layer, plain or in MXFP4; serve a copy in which the "
+            "experts were not quantised"
+        )
+        raise Unsupported.field(name, "missing", why) from error
     return weight.transpose(1, 2).contiguous()
 
 

@@ -121,6 +121,12 @@ def test_dummy_weights_need_no_files_and_are_the_same_each_time(base, tmp_path):
     assert all_weights(first).std() > 0.05
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe", "qwen3.5", "phi3"])
+def test_dummy_weights_serve_experts_states_and_fused_projections(name, tmp_path):
+    folder = make_base(name, tmp_path).folder
+    assert all_weights(build(folder, DummyWeights(torch.float32, CPU))).isfinite().all()
+
+
 def test_sites_and_their_ranges_cover_every_linear(base):
     sites = build(base.folder).site_weights.table
     assert [site.kind for site in sites.sites].count("linear") == 4 * 2
