@@ -4,7 +4,7 @@ Layers are split into KV groups of one attention kind (full, or one window) and 
 block holds 16 tokens of all layers of its group: layer-major, K then V, each `[Hkv, T, D]`. If they
 are codes, `[Hkv, T]` scales follow each of the two. A group has the number of layers that fits a
 block of 2 MiB and leaves the smallest part of all blocks empty, which is none if all layers have
-one shape.
+one shape. With codes, up to 1.6% may be added, so that blocks can be divided into pages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from loraplex_services.worker.types.extents import paged_bytes
 from loraplex_services.worker.types.model_config import KvHeads
 
 TOKENS_PER_BLOCK = 16
@@ -63,13 +64,13 @@ def plan_kv_groups(
             kinds.setdefault(kind, []).append(layer)
     sizes = [2 * _plane_bytes(own, itemsize, scale_bytes) for _, own in kinds]
     counts = [len(layers) for layers in kinds.values()]
-    block_bytes = _block_bytes(sizes, counts)
+    used_bytes = _block_bytes(sizes, counts)
     groups = tuple(
-        KvGroup(tuple(layers[begin : begin + block_bytes // size]), window, own)
+        KvGroup(tuple(layers[begin : begin + used_bytes // size]), window, own)
         for ((window, own), layers), size in zip(kinds.items(), sizes, strict=True)
-        for begin in range(0, len(layers), block_bytes // size)
+        for begin in range(0, len(layers), used_bytes // size)
     )
-    return KvGroups(groups, block_bytes, itemsize, scale_bytes)
+    return KvGroups(groups, paged_bytes(used_bytes), itemsize, scale_bytes)
 
 
 def _plane_bytes(heads: KvHeads, itemsize: int, scale_bytes: int) -> int:

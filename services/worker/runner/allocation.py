@@ -20,8 +20,6 @@ from loraplex_services.worker.runner.numerics import dtype_name
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.sharding import local_config
 
-TILE_ALIGNMENT = 64
-"""Blocks begin at multiples of this number of bytes, and so do the tiles of adapters in them."""
 PROFILING_BYTES = 4 * MAX_BLOCK_BYTES
 """Size of the arena in bytes while the memory of the largest step is measured."""
 _LORA_DTYPES = {
@@ -82,9 +80,6 @@ def kv_buffer(
     groups = plan_kv_groups(
         config.windows, config.kv_heads, itemsize, config.layers_without_kv, scale_bytes
     )
-    if groups.block_bytes % TILE_ALIGNMENT:
-        why = f"needs heads of an even width; the base's have {config.head_dim}"
-        raise Unsupported.field("kv_cache_dtype", kept, why)
     num_blocks = blocks_for(num_bytes, groups.block_bytes)
     return KvBuffer(ArenaBuffer(num_blocks, groups.block_bytes, device), groups, dtype, codes)
 

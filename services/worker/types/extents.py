@@ -30,6 +30,13 @@ def count_pages_per_block(block_bytes: int) -> int:
     return pages
 
 
+def paged_bytes(block_bytes: int) -> int:
+    """The size of a block that is at least this large and has as many pages as its size allows."""
+    most = min(MAX_PAGES_PER_BLOCK, max(1, block_bytes // MIN_PAGE_BYTES))
+    num_pages = 1 << (most.bit_length() - 1)
+    return block_bytes + -block_bytes % (num_pages * PAGE_ALIGN_BYTES)
+
+
 def extent_sizes(num_pages: int, pages_per_block: int) -> list[int]:
     """Pages of each extent, whole blocks first, then descending."""
     whole, rest = divmod(num_pages, pages_per_block)

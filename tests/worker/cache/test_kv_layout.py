@@ -1,6 +1,7 @@
 """KV groups: equal, of one kind, within the block limit."""
 
 from loraplex_services.worker.cache.kv_layout import MAX_BLOCK_BYTES, plan_kv_groups
+from loraplex_services.worker.types.extents import count_pages_per_block
 from loraplex_services.worker.types.model_config import KvHeads
 
 
@@ -60,3 +61,17 @@ def test_shapes_that_do_not_divide_leave_the_least_empty():
 def test_layers_that_read_the_keys_of_another_have_none_of_their_own():
     groups = plan_kv_groups([None] * 4, [NARROW] * 4, itemsize=2, without_kv=(2, 3))
     assert [group.layers for group in groups.groups] == [(0, 1)]
+
+
+def test_blocks_of_codes_are_divided_into_as_many_pages_as_those_of_floats():
+    windows, heads = [None] * 30, [KvHeads(3, 64)] * 30
+    floats = plan_kv_groups(windows, heads, itemsize=2)
+    codes = plan_kv_groups(windows, heads, itemsize=1, scale_bytes=2)
+    pages = [count_pages_per_block(groups.block_bytes) for groups in (floats, codes)]
+    assert pages == [32, 32]
+    assert 1 < codes.block_bytes / (30 * 2 * codes.plane_bytes(heads[0])) < 1.003
+
+
+def test_a_small_block_grows_by_less_than_a_page_start():
+    codes = plan_kv_groups([None], [KvHeads(1, 5)], itemsize=1, scale_bytes=2)
+    assert 0 <= codes.block_bytes - 2 * codes.plane_bytes(KvHeads(1, 5)) < 64

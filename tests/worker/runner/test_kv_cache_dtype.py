@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import plan_kv_groups
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.torch import VanillaAttention
@@ -32,6 +33,21 @@ def test_nearly_twice_as_many_tokens_fit_as_in_bfloat16(head_dim, ratio):
     codes = plan_kv_groups([None] * 24, [KvHeads(8, head_dim)] * 24, itemsize=1, scale_bytes=2)
     layer_bytes = [groups.block_bytes / len(groups.groups[0].layers) for groups in (halves, codes)]
     assert layer_bytes[0] / layer_bytes[1] >= ratio
+
+
+def test_codes_and_scales_of_heads_of_an_odd_width_lie_next_to_each_other():
+    heads = KvHeads(2, 5)
+    groups = plan_kv_groups([None] * 3, [heads] * 3, itemsize=1, scale_bytes=2)
+    arena = ArenaBuffer(2, groups.block_bytes, torch.device("cpu"))
+    arena.data.zero_()
+    kv = KvBuffer(arena, groups, torch.float32, torch.int8)
+    for layer in range(3):
+        for plane, scales in zip(kv.planes(layer), kv.scales(layer), strict=True):
+            assert plane.shape == (2, 2, 16, 5) and not plane.any() and not scales.any()
+            plane.fill_(-1)
+            scales.fill_(1.0)
+    assert all(plane.eq(-1).all() for layer in range(3) for plane in kv.planes(layer))
+    assert all(scales.eq(1).all() for layer in range(3) for scales in kv.scales(layer))
 
 
 def scored(folder, chunk=19, **settings):
