@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.ops.attention.backend import AttentionBackend, AttentionMask
-from loraplex_services.worker.ops.attention.kv_codes import KV_CODES, decode, encode
+from loraplex_services.worker.ops.attention.kv_codes import KV_CODES, NO_SCALES, decode, encode
 from loraplex_services.worker.ops.attention.metadata import AttentionMetadata
 
 MAX_SCORE_ITEMS = 16 * 1024 * 1024
@@ -39,10 +40,8 @@ class GroupTables:
     decode_blocks: Tensor
     """int64 `[num_generations, N]`: blocks from each sequence's first visible one on, padded with
     that one."""
-    decode_visible: Tensor
-    """bool `[num_generations, 1, 1, N * T]`: keys that a generation sees."""
-    decode_in_chunk: Tensor | None
-    """Those that are in its chunk, for layers whose window does not slide; None = no window."""
+    decode_positions: Tensor
+    """int64 `[num_generations, N * T]`: of the keys in them."""
 
 
 @dataclass(slots=True)
@@ -95,12 +94,6 @@ class VanillaAttentionMetadata(AttentionMetadata):
             self.num_contexts :, : max(map(len, visible[self.num_contexts :]), default=0)
         ]
         keys = torch.arange(decode.shape[1] * num_slots, device=device)
-        keys = keys + first_of_row[self.num_contexts :, None] * num_slots
-        now = self.position_ids[self.num_ctx_tokens :, None]
-        visible_keys, in_chunk = keys <= now, None
-        if window is not None:
-            in_chunk = (visible_keys & (keys >= now // window * window))[:, None, None]
-            visible_keys &= keys > now - window
         contexts = range(self.num_contexts)
         write_blocks = padded[row_of_token, index]
         return GroupTables(
@@ -109,8 +102,7 @@ class VanillaAttentionMetadata(AttentionMetadata):
             context_blocks=tuple(padded[i, : len(visible[i])] for i in contexts),
             context_begins=tuple(firsts[i] * num_slots for i in contexts),
             decode_blocks=decode,
-            decode_visible=visible_keys[:, None, None],
-            decode_in_chunk=in_chunk,
+            decode_positions=keys + first_of_row[self.num_contexts :, None] * num_slots,
         )
 
 
@@ -146,106 +138,95 @@ class VanillaAttention(AttentionBackend):
         q, k, v = self.split(q, k, v)
         if metadata.is_dummy_attention:
             return torch.zeros_like(q)
-        num_tokens, shape = len(q), self.shape
-        queries = q.reshape(num_tokens, shape.num_kv_heads, shape.num_shared, shape.head_dim)
-        keys = k.reshape(num_tokens, shape.num_kv_heads, shape.head_dim)
-        values = v.reshape(num_tokens, shape.num_kv_heads, shape.head_dim)
+        shape = self.shape
+        q = q.reshape(len(q), shape.num_kv_heads, shape.num_shared, shape.head_dim)
+        k, v = (x.reshape(len(x), shape.num_kv_heads, shape.head_dim) for x in (k, v))
         is_full = self.sees_all(metadata, attention_mask)
-        if not metadata.kv_cache_params.use_cache:
-            return self._without_cache(queries, keys, values, metadata, is_full=is_full)
-        return self._with_cache(queries, keys, values, metadata, is_full=is_full)
-
-    def _without_cache(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        metadata: VanillaAttentionMetadata,
-        *,
-        is_full: bool,
-    ) -> Tensor:
-        out = [
-            self._context(
-                q[begin:end],
-                k[begin:end].transpose(0, 1),
-                v[begin:end].transpose(0, 1),
-                None if is_full else start,
-                start,
-            )
-            for begin, end, start in metadata.spans
+        spans, cache = metadata.spans, metadata.kv_cache_manager
+        generations = []
+        if metadata.kv_cache_params.use_cache:
+            assert cache is not None
+            group = metadata.groups[cache.group_of(self.layer_idx)]
+            kept = self._write(k, v, cache, group, metadata.write_offsets)
+            seen = [_cached(kept, group, i, span) for i, span in enumerate(spans)]
+            if metadata.num_generations:
+                generations.append(self._decode(q, kept, group, metadata))
+        else:
+            seen = [
+                (k[begin:end].transpose(0, 1), v[begin:end].transpose(0, 1), start)
+                for begin, end, start in spans
+            ]
+        contexts = [
+            self._context(q[begin:end], *own, None if is_full else start)
+            for (begin, end, start), own in zip(spans, seen, strict=True)
         ]
-        return torch.cat(out)
+        return torch.cat(contexts + generations)
 
-    def _with_cache(
+    def _write(
         self,
-        q: Tensor,
         k: Tensor,
         v: Tensor,
-        metadata: VanillaAttentionMetadata,
-        *,
-        is_full: bool,
-    ) -> Tensor:
-        assert metadata.kv_cache_manager is not None
-        cache = metadata.kv_cache_manager
-        k_plane, v_plane = cache.planes(self.layer_idx)
-        scales = cache.scales(self.layer_idx)
-        group = metadata.groups[metadata.kv_cache_manager.group_of(self.layer_idx)]
-        if len(group.fresh_blocks):
-            k_plane[group.fresh_blocks] = 0
-            v_plane[group.fresh_blocks] = 0
-        if scales is not None:
-            k, new_k_scales = encode(k, k_plane.dtype, scales[0].dtype)
-            v, new_v_scales = encode(v, v_plane.dtype, scales[1].dtype)
-            for plane, new in zip(scales, (new_k_scales, new_v_scales), strict=True):
+        cache: KvBuffer,
+        group: GroupTables,
+        write_offsets: Tensor | None,
+    ) -> list[_Kept]:
+        """Write new keys and values `[T, Hkv, D]`; all that are in the cache afterwards."""
+        kept = []
+        at = group.write_blocks, slice(None), write_offsets
+        planes, scales = cache.planes(self.layer_idx), cache.scales(self.layer_idx) or NO_SCALES
+        for new, plane, own_scales in zip((k, v), planes, scales, strict=True):
+            kept.append(_Kept(plane, own_scales, new.dtype))
+            if len(group.fresh_blocks):
                 plane[group.fresh_blocks] = 0
-                plane[group.write_blocks, :, metadata.write_offsets] = new
-        k_plane[group.write_blocks, :, metadata.write_offsets] = k
-        v_plane[group.write_blocks, :, metadata.write_offsets] = v
-        k_scales, v_scales = scales or (None, None)
-        kept_k, kept_v = _Kept(k_plane, k_scales, q.dtype), _Kept(v_plane, v_scales, q.dtype)
-        out = []
-        for i, (begin, end, start) in enumerate(metadata.spans):
-            key_begin = group.context_begins[i]
-            num_keys = start + end - begin - key_begin
-            keys = kept_k.sequence(group.context_blocks[i])[:, :num_keys]
-            values = kept_v.sequence(group.context_blocks[i])[:, :num_keys]
-            causal_start = None if is_full else start
-            out.append(self._context(q[begin:end], keys, values, causal_start, key_begin))
-        if metadata.num_generations:
-            out.append(self._decode(q[metadata.num_ctx_tokens :], kept_k, kept_v, group))
-        return out[0] if len(out) == 1 else torch.cat(out)
+            if own_scales is not None:
+                own_scales[group.fresh_blocks] = 0
+                new, own_scales[at] = encode(new, plane.dtype, own_scales.dtype)
+            plane[at] = new
+        return kept
 
     def _context(
-        self, q: Tensor, keys: Tensor, values: Tensor, start: int | None, key_begin: int
+        self, q: Tensor, keys: Tensor, values: Tensor, key_begin: int, start: int | None
     ) -> Tensor:
         """Queries `[n, Hkv, G, D]` at positions from `start` (None = all keys visible) over keys
         `[Hkv, K, D]` at positions from `key_begin`; `[n, Hq * D]`."""
         num_rows = max(1, MAX_SCORE_ITEMS // (q.shape[1] * q.shape[2] * keys.shape[1]))
+        at = torch.arange(key_begin, key_begin + keys.shape[1], device=q.device)
+        sinks = self._shaped_sinks(self.shape.num_kv_heads, self.shape.num_shared, 1, 1)
         chunks = []
         for row in range(0, len(q), num_rows):
-            chunk = q[row : row + num_rows]
-            visible = None
+            chunk, visible = q[row : row + num_rows], None
             if start is not None:
-                now = torch.arange(start + row, start + row + len(chunk), device=q.device)[:, None]
-                at = torch.arange(key_begin, key_begin + keys.shape[1], device=q.device)
-                visible = at <= now
-                if self.shape.window is not None and self.shape.is_chunked:
-                    visible &= at >= now // self.shape.window * self.shape.window
-                elif self.shape.window is not None:
-                    visible &= at > now - self.shape.window
-            sinks = self._shaped_sinks(self.shape.num_kv_heads, self.shape.num_shared, 1, 1)
+                now = torch.arange(start + row, start + row + len(chunk), device=q.device)
+                visible = self._visible(at, now[:, None])
             heads = chunk.permute(1, 2, 0, 3)
             out = self._attend(heads, keys[:, None], values[:, None], visible, sinks)
             chunks.append(out.permute(2, 0, 1, 3))
         return torch.cat(chunks).reshape(len(q), -1)
 
-    def _decode(self, q: Tensor, kept_k: _Kept, kept_v: _Kept, group: GroupTables) -> Tensor:
-        """One query per sequence, `[R, Hkv, G, D]`; `[R, Hq * D]`."""
-        keys = kept_k.sequences(group.decode_blocks)
-        values = kept_v.sequences(group.decode_blocks)
+    def _decode(
+        self,
+        q: Tensor,
+        kept: Sequence[_Kept],
+        group: GroupTables,
+        metadata: VanillaAttentionMetadata,
+    ) -> Tensor:
+        """The last of the queries `[T, Hkv, G, D]`, one for each generation; `[R, Hq * D]`."""
+        assert metadata.position_ids is not None
+        first = metadata.num_ctx_tokens
+        keys, values = (x.sequences(group.decode_blocks) for x in kept)
         sinks = self._shaped_sinks(1, self.shape.num_kv_heads, self.shape.num_shared, 1)
-        visible = group.decode_in_chunk if self.shape.is_chunked else group.decode_visible
-        return self._attend(q, keys, values, visible, sinks).reshape(len(q), -1)
+        visible = self._visible(group.decode_positions, metadata.position_ids[first:, None])
+        out = self._attend(q[first:], keys, values, visible[:, None, None], sinks)
+        return out.reshape(len(out), -1)
+
+    def _visible(self, at: Tensor, now: Tensor) -> Tensor:
+        """Whether queries at positions `now` see keys at positions `at`, which broadcast."""
+        visible = at <= now
+        if self.shape.window is not None and self.shape.is_chunked:
+            visible &= at >= now // self.shape.window * self.shape.window
+        elif self.shape.window is not None:
+            visible &= at > now - self.shape.window
+        return visible
 
     def _shaped_sinks(self, *shape: int) -> Tensor | None:
         return None if self.sinks is None else self.sinks.view(shape)
@@ -287,9 +268,17 @@ class _Kept:
 
     def sequences(self, blocks: Tensor) -> Tensor:
         """Gather blocks `[R, N]` as `[R, Hkv, N * T, D]`."""
-        if self.scales is None:
-            return _sequences(self.plane, blocks)
-        return self._gathered(blocks).transpose(1, 2).flatten(2, 3)
+        num_blocks, num_heads, num_slots, width = self.plane.shape
+        items = num_slots * width
+        heads_apart, rest = divmod(self.plane.stride(0), items)
+        if self.scales is not None or rest:  # layers of another width decide how large a block is
+            return self._gathered(blocks).transpose(1, 2).flatten(2, 3)
+        # Each head's part of a block as one row: an index of elements costs five times as much.
+        num_rows = (num_blocks - 1) * heads_apart + num_heads
+        rows = self.plane.as_strided((num_rows, items), (items, 1))
+        heads = torch.arange(num_heads, device=blocks.device)[:, None]
+        ids = blocks[:, None] * heads_apart + heads
+        return rows.index_select(0, ids.flatten()).view(len(blocks), num_heads, -1, width)
 
     def _gathered(self, blocks: Tensor) -> Tensor:
         """`[*blocks.shape, Hkv, T, D]`."""
@@ -298,17 +287,11 @@ class _Kept:
         return decode(self.plane[blocks], self.scales[blocks]).to(self.dtype)
 
 
-def _sequences(plane: Tensor, blocks: Tensor) -> Tensor:
-    """Gather blocks `[R, N]` of `[num_blocks, Hkv, T, D]` as `[R, Hkv, N * T, D]`."""
-    num_blocks, num_heads, num_slots, width = plane.shape
-    items = num_slots * width
-    # Each head's part of a block as one row to copy: an index of elements costs five times as much.
-    heads_apart, rest = divmod(plane.stride(0), items)
-    assert plane[0].is_contiguous(), plane.stride()
-    if rest:  # layers of another width decide how large a block is
-        return plane[blocks].transpose(1, 2).flatten(2, 3)
-    num_rows = (num_blocks - 1) * heads_apart + num_heads
-    rows = plane.as_strided((num_rows, items), (items, 1))
-    heads = torch.arange(num_heads, device=blocks.device)[:, None]
-    ids = blocks[:, None] * heads_apart + heads
-    return rows.index_select(0, ids.flatten()).view(len(blocks), num_heads, -1, width)
+def _cached(
+    kept: Sequence[_Kept], group: GroupTables, index: int, span: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, int]:
+    """Keys and values `[Hkv, K, D]` that a context sees, and the position of the first."""
+    (begin, end, start), key_begin = span, group.context_begins[index]
+    num_keys = start + end - begin - key_begin
+    keys, values = (x.sequence(group.context_blocks[index])[:, :num_keys] for x in kept)
+    return keys, values, key_begin
