@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from loraplex_services.worker.ops.linear.torch import WeightRows
 from loraplex_services.worker.types.sharding import Span
 
+Kind = Literal["int4", "int8", "fp8"]
 FLOAT8 = torch.float8_e4m3fn
 CHUNK_ROWS = 4096
 INTEGERS = torch.arange(16, dtype=torch.float32)
@@ -50,6 +52,16 @@ class CodedWeight:
     def in_features(self) -> int:
         """Columns."""
         return self.codes.shape[1]
+
+    @property
+    def kind(self) -> Kind | None:
+        """What kernels read the codes as; None = none reads them."""
+        if self.table is not None:
+            known = (INTEGERS, INTEGERS - 8)
+            return "int4" if any(self.table.cpu().equal(table) for table in known) else None
+        if self.codes.dtype is torch.int8:
+            return "int8"
+        return "fp8" if self.codes.dtype is FLOAT8 and self.zeros is None else None
 
     def outputs(self, spans: Sequence[Span], num_rows: int = 0) -> CodedWeight:
         """Some rows, joined, and zeros after them up to `num_rows`."""
@@ -102,13 +114,21 @@ class CodedWeight:
             values = self.table.to(codes.device)[codes.int()]
         else:
             values = codes.float()
-        groups = torch.arange(self.in_features, device=values.device) // self.group_size
-        if self.zeros is not None:
-            values = values - self.zeros[rows][:, groups]
-        values = values * self.scales[rows].float()[:, groups]
-        if self.order is None:
-            return values
-        return torch.empty_like(values).index_copy_(1, self.order.to(values.device), values)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return scaled(values, zeros, self.scales[rows], self.group_size, self.order)
+
+
+def scaled(
+    values: Tensor, zeros: Tensor | None, scales: Tensor, group_size: int, order: Tensor | None
+) -> Tensor:
+    """Rows of a weight, float32 `[n, in]`, from the values of their codes."""
+    groups = torch.arange(values.shape[1], device=values.device) // group_size
+    if zeros is not None:
+        values = values - zeros.float()[:, groups]
+    values = values * scales.float()[:, groups]
+    if order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, order.to(values.device), values)
 
 
 def joined(parts: list[CodedWeight]) -> CodedWeight | None:

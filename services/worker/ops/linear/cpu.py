@@ -9,12 +9,13 @@ from torch import Tensor
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.native.library import DTYPE_CODES
-from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
+from loraplex_services.worker.ops.linear.coded import FLOAT8, CodedWeight, scaled
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 IN_TILES, IN_CODES = -1, -2
 """Stand for the type of a weight in tiles or codes (`native/src/experts.cpp`)."""
+KINDS = {"int4": CodeKind.INT4, "int8": CodeKind.INT8, "fp8": CodeKind.FLOAT8}
 PANEL, QUAD = 32, 4
 BLOCK_SIZES = (128, 64, 32, 16)
 """Inputs that the kernel may sum before it scales."""
@@ -80,15 +81,16 @@ class TiledLinear(BaseLinear):
 def is_readable(weight: CodedWeight) -> bool:
     """Whether the kernel reads the codes: integers or float8, in groups that end where blocks
     end."""
-    return _kind_of(weight) is not None and _block_size(weight) is not None
+    return weight.kind is not None and _block_size(weight) is not None
 
 
 class CodedLinear(BaseLinear):
     """A weight that stays in codes."""
 
     def __init__(self, native: Native, weight: CodedWeight) -> None:
-        block_size, kind = _block_size(weight), _kind_of(weight)
-        assert block_size is not None and kind is not None, weight.scheme
+        block_size = _block_size(weight)
+        assert block_size is not None and weight.kind is not None, weight.scheme
+        kind = KINDS[weight.kind]
         self.scheme = weight.scheme
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self._native = native
@@ -130,29 +132,14 @@ class CodedLinear(BaseLinear):
         own = self._weight
         first, last = begin // PANEL, -(-end // PANEL)
         codes = _unpacked(own, first, last)
-        groups = torch.arange(self.in_features) // own.group_size
+        zeros = None if own.zeros is None else _out_of_panels(own.zeros[first:last])
         if own.kind is CodeKind.FLOAT8:
             values = codes.contiguous().view(FLOAT8).float()
-        elif own.zeros is None:
-            values = codes.float() - own.zero
         else:
-            values = codes.float() - _out_of_panels(own.zeros[first:last])[:, groups]
-        rows = values * _out_of_panels(own.scales[first:last])[:, groups]
-        rows = rows[begin - first * PANEL : end - first * PANEL]
-        if self._order is None:
-            return rows
-        return torch.empty_like(rows).index_copy_(1, self._order, rows)
-
-
-def _kind_of(weight: CodedWeight) -> CodeKind | None:
-    """The kind of the codes; None = the kernel does not read them."""
-    if weight.table is not None:
-        known = (INTEGERS, INTEGERS - 8)
-        return CodeKind.INT4 if any(weight.table.equal(table) for table in known) else None
-    if weight.codes.dtype is torch.int8:
-        return CodeKind.INT8
-    is_float8 = weight.codes.dtype is FLOAT8 and weight.zeros is None
-    return CodeKind.FLOAT8 if is_float8 else None
+            values = codes.float() - (own.zero if zeros is None else 0)
+        scales = _out_of_panels(own.scales[first:last])
+        rows = scaled(values, zeros, scales, own.group_size, self._order)
+        return rows[begin - first * PANEL : end - first * PANEL]
 
 
 def _block_size(weight: CodedWeight) -> int | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loraplex_services.worker.ops.launch import INTERPRETING, shared_bytes
 from loraplex_services.worker.ops.linear import triton_kernels as kernels
-from loraplex_services.worker.ops.linear.coded import FLOAT8, INTEGERS, CodedWeight
+from loraplex_services.worker.ops.linear.coded import FLOAT8, CodedWeight, scaled
 from loraplex_services.worker.ops.linear.torch import BaseLinear
 from loraplex_services.worker.ops.linear.units import LANES, PAIRS, packed, unpacked
 
@@ -106,7 +106,7 @@ def num_splits(num_outputs: int, num_blocks: int) -> int:
 
 def is_readable(weight: CodedWeight) -> bool:
     """Whether the kernel reads the codes."""
-    if (kind := _kind_of(weight)) is None or _lane_inputs(weight, kind) is None:
+    if _lane_inputs(weight) is None:
         return False
     zeros = weight.zeros
     return zeros is None or (zeros.round().equal(zeros) and bool((zeros.abs() <= 128).all()))
@@ -116,8 +116,7 @@ class TritonCodedLinear(BaseLinear):
     """A weight that stays in codes."""
 
     def __init__(self, weight: CodedWeight) -> None:
-        kind = _kind_of(weight)
-        lane_inputs = None if kind is None else _lane_inputs(weight, kind)
+        kind, lane_inputs = weight.kind, _lane_inputs(weight)
         assert kind is not None and lane_inputs is not None, weight.scheme
         self.scheme = weight.scheme
         self.out_features, self.in_features = weight.out_features, weight.in_features
@@ -157,14 +156,9 @@ class TritonCodedLinear(BaseLinear):
         else:
             values = codes.float() - MIDDLE
         values = values[:, : self.in_features]
-        group_size = self._group or self.in_features
-        groups = torch.arange(self.in_features, device=values.device) // group_size
-        if self._zeros is not None:
-            values = values - self._zeros[groups, begin:end].float().T
-        rows = values * self._scales[groups, begin:end].float().T
-        if self._order is None:
-            return rows
-        return torch.empty_like(rows).index_copy_(1, self._order, rows)
+        zeros = None if self._zeros is None else self._zeros[:, begin:end].T
+        scales = self._scales[:, begin:end].T
+        return scaled(values, zeros, scales, self._group or self.in_features, self._order)
 
     def _by_groups(self, values: Tensor) -> Tensor:
         """`[out, groups]` -> `[groups, out]`, with zeros for groups in the last block that no
@@ -272,19 +266,12 @@ class TritonCodedLinear(BaseLinear):
         }
 
 
-def _kind_of(weight: CodedWeight) -> str | None:
-    """The kind of the codes; None = the kernel does not read them."""
-    if weight.table is not None:
-        known = (INTEGERS, INTEGERS - MIDDLE)
-        return "int4" if any(weight.table.cpu().equal(table) for table in known) else None
-    if weight.codes.dtype is torch.int8:
-        return "int8"
-    return "fp8" if weight.codes.dtype is FLOAT8 and weight.zeros is None else None
-
-
-def _lane_inputs(weight: CodedWeight, kind: str) -> int | None:
-    """Inputs of a lane, so that groups end where lanes end; None = there is no such number."""
-    group_size = weight.group_size
+def _lane_inputs(weight: CodedWeight) -> int | None:
+    """Inputs of a lane, so that groups end where lanes end; None = the kernel does not read the
+    codes, or there is no such number."""
+    kind, group_size = weight.kind, weight.group_size
+    if kind is None:
+        return None
     if group_size >= weight.in_features:
         return LANE_INPUTS[kind][0]
     for inputs in LANE_INPUTS[kind]:
