@@ -91,7 +91,6 @@ def build_runner(
     executors: tuple[Executor, Executor] | None = None,
     num_ranks: int = 1,
     nodes: Nodes = ONE_NODE,
-    rendezvous_timeout_s: float | None = None,
     on_rank_end: Callable[[int, int], None] = lambda rank, code: None,
     **fields: Any,
 ) -> TorchRunner:
@@ -102,7 +101,6 @@ def build_runner(
         num_ranks: processes that share the base. Those of this machine are started here; `close`
             ends them.
         nodes: the machines of these ranks.
-        rendezvous_timeout_s: for all ranks to connect; None = as `group` says.
         on_rank_end: called from another thread when a rank ends, with its number and exit code.
         fields: those of `RunnerSettings`.
 
@@ -116,7 +114,7 @@ def build_runner(
         return build(OneRank())
     device, num_local = resolve_device(settings.device), nodes.num_local(num_ranks)
     check_group(model_dir, settings.model_impl, device, num_ranks, num_local)
-    timeout_s = rendezvous_timeout_s or (LOCAL_TIMEOUT_S if nodes.count == 1 else NODES_TIMEOUT_S)
+    timeout_s = LOCAL_TIMEOUT_S if nodes.count == 1 else NODES_TIMEOUT_S
     followers = Followers(num_ranks, nodes, model_dir, on_rank_end)
     return lead(followers, build, device, Shard(0, num_ranks), fields, model_dir, timeout_s)
 

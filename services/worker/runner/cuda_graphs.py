@@ -4,8 +4,8 @@ A graph is captured for each size of a short list: for the base alone, for adapt
 and for adapters anywhere. It reads its inputs at fixed addresses: `GraphInputs` holds them for the
 largest step, and a step fills the first rows. Rows up to the graph's size are padding that writes
 nothing: no KV slot, no keys, no adapter. Which adapters a step uses is read from device tables, so
-one graph serves any mix. Everything else (several adapters in one request, embeddings or norms of
-an adapter's own) runs eagerly, as does the head with sampling.
+one graph serves any mix. Everything else (adapters of which torch computes a part, more runs than
+the lists hold) runs eagerly, as does the head with sampling.
 """
 
 from __future__ import annotations
