@@ -213,6 +213,7 @@ class AdapterLoads:
                 continue
             try:
                 copied = pending.result()
+                self._note_host(load, copied)
                 self._runner.enter_adapter(load.slot, copied)
             except Exception as failure:
                 error = _load_error(failure, load.digest)
@@ -221,7 +222,6 @@ class AdapterLoads:
             else:
                 self._cache.loaded(load.digest, copied.elapsed_s, copied.facts)
                 self._loaded.append(load.digest)
-                self._note_host(load, copied)
                 self._copies_s.append(copied.elapsed_s)
                 self._times.copies.add(copied.ready_s)
         return failures

@@ -25,7 +25,7 @@ from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.ranks import Ranks
 from loraplex_services.worker.model.decoder import Decoder
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
-from loraplex_services.worker.runner.parallel.messages import Enter, Unload
+from loraplex_services.worker.runner.parallel.messages import Drop, Enter, Unload
 from loraplex_services.worker.runner.parallel.shared_head import LeadingHead, SharedHead
 from loraplex_services.worker.runner.proposals import propose
 from loraplex_services.worker.runner.step_batch import BatchMaker
@@ -142,11 +142,15 @@ class TorchRunner:
     @torch.inference_mode()
     def _enter(self, slot: int, copied: CopiedImage) -> None:
         try:
+            if copied.failure is not None:
+                raise copied.failure
             self._adapters.enter(slot, copied)
             self._entered(slot, copied.copy_events)
         except Exception:
             if copied.copy_events is not None:
                 copied.copy_events.wait_all()  # steps may write to its blocks from now on
+            if self._followers is not None:
+                self._followers.send(Drop(copied.copy_id))
             raise
         if self._followers is not None:
             self._followers.send(Enter(slot, copied.copy_id))

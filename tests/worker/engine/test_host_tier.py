@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.api.residency import AdapterResidency, Tier
+from loraplex.errors import ResourceExhausted
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache
 from loraplex_services.worker.types.messages import Gone, StepOutput, UnloadAdapter
 from tests.worker.engine_stage import A, B, Stage, make_runner, submit, write_files
@@ -66,6 +67,29 @@ def test_an_image_that_makes_way_for_another_is_on_disk_only(stage: Stage) -> No
     watcher.step(submit("b again", B))
     watcher.step(UnloadAdapter(A), UnloadAdapter(B))
     assert (watcher.known[A].tier, watcher.known[A].host_bytes) == (Tier.DISK, 0)
+    assert watcher.known[B].tier is Tier.HOST
+
+
+def test_an_image_that_makes_way_is_on_disk_even_if_the_other_cannot_be_entered(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = stage.runner
+    watcher = Watcher(stage)
+    watcher.step(*stage.fetched(A, B), submit("a", A), submit("b", B))
+    both = [watcher.known[digest].device_bytes for digest in (A, B)]
+    runner._adapters._host = PinnedCache(runner.arena, max(both))
+    watcher.step(UnloadAdapter(A), UnloadAdapter(B))
+    watcher.step(submit("a again", A))
+    watcher.step(UnloadAdapter(A))
+    assert watcher.known[A].tier is Tier.HOST
+
+    def refuse(slot: int, copied: object) -> None:
+        raise ResourceExhausted("the tables are full")
+
+    monkeypatch.setattr(runner, "enter_adapter", refuse)
+    watcher.step(submit("b again", B))
+    assert "b again" in stage.failures
+    assert watcher.known[A].tier is Tier.DISK
     assert watcher.known[B].tier is Tier.HOST
 
 

@@ -45,6 +45,8 @@ class CopiedImage:
     """What steps have to wait for; None = every byte is on the device."""
     copy_id: int = 0
     """Identifies the copy to the other tensor-parallel ranks, if there are any."""
+    failure: BaseException | None = None
+    """Why one of these ranks could not copy it."""
     is_on_host: bool = False
     """Whether the image is in pinned host memory now."""
     left_host: tuple[Path, ...] = ()

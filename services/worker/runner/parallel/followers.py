@@ -198,7 +198,8 @@ class Followers:
     ) -> Future[CopiedImage]:
         """Have all ranks fill `extents` from their images; `own` is this rank's copy.
 
-        Returns: what ends when the last rank is done, with the error of one if any failed.
+        Returns: what ends when the last rank is done, with the error of one if any failed: as the
+            copy's `failure` if this rank's own may still be under way.
         """
         with self._lock:
             self._num_copies += 1
@@ -268,12 +269,11 @@ class Followers:
             if copy.num_left:
                 return
             del self._copies[copy_id]
-        if copy.error is not None:
+        if copy.own is not None:
+            copy.result.set_result(replace(copy.own, copy_id=copy_id, failure=copy.error))
+        else:
             self.send(Drop(copy_id))
             copy.result.set_exception(copy.error)
-        else:
-            assert copy.own is not None, "this rank has copied"
-            copy.result.set_result(replace(copy.own, copy_id=copy_id))
 
 
 @dataclass(slots=True)

@@ -158,7 +158,7 @@ class CopyDone(msgspec.Struct, frozen=True, tag="copied"):
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """Forget a copy: another rank could not copy the adapter."""
+    """Forget a copy, because another rank could not copy or rank 0 not enter the adapter."""
 
     copy_id: int
 

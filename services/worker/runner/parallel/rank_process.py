@@ -99,7 +99,7 @@ class FollowingRank:
                 case Copy() as copy:
                     self._copy(copy)
                 case Drop(copy_id):
-                    self._copied.pop(copy_id, None)
+                    self._drop(copy_id)
                 case Refuse(error):
                     raise error.to_error()
                 case Enter(slot, copy_id):
@@ -111,6 +111,11 @@ class FollowingRank:
         content = None if self._images is None else RemoteBytes(self._images, copy.copy_id)
         pending = self._runner.copy_adapter(Path(copy.path), copy.extents, copy.step_s, content)
         pending.add_done_callback(partial(self._tell, copy.copy_id))
+
+    def _drop(self, copy_id: int) -> None:
+        copied = self._copied.pop(copy_id, None)
+        if copied is not None and copied.copy_events is not None:
+            copied.copy_events.wait_all()  # steps may write to its blocks from now on
 
     def _tell(self, copy_id: int, pending: Future[CopiedImage]) -> None:
         """Report the end of a copy, on the thread that copied."""

@@ -255,12 +255,23 @@ def test_an_image_that_one_rank_cannot_read_fails_the_load_and_not_the_group(gro
     num_pages = group.runner.pack_adapter(folder).result()
     image_path(folder, group.runner.layout.ranks[1].fingerprint).unlink()
     extents = in_blocks(group.runner, num_pages, range(group.runner.arena_blocks))
+    copied = group.runner.copy_adapter(folder, extents).result(PATIENCE_S)
     with pytest.raises(LoraplexError) as caught:
-        group.runner.copy_adapter(folder, extents).result(PATIENCE_S)
+        group.runner.enter_adapter(1, copied)
     assert caught.value.reason == "ADAPTER_LOAD_FAILED"
     driver.load(2, folder)  # packed anew
     assert sent_bytes(group, 4, ((2, 1.0),)) > 0
     assert not group.ended
+
+
+def test_an_image_that_rank_0_cannot_read_fails_the_load_and_not_the_group(group):
+    folder = group.adapter("own", 4)
+    num_pages = group.runner.pack_adapter(folder).result()
+    image_path(folder, group.runner.layout.ranks[0].fingerprint).unlink()
+    extents = in_blocks(group.runner, num_pages, range(group.runner.arena_blocks))
+    with pytest.raises(FileNotFoundError):
+        group.runner.copy_adapter(folder, extents).result(PATIENCE_S)
+    assert sent_bytes(group, 4) > 0 and not group.ended
 
 
 def test_an_adapter_that_validation_refuses_is_refused_as_with_one_rank(group):
