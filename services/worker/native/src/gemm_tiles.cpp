@@ -6,6 +6,8 @@
 //
 // Every output is summed in the order of its inputs in one accumulator, whatever the number of rows:
 // a row's result does not depend on its neighbours.
+#include <utility>
+
 #include "kernels.h"
 #include "pairs.h"
 #include "pool.h"
@@ -74,8 +76,10 @@ void store_sums(const TileProduct& g, const float* sums, T* y, int64_t row, int6
 // each, which arrives while they all compute.
 Ahead ahead_of(const bf16* weights, const bf16* next, int64_t num_tiles, int64_t block,
                int64_t num_blocks) {
-    constexpr int64_t kLine = 64, kDistance = 16 * kTileItems;
-    if (num_blocks == 1) return {reinterpret_cast<const char*>(weights + kDistance), 2 * kLine};
+    constexpr int64_t kLine = 64;
+    if (num_blocks == 1) {
+        return {reinterpret_cast<const char*>(weights + PanelProduct::kAheadItems), 2 * kLine};
+    }
     if (block > 1) return {reinterpret_cast<const char*>(weights), 0};
     return {reinterpret_cast<const char*>(next + block * num_tiles * kTileItems), kLine};
 }
@@ -107,7 +111,7 @@ void multiply_part(PanelProduct& product, const TileProduct& g, const TileTask& 
         float* out = are_kept ? sums + done * kTilePanel : sums;
         product.multiply(n, g.x + (task.row + done) * g.ldx + tile * kTileInputs, g.ldx, weights,
                          end - tile, out, tile > 0,
-                         ahead_of(weights, next, end - tile, block, num_blocks));
+                         ahead_of(weights, next, end - tile, block, num_blocks), [](int64_t) {});
         if (end == g.num_tiles) store_sums(g, out, y, task.row + done, n, panel);
     }
 }
@@ -115,11 +119,10 @@ void multiply_part(PanelProduct& product, const TileProduct& g, const TileTask& 
 // Long inputs are taken in chunks. The sums are kept in float32 in between, so that chunks do not change the
 // result.
 template <class T>
-void multiply_panels(const TileProduct& g, T* y, const TileTask& task) {
+void multiply_panels(PanelProduct& product, const TileProduct& g, T* y, const TileTask& task) {
     const int64_t chunk = chunk_of(g, task.num_rows), panel_sums = task.num_rows * kTilePanel;
     const bool is_whole = chunk == g.num_tiles;
     float* const all_sums = scratch(0, (is_whole ? 1 : task.end - task.begin) * panel_sums);
-    PanelProduct product;
     for (int64_t first = 0; first < g.num_tiles; first += chunk) {
         const int64_t end = smaller(first + chunk, g.num_tiles);
         for (int64_t panel = task.begin; panel < task.end; ++panel) {
@@ -132,9 +135,50 @@ void multiply_panels(const TileProduct& g, T* y, const TileTask& task) {
     }
 }
 
+// A thread's panels of a product of a single block of rows. A panel's sums are rounded and stored while the next
+// panel is multiplied, because the memory would wait for the processor otherwise.
+template <class T>
+class FewRows {
+public:
+    FewRows(const TileProduct& g, T* y) : g_(g), y_(y) {
+        for (float*& sums : sums_) sums = scratch(0, 2 * kPanelSums);
+        sums_[1] += kPanelSums;
+    }
+    ~FewRows() { store(0, g_.num_rows); }
+
+    void multiply(int64_t panel) {
+        const bf16* weights = g_.packed + panel * g_.num_tiles * 2 * kTileItems;
+        const int64_t rows = ceil_div(g_.num_rows, g_.num_tiles);
+        product_.multiply(g_.num_rows, g_.x, g_.ldx, weights, g_.num_tiles, sums_[1], false,
+                          ahead_of(weights, nullptr, g_.num_tiles, 0, 1), [&](int64_t tile) {
+                              store(tile * rows, smaller(rows, g_.num_rows - tile * rows));
+                          });
+        std::swap(sums_[0], sums_[1]);
+        stored_ = panel;
+    }
+
+private:
+    static constexpr int64_t kPanelSums = PanelProduct::kMaxRows * kTilePanel;
+
+    void store(int64_t row, int64_t num_rows) const {
+        if (stored_ >= 0) store_sums(g_, sums_[0] + row * kTilePanel, y_, row, num_rows, stored_);
+    }
+
+    const TileProduct& g_;
+    T* const y_;
+    PanelProduct product_;
+    float* sums_[2];       // of the panel that is stored, and of the one that is multiplied
+    int64_t stored_ = -1;  // a panel
+};
+
 template <class T>
 void multiply(const TileProduct& g, T* y) {
     const int64_t num_panels = ceil_div(g.num_outputs, kTilePanel);
+    if (g.num_rows <= PanelProduct::kMaxRows) {
+        const auto make = [&] { return FewRows<T>(g, y); };
+        return parallel_shares(num_panels, make,
+                               [](FewRows<T>& rows, int64_t panel) { rows.multiply(panel); });
+    }
     const int64_t num_row_tasks = ceil_div(g.num_rows, PanelProduct::kTaskRows);
     const int64_t num_blocks = ceil_div(g.num_rows, PanelProduct::kMaxRows);
     const int64_t rows = ceil_div(num_blocks, num_row_tasks) * PanelProduct::kMaxRows;
@@ -144,13 +188,15 @@ void multiply(const TileProduct& g, T* y) {
         panels = panels < 1 ? 1 : smaller(panels, PanelProduct::kMaxTaskPanels);
     }
     const int64_t num_panel_tasks = ceil_div(num_panels, panels);
-    parallel_shares(num_panel_tasks * num_row_tasks, [&](int64_t task) {
+    // A thread's tasks share the tile registers, whose configuration waits for all instructions before it.
+    const auto make = [] { return PanelProduct(); };
+    parallel_shares(num_panel_tasks * num_row_tasks, make, [&](PanelProduct& product, int64_t task) {
         const bool keeps_rows = PanelProduct::kKeepsRows;
         const int64_t row = (keeps_rows ? task / num_panel_tasks : task % num_row_tasks) * rows;
         const int64_t begin =
             (keeps_rows ? task % num_panel_tasks : task / num_row_tasks) * panels;
         if (row >= g.num_rows) return;
-        multiply_panels(g, y, {row, smaller(g.num_rows - row, rows), begin,
+        multiply_panels(product, g, y, {row, smaller(g.num_rows - row, rows), begin,
                                smaller(begin + panels, num_panels)});
     });
 }

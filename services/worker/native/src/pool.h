@@ -30,9 +30,10 @@ struct alignas(64) Share {
 };
 
 // parallel_for for tasks that prefetch what the next one reads: each thread takes a share of neighbouring
-// tasks in order, and then helps with the shares of others.
-template <class Body>
-void parallel_shares(int64_t num_tasks, const Body& body) {
+// tasks in order, and then helps with the shares of others. It calls body(state, task) with a state of its
+// own, which it makes first.
+template <class Make, class Body>
+void parallel_shares(int64_t num_tasks, const Make& make, const Body& body) {
     constexpr int64_t kMaxShares = 256;
     Share shares[kMaxShares];
     int64_t num_shares = num_threads() < kMaxShares ? num_threads() : kMaxShares;
@@ -42,12 +43,21 @@ void parallel_shares(int64_t num_tasks, const Body& body) {
         shares[i].end = num_tasks * (i + 1) / num_shares;
     }
     parallel_for(num_shares, [&](int64_t own) {
+        auto state = make();
         for (int64_t i = 0; i < num_shares; ++i) {
             Share& share = shares[(own + i) % num_shares];
             int64_t task;
-            while ((task = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end) body(task);
+            while ((task = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end) {
+                body(state, task);
+            }
         }
     });
+}
+
+// The same without a state.
+template <class Body>
+void parallel_shares(int64_t num_tasks, const Body& body) {
+    parallel_shares(num_tasks, [] { return 0; }, [&](int, int64_t task) { body(task); });
 }
 
 // A float buffer of this thread, 64-byte aligned, kept and grown from call to call; `which` tells

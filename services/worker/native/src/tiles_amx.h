@@ -31,6 +31,9 @@ public:
     // Bytes of a task's inputs that stay in the second-level cache while the task's panels pass by.
     static constexpr int64_t kCachedBytes = 800 << 10;
     static constexpr int64_t kSharedTiles = INT64_MAX;
+    // How far ahead of its use a weight of a single block of rows is prefetched. One core reads 19 GB/s with
+    // this distance, and 15 with 8 KB or without prefetching.
+    static constexpr int64_t kAheadItems = kTileItems;
     // Tiles of a panel that stay in the first-level cache while a task's rows pass by: 20 KiB.
     static constexpr int64_t kPartTiles = 10;
     // Neighbouring tasks have the same rows and other panels, which are prefetched.
@@ -42,14 +45,16 @@ public:
 
     ~PanelProduct() { _tile_release(); }
 
-    // sums[n][32], or what they hold if `continues`, plus the product of n rows and a panel.
+    // sums[n][32], or what they hold if `continues`, plus the product of n rows and a panel. Calls
+    // meanwhile(tile) once for each tile.
+    template <class F>
     void multiply(int64_t n, const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
-                  float* sums, bool continues, const Ahead& ahead) {
+                  float* sums, bool continues, const Ahead& ahead, const F& meanwhile) {
         if (n != configured_) configure(configured_ = n);
         if (n > kTileRows) {
-            multiply_tiles<true>(x, ldx, panel, num_tiles, sums, continues, ahead);
+            multiply_tiles<true>(x, ldx, panel, num_tiles, sums, continues, ahead, meanwhile);
         } else {
-            multiply_tiles<false>(x, ldx, panel, num_tiles, sums, continues, ahead);
+            multiply_tiles<false>(x, ldx, panel, num_tiles, sums, continues, ahead, meanwhile);
         }
     }
 
@@ -67,9 +72,10 @@ private:
         _tile_loadconfig(&config);
     }
 
-    template <bool kTwo>
+    template <bool kTwo, class F>
     static void multiply_tiles(const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
-                               float* sums, bool continues, const Ahead& ahead) {
+                               float* sums, bool continues, const Ahead& ahead,
+                               const F& meanwhile) {
         constexpr int64_t kStride = kTilePanel * sizeof(float);
         const int64_t stride = ldx * int64_t(sizeof(bf16));
         float* second = sums + kTileRows * kTilePanel;
@@ -90,6 +96,8 @@ private:
         }
         for (int64_t k = 0; k < num_tiles; ++k) {
             const bf16* weights = panel + k * 2 * kTileItems;
+            prefetch(ahead, k);
+            meanwhile(k);
             _tile_loadd(4, x + k * kTileInputs, stride);
             _tile_loadd(6, weights, kTileBytes);
             _tile_dpbf16ps(0, 4, 6);
@@ -100,7 +108,6 @@ private:
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-            prefetch(ahead, k);
         }
         _tile_stored(0, sums, kStride);
         _tile_stored(1, sums + kTileRows, kStride);

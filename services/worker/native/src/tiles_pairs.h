@@ -16,6 +16,8 @@ public:
     // Tiles of a panel that several blocks of rows read one after another: they stay in the
     // second-level cache alongside the next panel's and the rows.
     static constexpr int64_t kSharedTiles = 64;
+    // How far ahead of its use a weight of a single block of rows is prefetched.
+    static constexpr int64_t kAheadItems = 16 * kTileItems;
     static constexpr int64_t kCachedBytes = 512 << 10;  // of a task's inputs, for all of its panels
     static constexpr int64_t kPartTiles = INT64_MAX;
     // Neighbouring tasks have the same panels and other rows.
@@ -25,9 +27,12 @@ public:
     // Of the next block, where num_left rows are left for num_blocks.
     static int64_t rows_of(int64_t num_left, int64_t num_blocks) { return ceil_div(num_left, num_blocks); }
 
-    // sums[n][32], or what they hold if `continues`, plus the product of n rows and a panel.
+    // sums[n][32], or what they hold if `continues`, plus the product of n rows and a panel. Calls
+    // meanwhile(tile) once for each tile.
+    template <class F>
     void multiply(int64_t n, const bf16* x, int64_t ldx, const bf16* panel, int64_t num_tiles,
-                  float* sums, bool continues, const Ahead& ahead) {
+                  float* sums, bool continues, const Ahead& ahead, const F& meanwhile) {
+        for (int64_t tile = 0; tile < num_tiles; ++tile) meanwhile(tile);
         with_count<kMaxRows>(n, [&](auto count) {
             for (int64_t first = 0; first < kTilePanel; first += 2 * kLanes) {
                 multiply_rows<count.value>(x, ldx, panel + first * kTileInputs, num_tiles, sums + first,
