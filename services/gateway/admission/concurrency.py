@@ -33,7 +33,7 @@ class TenantConcurrency:
         self._rate_limit_store = rate_limit_store
         self._sequences = sequences
         self._limits: dict[str, int] = {}
-        """Limit of each tenant that holds or needs a lease."""
+        """Limit of each tenant that holds or needs a lease; 0 = it has none any more."""
         self._wanted: dict[str, int] = {}
         """Sequences of each such tenant that wait or run here."""
 
@@ -41,10 +41,10 @@ class TenantConcurrency:
     async def held(self, limits: TenantLimits, num_sequences: int) -> AsyncGenerator[None]:
         """Count a request of a tenant while it waits or runs. The first one asks for a lease."""
         tenant = limits.tenant
-        if not limits.max_concurrent:
+        is_new = tenant not in self._limits
+        if is_new and not limits.max_concurrent:
             yield
             return
-        is_new = tenant not in self._limits
         self._limits[tenant] = limits.max_concurrent
         self._wanted[tenant] = self._wanted.get(tenant, 0) + num_sequences
         try:
@@ -64,9 +64,14 @@ class TenantConcurrency:
                 await self._ask(tenant)
 
     async def _ask(self, tenant: str) -> None:
-        """Renew the lease of one tenant, or forget a tenant without requests."""
+        """Renew the lease of one tenant, or forget a tenant without requests or limit."""
         limit, wanted = self._limits[tenant], self._wanted[tenant]
         running = self._sequences.num_running_of(tenant)
+        if not limit:
+            self._sequences.set_limit(tenant, None)
+            if not wanted:
+                del self._limits[tenant], self._wanted[tenant]
+            return
         # Ask for more than is needed now: the next request need not wait for an answer.
         asked = min(limit, 2 * wanted + 4) if wanted else 0
         leased = await self._rate_limit_store.hold(tenant, limit, asked, running)

@@ -114,3 +114,29 @@ def test_client_that_leaves_while_its_lease_is_asked_for_is_not_counted() -> Non
                 assert _running(counter) == 11
 
     run_virtually(main())
+
+
+def test_a_tenant_whose_limit_is_removed_is_not_held_up_by_its_running_requests() -> None:
+    async def main() -> None:
+        gateway = Counter(LocalRateLimitStore())
+        begun: list[AdmissionRequest] = []
+
+        async def run(limits: TenantLimits, seconds: float) -> None:
+            request = AdmissionRequest("t")
+            async with gateway.leases.held(limits, 1), gateway.controller.admit(request):
+                begun.append(request)
+                await asyncio.sleep(seconds)
+
+        limited = asyncio.create_task(run(TenantLimits("t", max_concurrent=1), 10.0))
+        await asyncio.sleep(1.0)
+        free = [asyncio.create_task(run(TenantLimits("t"), 100.0)) for _ in range(5)]
+        await asyncio.sleep(1.0)
+        assert len(begun) == 6
+        await limited
+        await asyncio.sleep(1.0)
+        last = asyncio.create_task(run(TenantLimits("t"), 1.0))
+        await asyncio.sleep(1.0)
+        assert len(begun) == 7
+        await asyncio.gather(last, *free)
+
+    run_virtually(main())
