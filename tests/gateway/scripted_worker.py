@@ -95,6 +95,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """Digests that a gateway asked to load."""
         self.fail_loads: list[LoraplexError] = []
         """Errors for the next loads."""
+        self.may_load = asyncio.Event()
+        """While it is not set, loads do not end."""
+        self.may_load.set()
         self.num_tokens_sent = 0
         self.num_tokenizers_sent = 0
         self._peers: list[_Peer] = []
@@ -179,6 +182,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def LoadAdapter(self, request: Any, context: Any) -> worker_pb2.LoadAdapterResponse:
         self.loads.append(request.digest)
+        await self.may_load.wait()
         if self.fail_loads:
             status = to_status(self.fail_loads.pop(0))
             await context.abort(status.code, status.details, tuple(status.trailing_metadata))

@@ -62,6 +62,8 @@ class LiveRequest:
         self.steering = Steering(prepared.adapter_set, keeps_prefix=keeps_prefix)
         self.scopes = {EVERYTHING, *_adapters_of(prepared)}
         self.is_switching = False
+        self.has_moved = False
+        """Whether its tags moved since it was last decided what it runs with."""
         self.resumed = asyncio.Event()
         self.ended = asyncio.Event()
 
@@ -110,6 +112,8 @@ class LiveRequests:
                 stack.enter_context(self._held.counted(prepared.call.tenant, num_tokens))
             await self._until_not_paused(live)
             self._live.add(live)
+            if live.follows:  # Its tags may have moved since they were resolved.
+                self._begin_to_switch([live])
             try:
                 yield live.steering
             finally:
@@ -164,17 +168,23 @@ class LiveRequests:
 
     def _moved(self, adapters: Collection[Adapter] | None) -> None:
         """Switch the requests that follow tags of these adapters, or of any if None."""
-        meant = [
-            live
-            for live in self._live
-            if live.follows
-            and not live.is_switching
-            and (adapters is None or not live.scopes.isdisjoint(adapters))
-        ]
-        for live in meant:
+        self._begin_to_switch(
+            [
+                live
+                for live in self._live
+                if live.follows and (adapters is None or not live.scopes.isdisjoint(adapters))
+            ]
+        )
+
+    def _begin_to_switch(self, lives: Sequence[LiveRequest]) -> None:
+        """A switch in progress looks at the tags once more; the other requests begin one."""
+        for live in lives:
+            live.has_moved = True
+        others = [live for live in lives if not live.is_switching]
+        for live in others:
             live.is_switching = True
-        if meant:
-            self._run(self._switch_all(meant))
+        if others:
+            self._run(self._switch_all(others))
 
     async def _switch_all(self, lives: Sequence[LiveRequest]) -> None:
         """Begin to switch requests, a few at a time, so that thousands do not delay others."""
@@ -191,17 +201,25 @@ class LiveRequests:
     async def _switch(self, live: LiveRequest) -> None:
         """Move a request to what its tags point at, however often they move in the meantime."""
         try:
-            while (target := await self._new_target(live)) is not None:
-                addresses = live.steering.addresses
-                digests = [adapter.digest for adapter in target.adapters]
-                loads = [self._load(address, d) for address in addresses for d in digests]
-                await asyncio.gather(*loads)
-                live.prepared.note_labels(target, live.steering.used)
-                live.steering.switch(adapter_set(target))
-        except LoraplexError as error:
-            logger.warning("a request keeps its version", extra={"reason": error.reason})
+            while live.has_moved:
+                live.has_moved = False
+                await self._follow(live)
         finally:
             live.is_switching = False
+
+    async def _follow(self, live: LiveRequest) -> None:
+        """Move a request to what its tags point at, unless a worker cannot load that."""
+        try:
+            if (target := await self._new_target(live)) is None:
+                return
+            addresses = live.steering.addresses
+            digests = [adapter.digest for adapter in target.adapters]
+            await asyncio.gather(*(self._load(a, d) for a in addresses for d in digests))
+        except LoraplexError as error:
+            logger.warning("a request keeps its version", extra={"reason": error.reason})
+            return
+        live.prepared.note_labels(target, live.steering.used)
+        live.steering.switch(adapter_set(target))
 
     async def _new_target(self, live: LiveRequest) -> Target | None:
         """What the request's tags point at now; None if it need not, or cannot, go there."""

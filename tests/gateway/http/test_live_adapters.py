@@ -68,6 +68,12 @@ async def _update(live: Stack, version: int) -> None:
     worker.stands_at = None
 
 
+async def _until_known(live: Stack, version: int) -> None:
+    """Wait until the gateway knows a version of `policy`."""
+    snapshot = live.running._resolver.snapshot
+    await eventually(lambda: snapshot.version("default", "policy", version) is not None)
+
+
 def _check_labels(choice: dict[str, Any]) -> list[int]:
     """Each token is what the weights that it is labelled with generate; returns the versions."""
     ids, versions = choice["token_ids"], []
@@ -204,6 +210,23 @@ async def test_a_version_that_cannot_be_loaded_is_not_followed(live: Stack) -> N
     assert _check_labels((await running).json()["choices"][0]) == [1]
 
 
+async def test_a_version_after_one_that_cannot_be_loaded_is_followed(live: Stack) -> None:
+    worker = live.workers[0]
+    worker.stands_at = NUM_TOKENS // 2
+    worker.fail_loads = [DataLoss("damaged")]
+    worker.may_load.clear()
+    running = _start(live, on_update="follow")
+    await _until_running(live)
+    live.registry.put("policy", 2)
+    await eventually(lambda: worker.loads == [digest_of("policy", 2)])
+    live.registry.put("policy", 3)
+    await _until_known(live, 3)
+    worker.may_load.set()
+    await eventually(lambda: len(worker.requests) == 2)
+    worker.stands_at = None
+    assert _check_labels((await running).json()["choices"][0]) == [1, 3]
+
+
 async def test_every_chunk_of_a_stream_names_the_weights_of_its_tokens(live: Stack) -> None:
     live.workers[0].stands_at = NUM_TOKENS // 2
     body = _body(on_update="follow", stream=True, return_token_ids=True)
@@ -308,14 +331,24 @@ async def test_a_follower_goes_on_with_what_was_published_during_a_pause(live: S
     await _until_running(live)
     await _post(live, "/pause", mode="keep", clear_cache="false")
     live.registry.put("policy", 2)
-    await eventually(
-        lambda: live.running._resolver.snapshot.version("default", "policy", 2) is not None
-    )
+    await _until_known(live, 2)
     await asyncio.sleep(0.05)
     await _post(live, "/resume")
     choice = (await running).json()["choices"][0]
     assert _check_labels(choice) == [1, 2]
     assert len(choice["token_ids"]) == NUM_TOKENS
+
+
+async def test_a_follower_that_came_during_a_pause_begins_with_what_was_published_in_it(
+    live: Stack,
+) -> None:
+    assert (await _post(live, "/pause", mode="keep", model="policy")).status_code == 200
+    waiting = _start(live, on_update="follow")
+    await eventually(lambda: bool(live.running._live._held_up))
+    live.registry.put("policy", 2)
+    await _until_known(live, 2)
+    assert (await _post(live, "/resume", model="policy")).status_code == 200
+    assert _check_labels((await waiting).json()["choices"][0]) == [2]
 
 
 async def test_a_client_that_does_not_read_delays_no_pause(live: Stack) -> None:
