@@ -180,4 +180,5 @@ def merged(batch: list[Tokens]) -> Tokens:
         timings=last.timings,
         worker_id=last.worker_id,
         digests=last.digests,
+        pooled=last.pooled,
     )
