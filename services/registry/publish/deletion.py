@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import secrets
 from collections.abc import Sequence
 
 from loraplex.api.registry import TagTarget
-from loraplex.errors import AdapterNotFound, Blocked
+from loraplex.errors import AdapterNotFound, Blocked, DataLoss
 from loraplex.refs import LATEST
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
@@ -21,12 +22,10 @@ from loraplex_services.registry.publish.tag_rules import TagRules
 from loraplex_services.registry.publish.tags import TagAddress, Tags
 from loraplex_services.registry.records import AdapterRecord, TagRecord, VersionRecord, now_s
 
-_MIN_AT_ONCE = 4
-"""Versions that end at the same time. Each waits for the disk, and a file store writes four objects
-at a time."""
-_MAX_AT_ONCE = 16
-"""The same if many wait, so that ends do not fall behind publications on a busy machine."""
-_WAITING_PER_SLOT = 64
+logger = logging.getLogger(__name__)
+
+_NUM_ENDED_AT_ONCE = 8
+"""Ends that run at the same time."""
 
 
 class Deletion:
@@ -93,37 +92,50 @@ class Deletion:
         """Delete versions whose bytes need not be retained. Tags on them fall back as above."""
         await self._delete(tenant, name, numbers, mover, purge=True)
 
-    async def end(
-        self, versions: Sequence[tuple[str, int]], mover: str, num_waiting: int = 0
-    ) -> int:
+    async def end(self, versions: Sequence[tuple[str, int]], mover: str) -> int:
         """Delete ephemeral versions, given by scope and number, and purge their bytes; returns how
-        many there were. They share an entry in the audit log of each tenant. `num_waiting` versions
-        are to end, these included.
+        many were not deleted before. They share an entry in the audit log of each tenant.
 
         Nothing waits until the disk has it. What a power failure undoes is a version whose time is
         over for the next index that is built, and ends again.
+
+        Raises: why they could not be deleted, if that is so for all of them. Otherwise, one that
+            cannot be deleted is logged, because it must not keep others from their end.
         """
-        owned = [(scope.partition("/"), number) for scope, number in versions]
+        slots = asyncio.Semaphore(_NUM_ENDED_AT_ONCE)
+
+        async def end(scope: str, number: int) -> bool:
+            async with slots:
+                return await self._end(scope, number, mover)
+
+        found = await asyncio.gather(*(end(*each) for each in versions), return_exceptions=True)
+        failures = [each for each in found if isinstance(each, BaseException)]
+        if failures and len(failures) == len(found):
+            raise failures[0]
+        if failures:
+            fields = {"versions": len(failures), "problem": str(failures[0])}
+            logger.warning("versions not ended", extra=fields)
+        ended = [each for each, outcome in zip(versions, found, strict=True) if outcome is True]
+        owned = [(scope.partition("/"), number) for scope, number in ended]
         await asyncio.gather(
             *(
                 self._audit.write_shared(mover, tenant, "version.expire", f"{name}:v{number}")
                 for (tenant, _, name), number in owned
             )
         )
-        slots = asyncio.Semaphore(num_at_once(num_waiting))
-
-        async def end(scope: str, number: int) -> bool:
-            async with slots:
-                return await self._end(scope, number, mover)
-
-        return sum(await asyncio.gather(*(end(*version) for version in versions)))
+        return len(ended)
 
     async def _end(self, scope: str, number: int, mover: str) -> bool:
         """Returns False if another registry was first."""
         tenant, _, name = scope.partition("/")
         operation = await self._catalog.note_pending(scope)
         found = await self._catalog.find(scope, "version", str(number))
-        buried = await self._bury(tenant, name, number, True, next(iter(found.versions), None))
+        indexed = next(iter(found.versions), None)
+        try:
+            buried = await self._bury(tenant, name, number, True, indexed)
+        except DataLoss:
+            await self._catalog.forget_pending([operation])
+            raise
         if buried is None:
             await self._catalog.forget_pending([operation])
             return False
@@ -238,8 +250,3 @@ class Deletion:
         folder = layout.tags_folder(tenant, name)
         records = await documents.read_folder(self._store, folder, TagRecord)
         return [record for record in records if record.targets]
-
-
-def num_at_once(num_waiting: int) -> int:
-    """How many versions end at the same time while `num_waiting` wait for it."""
-    return min(_MAX_AT_ONCE, max(_MIN_AT_ONCE, num_waiting // _WAITING_PER_SLOT))

@@ -113,8 +113,7 @@ class Retention:
         """Delete ephemeral versions."""
         for at in range(0, len(versions), _NUM_ENDED_TOGETHER):
             some = versions[at : at + _NUM_ENDED_TOGETHER]
-            num_waiting = len(versions) - at
-            self.num_retired += await self._deletion.end(some, REGISTRY, num_waiting)
+            self.num_retired += await self._deletion.end(some, REGISTRY)
 
 
 async def _logged(work: Awaitable[None]) -> None:

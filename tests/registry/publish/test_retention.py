@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import redis.asyncio
 
-from loraplex.errors import AdapterNotFound, InvalidRequest
+from loraplex.errors import AdapterNotFound, DataLoss, InvalidRequest
 from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry import documents, layout
@@ -17,7 +17,6 @@ from loraplex_services.registry.api.publish_options import options_from_proto
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog
 from loraplex_services.registry.publish import claims, retention
-from loraplex_services.registry.publish.deletion import num_at_once
 from loraplex_services.registry.records import PRIVATE, VersionRecord, decode
 from tests.registry.house import publish
 
@@ -230,8 +229,21 @@ async def test_ephemeral_versions_of_one_moment_share_entries_in_the_audit_log(
     assert entry.details["versions"].split() == [f"{name}:v1" for name in names]
 
 
-def test_more_versions_end_at_the_same_time_the_more_are_waiting() -> None:
-    assert [num_at_once(waiting) for waiting in (0, 300, 640, 1024, 100_000)] == [4, 4, 10, 16, 16]
+async def test_a_version_that_is_damaged_does_not_keep_others_from_their_end(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seed, name in enumerate(("doc-1", "doc-2")):
+        await publish(registry, name, seed, ttl_s=60.0)
+    await registry.store.put(layout.version("default", "doc-1", 1), b"{")
+    versions = [("default/doc-1", 1), ("default/doc-2", 1)]
+    assert [await registry.deletion.end(versions, "tester") for _ in range(2)] == [1, 0]
+    assert await _live(registry, "doc-2") == []
+    assert "versions not ended" in caplog.text
+    with pytest.raises(DataLoss):
+        await registry.deletion.end(versions[:1], "tester")
+    entries, _ = await registry.audit.page("default", 100)
+    expired = [entry.details["versions"] for entry in entries if entry.action == "version.expire"]
+    assert expired == ["doc-2:v1"]
 
 
 async def test_an_ended_version_shows_who_could_see_it_where_the_index_knows(
