@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from loraplex.errors import DataLoss
@@ -46,10 +46,15 @@ async def read_folder(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
 
 async def read_intact(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> list[R]:
     """The documents under `keys` that can be read; the others are logged."""
+    found = zip(keys, await store.get_many(list(keys)), strict=True)
+    return intact(cls, [(key, data) for key, data in found if data is not None])
+
+
+def intact(cls: type[R], found: Iterable[tuple[str, bytes]]) -> list[R]:
+    """The documents, given by key, that can be read. The others are logged, because one that is
+    damaged must not hide all others."""
     records = []
-    for key, data in zip(keys, await store.get_many(list(keys)), strict=True):
-        if data is None:
-            continue
+    for key, data in found:
         try:
             records.append(_decoded(cls, key, data))
         except DataLoss as error:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.errors import NotFound
+from loraplex.errors import DataLoss, NotFound
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.index.catalog import Catalog
@@ -38,7 +38,6 @@ from loraplex_services.registry.records import (
     BaseRecord,
     TagRecord,
     VersionRecord,
-    decode,
 )
 
 logger = logging.getLogger(__name__)
@@ -133,15 +132,16 @@ class Indexer:
     async def recover(self) -> int:
         """Complete publications that died between becoming visible and being acknowledged.
 
-        One whose session is gone, or was written by a newer build, is left as it is: it must not
-        keep a registry from starting.
+        One whose session is gone or damaged is left as it is: it must not keep a registry from
+        starting.
         """
         count = 0
         for upload_id in await self._uploads.unfinished():
             try:
                 count += await self._publisher.recover(upload_id)
-            except NotFound:
-                logger.warning("publication not completed", extra={"upload_id": upload_id})
+            except (NotFound, DataLoss) as error:
+                fields = {"upload_id": upload_id, "problem": error.message}
+                logger.warning("publication not completed", extra=fields)
         if count:
             logger.info("interrupted publications completed", extra={"count": count})
         return count
@@ -232,13 +232,10 @@ class Indexer:
 
     async def _items_of(self, scope: str) -> list[Item]:
         if scope == BASES_SCOPE:
-            bases = await documents.read_folder(self._store, layout.BASES, BaseRecord)
-            return [base_item(base) for base in bases]
+            found = await self._store.get_folder(layout.BASES)
+            return [base_item(base) for base in documents.intact(BaseRecord, found)]
         prefix = layout.adapter_folder(*scope.split("/", 1))
-        keys = [info.key async for info in self._store.list_objects(prefix)]
-        found = zip(keys, await self._store.get_many(keys), strict=True)
-        documents_ = {key: data for key, data in found if data is not None}
-        return _Adapter.of(scope, documents_).items()
+        return _Adapter.of(scope, dict(await self._store.get_folder(prefix))).items()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,14 +249,15 @@ class _Adapter:
 
     @classmethod
     def of(cls, scope: str, found: Mapping[str, bytes]) -> _Adapter:
-        """Decode documents, given by their keys."""
-        data = found.get(layout.adapter(*scope.split("/", 1)))
-        keys = sorted(found)
+        """Decode documents, given by their keys. Those that are damaged are left out."""
+        key = layout.adapter(*scope.split("/", 1))
+        records = documents.intact(AdapterRecord, [(key, found[key])] if key in found else [])
+        read = sorted(found.items())
         return cls(
             scope,
-            decode(AdapterRecord, data) if data is not None else None,
-            [decode(VersionRecord, found[key]) for key in keys if "/versions/" in key],
-            [decode(TagRecord, found[key]) for key in keys if "/tags/" in key],
+            records[0] if records else None,
+            documents.intact(VersionRecord, [each for each in read if "/versions/" in each[0]]),
+            documents.intact(TagRecord, [each for each in read if "/tags/" in each[0]]),
         )
 
     @property

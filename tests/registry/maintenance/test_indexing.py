@@ -23,7 +23,7 @@ from loraplex_services.registry.index.items import IndexChange
 from loraplex_services.registry.index.metadata_server import MetadataServer
 from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.publish.tags import TagAddress
-from loraplex_services.registry.records import TenantRecord
+from loraplex_services.registry.records import PUBLIC, TenantRecord
 from tests.registry.house import publish, tiny_base
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -233,6 +233,32 @@ async def test_a_change_that_never_reached_the_index_is_repaired(registry: Regis
     assert await _version_of(registry, "sql") == 2
     await registry.indexer.repair(0.0)
     assert await _version_of(registry, "sql") == 1
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        layout.adapter("default", "ill"),
+        layout.version("default", "ill", 1),
+        layout.tag("default", "ill", "latest"),
+        layout.base("ill"),
+    ],
+)
+async def test_a_damaged_document_hides_no_other_from_a_rebuilt_index(
+    registry: Registry, caplog: pytest.LogCaptureFixture, damaged: str
+) -> None:
+    for seed, name in enumerate(("ill", "well")):
+        await publish(registry, name, seed, visibility=PUBLIC)
+    await registry.store.put(damaged, b"{")
+    await registry.indexer.rebuild()
+    await registry.indexer.refresh("default/ill")
+    stranger = Access("other", "", frozenset({"reader"}))
+    found = await registry.lookup.resolve(parse_ref("default/well"), stranger)
+    assert found.version.version == 1
+    assert "a damaged document was skipped" in caplog.text
+    if damaged == layout.adapter("default", "ill"):
+        with pytest.raises(AdapterNotFound):
+            await registry.lookup.resolve(parse_ref("default/ill:v1"), stranger)
 
 
 async def test_a_name_that_changes_during_a_rebuild_is_read_again(registry: Registry) -> None:
