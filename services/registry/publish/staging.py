@@ -79,7 +79,7 @@ class Staging:
                 pending_mover=mover,
             )
 
-        return await self._changed(address, step, "tag.stage", mover)
+        return await self._changed(address, step, lambda _: "tag.stage", mover)
 
     async def finish(
         self, address: TagAddress, generation: int, failure: str, actor: str
@@ -103,7 +103,9 @@ class Staging:
             mover = current.pending_mover
             return moved(address, current, current.pending, mover, secrets.token_hex(8))
 
-        return await self._changed(address, step, "tag.drop" if failure else "tag.set", actor)
+        return await self._changed(
+            address, step, lambda tag: "tag.drop" if tag.pending_reason else "tag.set", actor
+        )
 
     async def expire(self) -> int:
         """Drop moves that gateways neither made nor gave up in time; returns their number."""
@@ -133,9 +135,10 @@ class Staging:
         self,
         address: TagAddress,
         step: Callable[[TagRecord | None], TagRecord | None],
-        action: str,
+        action_of: Callable[[TagRecord], str],
         actor: str,
     ) -> TagRecord:
+        """Change a tag, and record what `action_of(tag)` says of the result in the audit log."""
         operation = await self._catalog.note_pending(address.scope)
         record = await documents.change(self._store, address.key, TagRecord, step)
         assert record is not None, "a stage writes a tag or finds one"
@@ -143,7 +146,7 @@ class Staging:
         details = {"targets": describe(targets), "generation": str(record.generation)}
         digest = targets[0].digest if targets else ""
         await self._audit.write(
-            actor, address.tenant, action, str(address), digest=digest, details=details
+            actor, address.tenant, action_of(record), str(address), digest=digest, details=details
         )
         items = await self._versions.items_of_tag(record)
         await self._catalog.apply(address.scope, items, operation=operation)

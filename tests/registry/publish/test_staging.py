@@ -100,6 +100,8 @@ async def test_version_deleted_meanwhile_is_never_moved_to(
     done = await registry.staging.finish(PROD, staged.generation, "", "gateway")
     assert await _served(registry) == 1
     assert "was not taken" in done.pending_reason
+    [entry, *_], _ = await registry.audit.page("default", 1)
+    assert entry.action == "tag.drop"
 
 
 async def test_too_late_is_too_late(
