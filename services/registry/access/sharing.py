@@ -12,10 +12,11 @@ from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import adapter_item, scope_of
 from loraplex_services.registry.index.versions import Versions
-from loraplex_services.registry.records import PRIVATE, SHARED, AdapterRecord
+from loraplex_services.registry.records import PRIVATE, PUBLIC, SHARED, AdapterRecord
 
 MAX_SHARED_WITH = 1000
 MAX_LABELS = 64
+VISIBILITY_NAMES = {PRIVATE: "private", SHARED: "shared", PUBLIC: "public"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,9 +49,9 @@ class AdapterSharing:
             InvalidRequest: a list of tenants without SHARED, or the other way round.
         """
         _check(wanted)
-        record = await self._changed(tenant, name, lambda held: _changed(held, wanted))
+        record = await self._changed(tenant, name, lambda held: shared(held, wanted))
         details = {
-            "visibility": ("private", "shared", "public")[record.visibility - 1],
+            "visibility": VISIBILITY_NAMES[record.visibility],
             "shared_with": " ".join(record.shared_with),
             "pullable": str(record.pullable).lower(),
         }
@@ -122,7 +123,8 @@ def _check(wanted: SharingChange) -> None:
         raise InvalidRequest.field("shared_with", f"{len(wanted.shared_with)}", description)
 
 
-def _changed(held: AdapterRecord, wanted: SharingChange) -> AdapterRecord:
+def shared(held: AdapterRecord, wanted: SharingChange) -> AdapterRecord:
+    """The record after a change, with the same generation."""
     visibility = wanted.visibility or held.visibility
     kept = held.pullable and wanted.visibility != PRIVATE
     pullable = kept if wanted.pullable is None else wanted.pullable

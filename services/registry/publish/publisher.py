@@ -18,9 +18,11 @@ from collections.abc import Mapping, Sequence
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidAdapter
+from loraplex.refs import LATEST
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import documents, layout
 from loraplex_services.registry.access.audit import Audit
+from loraplex_services.registry.access.sharing import VISIBILITY_NAMES, SharingChange, shared
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import Item, adapter_item, scope_of, version_item
 from loraplex_services.registry.index.versions import Versions
@@ -259,8 +261,10 @@ class Publisher:
         if session.options.ttl_s:
             subject = f"{version.name}:v{version.version}@{version.digest}"
             return await self._audit.write_shared(creator, tenant, action, subject)
-        tags = " ".join(session.options.tags)
-        await self._audit.write_version(creator, action, version, tags=tags, base=version.base_id)
+        details = {"tags": " ".join(session.options.tags), "base": version.base_id}
+        if session.options.visibility:
+            details["visibility"] = VISIBILITY_NAMES[session.options.visibility]
+        await self._audit.write_version(creator, action, version, **details)
 
     async def _move_tags(
         self,
@@ -325,26 +329,27 @@ class Publisher:
     async def _set_visibility(
         self, session: UploadSession, items: list[Item]
     ) -> AdapterRecord | None:
-        """Change the visibility if the upload requests it; returns the resulting record."""
+        """Change the visibility if the upload requests it; returns the resulting record. Mutates:
+        items, unless the index has the record."""
         options = session.options
+        tenant, name, visibility = options.tenant, options.name, options.visibility
 
         def step(current: AdapterRecord | None) -> AdapterRecord | None:
-            held = current.visibility if current is not None else PRIVATE
-            if options.visibility in (0, held):
+            held = current or AdapterRecord(tenant, name, PRIVATE, generation=0)
+            if visibility in (0, held.visibility):
                 return None
-            if current is None:
-                return AdapterRecord(options.tenant, options.name, options.visibility)
-            generation = current.generation + 1
-            return dataclasses.replace(
-                current, visibility=options.visibility, generation=generation
-            )
+            changed = shared(held, SharingChange(visibility))
+            return dataclasses.replace(changed, generation=held.generation + 1)
 
-        key = layout.adapter(options.tenant, options.name)
+        key = layout.adapter(tenant, name)
         adapter = await documents.change(self._store, key, AdapterRecord, step)
-        if adapter is not None:
-            live = [r for r in await self._versions.of(options.tenant, options.name)
-                    if not r.deleted and r.upload_id != session.upload_id]  # fmt: skip
-            items.append(adapter_item(adapter, live))
+        if adapter is None:
+            return None
+        indexed = (await self._catalog.find(scope_of(tenant, name), "tag", LATEST)).adapter
+        if indexed is None or indexed.generation < adapter.generation:
+            versions = await self._versions.of(tenant, name)
+            others = [each for each in versions if each.upload_id != session.upload_id]
+            items.append(adapter_item(adapter, [each for each in others if not each.deleted]))
         return adapter
 
 
