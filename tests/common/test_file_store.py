@@ -32,6 +32,19 @@ async def test_listing_a_deep_prefix_reads_no_folder_above_it(
 
 
 @pytest.mark.hostile
+async def test_a_write_that_fails_leaves_no_bytes_behind(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    etag = await store.put_if_absent("document", b"first")
+    for write in (
+        store.put("document/below", b"bytes"),
+        store.put_if_absent("document/below", b"bytes"),
+        store.put_if_match("document", b"bytes", f"not {etag}"),
+    ):
+        with pytest.raises(ObjectStoreError):
+            await write
+    assert list((tmp_path / ".tmp").iterdir()) == []
+
+
 def test_a_new_folder_of_objects_is_the_user_s_alone(tmp_path: Path) -> None:
     FileStore(tmp_path / "state" / "objects")
     assert (tmp_path / "state" / "objects").stat().st_mode & 0o777 == 0o700

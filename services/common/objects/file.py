@@ -101,8 +101,8 @@ class FileStore:
 
     async def put(self, key: str, data: bytes) -> None:
         def write() -> None:
-            with self._locked(key):
-                self._replace(self._write_temporary(data), key)
+            with self._temporary_file(data) as temporary, self._locked(key):
+                self._replace(temporary, key)
 
         await self._written(write)
 
@@ -191,13 +191,11 @@ class FileStore:
         if path.exists():
             raise PreconditionFailed(key)
         # A document whose bytes are on the disk before its name is never read damaged.
-        temporary = self._write_temporary(data, durable or not key.startswith(BLOBS))
-        try:
-            into_folder(path, lambda: os.link(temporary, path), durable=durable)
-        except FileExistsError:
-            raise PreconditionFailed(key) from None
-        finally:
-            temporary.unlink()
+        with self._temporary_file(data, durable or not key.startswith(BLOBS)) as temporary:
+            try:
+                into_folder(path, lambda: os.link(temporary, path), durable=durable)
+            except FileExistsError:
+                raise PreconditionFailed(key) from None
         return _etag(data)
 
     def _sync(self, key: str) -> bool:
@@ -211,11 +209,9 @@ class FileStore:
         return True
 
     def _compare_and_set(self, key: str, data: bytes, etag: str, durable: bool) -> str:
-        temporary = self._write_temporary(data)
-        with self._locked(key):
+        with self._temporary_file(data) as temporary, self._locked(key):
             current = self._read_or_none(key)
             if current is None or _etag(current) != etag:
-                temporary.unlink()
                 raise PreconditionFailed(key)
             self._replace(temporary, key, durable)
         return _etag(data)
@@ -264,29 +260,30 @@ class FileStore:
                 folder.rmdir()
                 folder = folder.parent
 
-    def _write_temporary(self, data: bytes, synced: bool = True) -> Path:
-        with self._temporary_path() as path, open(path, "xb", buffering=0) as file:
-            write_all(file.fileno(), data)
-            if synced:
-                os.fsync(file.fileno())
-        return path
+    @contextlib.contextmanager
+    def _temporary_file(self, data: bytes, synced: bool = True) -> Iterator[Path]:
+        """A new file in `.tmp` with these bytes."""
+        with self._temporary_path() as path:
+            with open(path, "xb", buffering=0) as file:
+                write_all(file.fileno(), data)
+                if synced:
+                    os.fsync(file.fileno())
+            yield path
 
     @contextlib.contextmanager
     def _temporary_path(self) -> Iterator[Path]:
-        """A new path in `.tmp`. Work that fails leaves no file there: on a full disk each attempt
-        would take the last bytes."""
+        """A new path in `.tmp`, where nothing stays: on a full disk, work that fails would
+        otherwise take the last bytes. Nor does a rename take a name away, by POSIX, if both names
+        are of one inode."""
         path = self._temporary / secrets.token_hex(16)
         try:
             yield path
-        except BaseException:
+        finally:
             path.unlink(missing_ok=True)
-            raise
 
     def _replace(self, temporary: Path, key: str, durable: bool = True) -> None:
         path = self._path(key)
         into_folder(path, lambda: os.replace(temporary, path), durable=durable)
-        # Renaming one name of an inode over another name of it does nothing, by POSIX.
-        temporary.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
