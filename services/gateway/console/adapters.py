@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from loraplex.api.load import ModelLoad
 from loraplex.api.registry import Tag, TagTarget
 from loraplex.api.residency import Tier
 from loraplex.client.registry_client import RegistryClient
@@ -27,6 +28,7 @@ from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.pipeline.recent import RecentRequests
+from loraplex_services.gateway.registry.keyring import sees_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Listing, Version
 from loraplex_services.gateway.workers.fleet import Fleet
@@ -101,7 +103,7 @@ class AdapterEndpoints:
         caller = await self.caller(request)
         query = query_of(request.query_params)
         devices = self._devices()
-        requests = {each.model: each.requests for each in self.recent.load().models}
+        requests = {model: load.requests for model, load in self._loads(caller).items()}
         kept: list[Listing] = []
         names = self.resolver.snapshot.perhaps_visible(caller.tenant)
         for index, adapter in enumerate(names):
@@ -130,8 +132,7 @@ class AdapterEndpoints:
         if listing is None:
             raise AdapterNotFound(name)
         devices = self._devices()
-        models = {each.model: each for each in self.recent.load().models}
-        last_minute = models.get(_full_name(listing))
+        last_minute = self._loads(caller).get(_full_name(listing))
         body = _row(listing, devices, {}) | {
             "versions": [_version(v, devices) for v in listing.versions[:MAX_VERSIONS]],
             "num_versions": len(listing.versions),
@@ -214,6 +215,16 @@ class AdapterEndpoints:
             },
             "versions": [each | facts.get(each["number"], {}) for each in versions],
             "history": history,
+        }
+
+    def _loads(self, caller: Caller) -> Mapping[str, ModelLoad]:
+        """What the adapters of the caller's tenant did within the last minute, by tenant/name. What
+        an adapter of others does is theirs to see."""
+        own = f"{caller.tenant}/"
+        return {
+            each.model: each
+            for each in self.recent.load().models
+            if sees_all_adapters(caller) or each.model.startswith(own)
         }
 
     def _devices(self) -> Devices:

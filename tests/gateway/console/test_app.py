@@ -202,6 +202,24 @@ async def test_with_keys_the_page_is_open_and_the_facts_are_not(stack: Stack) ->
     assert len(shown["workers"]) == 1
 
 
+async def test_the_use_of_an_adapter_is_shown_to_its_tenant_and_to_no_other(stack: Stack) -> None:
+    stack.wants_keys = True
+    stack.registry.keys = {
+        READER: registry_pb2.Key(key_id="reader01", tenant="acme", scopes=["reader"]),
+        ADMIN: registry_pb2.Key(key_id="admin001", tenant="other", scopes=["admin"]),
+    }
+    stack.registry.put("public", tenant="other", visibility=registry_pb2.VISIBILITY_PUBLIC)
+    await stack.start(ready=False)
+    await eventually(lambda: stack.running.readiness.missing() == "")
+    client = stack.openai().with_options(api_key=ADMIN)
+    await client.completions.create(model="public", prompt="a", max_tokens=1)
+    for key, requests in ((ADMIN, 1), (READER, 0)):
+        auth = {"authorization": f"Bearer {key}"}
+        [row] = (await _get(stack, "/console/adapters", **auth)).json()["adapters"]
+        shown = (await _get(stack, "/console/adapter?name=other/public", **auth)).json()
+        assert (row["requests"], bool(shown["last_minute"])) == (requests, requests > 0)
+
+
 async def test_other_sites_cannot_reach_it_without_keys(stack: Stack) -> None:
     await stack.start()
     answer = await _get(stack, "/console/state", host="evil.example")
