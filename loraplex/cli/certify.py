@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.catalog import certified
 from loraplex.cli.output import about, printable, show
-from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, credentials_of
+from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, credentials_of, number
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -68,10 +68,7 @@ def add(commands: Any) -> None:
 
 
 def _nats(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0")
-    return value
+    return number(text, lambda value: 0 <= value < float("inf"), "a number of at least 0")
 
 
 async def _certify(args: argparse.Namespace) -> None:

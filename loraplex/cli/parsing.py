@@ -163,6 +163,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def number(text: str, fits: Callable[[float], bool], expected: str) -> float:
+    """A number that fits; `expected` says what does."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value
+
+
 def _parsed(parse: Callable[[str], T], text: str) -> T:
     try:
         return parse(text)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from loraplex.cli.output import show
-from loraplex.cli.parsing import count, credentials_of
+from loraplex.cli.parsing import count, credentials_of, number
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -65,15 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _margin(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(
-            f"expected a number above 0 and below 1, such as 0.01, got {text!r}"
-        )
-    return value
+    return number(text, lambda value: 0 < value < 1, "a number above 0 and below 1, such as 0.01")
 
 
 def check_unused(args: argparse.Namespace) -> None:

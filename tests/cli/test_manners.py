@@ -31,6 +31,16 @@ def test_a_side_of_a_split_that_cannot_be_is_usage(offline: Any, side: str) -> N
     assert offline.error("split", "a", "prod", side)[0] == 2
 
 
+@pytest.mark.parametrize("bound", ["much", "-1", "nan", "inf"])
+def test_a_bound_that_is_no_number_is_answered_with_what_is_expected(
+    offline: Any, bound: str
+) -> None:
+    words = ("certify", "a:v1", "--reference", "127.0.0.1:1", "--max-kl", bound)
+    code, error = offline.error(*words)
+    assert code == 2
+    assert f"--max-kl: expected a number of at least 0, got {bound!r}" in error["message"]
+
+
 def test_a_refusal_shows_the_value_people_gave(offline: Any) -> None:
     done = offline("validate", "/no/such/folder")
     assert done.returncode == 2
