@@ -14,7 +14,7 @@ from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
 from loraplex_services.common.grpc import server as grpc_server
-from loraplex_services.common.grpc.channels import channel_opener
+from loraplex_services.common.grpc.channels import Channels
 from loraplex_services.common.limits import LIST_CALLS, USAGE_CALLS
 from loraplex_services.common.processes.process import calm_collector
 from loraplex_services.common.processes.signals import stop_event
@@ -79,7 +79,7 @@ class Gateway:
         self.error: BaseException | None = None
         metadata = _service_metadata(config.service_token)
         self._pool = TemplatePool()
-        self._registry = RegistryLink(config.registry_address, metadata, channel_opener(config.tls))
+        self._registry = RegistryLink(config.registry_address, metadata, Channels(config.tls))
         self._registrar = BaseRegistrar(
             self._registry, self._base_refused, replaces=config.replaces_bases
         )
@@ -90,7 +90,7 @@ class Gateway:
             self._pool,
             base_seen=self._registrar.seen,
             metadata=metadata,
-            channel=channel_opener(config.tls),
+            channels=Channels(config.tls),
         )
         self._resolver = Resolver(self._registry, self._fleet.bases)
         self._controller = AdmissionController(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from loraplex_services.common.security.tls import TlsFiles
+from loraplex_services.common.security.tls import PLAIN, TlsFiles
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 30_000),
@@ -24,37 +24,11 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-class OpenChannel(Protocol):
-    """Opens a channel to an address."""
+class Channels:
+    """Opens channels, with TLS if there is a CA; those to Unix sockets stay plain. Each reads the
+    files as they are by then."""
 
-    def __call__(self, address: str) -> grpc.aio.Channel: ...
-
-    def to_name(self, server_name: str) -> OpenChannel:
-        """Credentials for servers whose certificates contain `server_name`, not their address."""
-
-    @property
-    def version(self) -> int:
-        """Increases when the files with which channels are opened were replaced."""
-
-
-class PlainChannels:
-    """Channels without TLS."""
-
-    version = 0
-
-    def __call__(self, address: str) -> grpc.aio.Channel:
-        """To `HOST:PORT` or `unix:/path`; connects when first used."""
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
-
-    def to_name(self, server_name: str) -> OpenChannel:
-        """Returns itself: without TLS, there are no certificates."""
-        return self
-
-
-class SecureChannels:
-    """Channels with TLS; Unix sockets stay plain. Each reads the files as they are by then."""
-
-    def __init__(self, tls: TlsFiles, server_name: str = "") -> None:
+    def __init__(self, tls: TlsFiles = PLAIN, server_name: str = "") -> None:
         """`server_name`: the name expected in the server's certificate instead of its address."""
         self._tls = tls
         self._rotation = tls.rotation()
@@ -66,23 +40,22 @@ class SecureChannels:
 
     @property
     def version(self) -> int:
-        if self._rotation.is_renewed():
+        """Increases when the files with which channels are opened were replaced."""
+        if self._credentials is not None and self._rotation.is_renewed():
             self._credentials = self._tls.channel()
             self._version += 1
         return self._version
 
-    def to_name(self, server_name: str) -> OpenChannel:
-        return SecureChannels(self._tls, server_name)
+    def to_name(self, server_name: str) -> Channels:
+        """Channels to servers whose certificates contain `server_name`, not their address."""
+        return Channels(self._tls, server_name)
 
-    def __call__(self, address: str) -> grpc.aio.Channel:
+    def open(self, address: str) -> grpc.aio.Channel:
+        """To `HOST:PORT` or `unix:/path`; connects when first used."""
         if address.startswith("unix:") or self._credentials is None:
-            return open_channel(address)
+            return grpc.aio.insecure_channel(address, options=_OPTIONS)
         return grpc.aio.secure_channel(address, self._credentials, options=self._options)
 
 
-open_channel: OpenChannel = PlainChannels()
-
-
-def channel_opener(tls: TlsFiles) -> OpenChannel:
-    """What opens channels: with TLS if there is a CA."""
-    return SecureChannels(tls) if tls.ca is not None else open_channel
+PLAIN_CHANNELS = Channels()
+"""Without TLS."""

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from loraplex_services.common.grpc.channels import open_channel
+from loraplex_services.common.grpc.channels import PLAIN_CHANNELS
 
 TIMEOUT_S = 2.0
 
@@ -17,7 +17,7 @@ async def is_serving(address: str, service: str = "readiness") -> bool:
 
     A fresh connection each time: a refused one would wait out a growing pause of its own.
     """
-    async with open_channel(address) as channel:
+    async with PLAIN_CHANNELS.open(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(

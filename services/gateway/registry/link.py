@@ -20,7 +20,7 @@ from loraplex.errors import DataLoss, LoraplexError
 from loraplex.refs import Ref
 from loraplex.v1 import registry_pb2, registry_pb2_grpc
 from loraplex_services.common.callers import Caller
-from loraplex_services.common.grpc.channels import OpenChannel, open_channel
+from loraplex_services.common.grpc.channels import PLAIN_CHANNELS, Channels
 from loraplex_services.gateway.registry.convert import version_from_wire
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Adapter, RegistrySnapshot, Version
@@ -40,11 +40,11 @@ class RegistryLink:
         self,
         address: str,
         metadata: Sequence[tuple[str, str]] = (),
-        channel: OpenChannel = open_channel,
+        channels: Channels = PLAIN_CHANNELS,
     ) -> None:
         """`metadata` is sent with every call, such as a service token."""
         self._address = address
-        self._open_channel = channel
+        self._channels = channels
         self._open()
         self._metadata = tuple(metadata)
         self.has_snapshot = asyncio.Event()
@@ -52,8 +52,8 @@ class RegistryLink:
         self._is_current = False
 
     def _open(self) -> None:
-        self._channel_version = self._open_channel.version
-        self._channel = self._open_channel(self._address)
+        self._channel_version = self._channels.version
+        self._channel = self._channels.open(self._address)
         self._stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
 
     @property
@@ -180,7 +180,7 @@ class RegistryLink:
 
         Calls that wait on the old channel would otherwise keep presenting the old certificate.
         """
-        while self._channel_version == self._open_channel.version:
+        while self._channel_version == self._channels.version:
             await asyncio.sleep(_RENEW_CHECK_S)
 
     async def _follow(self, watch: _Watch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
-from loraplex_services.common.grpc.channels import OpenChannel, open_channel
+from loraplex_services.common.grpc.channels import PLAIN_CHANNELS, Channels
 from loraplex_services.gateway.request import ServedModel, WorkerJob
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.text.tokenizer import BaseTokenizer, IdsOnly, ServedBase
@@ -37,14 +37,13 @@ class Fleet:
         *,
         base_seen: BaseSeen,
         metadata: Metadata = (),
-        channel: OpenChannel = open_channel,
+        channels: Channels = PLAIN_CHANNELS,
     ) -> None:
         """
         Args:
             workers: `HOST:PORT`, `unix:/path`, or `dns:NAME:PORT` for every address of a name; with
                 TLS, the certificates of these workers contain NAME.
             base_seen: called when a base appears or comes back with another model.
-            channel: opens the way to an address.
         """
         self._static = [w for w in workers if not w.startswith("dns:")]
         self._names = [w.removeprefix("dns:").lstrip("/") for w in workers if w.startswith("dns:")]
@@ -54,7 +53,7 @@ class Fleet:
         self._pool = pool
         self._base_seen = base_seen
         self._metadata = metadata
-        self._channel = channel
+        self._channels = channels
         self._pacer = WakeupPacer()
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._bases: dict[str, ServedBase] = {}
@@ -113,7 +112,7 @@ class Fleet:
                     model_seen=self._model_seen,
                     changed=self._announce,
                     metadata=self._metadata,
-                    channel=self._channel.to_name(name) if name else self._channel,
+                    channels=self._channels.to_name(name) if name else self._channels,
                     pacer=self._pacer,
                 )
                 self._links[address] = (link, asyncio.create_task(link.run()))

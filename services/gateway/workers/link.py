@@ -13,7 +13,7 @@ from loraplex.api.error_wire import from_rpc_error
 from loraplex.api.wire import load_from_proto, residency_from_proto
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex.v1 import worker_pb2, worker_pb2_grpc
-from loraplex_services.common.grpc.channels import OpenChannel, open_channel
+from loraplex_services.common.grpc.channels import PLAIN_CHANNELS, Channels
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.request import WorkerJob
 from loraplex_services.gateway.workers.session import OPEN_TIMEOUT_S, WorkerSession
@@ -58,11 +58,11 @@ class WorkerLink:
         model_seen: ModelSeen,
         changed: Callable[[], None],
         metadata: Metadata = (),
-        channel: OpenChannel = open_channel,
+        channels: Channels = PLAIN_CHANNELS,
         pacer: WakeupPacer | None = None,
     ) -> None:
         """`model_seen` is awaited for each connection, `changed` called when the view changed."""
-        self._open_channel = channel
+        self._channels = channels
         self._open(address)
         self._gateway_id = gateway_id
         self._model_seen = model_seen
@@ -75,8 +75,8 @@ class WorkerLink:
         self._shown = _Shown(self._view, None, self._view)
 
     def _open(self, address: str) -> None:
-        self._channel_version = self._open_channel.version
-        self._channel = self._open_channel(address)
+        self._channel_version = self._channels.version
+        self._channel = self._channels.open(address)
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def view(self) -> WorkerView:
@@ -148,7 +148,7 @@ class WorkerLink:
 
     async def _connected(self) -> None:
         """Run one connection from its first call to its end. Raises: LoraplexError."""
-        if self._channel_version != self._open_channel.version:
+        if self._channel_version != self._channels.version:
             await self._channel.close(None)
             self._open(self._view.address)
         model = await self._get_model(include_tokenizer=False)

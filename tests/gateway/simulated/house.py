@@ -12,6 +12,7 @@ from typing import Any
 from loraplex.api.tenants import TenantLimits
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2
+from loraplex_services.common.grpc.channels import Channels
 from loraplex_services.gateway.admission.concurrency import TenantConcurrency
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.admission.dispatch_window import ready_workers
@@ -37,15 +38,14 @@ from tests.gateway.simulated.worker import SimulatedWorker, Speed, whole_answer
 MAX_REQUEST_S = 600.0
 
 
-class Channels:
+class SimulatedChannels(Channels):
     """Opens the way to a worker."""
 
-    version = 0
-
     def __init__(self, house: House) -> None:
+        super().__init__()
         self._house = house
 
-    def __call__(self, address: str) -> Any:
+    def open(self, address: str) -> Any:
         worker = self._house.workers[address]
         return Channel(worker.way, worker)
 
@@ -60,7 +60,7 @@ class SimulatedGateway:
             name,
             TemplatePool(),
             base_seen=lambda message: None,
-            channel=Channels(house),
+            channels=SimulatedChannels(house),
         )
         self.resolver = Resolver(house.registry, self.fleet.bases)
         self.resolver.snapshot = house.registry.snapshot(house.known)

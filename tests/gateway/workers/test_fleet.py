@@ -11,7 +11,7 @@ import pytest
 
 from loraplex.api.residency import Tier, WorkerLoad
 from loraplex.v1 import worker_pb2
-from loraplex_services.common.grpc.channels import channel_opener
+from loraplex_services.common.grpc.channels import Channels
 from loraplex_services.common.security.tls import TlsFiles
 from loraplex_services.gateway.text.template_pool import TemplatePool
 from loraplex_services.gateway.workers.fleet import Fleet
@@ -84,7 +84,7 @@ async def test_certificates_of_workers_found_by_name_contain_the_name(
     )
     addresses = [f"dns:localhost:{port}", f"127.0.0.1:{port}"]
     by_name, by_address = (
-        Fleet([address], "g0", pool, base_seen=lambda _: None, channel=channel_opener(tls))
+        Fleet([address], "g0", pool, base_seen=lambda _: None, channels=Channels(tls))
         for address in addresses
     )
     running = [asyncio.create_task(fleet.run()) for fleet in (by_name, by_address)]

@@ -14,7 +14,7 @@ from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import InvalidRequest, LoraplexError, Unauthenticated, Unavailable
 from loraplex_services.common.grpc import server as grpc_server
-from loraplex_services.common.grpc.channels import channel_opener
+from loraplex_services.common.grpc.channels import Channels
 from loraplex_services.common.security.service_token import ServiceAuth
 from loraplex_services.common.security.tls import TlsFiles, tls_files
 from loraplex_services.gateway.registry import link as registry_link
@@ -110,7 +110,7 @@ async def test_gateways_reach_the_registry_by_their_certificate(
 ) -> None:
     own = house.issue("gateway")
     link = RegistryLink(
-        listeners.services, channel=channel_opener(TlsFiles(house.ca, own.cert, own.key))
+        listeners.services, channels=Channels(TlsFiles(house.ca, own.cert, own.key))
     )
     try:
         key = await link.check_key(listeners.admin_token)
@@ -125,7 +125,7 @@ async def test_a_gateway_shows_the_certificate_that_lies_there_now(
     monkeypatch.setattr(registry_link, "_RENEW_CHECK_S", 0.05)
     own, other = house.issue("printer"), house.issue("gateway")
     tls = TlsFiles(house.ca, own.cert, own.key)
-    link = RegistryLink(listeners.services, channel=channel_opener(tls))
+    link = RegistryLink(listeners.services, channels=Channels(tls))
     following = asyncio.create_task(link.follow(Resolver(link, dict)))
     try:
         with pytest.raises(Unauthenticated):
