@@ -64,7 +64,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
         InvalidRequest: a value is wrong; names the flag or the variable.
     """
     args = make_parser().parse_args(argv)
-    variables.refuse_unreadable(environ)
+    variables.check_switches(environ)
 
     def given(flag: str, setting: Setting[Any]) -> Any:
         text = getattr(args, flag)

@@ -184,8 +184,3 @@ def test_the_cache_is_kept_as_computed_or_in_codes() -> None:
         assert env.KV_CACHE_DTYPE.read(_worker("--kv-cache-dtype", name)) == name
     with pytest.raises(InvalidRequest, match="--kv-cache-dtype"):
         parse([*MODEL, "--kv-cache-dtype", "int4"], {})
-
-
-def test_a_variable_with_an_old_name_is_refused_with_its_new_one() -> None:
-    with pytest.raises(InvalidRequest, match="LORAPLEX_MAX_NUM_SEQS"):
-        parse(MODEL, {"LORAPLEX_MAX_BATCH": "8"})

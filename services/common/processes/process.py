@@ -93,7 +93,7 @@ def run_service(
         setup_logging(
             service, switches.LOG_LEVEL.read(os.environ), switches.LOG_FORMAT.read(os.environ)
         )
-        variables.refuse_unreadable(os.environ)
+        variables.check_switches(os.environ)
         for warning in variables.unknown_variables(os.environ):
             logging.getLogger(f"loraplex_services.{service}").warning(warning)
         raise_file_limit()

@@ -22,55 +22,8 @@ def known_names() -> set[str]:
     return files | {setting.name for setting in env.ALL_SETTINGS}
 
 
-_NOW_A_SWITCH = "it is a switch now: LORAPLEX_DEBUG={}=VALUE"
-GONE = {
-    "LORAPLEX_ADAPTER_DTYPE": "it is called LORAPLEX_LORA_DTYPE now",
-    "LORAPLEX_CACHE_DIR": "a worker's disk cache is in LORAPLEX_STATE_DIR now",
-    "LORAPLEX_FAILPOINTS": _NOW_A_SWITCH.format("failpoint"),
-    "LORAPLEX_FIRST_TOKEN_S": "it is no longer read; set first_token_s in requests",
-    "LORAPLEX_GC_INTERVAL_S": _NOW_A_SWITCH.format("gc-interval-s"),
-    "LORAPLEX_HTTP_KEY": "the private key is in the file of LORAPLEX_HTTP_CERT now, or next to it "
-    "with the suffix .key",
-    "LORAPLEX_LOAD_FORMAT": _NOW_A_SWITCH.format("load-format"),
-    "LORAPLEX_LOG_FORMAT": _NOW_A_SWITCH.format("log-format"),
-    "LORAPLEX_LOG_LEVEL": _NOW_A_SWITCH.format("log-level"),
-    "LORAPLEX_MAX_BATCH": "it is called LORAPLEX_MAX_NUM_SEQS now",
-    "LORAPLEX_MAX_IN_FLIGHT": "it is no longer read; a gateway relays at most 4096 sequences",
-    "LORAPLEX_MAX_IN_FLIGHT_PER_TENANT": "it is no longer read; set the limit of a tenant with "
-    "`registry tenants set TENANT --max-concurrent N`",
-    "LORAPLEX_MAX_NUM_TOKENS": "it is called LORAPLEX_MAX_NUM_BATCHED_TOKENS now",
-    "LORAPLEX_MAX_QUEUED": "it is no longer read; at most 4096 requests wait at a gateway, and "
-    "`registry tenants set TENANT --max-concurrent N` limits a tenant",
-    "LORAPLEX_MAX_RESIDENT": "it is no longer read; a worker has 4096 slots for adapters",
-    "LORAPLEX_MAX_STEP_S": "it is no longer read; prompts are cut so that a step in which requests "
-    "decode takes about 0.2 s, and LORAPLEX_MAX_NUM_BATCHED_TOKENS bounds its tokens",
-    "LORAPLEX_MAX_UNCHECKED_KEY_S": "it is no longer read; while the registry is unreachable, "
-    "a key is "
-    "accepted for one day at most, and not beyond its own expiry (`registry keys create --ttl`)",
-    "LORAPLEX_OVERLAP": _NOW_A_SWITCH.format("overlap"),
-    "LORAPLEX_POLICY": "it is no longer read; the order is fair to tenants and adapters",
-    "LORAPLEX_PREFIX_CACHE": _NOW_A_SWITCH.format("prefix-cache"),
-    "LORAPLEX_REASONING": _NOW_A_SWITCH.format("reasoning-parser"),
-    "LORAPLEX_REASONING_PARSER": _NOW_A_SWITCH.format("reasoning-parser"),
-    "LORAPLEX_REGISTRY_SERVICE_LISTEN": "the address follows the first one now: "
-    "LORAPLEX_REGISTRY_LISTEN=HOST:PORT,mtls:HOST:PORT",
-    "LORAPLEX_REPLACE_BASES": _NOW_A_SWITCH.format("replace-bases"),
-    "LORAPLEX_STEP_TIMEOUT_S": _NOW_A_SWITCH.format("step-timeout-s"),
-    "LORAPLEX_STEP_TRACE": _NOW_A_SWITCH.format("step-trace"),
-    "LORAPLEX_TLS_SERVER_NAME": "it is no longer read; certificates of workers at dns:NAME:PORT "
-    "must contain NAME",
-    "LORAPLEX_TOOL_CALL_PARSER": _NOW_A_SWITCH.format("tool-call-parser"),
-    "LORAPLEX_TOOL_FORMAT": _NOW_A_SWITCH.format("tool-call-parser"),
-    "LORAPLEX_WORKER_ID": "it is no longer read; a worker is named after its socket or its host",
-}
-"""Variables that were renamed or removed, and what to do. Ignoring one would hide the change."""
-
-
-def refuse_unreadable(environ: Mapping[str, str]) -> None:
-    """Raises InvalidRequest for a variable or a switch that is no longer read, or never was."""
-    for name, way_out in GONE.items():
-        if name in environ:
-            raise InvalidRequest.field(name, environ[name], way_out)
+def check_switches(environ: Mapping[str, str]) -> None:
+    """Raises InvalidRequest for a switch that no service reads."""
     known = [switch.name for switch in switches.ALL_SWITCHES]
     for name in debug_switches(environ):
         if name not in known:
