@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import logging
+from collections.abc import Awaitable, Callable
 
-from loraplex.errors import LoraplexError
 from loraplex_services.registry.access.audit import REGISTRY, Audit
 from loraplex_services.registry.index.catalog import Catalog
-from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.index.usage import UsageBook
 from loraplex_services.registry.maintenance.gc import MIN_AGE_S, Collector
 from loraplex_services.registry.maintenance.snapshots import Snapshots
-from loraplex_services.registry.publish.retention import Retention
+from loraplex_services.registry.publish.retention import Retention, logged
 from loraplex_services.registry.publish.staging import Staging
-
-logger = logging.getLogger(__name__)
 
 _CHECK_S = 600.0
 _EXPIRE_CHECK_S = 1.0
@@ -40,20 +36,19 @@ async def collect_regularly(
     at the same time.
     """
     num_collected = 0
-    while interval_s:
-        await asyncio.sleep(min(interval_s, _CHECK_S))
+
+    async def collect() -> None:
+        nonlocal num_collected
         num_retired = retention.num_retired
-        try:
-            is_due = await catalog.claim_interval("gc", interval_s)
-            if num_retired > num_collected and interval_s > MIN_AGE_S:
-                is_due = await catalog.claim_interval("gc-retired", MIN_AGE_S) or is_due
-            if is_due:
-                await collect_once(collector, audit)
-                num_collected = num_retired
-        except LoraplexError as error:
-            logger.warning("garbage not collected", extra={"problem": error.message})
-        except Exception:
-            logger.exception("garbage collection failed")
+        is_due = await catalog.claim_interval("gc", interval_s)
+        if num_retired > num_collected and interval_s > MIN_AGE_S:
+            is_due = await catalog.claim_interval("gc-retired", MIN_AGE_S) or is_due
+        if is_due:
+            await collect_once(collector, audit)
+            num_collected = num_retired
+
+    if interval_s:
+        await _repeat(min(interval_s, _CHECK_S), collect, "garbage not collected")
 
 
 async def collect_once(collector: Collector, audit: Audit) -> None:
@@ -67,17 +62,12 @@ async def collect_once(collector: Collector, audit: Audit) -> None:
 async def expire_regularly(staging: Staging, retention: Retention) -> None:
     """Drop staged moves that are late, and ephemeral versions whose time is over. Every registry
     does this; the first one succeeds."""
-    while True:
-        await asyncio.sleep(_EXPIRE_CHECK_S)
-        try:
-            await staging.expire()
-            await retention.expire()
-        except CatalogDown:
-            continue  # The task that keeps the index logs this.
-        except LoraplexError as error:
-            logger.warning("ends not checked", extra={"problem": error.message})
-        except Exception:
-            logger.exception("ends not checked")
+
+    async def expire() -> None:
+        await staging.expire()
+        await retention.expire()
+
+    await _repeat(_EXPIRE_CHECK_S, expire, "ends not checked")
 
 
 async def copy_regularly(catalog: Catalog, snapshots: Snapshots) -> None:
@@ -85,34 +75,28 @@ async def copy_regularly(catalog: Catalog, snapshots: Snapshots) -> None:
 
     The metadata server decides which registry does it, as for collections.
     """
-    while snapshots.are_useful:
-        await asyncio.sleep(_SNAPSHOT_CHECK_S)
-        try:
-            if await catalog.claim_interval("snapshot", _SNAPSHOT_CHECK_S):
-                await copy_if_due(catalog, snapshots)
-        except LoraplexError as error:
-            logger.warning("no snapshot written", extra={"problem": error.message})
-        except Exception:
-            logger.exception("snapshot failed")
+
+    async def copy() -> None:
+        if await catalog.claim_interval("snapshot", _SNAPSHOT_CHECK_S):
+            await copy_if_due(catalog, snapshots)
+
+    if snapshots.are_useful:
+        await _repeat(_SNAPSHOT_CHECK_S, copy, "no snapshot written")
 
 
 async def copy_usage_regularly(catalog: Catalog, usage: UsageBook) -> None:
     """Copy what tenants used to the object store; one registry of all does it."""
-    while True:
-        await asyncio.sleep(_CHECK_S)
-        try:
-            if await catalog.claim_interval("usage", _CHECK_S):
-                await copy_usage(usage)
-        except Exception:
-            logger.exception("usage not copied")
+
+    async def copy() -> None:
+        if await catalog.claim_interval("usage", _CHECK_S):
+            await copy_usage(usage)
+
+    await _repeat(_CHECK_S, copy, "usage not copied")
 
 
 async def copy_usage(usage: UsageBook) -> None:
     """Copy the usage of the last days to the object store; failures are logged."""
-    try:
-        await usage.copy(datetime.datetime.now(datetime.UTC).date())
-    except LoraplexError as error:
-        logger.warning("usage not copied", extra={"problem": error.message})
+    await logged(usage.copy(datetime.datetime.now(datetime.UTC).date()), "usage not copied")
 
 
 async def copy_if_due(catalog: Catalog, snapshots: Snapshots) -> bool:
@@ -124,3 +108,10 @@ async def copy_if_due(catalog: Catalog, snapshots: Snapshots) -> bool:
     await snapshots.write()
     await catalog.note_snapshot(*position)
     return True
+
+
+async def _repeat(pause_s: float, work: Callable[[], Awaitable[None]], problem: str) -> None:
+    """Do work after each pause, until cancelled. A failure is logged as `problem`."""
+    while True:
+        await asyncio.sleep(pause_s)
+        await logged(work(), problem)

@@ -16,6 +16,7 @@ from loraplex.errors import LoraplexError
 from loraplex_services.registry.access.audit import REGISTRY
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import scope_of
+from loraplex_services.registry.index.redis_calls import CatalogDown
 from loraplex_services.registry.publish.deletion import Deletion
 from loraplex_services.registry.records import VersionRecord, now_s
 
@@ -26,6 +27,7 @@ RETIRE_PAUSE_S = 1.0
 and several updates of a fast trainer are handled together."""
 _NUM_ENDED_TOGETHER = 64
 """They share an entry in the audit log."""
+_NOT_RETIRED = "versions not retired"
 _SPARE_SHARE = 0.1
 """Share of a tenant's limit that is free after ephemeral versions were counted. They are counted
 again once as much was published."""
@@ -72,11 +74,11 @@ class Retention:
             self._wake.clear()
             while self._updated:
                 (tenant, name), kept = self._updated.popitem()
-                await _logged(self.retire(tenant, name, kept))
+                await logged(self.retire(tenant, name, kept), _NOT_RETIRED)
             for tenant, added in list(self._added_bytes.items()):
                 if added >= _SPARE_SHARE * (self._max_ephemeral_bytes or 0):
                     self._added_bytes[tenant] = 0
-                    await _logged(self.make_room(tenant))
+                    await logged(self.make_room(tenant), _NOT_RETIRED)
 
     async def retire(self, tenant: str, name: str, kept: int) -> None:
         """Delete all but the newest `kept` of the versions that were published as updates. Versions
@@ -116,11 +118,13 @@ class Retention:
             self.num_retired += await self._deletion.end(some, REGISTRY)
 
 
-async def _logged(work: Awaitable[None]) -> None:
-    """Await work whose failure is logged: the next publication repeats it."""
+async def logged(work: Awaitable[object], problem: str) -> None:
+    """Await work that is repeated later. A failure is logged as `problem`."""
     try:
         await work
+    except CatalogDown:
+        pass  # The task that keeps the index logs this.
     except LoraplexError as error:
-        logger.warning("versions not retired", extra={"problem": error.message})
+        logger.warning(problem, extra={"problem": error.message})
     except Exception:
-        logger.exception("versions not retired")
+        logger.exception(problem)
