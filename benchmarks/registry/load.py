@@ -10,9 +10,10 @@ from pathlib import Path
 
 from loraplex.adapter_format import File, Geometry, Module
 from loraplex.api.registry import TagTarget
+from loraplex_services.common.documents import encode
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
-from loraplex_services.registry.records import BaseRecord, Move, TagRecord, VersionRecord, encode
+from loraplex_services.registry.records import BaseRecord, Move, TagRecord, VersionRecord
 
 BASE_ID = "bench/eight-billion"
 TENANT = "default"

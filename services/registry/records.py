@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,9 +28,6 @@ def now_s() -> float:
 
 
 MAX_TAG_MOVES = 32
-_PROCESS = secrets.token_hex(8)
-_WRITES = itertools.count()
-"""Number the writes of this process, which asks for no random bytes at each."""
 
 PRIVATE, SHARED, PUBLIC = 1, 2, 3
 """Visibility of an adapter, numbered as on the wire."""
@@ -134,6 +128,16 @@ class TagRecord:
         """A deleted tag is not, unless something is pending or failed."""
         return bool(self.targets or self.pending or self.pending_reason)
 
+    def follows(self, earlier: TagRecord) -> bool | None:
+        """Whether the last move of `earlier` is among those of this tag; None if that is
+        unknown."""
+        if not earlier.moves or earlier.moves[-1].generation != earlier.generation:
+            return None
+        if earlier.moves[-1] in self.moves:
+            return True
+        oldest = self.moves[0].generation if len(self.moves) == MAX_TAG_MOVES else 0
+        return False if oldest <= earlier.generation else None
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
@@ -215,41 +219,6 @@ class AuditRecord:
     details: dict[str, str] = field(default_factory=dict)
 
 
-def encode(record: Any) -> bytes:
-    """A document with a fresh `write_id`, so that no two writes hold the same bytes.
-
-    Raises:
-        ValueError: a number is not finite. JSON has no such numbers, and null cannot be read back.
-    """
-    fields = to_fields(record)
-    _check_finite(fields)
-    fields["write_id"] = f"{_PROCESS}-{next(_WRITES)}"
-    return msgspec.json.encode(fields, order="sorted")
-
-
-def _check_finite(value: Any) -> None:
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{value} cannot be stored")
-    elif isinstance(value, dict):
-        for item in value.values():
-            _check_finite(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check_finite(item)
-
-
-def decode(cls: type[R], data: bytes | str) -> R:
-    """The inverse of `encode`. Unknown fields are left out, so newer writers can add some.
-
-    Raises:
-        ValueError: the text is no such document.
-    """
-    as_key: Any = cls
-    record: R = _decoder(as_key).decode(data)
-    return record
-
-
 def build(cls: type[R], fields: Any) -> R:
     """A record from parsed JSON. Raises ValueError if it is none."""
     return msgspec.convert(fields, cls)
@@ -285,8 +254,3 @@ def _defaults(cls: Any) -> dict[str, Any]:
         elif each.default_factory is not dataclasses.MISSING:
             defaults[each.name] = each.default_factory()
     return {name: msgspec.to_builtins(value) for name, value in defaults.items()}
-
-
-@functools.cache
-def _decoder(cls: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(cls)

@@ -13,6 +13,8 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import parse_ref
+from loraplex_services.common import documents
+from loraplex_services.common.documents import decode, encode
 from loraplex_services.common.objects import (
     ObjectStore,
     ObjectStoreError,
@@ -22,13 +24,13 @@ from loraplex_services.common.objects import (
 )
 from loraplex_services.common.objects import probe as probe_module
 from loraplex_services.common.objects.probe import UnsafeStore, probe
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.downloads import chunks_of
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.maintenance.gc import Collector
 from loraplex_services.registry.publish.tags import TagAddress, moved
-from loraplex_services.registry.records import PUBLIC, AdapterRecord, TagRecord, decode, encode
+from loraplex_services.registry.records import PUBLIC, AdapterRecord, TagRecord
 from tests.registry.house import ANY_AGE_S, house_of, orphans, publish
 from tests.s3_servers import moto, new_bucket
 

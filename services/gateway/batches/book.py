@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from loraplex.errors import Conflict, NotFound, ResourceExhausted
+from loraplex_services.common import documents
+from loraplex_services.common.documents import StoredDocument
 from loraplex_services.common.limits import (
     MAX_BATCHES_PER_TENANT,
     MAX_UNFINISHED_BATCHES_PER_TENANT,
 )
-from loraplex_services.gateway.batches import documents, layout
+from loraplex_services.gateway.batches import layout
 from loraplex_services.gateway.batches.records import CANCELLING, BatchRecord, cancelled
 from loraplex_services.gateway.batches.storage import Storage
 
@@ -40,9 +42,9 @@ class BatchBook:
         # In this order a killed gateway leaves no batch that nobody would run.
         await store.put(layout.unfinished(record.tenant, record.batch_id), b"{}")
         key = layout.batch_document(record.tenant, record.batch_id)
-        await store.put(key, documents.encoded(record))
+        await store.put(key, documents.encode(record))
 
-    async def find(self, tenant: str, batch_id: str) -> documents.FoundDocument[BatchRecord] | None:
+    async def find(self, tenant: str, batch_id: str) -> StoredDocument[BatchRecord] | None:
         """The batch and its etag, or None."""
         store = await self._storage.store()
         return await documents.find(store, layout.batch_document(tenant, batch_id), BatchRecord)
@@ -62,9 +64,9 @@ class BatchBook:
         return [info.key async for info in store.list_objects(layout.batch_documents(tenant))]
 
     async def listed(self, keys: Sequence[str]) -> AsyncGenerator[BatchRecord]:
-        """The batches with these documents."""
+        """The batches with these documents, as far as they can be read."""
         store = await self._storage.store()
-        async for record in documents.read_all(store, keys, BatchRecord):
+        async for record in documents.stream(store, keys, BatchRecord):
             yield record
 
     async def unfinished(self, tenant: str = "") -> list[tuple[str, str]]:
@@ -81,10 +83,17 @@ class BatchBook:
         await store.delete(layout.unfinished(tenant, batch_id))
 
     async def change(self, tenant: str, batch_id: str, step: Step) -> BatchRecord | None:
-        """Replace a batch by `step(current)`, as in `documents.change`."""
+        """Replace a batch by `step(current)`, as in `documents.change`; None if there is none.
+
+        `step` may run once more after it has had its effect, if the store cannot tell.
+        """
+
+        def changed(current: BatchRecord | None) -> BatchRecord | None:
+            return None if current is None else step(current)
+
         store = await self._storage.store()
         key = layout.batch_document(tenant, batch_id)
-        return await documents.change(store, key, BatchRecord, step)
+        return await documents.change(store, key, BatchRecord, changed)
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """End a batch; its owner notices. Raises: NotFound, Conflict if it is too late."""

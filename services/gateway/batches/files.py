@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loraplex.errors import InvalidRequest, NotFound, ResourceExhausted
+from loraplex_services.common import documents
 from loraplex_services.common.limits import (
     MAX_FILE_BYTES,
     MAX_FILES_PER_TENANT,
@@ -19,7 +20,7 @@ from loraplex_services.common.limits import (
 )
 from loraplex_services.common.objects import ObjectMissing, ObjectStoreError
 from loraplex_services.common.ulid import ulid
-from loraplex_services.gateway.batches import documents, layout
+from loraplex_services.gateway.batches import layout
 from loraplex_services.gateway.batches.storage import Storage
 
 SEGMENT_BYTES = 8 << 20
@@ -114,7 +115,7 @@ class Files:
         """Make a file visible whose bytes were written."""
         store = await self._storage.store()
         key = layout.file_document(record.tenant, record.file_id)
-        await store.put(key, documents.encoded(record))
+        await store.put(key, documents.encode(record))
 
     async def get(
         self, tenant: str, file_id: str, field: str = "file_id", *, even_expired: bool = False
@@ -136,10 +137,11 @@ class Files:
         return [info.key async for info in store.list_objects(layout.file_documents(tenant))]
 
     async def listed(self, keys: Sequence[str], purpose: str) -> AsyncGenerator[FileRecord]:
-        """The files with these documents that have not expired; of one purpose if it is given."""
+        """The files with these documents that can be read and have not expired; of one purpose if
+        it is given."""
         store = await self._storage.store()
         now_s = time.time()
-        async for record in documents.read_all(store, keys, FileRecord):
+        async for record in documents.stream(store, keys, FileRecord):
             if not record.is_expired(now_s) and purpose in ("", record.purpose):
                 yield record
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from loraplex.errors import LoraplexError
+from loraplex.errors import DataLoss, LoraplexError
 from loraplex_services.common.limits import (
     MAX_RUNNING_BATCHES,
     MAX_RUNNING_BATCHES_PER_TENANT,
@@ -93,7 +93,11 @@ class BatchRunner:
                 continue
             if running[name[0]] >= MAX_RUNNING_BATCHES_PER_TENANT:
                 continue
-            record = await self._claimed(name)
+            try:
+                record = await self._claimed(name)
+            except DataLoss as error:  # It must not keep others from being run.
+                logger.error("a damaged batch was skipped", extra={"problem": error.message})
+                continue
             if record is not None and self._is_closing:
                 await self._release(name)
             elif record is not None:

@@ -14,10 +14,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from loraplex.errors import LoraplexError
+from loraplex_services.common import documents
 from loraplex_services.common.limits import FILE_LIFETIME_S
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.common.ulid import time_of_ulid
-from loraplex_services.gateway.batches import documents, layout
+from loraplex_services.gateway.batches import layout
 from loraplex_services.gateway.batches.files import FileRecord, Files
 from loraplex_services.gateway.batches.records import WINDOW_S
 from loraplex_services.gateway.batches.storage import Storage
@@ -85,7 +86,7 @@ class Sweeper:
             for file_id in known
             if time_of_ulid(file_id.partition("-")[2]) < now_s - FILE_LIFETIME_S.least - _GRACE_S
         ]
-        read = documents.read_all(store, old, FileRecord)
+        read = documents.stream(store, old, FileRecord)
         expired = [each.file_id async for each in read if each.is_expired(now_s - _GRACE_S)]
         return found + expired
 

@@ -9,17 +9,12 @@ from itertools import groupby
 from operator import itemgetter
 
 from loraplex.errors import InvalidRequest
+from loraplex_services.common.documents import decode, encode
 from loraplex_services.common.objects import ObjectInfo, ObjectStore
 from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
 from loraplex_services.registry.index.gathering import RequestBatcher
-from loraplex_services.registry.records import (
-    AuditRecord,
-    VersionRecord,
-    decode,
-    encode,
-    now_s,
-)
+from loraplex_services.registry.records import AuditRecord, VersionRecord, now_s
 
 _KEY = re.compile(layout.AUDIT + r"\d{4}-\d{2}-\d{2}/[0-9a-hjkmnp-tv-z]{26}\.json")
 _END = layout.AUDIT + "~"

@@ -10,8 +10,9 @@ from typing import Any
 
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import Ref, split_choice, why_missing
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.index.catalog import Catalog, Found
 from loraplex_services.registry.index.items import scope_of

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from loraplex.errors import AdapterNotFound, InvalidRequest
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import adapter_item, scope_of

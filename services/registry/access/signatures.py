@@ -23,8 +23,9 @@ from loraplex.errors import (
 )
 from loraplex.signature_bundle import check_files, parse_bundle
 from loraplex.signing import key_sha256, parse_public_key, public_pem, verify
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.access.tenants import Tenants
 from loraplex_services.registry.records import SignatureRecord, VersionRecord, now_s

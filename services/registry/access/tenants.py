@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Collection
 
 from loraplex.errors import InvalidRequest, ResourceExhausted
+from loraplex_services.common import documents
 from loraplex_services.common.limits import DIVERGENCE, FAIRNESS_WEIGHT, QUOTA, RATE_PER_S
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.records import TenantRecord
 

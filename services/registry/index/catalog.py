@@ -40,6 +40,7 @@ from typing import Any, TypeVar
 
 import redis.asyncio
 
+from loraplex_services.common.documents import decode
 from loraplex_services.registry.index.feed import EventFeed
 from loraplex_services.registry.index.gathering import RequestBatcher
 from loraplex_services.registry.index.items import IndexChange, Item, arguments_of
@@ -53,13 +54,7 @@ from loraplex_services.registry.index.redis_calls import (
     wait,
 )
 from loraplex_services.registry.index.usage_counters import UsageCounters
-from loraplex_services.registry.records import (
-    AdapterRecord,
-    BaseRecord,
-    TagRecord,
-    VersionRecord,
-    decode,
-)
+from loraplex_services.registry.records import AdapterRecord, BaseRecord, TagRecord, VersionRecord
 
 PREFIX = "loraplex:"
 MAX_EVENTS = 100_000

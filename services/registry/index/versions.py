@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import Item, scope_of, tag_item, version_item
 from loraplex_services.registry.index.redis_calls import CatalogDown

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from loraplex_services.common.documents import decode
 from loraplex_services.common.objects import ObjectInfo, ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.maintenance.snapshots import Snapshots
 from loraplex_services.registry.publish.blobs import BLOB_FRESH_S
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.uploads import SESSION_MAX_AGE_S
-from loraplex_services.registry.records import VersionRecord, decode
+from loraplex_services.registry.records import VersionRecord
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex.errors import DataLoss, NotFound
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import (
     BASES_SCOPE,

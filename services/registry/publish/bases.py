@@ -14,8 +14,9 @@ from loraplex.errors import (
     Violation,
 )
 from loraplex.refs import check_base_id
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import BASES_SCOPE, base_item
 from loraplex_services.registry.index.redis_calls import CatalogDown

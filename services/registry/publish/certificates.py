@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from loraplex.api.registry import Certificate
 from loraplex.errors import InvalidRequest, PermissionDenied, ResourceExhausted
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.records import VersionRecord
 

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Awaitable, Sequence
 
 from loraplex.adapter_format import File
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.tenants import Tenants
 from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.publish.failpoint import failpoint

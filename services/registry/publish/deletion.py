@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Blocked, DataLoss
 from loraplex.refs import LATEST
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import Item, scope_of, version_item

@@ -19,8 +19,9 @@ from loraplex.adapter_format.serving_fields import ROPE_FIELD
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidAdapter
 from loraplex.refs import LATEST
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.access.sharing import VISIBILITY_NAMES, SharingChange, shared
 from loraplex_services.registry.index.catalog import Catalog

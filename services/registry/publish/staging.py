@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict, NotCertified
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents
 from loraplex_services.registry.access.audit import REGISTRY, Audit
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.versions import Versions

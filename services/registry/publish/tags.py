@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence, Set
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
 from loraplex.refs import is_digest
+from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import scope_of

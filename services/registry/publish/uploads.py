@@ -15,18 +15,14 @@ from dataclasses import dataclass, replace
 
 from loraplex.adapter_format import TENSOR_FILE, File
 from loraplex.errors import InvalidRequest, NotFound, Violation
+from loraplex_services.common import documents
+from loraplex_services.common.documents import encode
 from loraplex_services.common.objects import ObjectStore, Segment
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.part_writer import MAX_PART_BYTES, PartWriter, damaged
 from loraplex_services.registry.publish.scanning import ArrivingScan, Scans
-from loraplex_services.registry.records import (
-    AdapterRecord,
-    SignatureRecord,
-    VersionRecord,
-    encode,
-    now_s,
-)
+from loraplex_services.registry.records import AdapterRecord, SignatureRecord, VersionRecord, now_s
 
 MAX_CHUNK_BYTES = 1 << 20
 SESSION_MAX_AGE_S = 24 * 3600.0

@@ -18,6 +18,7 @@ from loraplex.client.settings import Credentials
 from loraplex.errors import DataLoss, InvalidRequest, LoraplexError
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
+from loraplex_services.common.documents import encode
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS, MAX_UPLOAD_STREAMS
 from loraplex_services.registry import layout
@@ -26,7 +27,7 @@ from loraplex_services.registry.access.auth import KeyAuth
 from loraplex_services.registry.api import publishing, server
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import open_uploads
-from loraplex_services.registry.records import TenantRecord, encode
+from loraplex_services.registry.records import TenantRecord
 from tests.registry.house import adapter_files, opened
 
 pytestmark = pytest.mark.hostile

@@ -8,7 +8,8 @@ import pytest
 
 from loraplex.errors import InvalidRequest
 from loraplex.v1 import registry_pb2 as pb
-from loraplex_services.registry import documents, layout
+from loraplex_services.common import documents
+from loraplex_services.registry import layout
 from loraplex_services.registry.api.usage import (
     entries_to_proto,
     report_from_proto,

@@ -12,9 +12,10 @@ import redis.asyncio
 from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound
 from loraplex.refs import parse_ref
+from loraplex_services.common import documents
 from loraplex_services.common.objects import open_store
 from loraplex_services.common.redis_url import connect_redis
-from loraplex_services.registry import documents, layout
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.lookup import Cursor, Query
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.assembly import Registry, assemble

@@ -9,7 +9,8 @@ import pytest
 
 from loraplex.api.registry import Certificate
 from loraplex.errors import InvalidRequest, NotFound, ResourceExhausted
-from loraplex_services.registry import documents, layout
+from loraplex_services.common import documents
+from loraplex_services.registry import layout
 from tests.registry.conftest import ServedRegistry
 from tests.registry.house import publish
 

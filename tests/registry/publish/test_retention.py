@@ -11,13 +11,15 @@ import redis.asyncio
 from loraplex.errors import AdapterNotFound, DataLoss, InvalidRequest
 from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
-from loraplex_services.registry import documents, layout
+from loraplex_services.common import documents
+from loraplex_services.common.documents import decode
+from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api.publish_options import options_from_proto
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog
 from loraplex_services.registry.publish import claims, retention
-from loraplex_services.registry.records import PRIVATE, VersionRecord, decode
+from loraplex_services.registry.records import PRIVATE, VersionRecord
 from tests.registry.house import publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))

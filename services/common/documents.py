@@ -1,36 +1,110 @@
-"""Reads and changes documents in the object store, by create-only and compare-and-set."""
+"""Documents in the object store, which are JSON: read, created, and changed by compare-and-set."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import logging
+import math
 import random
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import msgspec
 
 from loraplex.errors import DataLoss
 from loraplex_services.common.objects import (
     ObjectMissing,
     ObjectStore,
     PreconditionFailed,
-    StoredObject,
     WriteUncertain,
 )
-from loraplex_services.registry.records import MAX_TAG_MOVES, TagRecord, decode, encode
 
 logger = logging.getLogger(__name__)
 
 _MAX_TRIES = 100
+_READ_AT_ONCE = 100
+_PROCESS = secrets.token_hex(8)
+_WRITES = itertools.count()
+"""Number the writes of this process, which asks for no random bytes at each."""
 
 R = TypeVar("R")
 
 
-async def read(store: ObjectStore, key: str, cls: type[R]) -> R | None:
-    """The document under `key`, or None."""
+@dataclass(frozen=True, slots=True)
+class StoredDocument(Generic[R]):
+    """A document as it was read."""
+
+    record: R
+    etag: str
+    """Changes with every write."""
+
+
+@runtime_checkable
+class KeepsHistory(Protocol):
+    """A record that holds its last changes."""
+
+    def follows(self, earlier: Any) -> bool | None:
+        """Whether this record was made from `earlier`, directly or not; None if that is unknown."""
+
+
+def encode(record: Any) -> bytes:
+    """A document with a fresh `write_id`, so that no two writes hold the same bytes.
+
+    Raises:
+        ValueError: a number is not finite. JSON has no such numbers, and null cannot be read back.
+    """
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    _check_finite(fields)
+    fields["write_id"] = f"{_PROCESS}-{next(_WRITES)}"
+    return msgspec.json.encode(fields, order="sorted")
+
+
+def _check_finite(value: Any) -> None:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} cannot be stored")
+    elif isinstance(value, dict):
+        for item in value.values():
+            _check_finite(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_finite(item)
+
+
+def decode(cls: type[R], data: bytes | str) -> R:
+    """The inverse of `encode`. Unknown fields are left out, so newer writers can add some.
+
+    Raises:
+        ValueError: the text is no such document.
+    """
+    as_key: Any = cls
+    record: R = _decoder(as_key).decode(data)
+    return record
+
+
+@functools.cache
+def _decoder(cls: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(cls)
+
+
+async def find(store: ObjectStore, key: str, cls: type[R]) -> StoredDocument[R] | None:
+    """The document under `key`, or None. Raises DataLoss if it is damaged, as all reads do that do
+    not say otherwise."""
     try:
-        return _decoded(cls, key, (await store.get(key)).data)
+        stored = await store.get(key)
     except ObjectMissing:
         return None
+    return StoredDocument(_decoded(cls, key, stored.data), stored.etag)
+
+
+async def read(store: ObjectStore, key: str, cls: type[R]) -> R | None:
+    """The document under `key`, or None."""
+    found = await find(store, key, cls)
+    return None if found is None else found.record
 
 
 async def read_all(store: ObjectStore, keys: list[str], cls: type[R]) -> list[R]:
@@ -48,6 +122,13 @@ async def read_intact(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> 
     """The documents under `keys` that can be read; the others are logged."""
     found = zip(keys, await store.get_many(list(keys)), strict=True)
     return intact(cls, [(key, data) for key, data in found if data is not None])
+
+
+async def stream(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> AsyncGenerator[R]:
+    """The documents under `keys` that can be read, of which few are in memory at a time."""
+    for start in range(0, len(keys), _READ_AT_ONCE):
+        for record in await read_intact(store, keys[start : start + _READ_AT_ONCE], cls):
+            yield record
 
 
 def intact(cls: type[R], found: Iterable[tuple[str, bytes]]) -> list[R]:
@@ -99,18 +180,18 @@ async def change(
     """
     for attempt in range(_MAX_TRIES):
         is_assumed = is_new and not attempt
-        stored = None if is_assumed else await _stored(store, key)
-        current = None if stored is None else _decoded(cls, key, stored.data)
+        found = None if is_assumed else await find(store, key, cls)
+        current = None if found is None else found.record
         wanted = step(current)
         if wanted is None and is_assumed:
             continue
         if wanted is None:
             return current
         try:
-            if stored is None:
+            if found is None:
                 await store.put_if_absent(key, encode(wanted), durable=durable)
             else:
-                await store.put_if_match(key, encode(wanted), stored.etag, durable=durable)
+                await store.put_if_match(key, encode(wanted), found.etag, durable=durable)
             return wanted
         except PreconditionFailed:
             await _pause(attempt)
@@ -122,13 +203,6 @@ async def change(
                 return wanted
             await _pause(attempt)
     raise PreconditionFailed(key)
-
-
-async def _stored(store: ObjectStore, key: str) -> StoredObject | None:
-    try:
-        return await store.get(key)
-    except ObjectMissing:
-        return None
 
 
 def _decoded(cls: type[R], key: str, data: bytes) -> R:
@@ -143,7 +217,7 @@ async def _was_written(store: ObjectStore, key: str, wanted: object) -> bool | N
     """Whether an uncertain write of `wanted` had an effect; None if that is unknown.
 
     Each change takes the next generation. Another document with the generation of `wanted` means
-    that the write lost. A later generation may follow either; a tag decides it by its last moves.
+    that the write lost. A later generation may follow either; a record with a history tells.
     """
     try:
         found = decode(type(wanted), (await store.get(key)).data)
@@ -151,19 +225,7 @@ async def _was_written(store: ObjectStore, key: str, wanted: object) -> bool | N
         return False
     if _generation(found) <= _generation(wanted):
         return False
-    if isinstance(wanted, TagRecord) and isinstance(found, TagRecord):
-        return _was_moved(found, wanted)
-    return None
-
-
-def _was_moved(found: TagRecord, wanted: TagRecord) -> bool | None:
-    """Whether the move that `wanted` ends with is among those before `found`."""
-    if not wanted.moves or wanted.moves[-1].generation != wanted.generation:
-        return None
-    if wanted.moves[-1] in found.moves:
-        return True
-    oldest = found.moves[0].generation if len(found.moves) == MAX_TAG_MOVES else 0
-    return False if oldest <= wanted.generation else None
+    return found.follows(wanted) if isinstance(found, KeepsHistory) else None
 
 
 def _generation(record: object) -> int:
