@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from loraplex.adapter_format import File
 from loraplex.adapter_format.added_tokens import MAX_TEXT_BYTES, AddedToken
 from loraplex.errors import LoraplexError, Unavailable
 from loraplex_services.common.processes.process_pool import JobFailed
+from loraplex_services.common.recent import Recent
 from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.common.tenant_slots import TenantSlots
 from loraplex_services.gateway.request import Target
@@ -36,10 +36,9 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tokenizer and what it takes."""
+    """A tokenizer."""
 
     tokenizer: BaseTokenizer
-    num_bytes: int
     shared: Key = ()
     """Where the vocabulary is kept that it has in common with others."""
 
@@ -50,9 +49,7 @@ class AdapterText:
     def __init__(self, read_files: ReadFiles, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         """`read_files` gives the files of a version, by its label, checked against their sha256."""
         self._read_files = read_files
-        self._max_kept_bytes = max_kept_bytes
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
-        self._num_kept_bytes = 0
+        self._kept: Recent[Key, _Kept] = Recent(max_kept_bytes)
         self._being_made: SharedWork[Key, BaseTokenizer] = SharedWork()
         self._slots = TenantSlots(_MAX_READERS)
         self._reader = TextFilesReader()
@@ -78,8 +75,9 @@ class AdapterText:
         if not files:
             return base
         key: Key = (_key(served), *((f.path, f.sha256) for f in files))
-        if key in self._kept:
-            return self._used(key)
+        if (kept := self._kept.get(key)) is not None:
+            self._kept.get(kept.shared)  # What it shares outlasts it.
+            return kept.tokenizer
         return await self._being_made.wait(
             key, lambda: self._make(key, served, base, adapter.label, files, tenant)
         )
@@ -120,13 +118,13 @@ class AdapterText:
             made = made.with_chat(found.chat)
         shared = (_key(served), found.added) if found.added else ()
         num_bytes = sys.getsizeof(found.chat.template) if found.chat else 1
-        self._keep(key, _Kept(made, num_bytes, shared))
+        self._kept.put(key, _Kept(made, shared), num_bytes)
         return made
 
     def _left_aside(self, key: Key, base: BaseTokenizer, label: str, why: str) -> BaseTokenizer:
         """Use the base's tokenizer, because the adapter's files cannot be used."""
         _warn(label, why)
-        self._keep(key, _Kept(base, 1))
+        self._kept.put(key, _Kept(base))
         return base
 
     async def _with_tokens(
@@ -136,29 +134,12 @@ class AdapterText:
         if not added:
             return base
         key: Key = (_key(served), added)
-        if key not in self._kept:
+        if (kept := self._kept.get(key)) is None:
             made = await asyncio.to_thread(base.with_tokens, added)
-            self._keep(key, _Kept(made, made.num_own_bytes))
-        return self._used(key)
-
-    def _used(self, key: Key) -> BaseTokenizer:
-        """A kept tokenizer; what it shares outlasts it."""
-        kept = self._kept[key]
-        self._kept.move_to_end(key)
-        if kept.shared in self._kept:
-            self._kept.move_to_end(kept.shared)
+            if (kept := self._kept.get(key)) is None:  # also after the thread
+                kept = _Kept(made)
+                self._kept.put(key, kept, made.num_own_bytes)
         return kept.tokenizer
-
-    def _keep(self, key: Key, made: _Kept) -> None:
-        """Forgets what was used longest ago; the newest and what it shares stay."""
-        if key in self._kept:
-            return
-        self._kept[key] = made
-        self._num_kept_bytes += made.num_bytes
-        self._used(key)
-        while self._num_kept_bytes > self._max_kept_bytes and len(self._kept) > 2:
-            _, old = self._kept.popitem(last=False)
-            self._num_kept_bytes -= old.num_bytes
 
 
 def _key(served: ServedBase) -> tuple[str, str]:

@@ -218,6 +218,11 @@ async def test_kept_tokenizers_stay_within_their_bound(served: ServedBase) -> No
     for adapter in [*adapters, adapters[-1], adapters[0]]:
         await text.tokenizer(served, target(adapter))
     assert shelf.num_reads == 6
+
+
+async def test_adapters_with_the_same_tokens_share_their_vocabulary(served: ServedBase) -> None:
+    shelf = Shelf()
+    text = opened(shelf.read)
     shared = [
         shelf.put(
             f"t{i}:v1", {"tokenizer.json": with_tokens("<x>"), "chat_template.jinja": b"%d" % i}
