@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+from loraplex.api.fields import same_fields
 from loraplex.api.registry_wire import certificate_to_proto, tenant_to_proto
+from loraplex.api.tenants import TenantLimits
 from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex.refs import check_tag, check_tenant, parse_name, parse_ref
 from loraplex.v1 import registry_pb2 as pb
@@ -197,12 +199,9 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
             access.require_root()
         wanted = convert.tenant_from_proto(request.tenant)
         record = await self._registry.tenants.set(wanted, request.fields)
-        details = {
-            "max_bytes": str(record.max_bytes),
-            "max_versions": str(record.max_versions),
-            "signature_keys": str(len(record.signature_keys)),
-            "max_kl": f"{record.max_kl:g}",
-        }
+        limits = same_fields(record, TenantLimits)
+        limits |= {"signature_keys": len(record.signature_keys)}
+        details = {name: str(limit) for name, limit in limits.items() if name != "tenant"}
         await self._registry.audit.write(
             access.actor, record.tenant, "tenant.set", record.tenant, details=details
         )

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.api.tenants import Tenant
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.objects import ObjectInfo, open_store
 from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
 from loraplex_services.registry.access import audit
 from loraplex_services.registry.access.audit import Audit
+from tests.registry.conftest import ServedRegistry
 
 NOW_S = 1_790_000_000.0
 YEAR_S = 365 * 86_400.0
@@ -95,3 +97,20 @@ def test_identifiers_sort_by_time_and_tell_it() -> None:
     for time_s, text in zip(times_s, made, strict=True):
         assert abs(time_of_ulid(text) - time_s) < 0.002
         assert first_ulid(time_s) <= text
+
+
+async def test_a_change_of_a_tenant_s_limits_says_what_they_are_now(served: ServedRegistry) -> None:
+    wanted = Tenant("acme", tokens_per_s=1000.0, max_concurrent=8, fairness_weight=2.0)
+    await served.client.admin.set_tenant(wanted)
+    [entry] = [each async for each in served.client.admin.audit("acme")]
+    assert entry.action == "tenant.set"
+    assert entry.details == {
+        "max_bytes": "0",
+        "max_versions": "0",
+        "requests_per_s": "0.0",
+        "tokens_per_s": "1000.0",
+        "max_concurrent": "8",
+        "fairness_weight": "2.0",
+        "signature_keys": "0",
+        "max_kl": "0.0",
+    }
