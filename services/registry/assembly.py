@@ -22,6 +22,7 @@ from loraplex_services.registry.publish.blobs import Blobs
 from loraplex_services.registry.publish.certificates import Certificates
 from loraplex_services.registry.publish.claims import Claims
 from loraplex_services.registry.publish.deletion import Deletion
+from loraplex_services.registry.publish.inspection import Inspector
 from loraplex_services.registry.publish.publisher import Publisher
 from loraplex_services.registry.publish.retention import Retention
 from loraplex_services.registry.publish.scanning import Scans
@@ -59,7 +60,7 @@ class Registry:
     collector: Collector
     keys: Keys
     usage: UsageBook
-    validations: Validations
+    inspector: Inspector
 
 
 def assemble(
@@ -74,7 +75,8 @@ def assemble(
     certificates = Certificates(store, audit)
     rules = TagRules(tenants, signatures, certificates)
     tags = Tags(store, catalog, versions, audit, rules)
-    scans, validations = Scans(), Validations()
+    scans = Scans()
+    inspector = Inspector(store, bases, scans, Validations())
     uploads = Uploads(store, scans)
     blobs = Blobs(store, uploads)
     staging = Staging(store, catalog, tags, versions, audit)
@@ -83,14 +85,12 @@ def assemble(
         catalog,
         uploads,
         blobs,
-        bases,
+        inspector,
         tags,
         staging,
         versions,
         Claims(store, uploads, tags, versions, tenants),
         audit,
-        scans,
-        validations,
     )
     deletion = Deletion(store, catalog, tags, versions, audit, rules)
     snapshots = Snapshots(store)
@@ -120,5 +120,5 @@ def assemble(
         collector=Collector(store),
         keys=Keys(store),
         usage=UsageBook(store, catalog),
-        validations=validations,
+        inspector=inspector,
     )

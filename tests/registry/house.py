@@ -48,7 +48,7 @@ async def house_of(store: ObjectStore, metadata_url: str) -> AsyncIterator[Regis
     await assembled.indexer.start()
     await assembled.bases.register(tiny_base(), replace=False)
     yield assembled
-    await assembled.validations.close()
+    await assembled.inspector.validations.close()
     await catalog.close()
 
 

@@ -22,7 +22,7 @@ from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.api import convert, publish_options
 from loraplex_services.registry.api.admin import AdminService, caller_access
 from loraplex_services.registry.api.one_call import check_request_id, contents_of
-from loraplex_services.registry.publish.inspection import Wanted, check
+from loraplex_services.registry.publish.inspection import Wanted
 from loraplex_services.registry.publish.metrics import refusals_counted
 from loraplex_services.registry.publish.uploads import (
     Finished,
@@ -195,9 +195,7 @@ class PublishService(AdminService):
             labels.get(ROPE_FIELD, ""),
             allow_missing=request.options.allow_missing,
         )
-        base, report, _, warnings = await check(
-            self._registry.bases,
-            self._registry.validations,
+        base, report, _, warnings = await self._registry.inspector.check(
             complete_config(request.adapter_config_json, rope_label=wanted.rope_label),
             request.safetensors_header,
             files,

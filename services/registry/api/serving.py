@@ -56,7 +56,7 @@ async def serve() -> None:
         catalog = Catalog(connect_redis(metadata_url))
         stack.push_async_callback(catalog.close)
         registry = assemble(store, catalog, config.max_ephemeral_bytes)
-        stack.push_async_callback(registry.validations.close)
+        stack.push_async_callback(registry.inspector.validations.close)
         running = await grpc_server.start(
             [service(registry)],
             [config.listen],

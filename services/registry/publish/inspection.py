@@ -91,93 +91,80 @@ class Wanted:
     """Every base without its modules, if they have just been read."""
 
 
-async def inspect(
-    store: ObjectStore,
-    bases: Bases,
-    scans: Scans,
-    validations: Validations,
-    sources: Sequence[FileSource],
-    wanted: Wanted,
-) -> Inspected:
-    """Validate an adapter from its stored bytes.
+@dataclass(frozen=True, slots=True, eq=False)
+class Inspector:
+    """Validates adapters."""
 
-    Raises:
-        InvalidAdapter: with every violation.
-        DamagedFile: a file does not match its sha256.
-        Unavailable: no base is known.
-    """
-    try:
-        return await _inspect(store, bases, scans, validations, sources, wanted)
-    except InvalidAdapter:
-        # Damaged bytes look like a bad adapter; the cause comes before its effects.
+    store: ObjectStore
+    bases: Bases
+    scans: Scans
+    validations: Validations
+
+    async def inspect(self, sources: Sequence[FileSource], wanted: Wanted) -> Inspected:
+        """Validate an adapter from its stored bytes.
+
+        Raises:
+            InvalidAdapter: with every violation.
+            DamagedFile: a file does not match its sha256.
+            Unavailable: no base is known.
+        """
+        try:
+            return await self._inspect(sources, wanted)
+        except InvalidAdapter:
+            # Damaged bytes look like a bad adapter; the cause comes before its effects.
+            for source in sources:
+                await _verify(self.store, source, None)
+            raise
+
+    async def _inspect(self, sources: Sequence[FileSource], wanted: Wanted) -> Inspected:
+        by_path = {source.file.path: source for source in sources}
+        config_bytes = await _whole(self.store, by_path[CONFIG_FILE])
+        other = by_path.get(GENERATION_FILE)
+        config_bytes = complete_config(
+            config_bytes,
+            generation_config=None if other is None else await _whole(self.store, other),
+            rope_label=wanted.rope_label,
+        )
+        tensors = by_path[TENSOR_FILE]
+        first = await _read(self.store, tensors, 0, LENGTH_BYTES)
+        num_bytes = prefix_bytes(first, tensors.file.size)
+        header_bytes = await _read(self.store, tensors, 0, num_bytes)
+        files = [source.file for source in sources]
+        base, report, header, warnings = await self.check(config_bytes, header_bytes, files, wanted)
+        zero_tensors = self.scans.zero_tensors(tensors.known_sha256)
+        scan = TensorScan(header) if zero_tensors is None else None
         for source in sources:
-            await _verify(store, source, None)
-        raise
+            await _verify(self.store, source, scan.feed if scan and source is tensors else None)
+        if scan is not None:
+            zero_tensors = await _run(scan.finish, is_small=tensors.file.size <= _SMALL_BYTES)
+        warnings = (*warnings, *warnings_of_zeros(report, zero_tensors or frozenset()))
+        _refuse_if_strict(warnings, wanted.strict)
+        manifest = core_manifest(report, files, base.geometry.fingerprint)
+        return Inspected(base, report, manifest, digest_of(manifest), warnings)
 
-
-async def _inspect(
-    store: ObjectStore,
-    bases: Bases,
-    scans: Scans,
-    validations: Validations,
-    sources: Sequence[FileSource],
-    wanted: Wanted,
-) -> Inspected:
-    by_path = {source.file.path: source for source in sources}
-    config_bytes = await _whole(store, by_path[CONFIG_FILE])
-    generation = by_path.get(GENERATION_FILE)
-    config_bytes = complete_config(
-        config_bytes,
-        generation_config=None if generation is None else await _whole(store, generation),
-        rope_label=wanted.rope_label,
-    )
-    tensors = by_path[TENSOR_FILE]
-    first = await _read(store, tensors, 0, LENGTH_BYTES)
-    header_bytes = await _read(store, tensors, 0, prefix_bytes(first, tensors.file.size))
-    files = [source.file for source in sources]
-    base, report, header, warnings = await check(
-        bases, validations, config_bytes, header_bytes, files, wanted
-    )
-    zero_tensors = scans.zero_tensors(tensors.known_sha256)
-    scan = TensorScan(header) if zero_tensors is None else None
-    for source in sources:
-        await _verify(store, source, scan.feed if scan and source is tensors else None)
-    if scan is not None:
-        zero_tensors = await _run(scan.finish, is_small=tensors.file.size <= _SMALL_BYTES)
-    warnings = (*warnings, *warnings_of_zeros(report, zero_tensors or frozenset()))
-    _refuse_if_strict(warnings, wanted.strict)
-    manifest = core_manifest(report, files, base.geometry.fingerprint)
-    return Inspected(base, report, manifest, digest_of(manifest), warnings)
-
-
-async def check(
-    bases: Bases,
-    validations: Validations,
-    config_bytes: bytes,
-    header_bytes: bytes,
-    files: Sequence[File],
-    wanted: Wanted,
-) -> tuple[BaseRecord, Report, Header, tuple[Violation, ...]]:
-    """Validate config and header against the base that the adapter is for."""
-    size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
-    is_small = len(config_bytes) <= _SMALL_CONFIG_BYTES
-    config = await _run(partial(parse_config, config_bytes), is_small=is_small)
-    base, warnings = await bases.choose(wanted.base_id, config, wanted.bases)
-    job = ValidationJob(
-        config_bytes,
-        header_bytes,
-        size,
-        tuple(files),
-        base.geometry,
-        base.max_lora_rank or DEFAULT_MAX_RANK,
-        wanted.strict,
-        (base.base_id, *base.aliases),
-        wanted.allow_missing,
-    )
-    report, header = await validations.check(wanted.tenant, job)
-    found = (*report.warnings, *warnings)
-    _refuse_if_strict(found, wanted.strict)
-    return base, report, header, found
+    async def check(
+        self, config_bytes: bytes, header_bytes: bytes, files: Sequence[File], wanted: Wanted
+    ) -> tuple[BaseRecord, Report, Header, tuple[Violation, ...]]:
+        """Validate config and header against the base that the adapter is for."""
+        size = next((file.size for file in files if file.path == TENSOR_FILE), len(header_bytes))
+        is_small = len(config_bytes) <= _SMALL_CONFIG_BYTES
+        config = await _run(partial(parse_config, config_bytes), is_small=is_small)
+        base, warnings = await self.bases.choose(wanted.base_id, config, wanted.bases)
+        job = ValidationJob(
+            config_bytes,
+            header_bytes,
+            size,
+            tuple(files),
+            base.geometry,
+            base.max_lora_rank or DEFAULT_MAX_RANK,
+            wanted.strict,
+            (base.base_id, *base.aliases),
+            wanted.allow_missing,
+        )
+        report, header = await self.validations.check(wanted.tenant, job)
+        found = (*report.warnings, *warnings)
+        _refuse_if_strict(found, wanted.strict)
+        return base, report, header, found
 
 
 def _refuse_if_strict(warnings: Sequence[Violation], strict: bool) -> None:

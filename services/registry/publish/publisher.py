@@ -27,18 +27,16 @@ from loraplex_services.registry.access.sharing import VISIBILITY_NAMES, SharingC
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import Item, adapter_item, scope_of, version_item
 from loraplex_services.registry.index.versions import Versions
-from loraplex_services.registry.publish.bases import Bases
 from loraplex_services.registry.publish.blobs import Blobs
 from loraplex_services.registry.publish.claims import Claims
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.inspection import (
     DamagedFile,
     FileSource,
+    Inspector,
     Wanted,
-    inspect,
 )
 from loraplex_services.registry.publish.metrics import UPLOADS
-from loraplex_services.registry.publish.scanning import Scans
 from loraplex_services.registry.publish.staging import Staging
 from loraplex_services.registry.publish.tags import TagAddress, Tags
 from loraplex_services.registry.publish.uploads import (
@@ -47,7 +45,6 @@ from loraplex_services.registry.publish.uploads import (
     Uploads,
     UploadSession,
 )
-from loraplex_services.registry.publish.validation import Validations
 from loraplex_services.registry.records import (
     PRIVATE,
     AdapterRecord,
@@ -68,27 +65,23 @@ class Publisher:
         catalog: Catalog,
         uploads: Uploads,
         blobs: Blobs,
-        bases: Bases,
+        inspector: Inspector,
         tags: Tags,
         staging: Staging,
         versions: Versions,
         claims: Claims,
         audit: Audit,
-        scans: Scans,
-        validations: Validations,
     ) -> None:
         self._store = store
         self._catalog = catalog
         self._uploads = uploads
         self._blobs = blobs
-        self._bases = bases
+        self._inspector = inspector
         self._tags = tags
         self._staging = staging
         self._versions = versions
         self._claims = claims
         self._audit = audit
-        self._scans = scans
-        self._validations = validations
 
     async def finish(self, session: UploadSession) -> Finished:
         """Publish a session whose files are complete. Safe to repeat, also after a crash.
@@ -147,11 +140,7 @@ class Publisher:
     ) -> Finished:
         """Raises DamagedFile, InvalidAdapter, ResourceExhausted, Unavailable."""
         options = session.options
-        inspected = await inspect(
-            self._store,
-            self._bases,
-            self._scans,
-            self._validations,
+        inspected = await self._inspector.inspect(
             sources,
             Wanted(
                 options.tenant,
