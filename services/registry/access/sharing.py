@@ -31,16 +31,14 @@ class SharingChange:
     """None keeps the setting, except that a private adapter is not pullable."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterSharing:
     """Changes who may use adapters, and their descriptions and labels."""
 
-    def __init__(
-        self, store: ObjectStore, catalog: Catalog, versions: Versions, audit: Audit
-    ) -> None:
-        self._store = store
-        self._catalog = catalog
-        self._versions = versions
-        self._audit = audit
+    store: ObjectStore
+    catalog: Catalog
+    versions: Versions
+    audit: Audit
 
     async def set(self, tenant: str, name: str, wanted: SharingChange, actor: str) -> AdapterRecord:
         """Change who may use an adapter, and return its record.
@@ -56,7 +54,7 @@ class AdapterSharing:
             "shared_with": " ".join(record.shared_with),
             "pullable": str(record.pullable).lower(),
         }
-        await self._audit.write(actor, tenant, "adapter.share", f"{tenant}/{name}", details=details)
+        await self.audit.write(actor, tenant, "adapter.share", f"{tenant}/{name}", details=details)
         return record
 
     async def describe(
@@ -88,17 +86,17 @@ class AdapterSharing:
         labels = " ".join(sorted(f"{key}={value}" for key, value in record.labels.items()))
         details = {"description": record.description, "labels": labels}
         subject = f"{tenant}/{name}"
-        await self._audit.write(actor, tenant, "adapter.describe", subject, details=details)
+        await self.audit.write(actor, tenant, "adapter.describe", subject, details=details)
         return record
 
     async def _changed(
         self, tenant: str, name: str, change: Callable[[AdapterRecord], AdapterRecord]
     ) -> AdapterRecord:
         """The record after a change, which is in the index. Raises: AdapterNotFound."""
-        live = [record for record in await self._versions.of(tenant, name) if not record.deleted]
+        live = [record for record in await self.versions.of(tenant, name) if not record.deleted]
         if not live:
             raise AdapterNotFound(f"{tenant}/{name}")
-        operation = await self._catalog.note_pending(scope_of(tenant, name))
+        operation = await self.catalog.note_pending(scope_of(tenant, name))
 
         def step(current: AdapterRecord | None) -> AdapterRecord | None:
             held = current or AdapterRecord(tenant, name, PRIVATE, generation=0)
@@ -108,10 +106,10 @@ class AdapterSharing:
             return dataclasses.replace(changed, generation=held.generation + 1)
 
         key = layout.adapter(tenant, name)
-        record = await documents.change(self._store, key, AdapterRecord, step)
+        record = await documents.change(self.store, key, AdapterRecord, step)
         assert record is not None, "a changed adapter has a record"
         items = [adapter_item(record, live)]
-        await self._catalog.apply(scope_of(tenant, name), items, operation=operation)
+        await self.catalog.apply(scope_of(tenant, name), items, operation=operation)
         return record
 
 

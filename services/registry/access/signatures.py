@@ -45,13 +45,13 @@ class Offered:
     """PEM; may be empty."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Signatures:
     """Stores and finds signatures, and enforces the policies of tenants."""
 
-    def __init__(self, store: ObjectStore, audit: Audit, tenants: Tenants) -> None:
-        self._store = store
-        self._audit = audit
-        self._tenants = tenants
+    store: ObjectStore
+    audit: Audit
+    tenants: Tenants
 
     async def accepted(
         self, limits: TenantLimits, files: Sequence[File], offered: Sequence[Offered], actor: str
@@ -96,15 +96,15 @@ class Signatures:
             if any(other.bundle == record.bundle for other in held):
                 continue
             key = layout.signature(*address, record.key_sha256)
-            await documents.change(self._store, key, SignatureRecord, _always(record))
-            await self._audit.write_version(
+            await documents.change(self.store, key, SignatureRecord, _always(record))
+            await self.audit.write_version(
                 record.actor, "version.sign", version, key_sha256=record.key_sha256
             )
 
     async def of(self, version: VersionRecord) -> Sequence[SignatureRecord]:
         """The signatures of a version, ordered by key."""
         prefix = layout.signatures_of(version.tenant, version.name, version.version)
-        return await documents.read_folder(self._store, prefix, SignatureRecord)
+        return await documents.read_folder(self.store, prefix, SignatureRecord)
 
     async def signers(self, version: VersionRecord) -> tuple[str, ...]:
         """The keys whose signatures the registry verified, ordered."""
@@ -113,7 +113,7 @@ class Signatures:
 
     async def policy(self, tenant: str) -> dict[str, str]:
         """The keys of which a tenant requires one, as `policy_of` has them."""
-        return policy_of(await self._tenants.get(tenant))
+        return policy_of(await self.tenants.get(tenant))
 
     def check_upload(self, limits: TenantLimits, signatures: Sequence[SignatureRecord]) -> None:
         """Check the signatures of an upload, which may be older than the policy of its tenant.

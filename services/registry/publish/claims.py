@@ -18,22 +18,15 @@ from loraplex_services.registry.publish.uploads import Intent, Options, Uploads,
 from loraplex_services.registry.records import VersionRecord, now_s
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Claims:
     """Creates version records."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        uploads: Uploads,
-        tags: Tags,
-        versions: Versions,
-        tenants: Tenants,
-    ) -> None:
-        self._store = store
-        self._uploads = uploads
-        self._tags = tags
-        self._versions = versions
-        self._tenants = tenants
+    store: ObjectStore
+    uploads: Uploads
+    tags: Tags
+    versions: Versions
+    tenants: Tenants
 
     async def claim(
         self,
@@ -50,7 +43,7 @@ class Claims:
         options = session.options
         wanted = _record(session, inspected, files)
         adapter = options.tenant, options.name
-        last, records = await self._versions.of_content(*adapter, wanted.digest)
+        last, records = await self.versions.of_content(*adapter, wanted.digest)
         while True:
             same = next(
                 (
@@ -63,14 +56,14 @@ class Claims:
             generations = await self._tag_generations(session)
             if same is not None:
                 intent = Intent(same.digest, same.version, generations)
-                await self._uploads.intend(session, intent)
+                await self.uploads.intend(session, intent)
                 await stored
                 return same, same.upload_id == session.upload_id
             if not session.in_one_call:  # Its quota was checked a moment ago, when it began.
-                limits = await self._tenants.get(options.tenant)
-                await self._tenants.check_quota(limits, wanted.size_bytes)
+                limits = await self.tenants.get(options.tenant)
+                await self.tenants.check_quota(limits, wanted.size_bytes)
             intent = Intent(wanted.digest, 0, generations)
-            await self._uploads.intend(session, intent)
+            await self.uploads.intend(session, intent)
             failpoint("publish.intent")
             await stored
             created_s = now_s()
@@ -84,9 +77,9 @@ class Claims:
                 spelling="" if spelling == options.name else spelling,
             )
             key = layout.version(*adapter, last + 1)
-            if await documents.create(self._store, key, record, durable=session.is_durable):
+            if await documents.create(self.store, key, record, durable=session.is_durable):
                 return record, True
-            records = await self._versions.of(*adapter)
+            records = await self.versions.of(*adapter)
             last = records[-1].version
 
     async def _tag_generations(self, session: UploadSession) -> dict[str, int]:
@@ -95,7 +88,7 @@ class Claims:
             return {}
         tenant, name = session.options.tenant, session.options.name
         tags = session.options.tags
-        records = {tag: await self._tags.read(TagAddress(tenant, name, tag)) for tag in tags}
+        records = {tag: await self.tags.read(TagAddress(tenant, name, tag)) for tag in tags}
         return {tag: record.generation if record else 0 for tag, record in records.items()}
 
 

@@ -29,24 +29,16 @@ _NUM_ENDED_AT_ONCE = 8
 """Ends that run at the same time."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Deletion:
     """Deletes versions, and the tags that point at them."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        catalog: Catalog,
-        tags: Tags,
-        versions: Versions,
-        audit: Audit,
-        rules: TagRules,
-    ) -> None:
-        self._store = store
-        self._catalog = catalog
-        self._tags = tags
-        self._versions = versions
-        self._audit = audit
-        self._rules = rules
+    store: ObjectStore
+    catalog: Catalog
+    tags: Tags
+    versions: Versions
+    audit: Audit
+    rules: TagRules
 
     async def version(
         self, tenant: str, name: str, number: int, mover: str, *, force: bool, purge: bool
@@ -57,7 +49,7 @@ class Deletion:
             Blocked: a tag other than latest points at it, and not `force`.
             AdapterNotFound: there is no such version, or it is deleted and not to be purged.
         """
-        record = await self._versions.read(tenant, name, number)
+        record = await self.versions.read(tenant, name, number)
         if record is None or (record.deleted and (record.purged or not purge)):
             raise AdapterNotFound(f"{tenant}/{name}:v{number}")
         if not force:
@@ -83,7 +75,7 @@ class Deletion:
         self, tenant: str, name: str, mover: str, *, purge: bool
     ) -> list[VersionRecord]:
         """Delete every version and tag of an adapter."""
-        records = await self._versions.of(tenant, name)
+        records = await self.versions.of(tenant, name)
         numbers = [r.version for r in records if not r.deleted or (purge and not r.purged)]
         if not numbers:
             raise AdapterNotFound(f"{tenant}/{name}")
@@ -120,7 +112,7 @@ class Deletion:
         owned = [(scope.partition("/"), number) for scope, number in ended]
         await asyncio.gather(
             *(
-                self._audit.write_shared(mover, tenant, "version.expire", f"{name}:v{number}")
+                self.audit.write_shared(mover, tenant, "version.expire", f"{name}:v{number}")
                 for (tenant, _, name), number in owned
             )
         )
@@ -129,16 +121,16 @@ class Deletion:
     async def _end(self, scope: str, number: int, mover: str) -> bool:
         """Returns False if another registry was first."""
         tenant, _, name = scope.partition("/")
-        operation = await self._catalog.note_pending(scope)
-        found = await self._catalog.find(scope, "version", str(number))
+        operation = await self.catalog.note_pending(scope)
+        found = await self.catalog.find(scope, "version", str(number))
         indexed = next(iter(found.versions), None)
         try:
             buried = await self._bury(tenant, name, number, True, indexed)
         except DataLoss:
-            await self._catalog.forget_pending([operation])
+            await self.catalog.forget_pending([operation])
             raise
         if buried is None:
-            await self._catalog.forget_pending([operation])
+            await self.catalog.forget_pending([operation])
             return False
         failpoint("delete.tombstone")
         await self._withdraw([buried], mover, operation, found.adapter)
@@ -149,7 +141,7 @@ class Deletion:
     ) -> list[VersionRecord]:
         """Write tombstones first: a writer that points a tag at a version checks its record
         after."""
-        operation = await self._catalog.note_pending(scope_of(tenant, name))
+        operation = await self.catalog.note_pending(scope_of(tenant, name))
         deleted = []
         for number in numbers:
             buried = await self._bury(tenant, name, number, purge)
@@ -157,12 +149,12 @@ class Deletion:
         failpoint("delete.tombstone")
         for record in deleted:
             action = "version.purge" if purge else "version.delete"
-            await self._audit.write_version(mover, action, record)
+            await self.audit.write_version(mover, action, record)
         await self._withdraw(deleted, mover, operation)
         return deleted
 
     async def _record(self, tenant: str, name: str, number: int) -> VersionRecord:
-        record = await self._versions.read(tenant, name, number)
+        record = await self.versions.read(tenant, name, number)
         assert record is not None, "version records are never removed"
         return record
 
@@ -179,12 +171,12 @@ class Deletion:
         items: list[Item] = []
         for tag in await self._all_tags(tenant, name):
             moved = await self._release(tag, deleted, mover)
-            items += await self._versions.items_of_tag(moved) if moved is not None else []
+            items += await self.versions.items_of_tag(moved) if moved is not None else []
         if adapter is None:
             key = layout.adapter(tenant, name)
-            adapter = await documents.read(self._store, key, AdapterRecord)
+            adapter = await documents.read(self.store, key, AdapterRecord)
         items += [version_item(record, adapter) for record in deleted]
-        await self._catalog.apply(scope_of(tenant, name), items, operation=operation)
+        await self.catalog.apply(scope_of(tenant, name), items, operation=operation)
 
     async def _bury(
         self,
@@ -213,7 +205,7 @@ class Deletion:
             )
 
         key, durable = layout.version(tenant, name, number), indexed is None
-        record = await documents.change(self._store, key, VersionRecord, step, durable=durable)
+        record = await documents.change(self.store, key, VersionRecord, step, durable=durable)
         return record if is_new else None
 
     async def _release(
@@ -222,12 +214,12 @@ class Deletion:
         """Remove deleted versions from a tag: `latest` falls back, other tags are deleted."""
         numbers = {target.version for target in tag.targets}
         if not numbers & {record.version for record in deleted}:
-            held = [await self._versions.read(tag.tenant, tag.name, each) for each in numbers]
+            held = [await self.versions.read(tag.tenant, tag.name, each) for each in numbers]
             if all(record is not None and not record.deleted for record in held):
                 return None
         live = {record.version: record for record in await self._live(tag.tenant, tag.name)}
         fallback: list[TagTarget] = []
-        barred = await self._rules.barred(tag.tenant, list(live.values())) if live else set()
+        barred = await self.rules.barred(tag.tenant, list(live.values())) if live else set()
         if tag.tag == LATEST and live.keys() - barred:
             newest = live[max(live.keys() - barred)]
             fallback = [TagTarget(newest.version, newest.digest)]
@@ -239,15 +231,15 @@ class Deletion:
         address = TagAddress(tag.tenant, tag.name, tag.tag)
         durable = not all(record.expires_s for record in deleted)
         move_id = secrets.token_hex(8)
-        return await self._tags.move(address, choose, mover, move_id, durable=durable)
+        return await self.tags.move(address, choose, mover, move_id, durable=durable)
 
     async def _live(self, tenant: str, name: str) -> list[VersionRecord]:
         """Live versions by the objects, because the index may lack the newest tombstone."""
         folder = layout.versions_folder(tenant, name)
-        records = await documents.read_folder(self._store, folder, VersionRecord)
+        records = await documents.read_folder(self.store, folder, VersionRecord)
         return [record for record in records if not record.deleted]
 
     async def _all_tags(self, tenant: str, name: str) -> list[TagRecord]:
         folder = layout.tags_folder(tenant, name)
-        records = await documents.read_folder(self._store, folder, TagRecord)
+        records = await documents.read_folder(self.store, folder, TagRecord)
         return [record for record in records if record.targets]

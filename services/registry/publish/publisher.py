@@ -56,32 +56,20 @@ from loraplex_services.registry.records import (
 _MAX_TRIES = 5
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Publisher:
     """Creates versions from finished uploads."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        catalog: Catalog,
-        uploads: Uploads,
-        blobs: Blobs,
-        inspector: Inspector,
-        tags: Tags,
-        staging: Staging,
-        versions: Versions,
-        claims: Claims,
-        audit: Audit,
-    ) -> None:
-        self._store = store
-        self._catalog = catalog
-        self._uploads = uploads
-        self._blobs = blobs
-        self._inspector = inspector
-        self._tags = tags
-        self._staging = staging
-        self._versions = versions
-        self._claims = claims
-        self._audit = audit
+    store: ObjectStore
+    catalog: Catalog
+    uploads: Uploads
+    blobs: Blobs
+    inspector: Inspector
+    tags: Tags
+    staging: Staging
+    versions: Versions
+    claims: Claims
+    audit: Audit
 
     async def finish(self, session: UploadSession) -> Finished:
         """Publish a session whose files are complete. Safe to repeat, also after a crash.
@@ -93,17 +81,17 @@ class Publisher:
             ResourceExhausted: the tenant's quota is full.
             Unavailable: store or index is unreachable; nothing was acknowledged, try again.
         """
-        done = await self._uploads.finished(session.upload_id)
+        done = await self.uploads.finished(session.upload_id)
         if done is not None:
             return done
-        sources = await self._blobs.sources(session)
+        sources = await self.blobs.sources(session)
         try:
             done = await self._publish(session, sources)
         except DamagedFile as error:
             await self._send_again(session, sources, error)
             raise
         except InvalidAdapter as error:
-            await self._uploads.refuse(session, error.violations)
+            await self.uploads.refuse(session, error.violations)
             await self._forget(session)
             raise
         await self._forget(session)
@@ -129,7 +117,7 @@ class Publisher:
 
     async def _forget(self, session: UploadSession) -> None:
         """The upload counts as unfinished no longer."""
-        open_uploads = self._catalog.open_uploads
+        open_uploads = self.catalog.open_uploads
         await open_uploads.forget(session.options.tenant, session.fingerprint)
 
     async def _publish(
@@ -140,7 +128,7 @@ class Publisher:
     ) -> Finished:
         """Raises DamagedFile, InvalidAdapter, ResourceExhausted, Unavailable."""
         options = session.options
-        inspected = await self._inspector.inspect(
+        inspected = await self.inspector.inspect(
             sources,
             Wanted(
                 options.tenant,
@@ -152,14 +140,14 @@ class Publisher:
             ),
         )
         failpoint("publish.inspected")
-        operation = await self._catalog.note_pending(scope_of(options.tenant, options.name))
+        operation = await self.catalog.note_pending(scope_of(options.tenant, options.name))
         failpoint("publish.pending")
         files = [source.file for source in sources]
         # The disk writes the intent at the same time: neither refers to the other.
-        stored = asyncio.create_task(self._blobs.keep(sources, inspected, session))
+        stored = asyncio.create_task(self.blobs.keep(sources, inspected, session))
         try:
             for _ in range(_MAX_TRIES):
-                version, created = await self._claims.claim(session, inspected, files, stored)
+                version, created = await self.claims.claim(session, inspected, files, stored)
                 failpoint("publish.version")
                 finished = await self._make_visible(session, version, created, operation)
                 if finished is not None:
@@ -177,8 +165,8 @@ class Publisher:
         [source] = [source for source in sources if source.file.path == damage.path]
         sha256 = source.file.sha256
         if [segment.key for segment in source.segments] != [layout.blob(sha256)]:
-            return await self._uploads.reopen(session.upload_id, damage.path)
-        await self._uploads.mark_damaged(session, sha256)
+            return await self.uploads.reopen(session.upload_id, damage.path)
+        await self.uploads.mark_damaged(session, sha256)
         message = f"{damage.path} is damaged in the store; send it again"
         raise Blocked(message, reason="UPLOAD_INCOMPLETE") from damage
 
@@ -187,14 +175,14 @@ class Publisher:
 
         Tags move only if they were not moved since the publication began.
         """
-        intent = await self._uploads.intent(upload_id)
+        intent = await self.uploads.intent(upload_id)
         if intent is None:
             return False
-        session = intent.session or await self._uploads.get(upload_id)
+        session = intent.session or await self.uploads.get(upload_id)
         version = await self._intended_version(session, intent)
         if version is None:
             return False
-        operation = await self._catalog.note_pending(scope_of(version.tenant, version.name))
+        operation = await self.catalog.note_pending(scope_of(version.tenant, version.name))
         created = version.upload_id == upload_id
         return await self._make_visible(session, version, created, operation, intent) is not None
 
@@ -204,9 +192,9 @@ class Publisher:
         options = session.options
         if intent.version:
             key = layout.version(options.tenant, options.name, intent.version)
-            found = await documents.read(self._store, key, VersionRecord)
+            found = await documents.read(self.store, key, VersionRecord)
             return found if found is not None and not found.deleted else None
-        for record in await self._versions.of(options.tenant, options.name):
+        for record in await self.versions.of(options.tenant, options.name):
             if record.upload_id == session.upload_id and not record.deleted:
                 return record
         return None
@@ -233,14 +221,14 @@ class Publisher:
             self._note(session, version, created),
         )
         failpoint("publish.audit")
-        now = await self._versions.read(version.tenant, version.name, version.version)
+        now = await self.versions.read(version.tenant, version.name, version.version)
         if now is None or now.deleted:
             return None
         scope = scope_of(version.tenant, version.name)
-        await self._catalog.apply(scope, items + moved, operation=operation)
+        await self.catalog.apply(scope, items + moved, operation=operation)
         failpoint("publish.index")
         finished = Finished(version, adapter, created)
-        await self._uploads.finish(session, finished)
+        await self.uploads.finish(session, finished)
         UPLOADS.labels("created" if created else "unchanged").inc()
         return finished
 
@@ -250,11 +238,11 @@ class Publisher:
         action = "version.publish" if created else "version.republish"
         if session.options.ttl_s:
             subject = f"{version.name}:v{version.version}@{version.digest}"
-            return await self._audit.write_shared(creator, tenant, action, subject)
+            return await self.audit.write_shared(creator, tenant, action, subject)
         details = {"tags": " ".join(session.options.tags), "base": version.base_id}
         if session.options.visibility:
             details["visibility"] = VISIBILITY_NAMES[session.options.visibility]
-        await self._audit.write_version(creator, action, version, **details)
+        await self.audit.write_version(creator, action, version, **details)
 
     async def _move_tags(
         self,
@@ -271,7 +259,7 @@ class Publisher:
             else:
                 record = await self._move_tag(session, tag, version, created, recovering)
                 if record is not None:
-                    items += await self._versions.items_of_tag(record, version.version)
+                    items += await self.versions.items_of_tag(record, version.version)
             failpoint("publish.tag")
         return items
 
@@ -296,7 +284,7 @@ class Publisher:
         address = TagAddress(version.tenant, version.name, tag)
         move_id = f"{session.upload_id}:v{version.version}"
         is_new = created and version.version == 1 and recovering is None
-        return await self._tags.move(
+        return await self.tags.move(
             address, choose, session.creator, move_id, durable=session.is_durable, is_new=is_new
         )
 
@@ -306,13 +294,13 @@ class Publisher:
         """Stage a tag until workers have loaded the version, unless the tag is deleted."""
         address = TagAddress(version.tenant, version.name, tag)
         if recovering is not None:
-            current = await self._tags.read(address)
+            current = await self.tags.read(address)
             generation = current.generation if current is not None else 0
             if recovering.tag_generations.get(tag, 0) != generation:
                 return
         target = TagTarget(version.version, version.digest)
         with contextlib.suppress(AdapterNotFound):
-            await self._staging.begin(
+            await self.staging.begin(
                 address, [target], None, session.creator, session.options.when_loaded_s
             )
 
@@ -332,12 +320,12 @@ class Publisher:
             return dataclasses.replace(changed, generation=held.generation + 1)
 
         key = layout.adapter(tenant, name)
-        adapter = await documents.change(self._store, key, AdapterRecord, step)
+        adapter = await documents.change(self.store, key, AdapterRecord, step)
         if adapter is None:
             return None
-        indexed = (await self._catalog.find(scope_of(tenant, name), "tag", LATEST)).adapter
+        indexed = (await self.catalog.find(scope_of(tenant, name), "tag", LATEST)).adapter
         if indexed is None or indexed.generation < adapter.generation:
-            versions = await self._versions.of(tenant, name)
+            versions = await self.versions.of(tenant, name)
             others = [each for each in versions if each.upload_id != session.upload_id]
             items.append(adapter_item(adapter, [each for each in others if not each.deleted]))
         return adapter

@@ -35,17 +35,15 @@ GATEWAYS_S = 2.0
 """Seconds that gateways have to give up a late move first, as they know a better reason."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Staging:
     """Begins and ends staged moves."""
 
-    def __init__(
-        self, store: ObjectStore, catalog: Catalog, tags: Tags, versions: Versions, audit: Audit
-    ) -> None:
-        self._store = store
-        self._catalog = catalog
-        self._tags = tags
-        self._versions = versions
-        self._audit = audit
+    store: ObjectStore
+    catalog: Catalog
+    tags: Tags
+    versions: Versions
+    audit: Audit
 
     async def begin(
         self,
@@ -62,7 +60,7 @@ class Staging:
             Conflict: the tag differs from `expect` (a digest, or "none").
             AdapterNotFound: a target does not exist.
         """
-        wanted = await self._tags.resolved(address, targets)
+        wanted = await self.tags.resolved(address, targets)
         until_s = now_s() + min(within_s, MAX_STAGE_S)
 
         def step(current: TagRecord | None) -> TagRecord | None:
@@ -109,12 +107,12 @@ class Staging:
 
     async def expire(self) -> int:
         """Drop moves that gateways neither made nor gave up in time; returns their number."""
-        late = await self._catalog.staged_until(now_s() - GATEWAYS_S)
+        late = await self.catalog.staged_until(now_s() - GATEWAYS_S)
         count = 0
         for scope, tag in late:
             tenant, _, name = scope.partition("/")
             address = TagAddress(tenant, name, tag)
-            seen = await self._tags.read(address)
+            seen = await self.tags.read(address)
             if seen is None or not seen.pending or now_s() - GATEWAYS_S < seen.pending_until_s:
                 continue
             with contextlib.suppress(Conflict):
@@ -124,9 +122,9 @@ class Staging:
 
     async def _first_gone(self, address: TagAddress) -> str:
         """Why the pending targets are no longer valid; "" if they are."""
-        seen = await self._tags.read(address)
+        seen = await self.tags.read(address)
         try:
-            await self._tags.resolved(address, seen.pending if seen is not None else ())
+            await self.tags.resolved(address, seen.pending if seen is not None else ())
         except (AdapterNotFound, NotCertified) as error:
             return error.message
         return ""
@@ -139,17 +137,17 @@ class Staging:
         actor: str,
     ) -> TagRecord:
         """Change a tag, and record what `action_of(tag)` says of the result in the audit log."""
-        operation = await self._catalog.note_pending(address.scope)
-        record = await documents.change(self._store, address.key, TagRecord, step)
+        operation = await self.catalog.note_pending(address.scope)
+        record = await documents.change(self.store, address.key, TagRecord, step)
         assert record is not None, "a stage writes a tag or finds one"
         targets = record.pending or record.targets
         details = {"targets": describe(targets), "generation": str(record.generation)}
         digest = targets[0].digest if targets else ""
-        await self._audit.write(
+        await self.audit.write(
             actor, address.tenant, action_of(record), str(address), digest=digest, details=details
         )
-        items = await self._versions.items_of_tag(record)
-        await self._catalog.apply(address.scope, items, operation=operation)
+        items = await self.versions.items_of_tag(record)
+        await self.catalog.apply(address.scope, items, operation=operation)
         return record
 
 

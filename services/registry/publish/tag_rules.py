@@ -5,6 +5,7 @@ operator that limits the divergence on the served base.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from loraplex.api.registry import Certificate
 from loraplex.api.tenants import TenantLimits
@@ -17,15 +18,13 @@ from loraplex_services.registry.records import VersionRecord
 _WAY_OUT = "have the operator run 'registry certify'"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TagRules:
     """Checks versions before tags point at them. A new rule moves no existing tag."""
 
-    def __init__(
-        self, tenants: Tenants, signatures: Signatures, certificates: Certificates
-    ) -> None:
-        self._tenants = tenants
-        self._signatures = signatures
-        self._certificates = certificates
+    tenants: Tenants
+    signatures: Signatures
+    certificates: Certificates
 
     async def check(self, version: VersionRecord) -> None:
         """Check that a tag may point at a version.
@@ -34,14 +33,14 @@ class TagRules:
             PermissionDenied: it lacks a signature that its tenant requires.
             NotCertified: it lacks a certificate of the operator, or diverges too much.
         """
-        await self._signatures.check(version)
-        if max_kl := (await self._tenants.get(version.tenant)).max_kl:
+        await self.signatures.check(version)
+        if max_kl := (await self.tenants.get(version.tenant)).max_kl:
             await self._check_kl(version, max_kl)
 
     async def barred(self, tenant: str, versions: Sequence[VersionRecord]) -> set[int]:
         """The numbers of the versions that no tag may point at."""
-        found = await self._signatures.unsigned(tenant, versions)
-        if max_kl := (await self._tenants.get(tenant)).max_kl:
+        found = await self.signatures.unsigned(tenant, versions)
+        if max_kl := (await self.tenants.get(tenant)).max_kl:
             for version in versions:
                 try:
                     await self._check_kl(version, max_kl)
@@ -62,7 +61,7 @@ class TagRules:
 
     async def _check_kl(self, version: VersionRecord, max_kl: float) -> None:
         what = version.ref
-        counted = latest_by_operator(version.base_id, await self._certificates.of(version))
+        counted = latest_by_operator(version.base_id, await self.certificates.of(version))
         if not counted:
             raise NotCertified.of(
                 "not measured",

@@ -45,26 +45,19 @@ class TagAddress:
         return f"{self.scope}:{self.tag}"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Tags:
     """Moves tags."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        catalog: Catalog,
-        versions: Versions,
-        audit: Audit,
-        rules: TagRules,
-    ) -> None:
-        self._store = store
-        self._catalog = catalog
-        self._versions = versions
-        self._audit = audit
-        self._rules = rules
+    store: ObjectStore
+    catalog: Catalog
+    versions: Versions
+    audit: Audit
+    rules: TagRules
 
     async def read(self, address: TagAddress) -> TagRecord | None:
         """A tag from the objects; deleted ones too."""
-        return await documents.read(self._store, address.key, TagRecord)
+        return await documents.read(self.store, address.key, TagRecord)
 
     async def move(
         self,
@@ -91,7 +84,7 @@ class Tags:
             return moved(address, current, tuple(targets), mover, move_id)
 
         return await documents.change(
-            self._store, address.key, TagRecord, step, durable=durable, is_new=is_new
+            self.store, address.key, TagRecord, step, durable=durable, is_new=is_new
         )
 
     async def set(
@@ -137,8 +130,8 @@ class Tags:
         version that was deleted since, or that by now breaks a rule of its tenant.
         """
         target = await self._resolved(address, TagTarget(version, "")) if version else None
-        versions = await self._versions.of(address.tenant, address.name)
-        barred = await self._rules.barred(address.tenant, versions)
+        versions = await self.versions.of(address.tenant, address.name)
+        barred = await self.rules.barred(address.tenant, versions)
         live = {r.version for r in versions if not r.deleted} - barred
 
         def choose(current: TagRecord | None) -> Sequence[TagTarget]:
@@ -155,15 +148,15 @@ class Tags:
         action: str,
         reason: str = "",
     ) -> TagRecord:
-        operation = await self._catalog.note_pending(address.scope)
+        operation = await self.catalog.note_pending(address.scope)
         try:
             kind = _ROLLBACK if action == "tag.rollback" else ""
             record = await self.move(address, choose, mover, kind + secrets.token_hex(8))
         except Conflict:
             # The refused caller has seen the newer tag, so later readers must see it too.
             seen = await self.read(address)
-            items = await self._versions.items_of_tag(seen) if seen else []
-            await self._catalog.apply(address.scope, items, operation=operation)
+            items = await self.versions.items_of_tag(seen) if seen else []
+            await self.catalog.apply(address.scope, items, operation=operation)
             raise
         assert record is not None, "choose returned targets"
         record = await self._without_deleted_targets(address, record, mover)
@@ -171,11 +164,11 @@ class Tags:
         if reason:
             details["reason"] = reason
         digest = record.targets[0].digest if record.targets else ""
-        await self._audit.write(
+        await self.audit.write(
             mover, address.tenant, action, str(address), digest=digest, details=details
         )
-        items = await self._versions.items_of_tag(record)
-        await self._catalog.apply(address.scope, items, operation=operation)
+        items = await self.versions.items_of_tag(record)
+        await self.catalog.apply(address.scope, items, operation=operation)
         return record
 
     async def _without_deleted_targets(
@@ -187,7 +180,7 @@ class Tags:
         moving, so that one of them notices.
         """
         versions = [
-            await self._versions.read(address.tenant, address.name, target.version)
+            await self.versions.read(address.tenant, address.name, target.version)
             for target in record.targets
         ]
         if all(version is not None and not version.deleted for version in versions):
@@ -211,13 +204,13 @@ class Tags:
         tenant."""
         if target.weight < 1:
             raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
-        record = await self._versions.read(address.tenant, address.name, target.version)
+        record = await self.versions.read(address.tenant, address.name, target.version)
         if record is None or record.deleted:
             raise AdapterNotFound(f"{address.scope}:v{target.version}")
         if target.digest not in ("", record.digest):
             description = f"v{record.version} has the digest {record.digest}; name one of the two"
             raise InvalidRequest.field("targets.digest", target.digest, description)
-        await self._rules.check(record)
+        await self.rules.check(record)
         return TagTarget(record.version, record.digest, target.weight)
 
 
