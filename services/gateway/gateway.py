@@ -170,7 +170,7 @@ class Gateway:
             self._controller.follow(self._fleet.next_change),
             self._concurrency.run(),
             self._usage_reports.run(),
-            self._generation.usage.recent.history.run(
+            self._generation.usage.history.run(
                 lambda: (self._controller.num_running, self._controller.num_waiting)
             ),
             Stager(self._resolver, self._fleet, self._registry).run(),
@@ -217,7 +217,7 @@ class Gateway:
             self._resolver,
             self._controller,
             self.readiness.missing,
-            self._generation.usage.recent,
+            self._generation.usage.history,
             self._generation.mirrors,
         )
         return await grpc_server.start(
@@ -241,14 +241,14 @@ class Gateway:
             self._fleet,
             self._controller,
             self.readiness.missing,
-            self._generation.usage.recent,
+            self._generation.usage.history,
         )
         adapters = AdapterEndpoints(
             lister,
             self._resolver,
             self._fleet,
             self._registry_of,
-            self._generation.usage.recent,
+            self._generation.usage.history,
         )
         root = self._config.lora_root
         folders = None if root is None else LoraFolders(self._registry_of, root, self._resolver)

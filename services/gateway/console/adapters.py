@@ -27,7 +27,7 @@ from loraplex_services.common.units import parse_digits
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.guard import api_key_of
 from loraplex_services.gateway.http.json_body import read_json
-from loraplex_services.gateway.pipeline.recent import RecentRequests
+from loraplex_services.gateway.pipeline.history import LoadHistory
 from loraplex_services.gateway.registry.keyring import sees_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.registry.snapshot import Listing, Version
@@ -89,7 +89,7 @@ class AdapterEndpoints:
     fleet: Fleet
     registry: Callable[[str], RegistryClient]
     """The registry as seen by the holder of an API key ("" without keys)."""
-    recent: RecentRequests
+    loads: LoadHistory
 
     def routes(self) -> list[Route]:
         return [
@@ -103,7 +103,7 @@ class AdapterEndpoints:
         caller = await self.caller(request)
         query = query_of(request.query_params)
         devices = self._devices()
-        requests = {model: load.requests for model, load in self._loads(caller).items()}
+        requests = {model: load.requests for model, load in self._recent(caller).items()}
         kept: list[Listing] = []
         names = self.resolver.snapshot.perhaps_visible(caller.tenant)
         for index, adapter in enumerate(names):
@@ -132,7 +132,7 @@ class AdapterEndpoints:
         if listing is None:
             raise AdapterNotFound(name)
         devices = self._devices()
-        last_minute = self._loads(caller).get(_full_name(listing))
+        last_minute = self._recent(caller).get(_full_name(listing))
         body = _row(listing, devices, {}) | {
             "versions": [_version(v, devices) for v in listing.versions[:MAX_VERSIONS]],
             "num_versions": len(listing.versions),
@@ -217,13 +217,13 @@ class AdapterEndpoints:
             "history": history,
         }
 
-    def _loads(self, caller: Caller) -> Mapping[str, ModelLoad]:
+    def _recent(self, caller: Caller) -> Mapping[str, ModelLoad]:
         """What the adapters of the caller's tenant did within the last minute, by tenant/name. What
         an adapter of others does is theirs to see."""
         own = f"{caller.tenant}/"
         return {
             each.model: each
-            for each in self.recent.load().models
+            for each in self.loads.last_minute().models
             if sees_all_adapters(caller) or each.model.startswith(own)
         }
 

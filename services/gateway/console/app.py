@@ -16,8 +16,7 @@ from loraplex.errors import InvalidRequest, PermissionDenied
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.console import state
-from loraplex_services.gateway.pipeline.history import RANGES
-from loraplex_services.gateway.pipeline.recent import RecentRequests
+from loraplex_services.gateway.pipeline.history import RANGES, LoadHistory
 from loraplex_services.gateway.registry.keyring import is_admin, sees_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.workers.fleet import Fleet
@@ -50,7 +49,7 @@ class ConsoleEndpoints:
     fleet: Fleet
     controller: AdmissionController
     not_ready_reason: Callable[[], str]
-    recent: RecentRequests
+    loads: LoadHistory
 
     def routes(self) -> list[Route]:
         """`/` and everything under `/console/`."""
@@ -81,7 +80,7 @@ class ConsoleEndpoints:
         if is_admin(caller):
             sees_all = sees_all_adapters(caller)
             labels = self.resolver.snapshot.labels(None if sees_all else caller.tenant)
-            recent = self.recent.load()
+            recent = self.loads.last_minute()
             requests = {each.model: each.requests for each in recent.models}
             views = sorted(self.fleet.views(), key=lambda view: (view.worker_id, view.address))
             shown |= {
@@ -102,7 +101,7 @@ class ConsoleEndpoints:
         name = request.query_params.get("range", "5m")
         if name not in RANGES:
             raise InvalidRequest.field("range", name[:32], f"must be one of {', '.join(RANGES)}")
-        shown = state.history_state(self.recent.history, name, sees_all_adapters(caller))
+        shown = state.history_state(self.loads, name, sees_all_adapters(caller))
         return JSONResponse(shown, headers=_NO_STORE)
 
 

@@ -19,8 +19,8 @@ from loraplex_services.common.callers import current_caller
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.clock import now_s
+from loraplex_services.gateway.pipeline.history import LoadHistory
 from loraplex_services.gateway.pipeline.mirror import Mirrors
-from loraplex_services.gateway.pipeline.recent import RecentRequests
 from loraplex_services.gateway.registry.keyring import sees_all_adapters
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.resolve import Resolver
@@ -45,7 +45,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     resolver: Resolver
     controller: AdmissionController
     not_ready_reason: Callable[[], str]
-    recent: RecentRequests
+    loads: LoadHistory
     mirrors: Mirrors
 
     async def GetStatus(
@@ -65,7 +65,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             num_adapters=self.resolver.snapshot.num_adapters,
             running_requests=self.controller.num_running,
             queued_requests=self.controller.num_waiting,
-            recent=recent_load_to_proto(self.recent.load()) if sees_all else None,
+            recent=recent_load_to_proto(self.loads.last_minute()) if sees_all else None,
         )
 
     def _labels(self, sees_all: bool) -> Labels:

@@ -30,12 +30,12 @@ from loraplex_services.gateway.metrics import (
 )
 from loraplex_services.gateway.pipeline.call_limits import check_call, truncation_of
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
+from loraplex_services.gateway.pipeline.history import CANCELLED, OK
 from loraplex_services.gateway.pipeline.interleaving import TextDeltas, interleaved
 from loraplex_services.gateway.pipeline.live import LiveRequests, check_update_policy
 from loraplex_services.gateway.pipeline.mirror import Mirrors, draining
 from loraplex_services.gateway.pipeline.pooling import choose_pooling, scored_ids
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest, scaled
-from loraplex_services.gateway.pipeline.recent import CANCELLED, OK
 from loraplex_services.gateway.pipeline.sampling import resolve
 from loraplex_services.gateway.pipeline.spans import end_refused, end_span
 from loraplex_services.gateway.pipeline.usage import UsageCounter, outcome_of
@@ -229,10 +229,10 @@ class Generation:
                 if is_first:
                     first_token_s = now_s() - prepared.arrival_s
                     FIRST_TOKEN_S.labels(base_id).observe(first_token_s, prepared.span.exemplar)
-                    self.usage.recent.first_token(first_token_s)
+                    self.usage.history.first_token(first_token_s)
                     is_first = False
                 _count(prepared.usage, text_delta)
-                self.usage.recent.history.generated(len(text_delta.token_ids))
+                self.usage.history.generated(len(text_delta.token_ids))
                 permit.served(len(text_delta.token_ids))
                 if recording is not None:
                     recording.add(text_delta)

@@ -1,7 +1,9 @@
-"""The load of the last day at this gateway, in steps, for charts over a chosen range.
+"""The load of the last day at this gateway, in steps: for charts over a chosen range, and for a
+summary of the last minute.
 
 Each range has steps of its own, so that a chart has at most 144 points and nothing is merged when
-it is drawn. All of them together take less than a megabyte. A restart begins anew.
+it is drawn. All of them together take less than a megabyte, besides the names of the models of the
+last minute. A restart begins anew.
 """
 
 from __future__ import annotations
@@ -11,13 +13,23 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from loraplex.api.load import ModelLoad, RecentLoad
+from loraplex_services.gateway.clock import now_s
+
+OK, CANCELLED = "ok", "cancelled"
 SAMPLE_S = 1.0
 """Seconds between two samples of the requests that run and wait."""
 MAX_REASONS = 50
 """Most reasons of failures that are listed."""
+MAX_MODELS = 100
+"""Most models of the last minute that are listed."""
+MAX_NAMES = 10_000
+"""Models that are counted apart within a step; further ones are not listed."""
 _BIN = math.log(1.1)
 """Times are counted in bins that are ten percent wide."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,9 @@ RANGES = {
     "6h": ChartRange(180.0, 120),
     "24h": ChartRange(600.0, 144),
 }
+_FINEST = "5m"
+_RECENT_STEPS = 12
+"""Finest steps within the last minute."""
 
 
 @dataclass(slots=True)
@@ -42,6 +57,8 @@ class _Step:
 
     number: int
     """Number of the step, counted from the clock's zero."""
+    requests: int = 0
+    """Requests that ended, with those that were refused or given up."""
     served: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -51,6 +68,19 @@ class _Step:
     running: int = 0
     """Most requests that ran at the same time."""
     waiting: int = 0
+    # Only the finest steps have what follows, and models only within the last minute.
+    ended_tokens: int = 0
+    """Generated tokens of the requests that ended."""
+    durations: Counter[int] = field(default_factory=Counter)
+    """Number of requests that were served by bin of their time."""
+    models: dict[str, _ModelCounts] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _ModelCounts:
+    requests: int = 0
+    errors: int = 0
+    generated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +103,7 @@ class Point:
 class LoadHistory:
     """Keeps the steps of all ranges."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float] = now_s) -> None:
         """`now`: monotonic seconds."""
         self._now = now
         self._begin_s = now()
@@ -103,17 +133,60 @@ class LoadHistory:
 
     def first_token(self, after_s: float) -> None:
         """Note that a request got its first token after `after_s` seconds."""
-        time_bin = math.floor(math.log(max(after_s, 1e-6)) / _BIN)
         for step in self._current():
-            step.first_tokens[time_bin] += 1
+            step.first_tokens[_bin_of(after_s)] += 1
 
-    def ended(self, failure: str, was_served: bool, prompt_tokens: int) -> None:
-        """A request ended; `failure` is the reason if it failed or was refused, otherwise empty."""
+    def ended(
+        self,
+        outcome: str,
+        model: str = "",
+        *,
+        prompt_tokens: int = 0,
+        generated_tokens: int = 0,
+        duration_s: float = 0.0,
+    ) -> None:
+        """A request ended, or was refused.
+
+        Args:
+            outcome: `OK`, `CANCELLED`, or why it failed or was refused.
+            model: empty if it was refused before its model was known.
+        """
+        is_failure = outcome not in (OK, CANCELLED)
         for step in self._current():
-            step.served += was_served
+            step.requests += 1
+            step.served += outcome == OK
             step.prompt_tokens += prompt_tokens
-            if failure:
-                step.failures[failure] += 1
+            if is_failure:
+                step.failures[outcome] += 1
+        finest = self._steps[_FINEST][-1]
+        finest.ended_tokens += generated_tokens
+        if outcome == OK:
+            finest.durations[_bin_of(duration_s)] += 1
+        if model and (model in finest.models or len(finest.models) < MAX_NAMES):
+            counts = finest.models.setdefault(model, _ModelCounts())
+            counts.requests += 1
+            counts.errors += is_failure
+            counts.generated_tokens += generated_tokens
+
+    def last_minute(self) -> RecentLoad:
+        """The summary of the last minute, in whole steps."""
+        now_s, step_s = self._now(), RANGES[_FINEST].step_s
+        oldest = int(now_s // step_s) - _RECENT_STEPS + 1
+        steps = [step for step in self._steps[_FINEST] if step.number >= oldest]
+        first_tokens = _percentiles(_sum(step.first_tokens for step in steps), (0.5, 0.95))
+        durations = _percentiles(_sum(step.durations for step in steps), (0.5, 0.95))
+        return RecentLoad(
+            window_s=now_s - max(oldest * step_s, self._begin_s),
+            requests=sum(step.requests for step in steps),
+            failures=dict(_sum(step.failures for step in steps)),
+            prompt_tokens=sum(step.prompt_tokens for step in steps),
+            generated_tokens=sum(step.ended_tokens for step in steps),
+            first_token_p50_s=first_tokens[0] or 0.0,
+            first_token_p95_s=first_tokens[1] or 0.0,
+            duration_p50_s=durations[0] or 0.0,
+            duration_p95_s=durations[1] or 0.0,
+            models=_models(steps),
+        )
 
     def points(self, name: str) -> list[Point]:
         """The steps of a range, oldest first, as far as the gateway was running."""
@@ -128,9 +201,7 @@ class LoadHistory:
 
     def failures(self, name: str) -> list[tuple[str, int]]:
         """Failed and refused requests of a range by reason, most frequent first."""
-        total = Counter[str]()
-        for step in self._kept(name):
-            total.update(step.failures)
+        total = _sum(step.failures for step in self._kept(name))
         return sorted(total.items(), key=lambda item: (-item[1], item[0]))[:MAX_REASONS]
 
     def _kept(self, name: str) -> list[_Step]:
@@ -144,6 +215,8 @@ class LoadHistory:
             number = int(now_s // RANGES[name].step_s)
             if not steps or steps[-1].number != number:
                 steps.append(_Step(number))
+                if name == _FINEST and len(steps) > _RECENT_STEPS:
+                    steps[-_RECENT_STEPS - 1].models.clear()
             yield steps[-1]
 
     def _point(self, step: _Step, step_s: float, now_s: float) -> Point:
@@ -163,6 +236,31 @@ class LoadHistory:
             running=step.running,
             waiting=step.waiting,
         )
+
+
+def _models(steps: Sequence[_Step]) -> tuple[ModelLoad, ...]:
+    """Those with most tokens first."""
+    total: dict[str, _ModelCounts] = {}
+    for step in steps:
+        for model, counts in step.models.items():
+            found = total.setdefault(model, _ModelCounts())
+            found.requests += counts.requests
+            found.errors += counts.errors
+            found.generated_tokens += counts.generated_tokens
+    loads = [ModelLoad(m, c.requests, c.errors, c.generated_tokens) for m, c in total.items()]
+    loads.sort(key=lambda load: (-load.generated_tokens, -load.requests, load.model))
+    return tuple(loads[:MAX_MODELS])
+
+
+def _sum(counters: Iterable[Counter[T]]) -> Counter[T]:
+    total = Counter[T]()
+    for counter in counters:
+        total.update(counter)
+    return total
+
+
+def _bin_of(seconds: float) -> int:
+    return math.floor(math.log(max(seconds, 1e-6)) / _BIN)
 
 
 def _percentiles(bins: Counter[int], shares: Sequence[float]) -> list[float | None]:

@@ -14,9 +14,9 @@ from loraplex_services.gateway.metrics import (
     TENANT_REQUESTS,
     TENANT_TOKENS,
 )
+from loraplex_services.gateway.pipeline.history import CANCELLED, OK, LoadHistory
 from loraplex_services.gateway.pipeline.label_limits import OTHER, LabelledCounters
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
-from loraplex_services.gateway.pipeline.recent import CANCELLED, OK, RecentRequests
 from loraplex_services.gateway.registry.usage_reports import DailyUsageKey, UsageByKey, UsageCounts
 from loraplex_services.gateway.request import GenerateCall, Target
 
@@ -46,7 +46,7 @@ class UsageCounter:
         self._day = ""
         self._known: dict[tuple[str, bool], set[str]] = {}
         """Models that were counted on `_day`, by tenant and whether they are combinations."""
-        self.recent = RecentRequests()
+        self.history = LoadHistory()
 
     def add(self, prepared: PreparedRequest, outcome: str) -> None:
         """Count a request that ended, and log it. The log contains nothing of its text."""
@@ -65,7 +65,7 @@ class UsageCounter:
                 "duration_s": round(duration_s, 4),
             },
         )
-        self.recent.ended(
+        self.history.ended(
             outcome,
             model,
             prompt_tokens=usage.prompt_tokens,
@@ -96,7 +96,7 @@ class UsageCounter:
         outcome = outcome_of(error)
         fields = {"request_id": call.request_id, "tenant": call.tenant, "outcome": outcome}
         logger.info("request", extra=fields)
-        self.recent.ended(outcome)
+        self.history.ended(outcome)
 
     def take(self) -> UsageByKey:
         """The counts, which begin again."""
