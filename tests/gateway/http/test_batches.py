@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from loraplex.api.error_wire import to_detail
 from loraplex.errors import Unavailable
 from loraplex.v1 import registry_pb2
-from loraplex_services.gateway.batches import book, layout, records, run, runner
+from loraplex_services.gateway.batches import book, records, run, runner
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.http.test_files import token
 from tests.gateway.scripted_worker import answer_of, endless
@@ -292,21 +292,6 @@ async def test_tenants_see_only_their_own_and_a_revoked_key_ends_its_batches(
     batch = await ended(storing.openai().with_options(api_key=token("other")), batch)
     assert batch.status == "failed" and batch.errors.data[0].code == "invalid_api_key"
     await eventually(lambda: storing.workers[0].num_live == 0)
-
-
-async def test_a_batch_that_cannot_be_read_keeps_no_other_from_its_end(storing: Stack) -> None:
-    batch_id = records.new_batch_id()
-    for key, content in (
-        (layout.unfinished("another", batch_id), b"{}"),
-        (layout.batch_document("another", batch_id), b"{"),
-    ):
-        path = storing.folder / "objects" / key
-        path.parent.mkdir(parents=True)
-        path.write_bytes(content)
-    await storing.start()
-    client = storing.openai()
-    batch = await ended(client, await created(client, [request("a", completion("abc"))]))
-    assert batch.status == "completed"
 
 
 async def test_a_line_that_came_at_a_bad_time_is_sent_again(storing: Stack) -> None:

@@ -28,11 +28,10 @@ from loraplex_services.common.objects import open_store
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
-from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.assembly import Registry, assemble
 from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.publish.uploads import Options, fingerprint
-from loraplex_services.registry.records import PRIVATE, PUBLIC, SignatureRecord, TenantRecord
+from loraplex_services.registry.records import SignatureRecord, TenantRecord
 from tests.registry.house import (
     CONFIG,
     TENSORS,
@@ -366,22 +365,6 @@ async def test_every_publication_is_in_the_audit_log(registry: Registry) -> None
         ("tester", "version.publish", "default/sql:v1", done.version.digest)
     ]
     assert more == ""
-
-
-async def test_a_publication_that_says_who_may_use_an_adapter_changes_it_as_sharing_does(
-    registry: Registry,
-) -> None:
-    await publish(registry, "sql", 1)
-    await registry.sharing.set("default", "sql", SharingChange(PUBLIC, pullable=True), "me")
-    private = await publish(registry, "sql", 2, visibility=PRIVATE)
-    public = await publish(registry, "sql", 3, visibility=PUBLIC)
-    seen = [done.adapter and (done.adapter.visibility, done.adapter.pullable)
-            for done in (private, public)]  # fmt: skip
-    assert seen == [(PRIVATE, False), (PUBLIC, False)]
-    [entry, *_], _ = await registry.audit.page("default", 100)
-    assert (entry.action, entry.details["visibility"]) == ("version.publish", "public")
-    found = await registry.lookup.everything("default", "sql")
-    assert found.adapter == public.adapter
 
 
 async def test_a_name_stays_as_it_was_first_spelled_and_is_found_in_any_case(
