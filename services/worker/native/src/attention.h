@@ -61,26 +61,27 @@ inline int64_t block_of(const Sequence& sequence, int64_t index) {
 constexpr int64_t kTokens = 16;
 
 // One KV head's keys or values in the blocks [first, end) of a sequence.
+template <class Stored>
 struct Blocks {
     const Sequence& sequence;
-    const bf16* plane;
+    const Stored* plane;
     int64_t stride, items, offset;
     int64_t first, end;
     const Blocks* then;  // what is read afterwards; null = nothing
 
-    const bf16* at(int64_t block) const {
+    const Stored* at(int64_t block) const {
         return plane + block_of(sequence, block) * stride + offset;
     }
     // What to prefetch for a block that may lie behind the last one.
-    const bf16* ahead(int64_t block) const {
+    const Stored* ahead(int64_t block) const {
         if (block < end) return at(block);
         if (then == nullptr) return at(end - 1);
         const int64_t index = then->first + block - end;
         return then->at(index < then->end ? index : then->end - 1);
     }
     void prefetch(int64_t block) const {
-        const bf16* p = at(block);
-        for (int64_t i = 0; i < items; i += 32) __builtin_prefetch(p + i, 0, 3);
+        const Stored* p = at(block);
+        for (int64_t i = 0; i < items; i += 64 / sizeof(Stored)) __builtin_prefetch(p + i, 0, 3);
     }
 };
 

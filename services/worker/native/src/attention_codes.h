@@ -32,13 +32,16 @@ constexpr float factor_of(float8) { return kFloat8Factor; }
 constexpr float largest_of(int8_t) { return 127.0f; }
 constexpr float largest_of(float8) { return 448.0f; }
 
-inline int8_t nearest(float x, int8_t) { return static_cast<int8_t>(std::nearbyint(x)); }
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+// Floats at 1.5 * 2^23 are integers, whose lowest bits are those of the code.
+inline int8_t nearest(float x, int8_t) { return static_cast<int8_t>(bits_of(x + 0x1.8p23f)); }
 // Of magnitudes up to 448. Below 2^-6, codes are multiples of 2^-9, the distance of floats at 2^14.
 inline float8 nearest(float x, float8) {
-    uint32_t bits, small;
-    std::memcpy(&bits, &x, sizeof bits);
-    const float moved = std::fabs(x) + 0x1p14f;
-    std::memcpy(&small, &moved, sizeof small);
+    const uint32_t bits = bits_of(x), small = bits_of(std::fabs(x) + 0x1p14f);
     const uint32_t magnitude = bits & 0x7fffffff;
     const uint32_t rounded = magnitude + 0x7ffff + (magnitude >> 20 & 1);
     const uint32_t code = magnitude < 0x3c800000 ? small & 15 : (rounded >> 20) - (120 << 3);
@@ -65,7 +68,14 @@ void keep(const T* from, int64_t n, Stored* to, bf16* scale) {
     for (int64_t i = 0; i < n; i += kLanes) {
         const Vec x = div(load_n(from + i, n - i), divisor);
         store(lanes, min(max(x, set1(-kLargest)), set1(kLargest)));
-        for (int64_t j = 0; j < kLanes && i + j < n; ++j) to[i + j] = nearest(lanes[j], Stored());
+        Stored codes[kLanes];
+#pragma GCC unroll 1  // or the compiler does not vectorise it
+        for (int j = 0; j < kLanes; ++j) codes[j] = nearest(lanes[j], Stored());
+        if (n - i >= kLanes) {
+            std::memcpy(to + i, codes, kLanes);
+        } else {
+            std::memcpy(to + i, codes, n - i);
+        }
     }
 }
 

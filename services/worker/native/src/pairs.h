@@ -46,6 +46,7 @@ inline void interleave(Pairs one, Pairs two, Pairs& first, Pairs& last) {
     first = {(__m512bh)_mm512_permutex2var_epi16((__m512i)one.v, indices, (__m512i)two.v)};
     last = {(__m512bh)_mm512_permutex2var_epi16((__m512i)one.v, later, (__m512i)two.v)};
 }
+inline void store_pairs(bf16* p, Pairs a) { _mm512_storeu_si512(p, (__m512i)a.v); }
 inline Vec dot(Pairs a, Pairs b, Vec sum) { return {_mm512_dpbf16_ps(sum.v, a.v, b.v)}; }
 
 // Functions of Vec that only code with pairs uses.
@@ -102,6 +103,10 @@ inline Pairs interleaved(bfloat16x8_t one, bfloat16x8_t two) {
 inline void interleave(Pairs one, Pairs two, Pairs& first, Pairs& last) {
     first = interleaved(one.low, two.low);
     last = interleaved(one.high, two.high);
+}
+inline void store_pairs(bf16* p, Pairs a) {
+    vst1q_u16(&p->bits, vreinterpretq_u16_bf16(a.low));
+    vst1q_u16(&p[8].bits, vreinterpretq_u16_bf16(a.high));
 }
 inline Vec dot(Pairs a, Pairs b, Vec sum) {
     return {vbfdotq_f32(sum.low, a.low, b.low), vbfdotq_f32(sum.high, a.high, b.high)};

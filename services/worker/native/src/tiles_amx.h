@@ -143,34 +143,45 @@ public:
     ~RowProducts() { _tile_release(); }
 
     // scores[row][16 * (block - first) ...] = q . k
-    void score(const bf16* queries, const Blocks& keys, int64_t head_dim, int64_t first,
-               int64_t end, float* scores, int64_t width) const {
-        for (int64_t block = first; block < end; ++block) {
-            if (block + 1 < end) keys.prefetch(block + 1);
+    template <class Keys>
+    void score(const bf16* queries, const Keys& keys, int64_t head_dim, float* scores,
+               int64_t width) const {
+        for (int64_t block = keys.first; block < keys.end; ++block) {
+            if (block + 1 < keys.end) keys.prefetch(block + 1);
             _tile_zero(0);
             for (int64_t d = 0; d < head_dim; d += kTileInputs) {
                 _tile_loadd(4, queries + d, head_dim * sizeof(bf16));
                 _tile_loadd(6, keys.at(block) + d * kTokens, kTileBytes);
                 _tile_dpbf16ps(0, 4, 6);
             }
-            _tile_stored(0, scores + (block - first) * kTokens, width * sizeof(float));
+            _tile_stored(0, scores + (block - keys.first) * kTokens, width * sizeof(float));
         }
     }
 
-    // out[row][d] = weights . values, four tiles of dimensions at a time.
-    void gather(const bf16* weights, const Blocks& values, int64_t head_dim, int64_t first,
-                int64_t end, float* out, int64_t width) const {
+    // out[row][d], or 0 unless it `continues`, plus weights . values, four tiles of dimensions at a time.
+    template <class Values>
+    void gather(const bf16* weights, const Values& values, int64_t head_dim, float* out, int64_t width,
+                bool continues) const {
         const int64_t stride = 2 * head_dim * sizeof(bf16);
+        const int64_t out_stride = head_dim * sizeof(float);
         for (int64_t d = 0; d < head_dim; d += 4 * 16) {
             const bool more = d + 32 < head_dim;
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
-            for (int64_t block = first; block < end; ++block) {
+            if (continues) {
+                _tile_loadd(0, out + d, out_stride);
+                _tile_loadd(1, out + d + 16, out_stride);
+                if (more) {
+                    _tile_loadd(2, out + d + 32, out_stride);
+                    _tile_loadd(3, out + d + 48, out_stride);
+                }
+            }
+            for (int64_t block = values.first; block < values.end; ++block) {
                 const bf16* from = values.at(block) + 2 * d;
-                if (block + 1 < end) values.prefetch(block + 1);
-                _tile_loadd(5, weights + (block - first) * kTokens, width * sizeof(bf16));
+                if (block + 1 < values.end) values.prefetch(block + 1);
+                _tile_loadd(5, weights + (block - values.first) * kTokens, width * sizeof(bf16));
                 _tile_loadd(7, from, stride);
                 _tile_dpbf16ps(0, 5, 7);
                 _tile_loadd(7, from + 32, stride);
@@ -182,11 +193,11 @@ public:
                     _tile_dpbf16ps(3, 5, 7);
                 }
             }
-            _tile_stored(0, out + d, head_dim * sizeof(float));
-            _tile_stored(1, out + d + 16, head_dim * sizeof(float));
+            _tile_stored(0, out + d, out_stride);
+            _tile_stored(1, out + d + 16, out_stride);
             if (more) {
-                _tile_stored(2, out + d + 32, head_dim * sizeof(float));
-                _tile_stored(3, out + d + 48, head_dim * sizeof(float));
+                _tile_stored(2, out + d + 32, out_stride);
+                _tile_stored(3, out + d + 48, out_stride);
             }
         }
     }

@@ -86,28 +86,30 @@ public:
     explicit RowProducts(int64_t num_rows) : num_rows_(num_rows) {}
 
     // scores[row][16 * (block - first) ...] = q . k
-    void score(const bf16* queries, const Blocks& keys, int64_t head_dim, int64_t first,
-               int64_t end, float* scores, int64_t width) const {
-        for (int64_t block = first; block < end; block += kBlocks) {
-            with_count<kBlocks>(end - block, [&](auto blocks) {
+    template <class Keys>
+    void score(const bf16* queries, const Keys& keys, int64_t head_dim, float* scores,
+               int64_t width) const {
+        for (int64_t block = keys.first; block < keys.end; block += kBlocks) {
+            with_count<kBlocks>(keys.end - block, [&](auto blocks) {
                 each_group([&](auto rows, int64_t row) {
                     score_group<rows.value, blocks.value>(
                         queries + row * head_dim, keys, head_dim, block,
-                        scores + row * width + (block - first) * kTokens, width);
+                        scores + row * width + (block - keys.first) * kTokens, width);
                 });
             });
         }
     }
 
-    // out[row][d] = weights . values.
-    void gather(const bf16* weights, const Blocks& values, int64_t head_dim, int64_t first,
-                int64_t end, float* out, int64_t width) const {
+    // out[row][d], or 0 unless it `continues`, plus weights . values.
+    template <class Values>
+    void gather(const bf16* weights, const Values& values, int64_t head_dim, float* out, int64_t width,
+                bool continues) const {
         each_group([&](auto rows, int64_t row) {
             for (int64_t d = 0; d < head_dim; d += kValues * kLanes) {
                 const auto run = [&](auto vectors) {
                     gather_group<rows.value, vectors.value>(
-                        weights + row * width, values, head_dim, d, first, end,
-                        out + row * head_dim + d, width);
+                        weights + row * width, values, head_dim, d, out + row * head_dim + d, width,
+                        continues);
                 };
                 if (d + kValues / 2 * kLanes < head_dim) {
                     run(std::integral_constant<int, kValues>());
@@ -133,9 +135,9 @@ private:
         }
     }
 
-    template <int R, int B>
-    static void score_group(const bf16* queries, const Blocks& keys, int64_t head_dim,
-                            int64_t block, float* scores, int64_t width) {
+    template <int R, int B, class Keys>
+    static void score_group(const bf16* queries, const Keys& keys, int64_t head_dim, int64_t block,
+                            float* scores, int64_t width) {
         constexpr int V = B * kBlockVectors;
         const bf16* from[V];
         const bf16* ahead[V];
@@ -164,14 +166,16 @@ private:
     }
 
     // V vectors of dimensions from d on.
-    template <int R, int V>
-    static void gather_group(const bf16* weights, const Blocks& values, int64_t head_dim, int64_t d,
-                             int64_t first, int64_t end, float* out, int64_t width) {
+    template <int R, int V, class Values>
+    static void gather_group(const bf16* weights, const Values& values, int64_t head_dim, int64_t d,
+                             float* out, int64_t width, bool continues) {
         Vec totals[R][V];
         for (int r = 0; r < R; ++r) {
-            for (int v = 0; v < V; ++v) totals[r][v] = zero();
+            for (int v = 0; v < V; ++v) {
+                totals[r][v] = continues ? load(out + r * head_dim + v * kLanes) : zero();
+            }
         }
-        for (int64_t block = first; block < end; ++block) {
+        for (int64_t block = values.first; block < values.end; ++block) {
             const bf16* from = values.at(block) + 2 * d;
             const bf16* ahead = values.ahead(block + kAheadBlocks) + 2 * d;
             for (int64_t pair = 0; pair < kTokens / 2; ++pair) {
@@ -185,7 +189,7 @@ private:
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
                     const Pairs weight =
-                        broadcast_pair(weights + r * width + (block - first) * kTokens + 2 * pair);
+                        broadcast_pair(weights + r * width + (block - values.first) * kTokens + 2 * pair);
 #pragma GCC unroll 4
                     for (int v = 0; v < V; ++v) {
                         totals[r][v] = dot(weight, dims[v], totals[r][v]);

@@ -110,7 +110,7 @@ class NativeAttention(AttentionBackend):
             group = metadata.groups[0]
         is_full = self.sees_all(metadata, attention_mask)
         layout = self._layout(q, k, v, planes[0], scales, block_tokens, is_full=is_full)
-        if scales is None and self._fits_tiles(q.dtype, block_tokens):
+        if self._fits_tiles(q.dtype, block_tokens):
             return self._native.attend_tiles(q, k, v, planes, layout, group.words)
         return self._native.attend(q, k, v, planes, layout, group.words, metadata.task_ends)
 

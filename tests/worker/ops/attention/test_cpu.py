@@ -8,6 +8,7 @@ import torch
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
 from loraplex_services.worker.ops.attention.cpu import NativeAttention, NativeAttentionMetadata
+from loraplex_services.worker.ops.attention.kv_codes import KV_CODES
 from loraplex_services.worker.ops.attention.shapes import HeadShape
 from loraplex_services.worker.ops.attention.torch import VanillaAttention, VanillaAttentionMetadata
 from loraplex_services.worker.types.model_config import KvHeads
@@ -27,11 +28,15 @@ def library(request):
 class Side:
     """One backend with a cache of its own, poisoned wherever nothing was written."""
 
-    def __init__(self, backend, metadata_class, heads, head_dim, window, dtype, **fields):
-        groups = plan_kv_groups([window], [KvHeads(heads[1], head_dim)], dtype.itemsize)
+    def __init__(self, backend, metadata_class, heads, head_dim, window, dtype, kept, **fields):
+        codes = KV_CODES.get(kept)
+        sizes = (dtype.itemsize, 0) if codes is None else (1, 2)
+        groups = plan_kv_groups(
+            [window], [KvHeads(heads[1], head_dim)], sizes[0], scale_bytes=sizes[1]
+        )
         arena = ArenaBuffer(NUM_BLOCKS, groups.block_bytes, torch.device("cpu"))
         arena.data.fill_(0xFF)
-        self.kv = KvBuffer(arena, groups, dtype)
+        self.kv = KvBuffer(arena, groups, dtype, codes)
         self.backend, self.metadata_class, self.fields = backend, metadata_class, fields
 
     def step(self, q, k, v, lens, starts, tables):
@@ -39,14 +44,15 @@ class Side:
         return self.backend.forward(q, k, v, metadata)
 
     def poison(self, block):
-        for plane in self.kv.planes(0):
-            plane[block] = float("nan")
+        self.kv.arena.data[block] = 0xFF
 
 
-def both_sides(library, heads, head_dim, window, softcap, dtype, sinks=None, chunked=False):
+def both_sides(
+    library, heads, head_dim, window, softcap, dtype, sinks=None, chunked=False, kept="auto"
+):
     scale = head_dim**-0.5
     head_shape = HeadShape(heads[0], heads[1], head_dim, scale, softcap, window, chunked)
-    shape = (heads, head_dim, window, dtype)
+    shape = (heads, head_dim, window, dtype, kept)
     vanilla = VanillaAttention.for_heads(0, head_shape, sinks)
     compiled = NativeAttention.for_heads(0, head_shape, sinks, native=library)
     return (
@@ -105,10 +111,33 @@ def test_windows_in_chunks_equal_vanilla(library, heads, head_dim, dtype, tolera
     check(library, heads, head_dim, window, None, dtype, tolerance, chunked=True)
 
 
-def check(library, heads, head_dim, window, softcap, dtype, tolerance, sinks=None, chunked=False):
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("window", [None, 5, 33])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "softcap"),
+    [((9, 3), 64, None), ((4, 4), 32, 2.0), ((34, 2), 96, None), ((8, 1), 256, None)],
+    ids=str,
+)
+def test_codes_equal_vanilla_in_bfloat16(library, heads, head_dim, softcap, window, kept):
+    sinks = torch.linspace(-3.0, 3.0, heads[0])
+    check(library, heads, head_dim, window, softcap, torch.bfloat16, 2e-2, sinks, kept=kept)
+
+
+def check(
+    library,
+    heads,
+    head_dim,
+    window,
+    softcap,
+    dtype,
+    tolerance,
+    sinks=None,
+    chunked=False,
+    kept="auto",
+):
     rng = random.Random(f"{window}{heads}")
     torch.manual_seed(0)
-    sides = both_sides(library, heads, head_dim, window, softcap, dtype, sinks, chunked)
+    sides = both_sides(library, heads, head_dim, window, softcap, dtype, sinks, chunked, kept)
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
     tables = [[free.pop() for _ in range(-(-n // TOKENS_PER_BLOCK))] for n in LENGTHS]
@@ -140,20 +169,45 @@ def release_behind(sides, table, num_done, window, free):
             table[index] = RELEASED_BLOCK
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 24), (torch.bfloat16, 64)], ids=str)
+BITS = [
+    (torch.float32, 24, "auto"),
+    (torch.bfloat16, 64, "auto"),
+    (torch.bfloat16, 64, "int8"),
+    (torch.bfloat16, 64, "fp8"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "dim", "kept"), BITS, ids=str)
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_prompt_gives_the_same_bits_however_it_is_cut(library, window, dtype, dim):
+def test_a_prompt_gives_the_same_bits_however_it_is_cut(library, window, dtype, dim, kept):
     torch.manual_seed(1)
-    qkv = torch.randn(50, 8 * dim).to(dtype)
+    qkv = torch.randn(200, 8 * dim).to(dtype)
     q, k, v = qkv.split((4 * dim, 2 * dim, 2 * dim), dim=-1)
+    table = random.Random(0).sample(range(NUM_BLOCKS), 13)
     results = []
-    for chunk in (50, 7, 1):
-        _, side = both_sides(library, (4, 2), dim, window, None, dtype)
+    for chunk in (200, 7, 1):
+        _, side = both_sides(library, (4, 2), dim, window, None, dtype, kept=kept)
         out = []
-        for begin in range(0, 50, chunk):
-            rows = slice(begin, min(begin + chunk, 50))
+        for begin in range(0, 200, chunk):
+            rows = slice(begin, min(begin + chunk, 200))
             lens = [rows.stop - begin]
-            out.append(side.step(q[rows], k[rows], v[rows], lens, [begin], [[3, 0, 7, 5]]))
+            out.append(side.step(q[rows], k[rows], v[rows], lens, [begin], [table]))
         results.append(torch.cat(out))
     assert results[0].equal(results[1])
     assert results[0].equal(results[2])
+
+
+@pytest.mark.parametrize(("dtype", "dim", "kept"), BITS, ids=str)
+def test_a_sequence_gives_the_same_bits_whatever_its_neighbours(library, dtype, dim, kept):
+    torch.manual_seed(1)
+    lens = [3, 150, 40, 1]
+    qkv = torch.randn(sum(lens), 8 * dim).to(dtype)
+    q, k, v = qkv.split((4 * dim, 2 * dim, 2 * dim), dim=-1)
+    tables = [[0], list(range(1, 11)), [11, 12, 13], [14]]
+    _, side = both_sides(library, (4, 2), dim, None, None, dtype, kept=kept)
+    together = side.step(q, k, v, lens, [0] * 4, tables).split(lens)
+    _, side = both_sides(library, (4, 2), dim, None, None, dtype, kept=kept)
+    for i, (own, *parts) in enumerate(
+        zip(together, *(x.split(lens) for x in (q, k, v)), strict=True)
+    ):
+        assert own.equal(side.step(*parts, [lens[i]], [0], [tables[i]])), i
