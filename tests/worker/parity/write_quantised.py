@@ -48,13 +48,12 @@ family is refused by name. In gpt-oss, MXFP4 holds the experts and the other for
 linears of attention: its experts are one tensor for each layer, which these formats do not define.
 
 The libraries that define the layouts read the same files: compressed-tensors 0.20, bitsandbytes
-0.50 and GPTQModel 7.7 (GPTQ, and AWQ through transformers). `python -m
-tests.worker.parity.read_quantised` compares the logits of Llama and Qwen 3, at widths of whole
-groups, with those of the weights that the codes mean. They are equal, except for 1e-06 of the
-largest logit with bitsandbytes' int8, and up to 4e-03 with GPTQ and AWQ, whose weights GPTQModel
-keeps in float16.
-They have not read ct-int4-zeros, ct-int8-packed, ct-int8-packed-zeros, ct-fp8-tensor,
-ct-fp8-blocks, fp8-tensor, bnb-nf4-nested, bnb-fp4 and the files of gpt-oss.
+0.50, GPTQModel 7.7 (GPTQ, and AWQ through transformers) and transformers itself (`fp8`, MXFP4).
+`tests/worker/parity/test_read_by_libraries.py` compares the logits of Llama, Qwen 3 and gpt-oss, at
+widths of whole groups, with those of the weights that the codes mean. They differ by at most 1e-05
+of the largest logit. With GPTQ, AWQ and the layouts with zero points of compressed-tensors, the
+limit is 1e-02, because the libraries widen these weights to float16. GPTQModel does not read
+gpt-oss with plain experts. Tests of libraries that are not installed are skipped.
 
 `python -m
 tests.worker.parity.write_quantised` wrote this page on {today}, with torch {torch}, transformers
