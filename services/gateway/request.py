@@ -69,24 +69,31 @@ class TextRules:
     """Stop strings are not looked for in the text of this many first tokens."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedContent:
+    """What requests need to know of the content of an adapter."""
+
+    max_rank: int = 0
+    text_files: tuple[File, ...] = ()
+    """The adapter's own tokenizer and chat template, if it has any."""
+    task: str = CAUSAL_LM
+    pooling: PoolingFields = field(default_factory=PoolingFields)
+    """How its vectors and scores are read; `num_labels` is that of its head."""
+    rope_scaling: RopeScaling | None = None
+    """A rotary embedding of the adapter's own, which may lengthen its context."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end its output if it is alone; empty = the base's."""
+    is_ephemeral: bool = False
+
+
 @dataclass(frozen=True, slots=True)
-class RunningAdapter:
+class RunningAdapter(ServedContent):
     """An adapter after resolution."""
 
     label: str
     """tenant/name:vN."""
     digest: str
     weight: float = 1.0
-    max_rank: int = 0
-    text_files: tuple[File, ...] = ()
-    """Files of its tokenizer and chat template."""
-    task: str = CAUSAL_LM
-    pooling: PoolingFields = field(default_factory=PoolingFields)
-    """How its vectors and scores are read; `num_labels` is that of its head."""
-    rope_scaling: RopeScaling | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end its output if it is alone; empty = the base's."""
-    is_ephemeral: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from loraplex.api.fields import same_fields
 from loraplex.api.registry import Tag
 from loraplex.errors import (
     AdapterNotFound,
@@ -23,7 +24,13 @@ from loraplex.errors import (
 from loraplex.refs import Ref, parse_ref, why_missing
 from loraplex_services.common.limits import MAX_ADAPTERS_PER_REQUEST
 from loraplex_services.gateway.registry.snapshot import Adapter, RegistrySnapshot, Version
-from loraplex_services.gateway.request import GenerateCall, RunningAdapter, ServedModel, Target
+from loraplex_services.gateway.request import (
+    GenerateCall,
+    RunningAdapter,
+    ServedContent,
+    ServedModel,
+    Target,
+)
 
 
 class RegistryLookup(Protocol):
@@ -174,18 +181,8 @@ def _fits(version: Version, base: ServedModel | None) -> bool:
 
 
 def _running(version: Version, weight: float) -> RunningAdapter:
-    return RunningAdapter(
-        version.label,
-        version.digest,
-        weight,
-        version.max_rank,
-        version.text_files,
-        version.task,
-        version.pooling,
-        version.rope_scaling,
-        version.eos_token_ids,
-        version.is_ephemeral,
-    )
+    facts = same_fields(version, ServedContent)
+    return RunningAdapter(version.label, version.digest, weight, **facts)
 
 
 def _weight(weight: float | None, index: int) -> float:

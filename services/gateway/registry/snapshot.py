@@ -7,19 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from loraplex.adapter_format import File
-from loraplex.adapter_format.pooling_fields import PoolingFields
-from loraplex.adapter_format.rope_scaling import RopeScaling
-from loraplex.adapter_format.tasks import CAUSAL_LM
 from loraplex.api.registry import Tag
 from loraplex.refs import LATEST, Ref, split_choice
+from loraplex_services.gateway.request import ServedContent
 
 Adapter = tuple[str, str]
 """(tenant, name in lower case)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class Version(ServedContent):
     """One immutable upload: the part that serving needs."""
 
     tenant: str
@@ -31,19 +28,9 @@ class Version:
     base_fingerprint: str = ""
     """Fingerprint of the geometry that it was checked against; "" = unknown."""
     created_unix_s: float = 0.0
-    max_rank: int = 0
     deleted: bool = False
     is_public: bool = False
     shared_with: frozenset[str] = frozenset()
-    text_files: tuple[File, ...] = ()
-    """The adapter's own tokenizer and chat template, if it has any."""
-    task: str = CAUSAL_LM
-    pooling: PoolingFields = field(default_factory=PoolingFields)
-    rope_scaling: RopeScaling | None = None
-    """A rotary embedding of the adapter's own, which may lengthen its context."""
-    eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end its output; empty = the base's."""
-    is_ephemeral: bool = False
     labels: tuple[tuple[str, str], ...] = ()
     """Labels of the version and of its adapter. Those of the adapter take precedence."""
 
