@@ -48,6 +48,7 @@ class LoraTask:
             raise InvalidRequest.field(missing, "", why)
 
 
+@dataclass(frozen=True, slots=True)
 class LoraTasks:
     """Requests that name adapters of one base by task id.
 
@@ -56,18 +57,11 @@ class LoraTasks:
     adapter, and fetch it again when a request names it.
     """
 
-    def __init__(
-        self,
-        registry: RegistryClient,
-        inference: InferenceClient,
-        base_id: str,
-        ttl_s: float = TTL_S,
-    ) -> None:
-        """`ttl_s`: how long weights are kept after they were sent."""
-        self._registry = registry
-        self._inference = inference
-        self._base_id = base_id
-        self._ttl_s = ttl_s
+    registry: RegistryClient
+    inference: InferenceClient
+    base_id: str
+    ttl_s: float = TTL_S
+    """How long weights are kept after they were sent."""
 
     async def generate(
         self, task: LoraTask, prompt: Prompt, sampling: Any = DEFAULTS
@@ -82,7 +76,7 @@ class LoraTasks:
         if task.weights is not None:
             await self._publish(name, task)
         try:
-            async with aclosing(self._inference.generate(name, prompt, sampling)) as chunks:
+            async with aclosing(self.inference.generate(name, prompt, sampling)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         except AdapterNotFound:
@@ -98,10 +92,10 @@ class LoraTasks:
         return collect([chunk async for chunk in self.generate(task, prompt, sampling)])
 
     async def _publish(self, name: str, task: LoraTask) -> None:
-        geometry = await self._registry.admin.geometry(self._base_id)
-        publication = Publication(name, base_id=self._base_id, keep_versions=1, ttl_s=self._ttl_s)
+        geometry = await self.registry.admin.geometry(self.base_id)
+        publication = Publication(name, base_id=self.base_id, keep_versions=1, ttl_s=self.ttl_s)
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "adapter"
             arrays = task.weights, task.config
-            await asyncio.to_thread(from_arrays, *arrays, out, geometry, self._base_id)
-            await self._registry.upload(out, publication)
+            await asyncio.to_thread(from_arrays, *arrays, out, geometry, self.base_id)
+            await self.registry.upload(out, publication)

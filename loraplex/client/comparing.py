@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from loraplex.api.output import TokenLogprob
@@ -26,6 +26,7 @@ class Comparison(Protocol):
         """How much better the candidate is; negative where it is worse."""
 
 
+@dataclass(frozen=True, slots=True)
 class LogprobComparison:
     """Compares how likely the answer that was served is under each version.
 
@@ -33,28 +34,28 @@ class LogprobComparison:
     departure from what is served; it cannot show that a different answer is a better one.
     """
 
-    def __init__(self, client: InferenceClient, served: str, candidate: str) -> None:
-        """`served` and `candidate` are references to versions."""
-        self._client = client
-        self._served = served
-        self._candidate = candidate
+    client: InferenceClient
+    served: str
+    """Reference to the version that answers now."""
+    candidate: str
 
     async def difference(self, mirrored: Mirrored) -> float:
         """The difference in nats per token. Sends two requests of the lowest priority."""
         ids = (*mirrored.prompt_ids, *mirrored.token_ids)
         num_answer = len(mirrored.token_ids)
-        candidate = await self._mean_logprob(self._candidate, ids, num_answer)
-        return candidate - await self._mean_logprob(self._served, ids, num_answer)
+        candidate = await self._mean_logprob(self.candidate, ids, num_answer)
+        return candidate - await self._mean_logprob(self.served, ids, num_answer)
 
     async def _mean_logprob(self, model: str, ids: Sequence[int], num_answer: int) -> float:
         sampling = Sampling(max_tokens=0, echo=True, prompt_logprobs=0)
         scored: list[TokenLogprob | None] = []
-        async for chunk in self._client.generate(model, ids, sampling, priority=LOWEST_PRIORITY):
+        async for chunk in self.client.generate(model, ids, sampling, priority=LOWEST_PRIORITY):
             scored.extend(chunk.prompt_logprobs)
         answer = [entry.logprob for entry in scored[-num_answer:] if entry is not None]
         return sum(answer) / len(answer)
 
 
+@dataclass(frozen=True, slots=True)
 class ScorerComparison:
     """Compares the answers by a command that the user provides.
 
@@ -62,21 +63,18 @@ class ScorerComparison:
     `version`, and writes a line with a score from 0 to 1; higher is better.
     """
 
-    def __init__(
-        self, client: InferenceClient, candidate: str, process: asyncio.subprocess.Process
-    ) -> None:
-        """`process` is the running command."""
-        self._client = client
-        self._candidate = candidate
-        self._process = process
+    client: InferenceClient
+    candidate: str
+    process: asyncio.subprocess.Process
+    """The running command."""
 
     async def difference(self, mirrored: Mirrored) -> float:
         """The difference of the two scores. Sends one request of the lowest priority."""
         sampling = replace(mirrored.sampling, n=None)
         chunks = [
             chunk
-            async for chunk in self._client.generate(
-                self._candidate, mirrored.prompt_ids, sampling, priority=LOWEST_PRIORITY
+            async for chunk in self.client.generate(
+                self.candidate, mirrored.prompt_ids, sampling, priority=LOWEST_PRIORITY
             )
         ]
         candidate = await self._score(mirrored.prompt_text, collect(chunks).text, "candidate")
@@ -84,13 +82,13 @@ class ScorerComparison:
 
     async def _score(self, prompt: str, answer: str, version: str) -> float:
         """Raises: InvalidRequest if the command does not answer with a score."""
-        assert self._process.stdin is not None and self._process.stdout is not None, "piped"
+        assert self.process.stdin is not None and self.process.stdout is not None, "piped"
         line = json.dumps({"prompt": prompt, "answer": answer, "version": version})
         try:
-            self._process.stdin.write(line.encode() + b"\n")
-            await self._process.stdin.drain()
+            self.process.stdin.write(line.encode() + b"\n")
+            await self.process.stdin.drain()
             async with asyncio.timeout(SCORER_TIMEOUT_S):
-                reply = (await self._process.stdout.readline()).decode(errors="replace").strip()
+                reply = (await self.process.stdout.readline()).decode(errors="replace").strip()
         except (TimeoutError, BrokenPipeError, ConnectionResetError):
             reply = ""
         try:
