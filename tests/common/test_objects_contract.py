@@ -82,6 +82,14 @@ async def test_only_the_first_creator_of_a_document_wins(store: ObjectStore) -> 
     assert (await store.get("docs/a.json")).data == b"first"
 
 
+async def test_the_creator_of_a_blob_hears_of_one_with_the_same_bytes(store: ObjectStore) -> None:
+    """It may be old, and about to be collected."""
+    key = f"{BLOBS}ab/cd"
+    await store.put_if_absent(key, b"same")
+    with pytest.raises(PreconditionFailed):
+        await store.put_if_absent(key, b"same")
+
+
 async def test_an_object_that_need_not_be_durable_is_visible_and_replaces_nothing(
     store: ObjectStore,
 ) -> None:
@@ -119,6 +127,11 @@ async def test_only_the_bytes_of_a_document_that_need_not_be_durable_are_synced(
     assert synced == [False, False]
     await store.put_if_absent("docs/other/a.json", b"1")
     assert synced[2:].count(False) == 1 and synced[2:].count(True) >= 2
+    synced.clear()
+    await store.delete("docs/new/a.json", durable=False)
+    assert synced == []
+    await store.delete("docs/other/a.json")
+    assert synced == [True]
     await store.close()
 
 

@@ -2,6 +2,7 @@
 
 from loraplex_services.common.objects.opening import open_store
 from loraplex_services.common.objects.store import (
+    After,
     BlobWriter,
     ObjectInfo,
     ObjectMissing,
@@ -15,6 +16,7 @@ from loraplex_services.common.objects.store import (
 )
 
 __all__ = [
+    "After",
     "BlobWriter",
     "ObjectInfo",
     "ObjectMissing",

@@ -18,18 +18,21 @@ import fcntl
 import hashlib
 import logging
 import os
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from loraplex_services.common.objects.durable import copy_range, into_folder, sync_folder, write_all
+from loraplex_services.common.objects.file_errors import as_store_error, in_thread
+from loraplex_services.common.objects.file_listing import KEY_PART, objects_below
 from loraplex_services.common.objects.store import (
     BLOBS,
+    After,
     BlobWriter,
     ObjectInfo,
     ObjectMissing,
@@ -41,7 +44,6 @@ from loraplex_services.common.objects.store import (
 
 logger = logging.getLogger(__name__)
 
-_KEY_PART = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9._%~=+-]{0,254}")
 _LOCK_STRIPES = 256
 _LIST_BATCH = 1000
 _SYNC_BYTES = 16 << 20
@@ -84,36 +86,71 @@ class FileStore:
         return self._root.absolute().as_uri()
 
     async def get(self, key: str) -> StoredObject:
-        data = await _in_thread(self._read, key)
+        data = await in_thread(self._read, key)
         return StoredObject(data, _etag(data))
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        return await _in_thread(lambda: [self._read_or_none(key) for key in keys])
+        return await in_thread(lambda: [self._read_or_none(key) for key in keys])
 
     async def get_folder(self, prefix: str) -> list[tuple[str, bytes]]:
-        return await _in_thread(self._read_folder, prefix)
+        return await in_thread(self._read_folder, prefix)
 
     async def get_range(self, key: str, offset: int, length: int) -> bytes:
-        return await _in_thread(self._read_range, key, offset, length)
+        return await in_thread(self._read_range, key, offset, length)
 
     async def head(self, key: str) -> ObjectInfo | None:
-        return await _in_thread(self._head, key)
+        return await in_thread(self._head, key)
 
-    async def put(self, key: str, data: bytes) -> None:
-        def write() -> None:
-            with self._temporary_file(data) as temporary, self._locked(key):
+    async def put(self, key: str, data: bytes, *, after: After = None) -> None:
+        def move(temporary: Path) -> None:
+            with self._locked(key):
                 self._replace(temporary, key)
 
-        await self._written(write)
+        await self._put(self._temporary_file(data), move, after)
 
-    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> str:
-        return await self._written(self._create, key, data, durable)
+    async def put_if_absent(
+        self, key: str, data: bytes, *, durable: bool = True, after: After = None
+    ) -> str:
+        await self._put(
+            self._new_file(key, data, durable), partial(self._create, key, durable), after
+        )
+        return _etag(data)
 
     async def make_durable(self, key: str) -> bool:
         return await self._written(self._sync, key)
 
-    async def put_if_match(self, key: str, data: bytes, etag: str, *, durable: bool = True) -> str:
-        return await self._written(self._compare_and_set, key, data, etag, durable)
+    async def put_if_match(
+        self, key: str, data: bytes, etag: str, *, durable: bool = True, after: After = None
+    ) -> str:
+        move = partial(self._compare_and_set, key, etag, durable)
+        await self._put(self._temporary_file(data), move, after)
+        return _etag(data)
+
+    async def _put(
+        self,
+        file: contextlib.AbstractContextManager[Path],
+        move: Callable[[Path], None],
+        after: After,
+    ) -> None:
+        """Write a temporary file, and move it to its key once `after` is done."""
+        stack = contextlib.ExitStack()
+
+        def write() -> Path:
+            return stack.enter_context(file)
+
+        def finish(temporary: Path) -> None:
+            with stack:
+                move(temporary)
+
+        if after is None:
+            return await self._written(lambda: finish(write()))
+        temporary = await self._written(write)
+        try:
+            await asyncio.shield(after)
+        except BaseException:
+            self._writers.submit(stack.close)
+            raise
+        await self._written(finish, temporary)
 
     def writer(self) -> BlobWriter:
         return _FileWriter(self)
@@ -122,16 +159,16 @@ class FileStore:
         await self._written(self._compose, key, segments)
 
     async def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
-        walk = self._objects(prefix, start_after)
+        walk = objects_below(self._root, prefix, start_after)
         is_over = False
         while not is_over:
-            batch = await _in_thread(lambda: list(islice(walk, _LIST_BATCH)))
+            batch = await in_thread(lambda: list(islice(walk, _LIST_BATCH)))
             is_over = len(batch) < _LIST_BATCH  # most lists are short, and each thread costs time
             for info in batch:
                 yield info
 
-    async def delete(self, key: str) -> None:
-        await self.delete_if_older(key, float("inf"))
+    async def delete(self, key: str, *, durable: bool = True) -> None:
+        await self._written(self._delete_if_older, key, float("inf"), durable)
 
     async def delete_if_older(self, key: str, modified_s: float) -> bool:
         return await self._written(self._delete_if_older, key, modified_s)
@@ -141,18 +178,18 @@ class FileStore:
             self._clock.touch()
             return self._clock.stat().st_mtime
 
-        return await _in_thread(touch)
+        return await in_thread(touch)
 
     async def close(self) -> None:
         self._writers.shutdown(wait=False)
 
     async def _written(self, work: Callable[..., T], *args: object) -> T:
-        with _as_store_error():
+        with as_store_error():
             return await asyncio.get_running_loop().run_in_executor(self._writers, work, *args)
 
     def _path(self, key: str) -> Path:
         parts = key.split("/")
-        if not all(_KEY_PART.fullmatch(part) for part in parts):
+        if not all(KEY_PART.fullmatch(part) for part in parts):
             raise ObjectStoreError(f"illegal key {key!r}")
         return self._root.joinpath(*parts)
 
@@ -169,7 +206,8 @@ class FileStore:
             return None
 
     def _read_folder(self, prefix: str) -> list[tuple[str, bytes]]:
-        found = ((info.key, self._read_or_none(info.key)) for info in self._objects(prefix))
+        keys = [info.key for info in objects_below(self._root, prefix)]
+        found = ((key, self._read_or_none(key)) for key in keys)
         return [(key, data) for key, data in found if data is not None]
 
     def _read_range(self, key: str, offset: int, length: int) -> bytes:
@@ -186,17 +224,21 @@ class FileStore:
             return None
         return ObjectInfo(key, stat.st_size, stat.st_mtime)
 
-    def _create(self, key: str, data: bytes, durable: bool) -> str:
-        path = self._path(key)
-        if path.exists():
+    @contextlib.contextmanager
+    def _new_file(self, key: str, data: bytes, durable: bool) -> Iterator[Path]:
+        """Raises PreconditionFailed if there is an object."""
+        if self._path(key).exists():
             raise PreconditionFailed(key)
         # A document whose bytes are on the disk before its name is never read damaged.
         with self._temporary_file(data, durable or not key.startswith(BLOBS)) as temporary:
-            try:
-                into_folder(path, lambda: os.link(temporary, path), durable=durable)
-            except FileExistsError:
-                raise PreconditionFailed(key) from None
-        return _etag(data)
+            yield temporary
+
+    def _create(self, key: str, durable: bool, temporary: Path) -> None:
+        path = self._path(key)
+        try:
+            into_folder(path, lambda: os.link(temporary, path), durable=durable)
+        except FileExistsError:
+            raise PreconditionFailed(key) from None
 
     def _sync(self, key: str) -> bool:
         path = self._path(key)
@@ -208,13 +250,12 @@ class FileStore:
         sync_folder(path.parent)
         return True
 
-    def _compare_and_set(self, key: str, data: bytes, etag: str, durable: bool) -> str:
-        with self._temporary_file(data) as temporary, self._locked(key):
+    def _compare_and_set(self, key: str, etag: str, durable: bool, temporary: Path) -> None:
+        with self._locked(key):
             current = self._read_or_none(key)
             if current is None or _etag(current) != etag:
                 raise PreconditionFailed(key)
             self._replace(temporary, key, durable)
-        return _etag(data)
 
     def _compose(self, key: str, segments: Sequence[Segment]) -> None:
         with self._temporary_path() as temporary:
@@ -241,7 +282,7 @@ class FileStore:
             raise ObjectMissing(key) from None
         os.utime(temporary)
 
-    def _delete_if_older(self, key: str, modified_s: float) -> bool:
+    def _delete_if_older(self, key: str, modified_s: float, durable: bool = True) -> bool:
         path = self._path(key)
         with self._locked(key):
             try:
@@ -250,7 +291,8 @@ class FileStore:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return True
-            sync_folder(path.parent)
+            if durable:
+                sync_folder(path.parent)
         self._remove_empty_folders(path.parent)
         return True
 
@@ -292,34 +334,6 @@ class FileStore:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _objects(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose keys begin with `prefix`, in the order of their keys. The folders that lead
-        to them are not listed: one may have a name for each adapter of a tenant."""
-        base = prefix[: prefix.rfind("/") + 1]
-        parts = base.split("/")[:-1]
-        if all(_KEY_PART.fullmatch(part) for part in parts):
-            yield from self._walk(self._root.joinpath(*parts), base, prefix, after)
-
-    def _walk(self, folder: Path, base: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        """Objects in and below `folder`, whose key is `base`, in the order of their keys."""
-        try:
-            # Names only: a folder may have a million of them, and each DirEntry has its path.
-            names = sorted(
-                entry.name + "/" * entry.is_dir(follow_symlinks=False)
-                for entry in os.scandir(folder)
-                if (base + entry.name).startswith(prefix) and _KEY_PART.fullmatch(entry.name)
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        for name in names:
-            key, path = base + name, folder / name
-            if name.endswith("/"):
-                if key > after or after.startswith(key):
-                    yield from self._walk(path, key, prefix, after)
-            elif key > after:
-                with contextlib.suppress(FileNotFoundError):
-                    yield ObjectInfo(key, (stat := path.lstat()).st_size, stat.st_mtime)
-
     def _sweep_temporary(self) -> None:
         for entry in os.scandir(self._temporary):
             with contextlib.suppress(FileNotFoundError):
@@ -333,7 +347,7 @@ class _FileWriter:
     def __init__(self, store: FileStore) -> None:
         self._store = store
         self._path = store._temporary / secrets.token_hex(16)
-        with _as_store_error():
+        with as_store_error():
             self._file = open(self._path, "xb", buffering=0)
         self._unsynced_bytes = 0
         self._syncing: asyncio.Future[None] | None = None
@@ -372,25 +386,9 @@ class _FileWriter:
         if self._syncing is not None:
             # Its descriptor may be another file's once this one is closed.
             await asyncio.wait([self._syncing])
-        with _as_store_error():
+        with as_store_error():
             self._file.close()
             self._path.unlink(missing_ok=True)
-
-
-async def _in_thread(work: Callable[..., T], *args: object) -> T:
-    with _as_store_error():
-        return await asyncio.to_thread(work, *args)
-
-
-@contextlib.contextmanager
-def _as_store_error() -> Iterator[None]:
-    """Clients read the error, so the path is only logged."""
-    try:
-        yield
-    except OSError as error:
-        facts = {"path": error.filename, "problem": error.strerror}
-        logger.warning("object store failed", extra=facts)
-        raise ObjectStoreError(f"object store failed: {error.strerror}") from error
 
 
 def _etag(data: bytes) -> str:

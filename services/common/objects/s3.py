@@ -25,6 +25,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from loraplex_services.common.objects.s3_client import code_of, connect_s3, status_of
 from loraplex_services.common.objects.store import (
+    BLOBS,
+    After,
     BlobWriter,
     ObjectInfo,
     ObjectMissing,
@@ -82,16 +84,26 @@ class S3Store:
     async def head(self, key: str) -> ObjectInfo | None:
         return await self._run(self._head, key)
 
-    async def put(self, key: str, data: bytes) -> None:
+    async def put(self, key: str, data: bytes, *, after: After = None) -> None:
+        if after is not None:
+            await asyncio.shield(after)
         await self._run(self._put, key, data)
 
-    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> str:
+    async def put_if_absent(
+        self, key: str, data: bytes, *, durable: bool = True, after: After = None
+    ) -> str:
+        if after is not None:
+            await asyncio.shield(after)
         return await self._run(self._put_conditional, key, data, {"IfNoneMatch": "*"})
 
     async def make_durable(self, key: str) -> bool:
         return await self.head(key) is not None
 
-    async def put_if_match(self, key: str, data: bytes, etag: str, *, durable: bool = True) -> str:
+    async def put_if_match(
+        self, key: str, data: bytes, etag: str, *, durable: bool = True, after: After = None
+    ) -> str:
+        if after is not None:
+            await asyncio.shield(after)
         wanted = f'"{etag}"' if self.quote_etags else etag
         return await self._run(self._put_conditional, key, data, {"IfMatch": wanted})
 
@@ -120,7 +132,7 @@ class S3Store:
             if not query:
                 return
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, *, durable: bool = True) -> None:
         await self._run(self._delete, key)
 
     async def delete_if_older(self, key: str, modified_s: float) -> bool:
@@ -236,7 +248,10 @@ class S3Store:
         return answer["ETag"].strip('"')
 
     def _read_back(self, key: str, data: bytes, error: Exception) -> str:
-        """After an answer that may hide a success: our own bytes mean that the write happened."""
+        """After an answer that may hide a success: our own bytes mean that the write happened. Not
+        those of a blob, which are the same whoever wrote them, and may be about to be collected."""
+        if key.startswith(BLOBS):
+            raise error
         try:
             stored = self._get(key)
         except ObjectMissing:

@@ -9,9 +9,10 @@ are named by their content, and never change.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from loraplex.errors import Unavailable
 
@@ -19,6 +20,11 @@ BLOBS = "blobs/sha256/"
 """Prefix of the keys of all blobs."""
 CHUNK_BYTES = 4 << 20
 """Bytes that `read_chunks` reads from a store at a time."""
+
+
+After = asyncio.Future[Any] | None
+"""What a write waits for: the object appears only once it is done, and never if it fails, which the
+write raises then. The store may get the bytes ready in the meantime."""
 
 
 class ObjectStoreError(Unavailable):
@@ -121,10 +127,12 @@ class ObjectStore(Protocol):
     async def head(self, key: str) -> ObjectInfo | None:
         """Size and age, or None if there is no such object."""
 
-    async def put(self, key: str, data: bytes) -> None:
+    async def put(self, key: str, data: bytes, *, after: After = None) -> None:
         """Write a small blob, replacing equal bytes and renewing its age."""
 
-    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> str:
+    async def put_if_absent(
+        self, key: str, data: bytes, *, durable: bool = True, after: After = None
+    ) -> str:
         """Create an object and return its etag. Raises PreconditionFailed if one exists, and
         WriteUncertain.
 
@@ -136,7 +144,9 @@ class ObjectStore(Protocol):
         """Make an object durable that may have been created without that; False if there is
         none."""
 
-    async def put_if_match(self, key: str, data: bytes, etag: str, *, durable: bool = True) -> str:
+    async def put_if_match(
+        self, key: str, data: bytes, etag: str, *, durable: bool = True, after: After = None
+    ) -> str:
         """Replace a document that still has `etag`, and return the new etag. Raises
         PreconditionFailed if it changed or is gone, and WriteUncertain. `durable` as in
         `put_if_absent`."""
@@ -150,8 +160,9 @@ class ObjectStore(Protocol):
     def list_objects(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         """Objects whose key begins with `prefix` and is greater than `start_after`, by key."""
 
-    async def delete(self, key: str) -> None:
-        """Remove an object; nothing happens if there is none."""
+    async def delete(self, key: str, *, durable: bool = True) -> None:
+        """Remove an object; nothing happens if there is none. Without `durable`, a power failure
+        of the store within seconds may bring it back."""
 
     async def delete_if_older(self, key: str, modified_s: float) -> bool:
         """Remove an object unless it was written after `modified_s`; say whether it is gone."""
