@@ -17,6 +17,7 @@ import msgspec
 
 from loraplex.errors import DataLoss
 from loraplex_services.common.objects import (
+    After,
     ObjectMissing,
     ObjectStore,
     PreconditionFailed,
@@ -41,6 +42,14 @@ class StoredDocument(Generic[R]):
     record: R
     etag: str
     """Changes with every write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(Generic[R]):
+    """A document as it was a moment ago."""
+
+    found: StoredDocument[R] | None = None
+    """None = there was none."""
 
 
 @runtime_checkable
@@ -101,6 +110,11 @@ async def find(store: ObjectStore, key: str, cls: type[R]) -> StoredDocument[R] 
     return StoredDocument(_decoded(cls, key, stored.data), stored.etag)
 
 
+async def look(store: ObjectStore, key: str, cls: type[R]) -> Seen[R]:
+    """The document under `key`, for a `change` that is to follow."""
+    return Seen(await find(store, key, cls))
+
+
 async def read(store: ObjectStore, key: str, cls: type[R]) -> R | None:
     """The document under `key`, or None."""
     found = await find(store, key, cls)
@@ -143,11 +157,14 @@ def intact(cls: type[R], found: Iterable[tuple[str, bytes]]) -> list[R]:
     return records
 
 
-async def create(store: ObjectStore, key: str, record: object, *, durable: bool = True) -> bool:
-    """Create a document; returns False if there was one already. `durable` as in `ObjectStore`."""
+async def create(
+    store: ObjectStore, key: str, record: object, *, durable: bool = True, after: After = None
+) -> bool:
+    """Create a document; returns False if there was one already. `durable` and `after` as in
+    `ObjectStore`."""
     for attempt in range(_MAX_TRIES):
         try:
-            await store.put_if_absent(key, encode(record), durable=durable)
+            await store.put_if_absent(key, encode(record), durable=durable, after=after)
             return True
         except PreconditionFailed:
             return False
@@ -168,30 +185,32 @@ async def change(
     step: Callable[[R | None], R | None],
     *,
     durable: bool = True,
-    is_new: bool = False,
+    seen: Seen[R] | None = None,
+    after: After = None,
 ) -> R | None:
     """Replace a document by `step(current)`, again and again until no other writer got between.
 
     `step` gets None if there is no document, returns None to leave things as they are, and may
-    raise. Returns the document as it is now. `durable` as in `ObjectStore`.
+    raise. Returns the document as it is now. `durable` and `after` as in `ObjectStore`.
 
     Args:
-        is_new: there is probably no document, so that it is created without looking for one first.
+        seen: what is tried first, without reading the document again.
     """
     for attempt in range(_MAX_TRIES):
-        is_assumed = is_new and not attempt
-        found = None if is_assumed else await find(store, key, cls)
+        assumed, seen = seen, None
+        found = assumed.found if assumed is not None else await find(store, key, cls)
         current = None if found is None else found.record
         wanted = step(current)
-        if wanted is None and is_assumed:
+        if wanted is None and assumed is not None:
             continue
         if wanted is None:
             return current
         try:
             if found is None:
-                await store.put_if_absent(key, encode(wanted), durable=durable)
+                await store.put_if_absent(key, encode(wanted), durable=durable, after=after)
             else:
-                await store.put_if_match(key, encode(wanted), found.etag, durable=durable)
+                etag = found.etag
+                await store.put_if_match(key, encode(wanted), etag, durable=durable, after=after)
             return wanted
         except PreconditionFailed:
             await _pause(attempt)

@@ -31,6 +31,7 @@ from loraplex_services.registry.publish.tag_rules import TagRules
 from loraplex_services.registry.publish.tags import Tags
 from loraplex_services.registry.publish.uploads import Uploads
 from loraplex_services.registry.publish.validation import Validations
+from loraplex_services.registry.publish.version_tags import VersionTags
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,7 @@ def assemble(
         uploads,
         blobs,
         inspector,
-        tags,
-        staging,
+        VersionTags(tags, staging, versions),
         versions,
         Claims(store, uploads, tags, versions, tenants),
         audit,

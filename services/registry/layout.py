@@ -13,8 +13,8 @@ keys/<key id>.json                              an API key, hashed
 audit/<yyyy-mm-dd>/<ulid>.json                  one change by one actor
 uploads/<upload id>/session.json                what will be sent; none of an upload in one call
 uploads/<upload id>/parts/<file>/<offset>-<size>-<sha256>
-uploads/<upload id>/intent.json                 written before anything becomes visible; removed
-                                                after an upload in one call
+uploads/<upload id>/intent.json                 written before anything becomes visible
+uploads/<upload id>.json                        the same of an upload in one call; removed after it
 uploads/<upload id>/finished.json               the acknowledgement
 uploads/<upload id>/refused.json                why its content was last refused
 usage/<yyyy-mm-dd>.json                         a copy of what was used on a day
@@ -126,6 +126,11 @@ def upload_part(upload_id: str, file_index: int, offset: int, size: int, sha256:
 
 def upload_intent(upload_id: str) -> str:
     return f"{upload_folder(upload_id)}intent.json"
+
+
+def lone_intent(upload_id: str) -> str:
+    """The intent of an upload in one call, of which there is nothing else."""
+    return f"{UPLOADS}{upload_id}.json"
 
 
 def upload_refused(upload_id: str) -> str:

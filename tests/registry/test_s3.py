@@ -222,7 +222,7 @@ async def test_the_moves_of_a_tag_tell_whether_a_failed_write_was_one_of_them(
     put = store.put_if_match
     tried = 0
 
-    async def overtaken(key: str, data: bytes, etag: str, *, durable: bool = True) -> str:
+    async def overtaken(key: str, data: bytes, etag: str, **options: object) -> str:
         """The server fails the first write, and another's follows before it can be read back."""
         nonlocal tried
         tried += 1

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.documents import decode, encode
-from loraplex_services.common.objects import ObjectInfo, ObjectStore
+from loraplex_services.common.objects import After, ObjectInfo, ObjectStore
 from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
 from loraplex_services.registry.index.gathering import RequestBatcher
@@ -43,18 +43,33 @@ class Audit:
         *,
         digest: str = "",
         details: Mapping[str, str] | None = None,
+        after: After = None,
     ) -> None:
-        """Append one entry, stamped with the time of this machine."""
+        """Append one entry, stamped with the time of this machine. `after` as in `ObjectStore`."""
         time_s = now_s()
         entry = AuditRecord(time_s, actor, tenant, action, subject, digest, dict(details or {}))
-        await self._store.put(layout.audit(_date(time_s), ulid(time_s)), encode(entry))
+        key = layout.audit(_date(time_s), ulid(time_s))
+        await self._store.put(key, encode(entry), after=after)
 
     async def write_version(
-        self, actor: str, action: str, version: VersionRecord, **details: str
+        self,
+        actor: str,
+        action: str,
+        version: VersionRecord,
+        *,
+        after: After = None,
+        **details: str,
     ) -> None:
-        """Append one entry about a version."""
-        subject, digest = version.ref, version.digest
-        await self.write(actor, version.tenant, action, subject, digest=digest, details=details)
+        """Append one entry about a version. `after` as in `ObjectStore`."""
+        await self.write(
+            actor,
+            version.tenant,
+            action,
+            version.ref,
+            digest=version.digest,
+            details=details,
+            after=after,
+        )
 
     async def write_shared(self, actor: str, tenant: str, action: str, version: str) -> None:
         """Append `version` to an entry about several of them, which has those that come while the

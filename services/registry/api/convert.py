@@ -25,7 +25,7 @@ from loraplex_services.registry.access.lookup import Cursor, ResolvedVersion
 from loraplex_services.registry.access.permissions import Access
 from loraplex_services.registry.access.signatures import checked_keys
 from loraplex_services.registry.api.publish_options import VISIBILITY
-from loraplex_services.registry.publish.uploads import FileState
+from loraplex_services.registry.publish.file_state import FileState
 from loraplex_services.registry.records import (
     AdapterRecord,
     AuditRecord,

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -65,11 +64,11 @@ _DROP_KEYS = 1000
 _MAX_REPLACED = 8
 """Number of past epochs that are remembered."""
 _NO_LIMIT = 1 << 30
+_SCRIPTS = "apply read resolve page switch release note before_new".split()
 _MAX_AT_ONCE = 64
 """Most references resolved or scopes changed in one round trip: Redis does nothing else in it."""
 
 T = TypeVar("T")
-_VERSION_FIELD = re.compile(r"v\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +104,10 @@ class Catalog:
         self._lookups = RequestBatcher(self._find_all, _MAX_AT_ONCE)
         self._notes = RequestBatcher(self._note_all, _MAX_AT_ONCE)
         self._changes = RequestBatcher(self._apply_all, _MAX_AT_ONCE)
+        folder = resources.files("loraplex_services.registry.index")
         self._scripts = {
-            name: client.register_script(
-                resources.files("loraplex_services.registry.index")
-                .joinpath(f"{name}.lua")
-                .read_text()
-            )
-            for name in ("apply", "read", "resolve", "page", "switch", "release", "note")
+            name: client.register_script(folder.joinpath(f"{name}.lua").read_text())
+            for name in _SCRIPTS
         }
 
     async def epoch(self) -> str | None:
@@ -176,11 +172,13 @@ class Catalog:
         """
         return await self._lookups.ask((scope, kind, selector))
 
-    async def contents(self, scope: str) -> tuple[set[int], set[str]]:
-        """The numbers and the digests of all versions, tombstones included."""
-        fields = [text(field) for field in await self._run("read", ["HKEYS", f"a:{scope}"])]
-        numbers = {int(field[1:]) for field in fields if _VERSION_FIELD.fullmatch(field)}
-        return numbers, {field[2:] for field in fields if field.startswith("d:")}
+    async def before_new(self, scope: str, digest: str) -> tuple[int, list[VersionRecord]] | None:
+        """(highest number, the first version if there is one) of an adapter. None = a version had
+        this digest, or the index lacks a number: the objects decide."""
+        found = await self._run("before_new", [scope, digest])
+        if found is None:
+            return None
+        return int(found[0]), [_record(VersionRecord, found[1])] if found[1] else []
 
     async def _find_all(self, wanted: Sequence[tuple[str, str, str]]) -> list[Found]:
         """Several `find` in one round trip."""

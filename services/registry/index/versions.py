@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from loraplex_services.common import documents
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
@@ -45,14 +47,10 @@ class Versions:
         The index tells, as long as it lacks no number below the highest. A version above that it
         does not know yet is noticed when its number is claimed.
         """
-        scope = scope_of(tenant, name)
-        try:
-            numbers, digests = await self._catalog.contents(scope)
-            if digest not in digests and len(numbers) == max(numbers, default=0):
-                found = await self._catalog.find(scope, "version", "1") if numbers else None
-                return len(numbers), list(found.versions) if found else []
-        except CatalogDown:
-            pass
+        with contextlib.suppress(CatalogDown):
+            found = await self._catalog.before_new(scope_of(tenant, name), digest)
+            if found is not None:
+                return found
         records = await self.of(tenant, name)
         return records[-1].version if records else 0, records
 

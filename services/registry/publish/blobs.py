@@ -7,12 +7,7 @@ from collections.abc import Sequence
 
 from loraplex.adapter_format import File
 from loraplex.errors import Blocked, InvalidAdapter, LoraplexError
-from loraplex_services.common.objects import (
-    ObjectStore,
-    PreconditionFailed,
-    Segment,
-    WriteUncertain,
-)
+from loraplex_services.common.objects import ObjectStore, ObjectStoreError, Segment
 from loraplex_services.common.recent import Recent
 from loraplex_services.registry import layout
 from loraplex_services.registry.publish.failpoint import failpoint
@@ -23,8 +18,8 @@ BLOB_FRESH_S = 1800.0
 """Blobs older than this are written again before they are referred to: half of the age at which
 the collector removes unreferenced ones."""
 _SEEN_S = 60.0
-"""How long a blob that was found to be intact and fresh counts as that for ephemeral versions. They
-often share a config."""
+"""How long a blob that was found to be intact and fresh counts as that. Versions often share a
+config."""
 _MAX_SEEN = 1000
 
 
@@ -34,8 +29,9 @@ class Blobs:
     def __init__(self, store: ObjectStore, uploads: Uploads) -> None:
         self._store = store
         self._uploads = uploads
-        self._seen: Recent[str, float] = Recent(_MAX_SEEN)
-        """When blobs were last found to be intact and fresh, on the clock of the event loop."""
+        self._seen: Recent[tuple[str, bool], float] = Recent(_MAX_SEEN)
+        """When blobs were last found to be intact and fresh, on the clock of the event loop, by key
+        and by whether they were made durable then."""
 
     async def sources(self, session: UploadSession) -> list[FileSource]:
         """The stored bytes of each file.
@@ -81,16 +77,18 @@ class Blobs:
     async def keep(
         self, sources: Sequence[FileSource], inspected: Inspected, session: UploadSession
     ) -> None:
-        """Store all bytes as content-addressed blobs, then check those that were there before.
+        """Store all bytes as content-addressed blobs.
 
         All are stored concurrently, because the cost is waiting for the disk: nothing refers to the
         manifest before there is a version. Damaged blobs are overwritten. The blobs of an ephemeral
-        version need not be durable. Another version that has one of them sees to that.
+        version need not be durable. Another version that has one of them sees to that. Blobs that
+        were found without their bytes being in memory are checked again at the end: to copy the
+        others may take so long that a collector finds them old.
         """
         damaged, durable = session.damaged, session.is_durable
         found = await asyncio.gather(
             *(self._keep_one(each, each.file.sha256 in damaged, durable) for each in sources),
-            self._keep_manifest(inspected, durable),
+            self._keep_content(layout.blob(inspected.digest), inspected.manifest, durable),
         )
         failpoint("publish.manifest")
         for key in filter(None, found):
@@ -98,46 +96,49 @@ class Blobs:
             if not await stored:
                 raise LoraplexError(f"blob {key} vanished while it was being published")
 
-    async def _keep_manifest(self, inspected: Inspected, durable: bool) -> str:
-        """Returns as `_keep_one` does."""
-        key = layout.blob(inspected.digest)
-        if not durable and await self._created(key, inspected.manifest):
-            return ""
-        if await self._is_fresh(key, len(inspected.manifest)):
-            return key
-        await self._store.put(key, inspected.manifest)
-        return ""
+    async def _keep_one(self, source: FileSource, is_damaged: bool, durable: bool) -> str:
+        """Returns the key of a blob that is to be checked at the end; else ""."""
+        key, left = layout.blob(source.file.sha256), ""
+        if source.content is not None:
+            await self._keep_content(key, source.content, durable)
+        elif not is_damaged and await self._is_fresh(key, source.file.size):
+            left = key
+        else:
+            await self._store.compose(key, source.segments)
+        failpoint("publish.blob")
+        return left
 
-    async def _created(self, key: str, content: bytes) -> bool:
-        """Create a blob that need not be durable; False if there is one, which may have to be."""
+    async def _keep_content(self, key: str, content: bytes, durable: bool) -> None:
+        """Store bytes that are in memory, unless their blob is intact and fresh."""
+        if await self._was_seen(key, len(content), durable):
+            return
+        if await self._created(key, content, durable):
+            return
+        if not await self._is_intact(key, content, durable):
+            await self._store.put(key, content)
+
+    async def _created(self, key: str, content: bytes, durable: bool) -> bool:
+        """Try to create a blob. If there is one, it may have to be made durable or fresh."""
         try:
-            await self._store.put_if_absent(key, content, durable=False)
-        except (PreconditionFailed, WriteUncertain):
+            await self._store.put_if_absent(key, content, durable=durable)
+        except ObjectStoreError:
             return False
         return True
 
-    async def _keep_one(self, source: FileSource, is_damaged: bool, durable: bool) -> str:
-        """Returns the key of a blob that was there and is not written again; else ""."""
-        key = layout.blob(source.file.sha256)
-        if not durable and source.content is not None:
-            if await self._was_seen(key, source.file.size):
-                return ""
-            if await self._created(key, source.content):
-                return ""
-        is_fresh = not is_damaged and await self._is_fresh(key, source.file.size)
-        if is_fresh and source.content is not None:
-            is_fresh = await self._store.get_range(key, 0, source.file.size) == source.content
-            if is_fresh:
-                self._seen.put(key, asyncio.get_running_loop().time())
-        if not is_fresh and source.content is not None:
-            await self._store.put(key, source.content)
-        elif not is_fresh:
-            await self._store.compose(key, source.segments)
-        failpoint("publish.blob")
-        return key if is_fresh else ""
+    async def _is_intact(self, key: str, content: bytes, durable: bool) -> bool:
+        """Whether a blob is fresh and has this content, and is durable if it is to be."""
+        begin_s = asyncio.get_running_loop().time()
+        if not await self._is_fresh(key, len(content)):
+            return False
+        if await self._store.get_range(key, 0, len(content)) != content:
+            return False
+        if durable and not await self._store.make_durable(key):
+            return False
+        self._seen.put((key, durable), begin_s)
+        return True
 
-    async def _was_seen(self, key: str, size: int) -> bool:
-        seen_s = self._seen.get(key)
+    async def _was_seen(self, key: str, size: int, durable: bool) -> bool:
+        seen_s = self._seen.get((key, durable))
         if seen_s is None or asyncio.get_running_loop().time() - seen_s > _SEEN_S:
             return False
         info = await self._store.head(key)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 
 from loraplex.adapter_format import File
 from loraplex_services.common import documents
+from loraplex_services.common.documents import Seen
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.tenants import Tenants
@@ -15,10 +18,55 @@ from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.inspection import Inspected
 from loraplex_services.registry.publish.tags import TagAddress, Tags
 from loraplex_services.registry.publish.uploads import Intent, Options, Uploads, UploadSession
-from loraplex_services.registry.records import VersionRecord, now_s
+from loraplex_services.registry.records import TagRecord, VersionRecord, now_s
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NumberTaken(Exception):
+    """Another publication created a version with this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The version of an upload's content."""
+
+    version: VersionRecord
+    created: bool
+    """Whether this upload creates it, or has created it before."""
+    exists: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A version that has no number yet, and what its number depends on."""
+
+    record: VersionRecord
+    last: int
+    """Highest number of the adapter's versions."""
+    records: list[VersionRecord]
+    """As `Versions.of_content` returns them."""
+    tags: dict[str, Seen[TagRecord]]
+    """The tags that the publication moves, as they are before it; none without an intent."""
+
+    def claim(self, session: UploadSession) -> Claim:
+        """The newest version that has the same content for as long as is asked, or else a new
+        one, created now."""
+        options = session.options
+        for record in reversed(self.records):
+            if _same_content(record, self.record) and _lives_as_long(record, options):
+                return Claim(record, record.upload_id == session.upload_id, exists=True)
+        created_s = now_s()
+        spelling = self.records[0].shown_name if self.records else options.spelling
+        record = dataclasses.replace(
+            self.record,
+            version=self.last + 1,
+            created_s=created_s,
+            expires_s=created_s + options.ttl_s if options.ttl_s else 0.0,
+            spelling="" if spelling == options.name else spelling,
+        )
+        return Claim(record, True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Claims:
     """Creates version records."""
 
@@ -28,68 +76,84 @@ class Claims:
     versions: Versions
     tenants: Tenants
 
-    async def claim(
-        self,
-        session: UploadSession,
-        inspected: Inspected,
-        files: Sequence[File],
-        stored: Awaitable[None],
-    ) -> tuple[VersionRecord, bool]:
-        """The version of this content: an existing one, or one with a new number.
+    async def draft(
+        self, session: UploadSession, inspected: Inspected, files: Sequence[File]
+    ) -> Draft:
+        """Read what `claim` decides by. Changes nothing."""
+        options = session.options
+        record = _record(session, inspected, files)
+        (last, records), tags = await asyncio.gather(
+            self.versions.of_content(options.tenant, options.name, record.digest),
+            self._look_at_tags(session),
+        )
+        return Draft(record, last, records, tags)
+
+    async def draft_again(self, session: UploadSession, draft: Draft) -> Draft:
+        """The same by the objects, because the index may not know the newest version yet."""
+        records = await self.versions.of(session.options.tenant, session.options.name)
+        last = records[-1].version if records else 0
+        return Draft(draft.record, last, records, await self._look_at_tags(session))
+
+    async def carry_out(
+        self, session: UploadSession, draft: Draft, claim: Claim, stored: Awaitable[None]
+    ) -> None:
+        """Create the version of a claim, unless it exists.
 
         Args:
+            claim: of `draft`.
             stored: done when the bytes are in the store, on which the version waits.
-        """
-        options = session.options
-        wanted = _record(session, inspected, files)
-        adapter = options.tenant, options.name
-        last, records = await self.versions.of_content(*adapter, wanted.digest)
-        while True:
-            same = next(
-                (
-                    record
-                    for record in reversed(records)
-                    if _same_content(record, wanted) and _lives_as_long(record, options)
-                ),
-                None,
-            )
-            generations = await self._tag_generations(session)
-            if same is not None:
-                intent = Intent(same.digest, same.version, generations)
-                await self.uploads.intend(session, intent)
-                await stored
-                return same, same.upload_id == session.upload_id
-            if not session.in_one_call:  # Its quota was checked a moment ago, when it began.
-                limits = await self.tenants.get(options.tenant)
-                await self.tenants.check_quota(limits, wanted.size_bytes)
-            intent = Intent(wanted.digest, 0, generations)
-            await self.uploads.intend(session, intent)
-            failpoint("publish.intent")
-            await stored
-            created_s = now_s()
-            expires_s = created_s + options.ttl_s if options.ttl_s else 0.0
-            spelling = records[0].shown_name if records else options.spelling
-            record = dataclasses.replace(
-                wanted,
-                version=last + 1,
-                created_s=created_s,
-                expires_s=expires_s,
-                spelling="" if spelling == options.name else spelling,
-            )
-            key = layout.version(*adapter, last + 1)
-            if await documents.create(self.store, key, record, durable=session.is_durable):
-                return record, True
-            records = await self.versions.of(*adapter)
-            last = records[-1].version
 
-    async def _tag_generations(self, session: UploadSession) -> dict[str, int]:
+        Raises: NumberTaken.
+        """
+        record = claim.version
+        # The quota of an upload in one call was checked a moment ago, when it began.
+        if not claim.exists and not session.in_one_call:
+            limits = await self.tenants.get(record.tenant)
+            await self.tenants.check_quota(limits, record.size_bytes)
+        generations = {tag: _generation(seen) for tag, seen in draft.tags.items()}
+        intent = Intent(record.digest, record.version if claim.exists else 0, generations)
+        ready = asyncio.create_task(self._make_ready(session, intent, stored))
+        try:
+            if not claim.exists:
+                await self._create(session, record, ready)
+            await ready
+        finally:
+            ready.cancel()
+        failpoint("publish.version")
+
+    async def _make_ready(
+        self, session: UploadSession, intent: Intent, stored: Awaitable[None]
+    ) -> None:
+        await self.uploads.intend(session, intent)
+        failpoint("publish.intent")
+        await stored
+
+    async def _create(
+        self, session: UploadSession, record: VersionRecord, ready: asyncio.Task[None]
+    ) -> None:
+        """Create a version once the rest is ready. Its bytes go to the disk in the meantime, unless
+        there is hardly anything to wait for. Raises: NumberTaken."""
+        key, durable = (
+            layout.version(record.tenant, record.name, record.version),
+            session.is_durable,
+        )
+        if not durable:
+            await ready
+        after = ready if durable else None
+        if not await documents.create(self.store, key, record, durable=durable, after=after):
+            raise NumberTaken
+
+    async def _look_at_tags(self, session: UploadSession) -> dict[str, Seen[TagRecord]]:
         """What the intent says about the tags, if there is one."""
         if not session.has_intent:
             return {}
-        tenant, name = session.options.tenant, session.options.name
-        tags = session.options.tags
-        records = {tag: await self.tags.read(TagAddress(tenant, name, tag)) for tag in tags}
-        return {tag: record.generation if record else 0 for tag, record in records.items()}
+        tenant, name, tags = session.options.tenant, session.options.name, session.options.tags
+        addresses = [TagAddress(tenant, name, tag) for tag in tags]
+        return dict(zip(tags, await asyncio.gather(*map(self.tags.look, addresses)), strict=True))
+
+
+def _generation(seen: Seen[TagRecord]) -> int:
+    return seen.found.record.generation if seen.found is not None else 0
 
 
 def _record(session: UploadSession, inspected: Inspected, files: Sequence[File]) -> VersionRecord:

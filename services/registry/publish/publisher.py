@@ -3,6 +3,7 @@
     session -> parts -> inspect -> blobs and intent -> version -> visibility
             -> tags and audit -> index and event -> acknowledgement
 
+A version of an adapter that exists already enters the index while its tags move.
 Nothing is visible before the version record, which is created only if there is none. After a crash
 beyond this point, the next attempt of the client or of any registry completes the publication from
 the intent. A crash before it leaves only unreferenced bytes for the garbage collector. Every step
@@ -11,15 +12,14 @@ can be repeated."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 from loraplex.adapter_format.serving_fields import ROPE_FIELD
-from loraplex.api.registry import TagTarget
-from loraplex.errors import AdapterNotFound, Blocked, Conflict, InvalidAdapter
+from loraplex.errors import Blocked, Conflict, InvalidAdapter
 from loraplex.refs import LATEST
 from loraplex_services.common import documents
+from loraplex_services.common.documents import Seen
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
@@ -28,7 +28,7 @@ from loraplex_services.registry.index.catalog import Catalog
 from loraplex_services.registry.index.items import Item, adapter_item, scope_of, version_item
 from loraplex_services.registry.index.versions import Versions
 from loraplex_services.registry.publish.blobs import Blobs
-from loraplex_services.registry.publish.claims import Claims
+from loraplex_services.registry.publish.claims import Claim, Claims, Draft, NumberTaken
 from loraplex_services.registry.publish.failpoint import failpoint
 from loraplex_services.registry.publish.inspection import (
     DamagedFile,
@@ -37,14 +37,13 @@ from loraplex_services.registry.publish.inspection import (
     Wanted,
 )
 from loraplex_services.registry.publish.metrics import UPLOADS
-from loraplex_services.registry.publish.staging import Staging
-from loraplex_services.registry.publish.tags import TagAddress, Tags
 from loraplex_services.registry.publish.uploads import (
     Finished,
     Intent,
     Uploads,
     UploadSession,
 )
+from loraplex_services.registry.publish.version_tags import VersionTags
 from loraplex_services.registry.records import (
     PRIVATE,
     AdapterRecord,
@@ -65,8 +64,7 @@ class Publisher:
     uploads: Uploads
     blobs: Blobs
     inspector: Inspector
-    tags: Tags
-    staging: Staging
+    version_tags: VersionTags
     versions: Versions
     claims: Claims
     audit: Audit
@@ -140,22 +138,48 @@ class Publisher:
             ),
         )
         failpoint("publish.inspected")
-        operation = await self.catalog.note_pending(scope_of(options.tenant, options.name))
-        failpoint("publish.pending")
         files = [source.file for source in sources]
+        draft, operation = await asyncio.gather(
+            self.claims.draft(session, inspected, files),
+            self.catalog.note_pending(scope_of(options.tenant, options.name)),
+        )
+        failpoint("publish.pending")
         # The disk writes the intent at the same time: neither refers to the other.
         stored = asyncio.create_task(self.blobs.keep(sources, inspected, session))
         try:
             for _ in range(_MAX_TRIES):
-                version, created = await self.claims.claim(session, inspected, files, stored)
-                failpoint("publish.version")
-                finished = await self._make_visible(session, version, created, operation)
+                finished = await self._claimed(session, draft, operation, stored)
                 if finished is not None:
                     return finished
+                draft = await self.claims.draft_again(session, draft)
         finally:
             stored.cancel()
             await asyncio.wait([stored])
         raise Conflict("the version is deleted repeatedly while it is published; try again later")
+
+    async def _claimed(
+        self, session: UploadSession, draft: Draft, operation: str, stored: asyncio.Task[None]
+    ) -> Finished | None:
+        """Give the content its version, and do all that follows. What follows is got ready on the
+        disk in the meantime, and appears once the version is there.
+
+        Returns None if the version was deleted in the meantime: the content needs a new number.
+        """
+        while True:
+            claim = draft.claim(session)
+            work = self.claims.carry_out(session, draft, claim, stored)
+            claiming = asyncio.create_task(work)
+            try:
+                if not session.is_durable:
+                    await claiming
+                return await self._make_visible(
+                    session, claim, operation, tags=draft.tags, after=claiming
+                )
+            except NumberTaken:
+                draft = await self.claims.draft_again(session, draft)
+            finally:
+                claiming.cancel()
+                await asyncio.wait([claiming])
 
     async def _send_again(
         self, session: UploadSession, sources: Sequence[FileSource], damage: DamagedFile
@@ -183,8 +207,9 @@ class Publisher:
         if version is None:
             return False
         operation = await self.catalog.note_pending(scope_of(version.tenant, version.name))
-        created = version.upload_id == upload_id
-        return await self._make_visible(session, version, created, operation, intent) is not None
+        claim = Claim(version, version.upload_id == upload_id, exists=True)
+        finished = await self._make_visible(session, claim, operation, tags={}, recovering=intent)
+        return finished is not None
 
     async def _intended_version(
         self, session: UploadSession, intent: Intent
@@ -202,107 +227,84 @@ class Publisher:
     async def _make_visible(
         self,
         session: UploadSession,
-        version: VersionRecord,
-        created: bool,
+        claim: Claim,
         operation: str,
+        *,
+        tags: Mapping[str, Seen[TagRecord]],
+        after: asyncio.Task[None] | None = None,
         recovering: Intent | None = None,
     ) -> Finished | None:
         """Everything after the version record: visibility, tags, audit, index, acknowledgement.
 
+        Args:
+            after: done when the version is there.
+
         Returns None if the version was deleted in the meantime: the content needs a new number.
+
+        Raises: as `after`.
         """
-        items: list[Item] = []
-        adapter = await self._set_visibility(session, items)
-        failpoint("publish.visibility")
-        items.append(version_item(version, adapter))
-        # Either may come first: a publication without an acknowledgement is completed again.
-        moved, _ = await asyncio.gather(
-            self._move_tags(session, version, created, recovering),
-            self._note(session, version, created),
+        version, created = claim.version, claim.created
+        announcing = asyncio.create_task(self._announce(session, claim, after))
+        if session.options.visibility:
+            await announcing
+        after = None if after is None or after.done() else after
+        # Any may come first: a publication without an acknowledgement is completed again.
+        (adapter, items), moved, _ = await asyncio.gather(
+            announcing,
+            self.version_tags.move(session, claim, tags, after, recovering),
+            self._note(session, claim, after),
         )
         failpoint("publish.audit")
         now = await self.versions.read(version.tenant, version.name, version.version)
         if now is None or now.deleted:
             return None
         scope = scope_of(version.tenant, version.name)
-        await self.catalog.apply(scope, items + moved, operation=operation)
-        failpoint("publish.index")
+        indexing = self.catalog.apply(scope, items + moved, operation=operation)
         finished = Finished(version, adapter, created)
-        await self.uploads.finish(session, finished)
+        if session.in_one_call:
+            # From here on, the note of the operation is enough: only the index may be behind.
+            await asyncio.gather(indexing, self.uploads.drop_intent(session))
+            failpoint("publish.index")
+        else:
+            await indexing
+            failpoint("publish.index")
+            await self.uploads.finish(session, finished)
         UPLOADS.labels("created" if created else "unchanged").inc()
         return finished
 
-    async def _note(self, session: UploadSession, version: VersionRecord, created: bool) -> None:
+    async def _announce(
+        self, session: UploadSession, claim: Claim, after: asyncio.Task[None] | None
+    ) -> tuple[AdapterRecord | None, list[Item]]:
+        """Set the visibility, and bring an update of an adapter into the index before its tags are
+        on the disk: workers load it in the meantime for requests that follow one of them.
+
+        Returns the adapter's record and what the index is to have of adapter and version.
+        """
+        if after is not None:
+            await asyncio.shield(after)
+        version, items = claim.version, list[Item]()
+        adapter = await self._set_visibility(session, items)
+        failpoint("publish.visibility")
+        items.append(version_item(version, adapter))
+        if claim.created and version.version > 1 and not version.expires_s:
+            await self.catalog.apply(scope_of(version.tenant, version.name), items)
+            items = []
+        return adapter, items
+
+    async def _note(
+        self, session: UploadSession, claim: Claim, after: asyncio.Task[None] | None
+    ) -> None:
         """Write to the audit log. Ephemeral versions share entries."""
-        tenant, creator = version.tenant, session.creator
-        action = "version.publish" if created else "version.republish"
+        version, creator = claim.version, session.creator
+        tenant = version.tenant
+        action = "version.publish" if claim.created else "version.republish"
         if session.options.ttl_s:
             subject = f"{version.name}:v{version.version}@{version.digest}"
             return await self.audit.write_shared(creator, tenant, action, subject)
         details = {"tags": " ".join(session.options.tags), "base": version.base_id}
         if session.options.visibility:
             details["visibility"] = VISIBILITY_NAMES[session.options.visibility]
-        await self.audit.write_version(creator, action, version, **details)
-
-    async def _move_tags(
-        self,
-        session: UploadSession,
-        version: VersionRecord,
-        created: bool,
-        recovering: Intent | None,
-    ) -> list[Item]:
-        """Move or stage the tags of a publication; what of them the index is to have."""
-        items: list[Item] = []
-        for tag in session.options.tags:
-            if session.options.when_loaded_s:
-                await self._stage_tag(session, tag, version, recovering)
-            else:
-                record = await self._move_tag(session, tag, version, created, recovering)
-                if record is not None:
-                    items += await self.versions.items_of_tag(record, version.version)
-            failpoint("publish.tag")
-        return items
-
-    async def _move_tag(
-        self,
-        session: UploadSession,
-        tag: str,
-        version: VersionRecord,
-        created: bool,
-        recovering: Intent | None,
-    ) -> TagRecord | None:
-        target = TagTarget(version.version, version.digest)
-
-        def choose(current: TagRecord | None) -> Sequence[TagTarget] | None:
-            generation = current.generation if current is not None else 0
-            if recovering and recovering.tag_generations.get(tag, 0) != generation:
-                return None
-            if created and current is not None and _is_newer(current, version.version):
-                return None
-            return [target]
-
-        address = TagAddress(version.tenant, version.name, tag)
-        move_id = f"{session.upload_id}:v{version.version}"
-        is_new = created and version.version == 1 and recovering is None
-        return await self.tags.move(
-            address, choose, session.creator, move_id, durable=session.is_durable, is_new=is_new
-        )
-
-    async def _stage_tag(
-        self, session: UploadSession, tag: str, version: VersionRecord, recovering: Intent | None
-    ) -> None:
-        """Stage a tag until workers have loaded the version, unless the tag is deleted."""
-        address = TagAddress(version.tenant, version.name, tag)
-        if recovering is not None:
-            current = await self.tags.read(address)
-            generation = current.generation if current is not None else 0
-            if recovering.tag_generations.get(tag, 0) != generation:
-                return
-        target = TagTarget(version.version, version.digest)
-        with contextlib.suppress(AdapterNotFound):
-            await self.staging.begin(
-                address, [target], None, session.creator, session.options.when_loaded_s
-            )
+        await self.audit.write_version(creator, action, version, after=after, **details)
 
     async def _set_visibility(
         self, session: UploadSession, items: list[Item]
@@ -329,14 +331,3 @@ class Publisher:
             others = [each for each in versions if each.upload_id != session.upload_id]
             items.append(adapter_item(adapter, [each for each in others if not each.deleted]))
         return adapter
-
-
-def _is_newer(current: TagRecord, version: int) -> bool:
-    """Whether the publication of a newer version put the tag where it is.
-
-    Only in that case is not moving it equivalent to having moved it just before. A direct move may
-    have been made on the condition that the tag was not moved in between.
-    """
-    last = current.moves[-1]
-    target = last.targets[0].version if last.targets else 0
-    return target > version and last.move_id.endswith(f":v{target}")

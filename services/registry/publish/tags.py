@@ -10,7 +10,8 @@ from loraplex.api.registry import TagTarget
 from loraplex.errors import AdapterNotFound, Conflict, InvalidRequest
 from loraplex.refs import is_digest
 from loraplex_services.common import documents
-from loraplex_services.common.objects import ObjectStore
+from loraplex_services.common.documents import Seen
+from loraplex_services.common.objects import After, ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.audit import Audit
 from loraplex_services.registry.index.catalog import Catalog
@@ -59,6 +60,10 @@ class Tags:
         """A tag from the objects; deleted ones too."""
         return await documents.read(self.store, address.key, TagRecord)
 
+    async def look(self, address: TagAddress) -> Seen[TagRecord]:
+        """A tag from the objects, for a `move` that is to follow."""
+        return await documents.look(self.store, address.key, TagRecord)
+
     async def move(
         self,
         address: TagAddress,
@@ -67,12 +72,13 @@ class Tags:
         move_id: str,
         *,
         durable: bool = True,
-        is_new: bool = False,
+        seen: Seen[TagRecord] | None = None,
+        after: After = None,
     ) -> TagRecord | None:
         """Point a tag at the result of `choose(current)` (None = leave it), once per `move_id`.
 
-        Changes the object only: the caller updates the index. Returns the resulting tag. `durable`
-        as in `ObjectStore`, `is_new` as in `documents.change`.
+        Changes the object only: the caller updates the index. Returns the resulting tag. `durable`,
+        `seen` and `after` as in `documents.change`.
         """
 
         def step(current: TagRecord | None) -> TagRecord | None:
@@ -84,7 +90,7 @@ class Tags:
             return moved(address, current, tuple(targets), mover, move_id)
 
         return await documents.change(
-            self.store, address.key, TagRecord, step, durable=durable, is_new=is_new
+            self.store, address.key, TagRecord, step, durable=durable, seen=seen, after=after
         )
 
     async def set(

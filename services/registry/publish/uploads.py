@@ -17,9 +17,10 @@ from loraplex.adapter_format import TENSOR_FILE, File
 from loraplex.errors import InvalidRequest, NotFound, Violation
 from loraplex_services.common import documents
 from loraplex_services.common.documents import encode
-from loraplex_services.common.objects import ObjectStore, Segment
+from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.publish.failpoint import failpoint
+from loraplex_services.registry.publish.file_state import FileState, UploadPart, state_of
 from loraplex_services.registry.publish.part_writer import MAX_PART_BYTES, PartWriter, damaged
 from loraplex_services.registry.publish.scanning import ArrivingScan, Scans
 from loraplex_services.registry.records import AdapterRecord, SignatureRecord, VersionRecord, now_s
@@ -81,6 +82,13 @@ class UploadSession:
         return self.is_durable or not self.in_one_call
 
     @property
+    def intent_key(self) -> str:
+        """Key of the intent. That of an upload in one call needs no folder, whose name the disk
+        would have to have, too."""
+        key = layout.lone_intent if self.in_one_call else layout.upload_intent
+        return key(self.upload_id)
+
+    @property
     def is_durable(self) -> bool:
         """Whether its acknowledgement waits until the disk has everything."""
         return not self.options.ttl_s
@@ -118,45 +126,6 @@ class Refusal:
     """Why validation refused the bytes that were sent, kept for clients that ask again."""
 
     violations: tuple[Violation, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UploadPart:
-    """A stored range of bytes of one file."""
-
-    key: str
-    offset: int
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """How much of a file is stored."""
-
-    file: File
-    parts: tuple[UploadPart, ...]
-    """Parts that cover the committed bytes, in order; each may begin before the end of the last."""
-    committed_bytes: int
-
-    @property
-    def complete(self) -> bool:
-        return self.committed_bytes == self.file.size
-
-    def segments(self) -> list[Segment]:
-        """The committed bytes as segments of parts."""
-        segments, position = [], 0
-        for part in self.parts:
-            skip = position - part.offset
-            segments.append(Segment(part.key, skip, part.size - skip, whole=skip == 0))
-            position = part.offset + part.size
-        return segments
-
-    @property
-    def known_sha256(self) -> str:
-        """The sha256 of the content if one part holds all of it; else ""."""
-        single = len(self.parts) == 1 and self.parts[0].size == self.file.size
-        return self.parts[0].sha256 if single else ""
 
 
 class Uploads:
@@ -218,7 +187,7 @@ class Uploads:
             parts.setdefault(int(index), []).append(
                 UploadPart(info.key, int(offset), int(size), sha256)
             )
-        return [_covered(file, parts.get(index, [])) for index, file in enumerate(session.files)]
+        return [state_of(file, parts.get(index, [])) for index, file in enumerate(session.files)]
 
     async def receive(
         self,
@@ -283,29 +252,33 @@ class Uploads:
 
     async def intent(self, upload_id: str) -> Intent | None:
         """The last intent of the session, if there is one."""
-        return await documents.read(self._store, layout.upload_intent(upload_id), Intent)
+        for key in (layout.lone_intent(upload_id), layout.upload_intent(upload_id)):
+            intent = await documents.read(self._store, key, Intent)
+            if intent is not None:
+                return intent
+        return None
 
     async def intend(self, session: UploadSession, intent: Intent) -> None:
         """Record what is about to become visible, replacing an earlier intent."""
         if not session.has_intent:
             return
         held = replace(intent, session=session) if session.in_one_call else intent
-        await self._store.put(layout.upload_intent(session.upload_id), encode(held))
+        await self._store.put(session.intent_key, encode(held))
+
+    async def drop_intent(self, session: UploadSession) -> None:
+        """Remove all there is of an upload in one call whose tags have moved. If the client asks
+        again, the version has its content."""
+        if session.has_intent:
+            await self._store.delete(session.intent_key, durable=False)
+        failpoint("publish.finished")
 
     async def finish(self, session: UploadSession, finished: Finished) -> None:
-        """Record the acknowledgement and delete the parts. Of an upload in one call nothing is
-        left: if the client asks again, the version has its content."""
+        """Record the acknowledgement and delete the parts."""
         upload_id = session.upload_id
-        if session.in_one_call:
-            if session.has_intent:
-                await self._store.delete(layout.upload_intent(upload_id))
-            failpoint("publish.finished")
-            return
         await documents.create(self._store, layout.upload_finished(upload_id), finished)
         failpoint("publish.finished")
-        parts = [
-            info.key async for info in self._store.list_objects(layout.upload_parts(upload_id))
-        ]
+        prefix = layout.upload_parts(upload_id)
+        parts = [info.key async for info in self._store.list_objects(prefix)]
         await asyncio.gather(*map(self._store.delete, parts))
 
     async def refuse(self, session: UploadSession, violations: Sequence[Violation]) -> None:
@@ -340,6 +313,8 @@ class Uploads:
                 intended.add(upload_id)
             elif rest == "finished.json":
                 finished.add(upload_id)
+            elif not rest:
+                intended.add(upload_id.removesuffix(".json"))
         return sorted(intended - finished)
 
     async def _open_session(self, same: str, now_s: float) -> UploadSession | None:
@@ -358,20 +333,6 @@ def _scan_of(file: File) -> ArrivingScan | None:
     """A scan to feed while the file arrives, where it may arrive as one part."""
     one_part = file.path == TENSOR_FILE and file.size <= MAX_PART_BYTES
     return ArrivingScan(file.size) if one_part else None
-
-
-def _covered(file: File, parts: list[UploadPart]) -> FileState:
-    """Choose the parts that reach furthest from byte 0 on without a gap."""
-    chosen: list[UploadPart] = []
-    position = 0
-    while position < file.size:
-        reaching = [part for part in parts if part.offset <= position]
-        best = max(reaching, key=lambda part: part.offset + part.size, default=None)
-        if best is None or best.offset + best.size <= position:
-            break
-        chosen.append(best)
-        position = best.offset + best.size
-    return FileState(file, tuple(chosen), position)
 
 
 def fingerprint(options: Options, files: Sequence[File], creator: str) -> str:

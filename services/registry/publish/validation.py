@@ -1,4 +1,8 @@
-"""Validates adapters: small ones in a thread, large ones in shared processes."""
+"""Validates adapters: small ones in a thread, large ones in shared processes.
+
+Versions of one training run have the same config and header, so a result is kept under these for a
+while. Whoever is refused is validated anew.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from loraplex.adapter_format import Header, Report
+from loraplex.adapter_format import Geometry, Header, Report
 from loraplex.errors import InvalidAdapter, Violation
 from loraplex_services.common.limits import VALIDATIONS, PoolLimits
 from loraplex_services.common.processes.process_pool import JobFailed, ProcessPool
+from loraplex_services.common.recent import Recent
 from loraplex_services.registry.publish.validation_process import ValidationJob, ValidationOutcome
 
 SMALL_BYTES = 64 << 10
 """Config and header of up to 500 tensors take milliseconds."""
+_MAX_KEPT_BYTES = 32 << 20
+_OBJECTS_BYTES = 10
+"""Memory that a description takes for each byte of its header."""
 _MODULE = "loraplex_services.registry.publish.validation_process"
+
+
+_Key = tuple[bytes, bytes, tuple[tuple[str, int], ...], tuple[str, ...], tuple[int, ...]]
 
 
 class Validations:
@@ -26,6 +37,7 @@ class Validations:
         self._pool = ProcessPool(_MODULE, limits)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="validation")
         """Separate from the threads that read and write objects, which must not wait for these."""
+        self._kept: Recent[_Key, tuple[Geometry, Report, Header]] = Recent(_MAX_KEPT_BYTES)
 
     async def check(self, tenant: str, job: ValidationJob) -> tuple[Report, Header]:
         """A valid adapter's description and header.
@@ -38,8 +50,14 @@ class Validations:
             ResourceExhausted: the tenant has too many validations waiting.
         """
         loop = asyncio.get_running_loop()
-        if len(job.config_bytes) + len(job.header_bytes) <= SMALL_BYTES:
-            return await loop.run_in_executor(self._threads, job.run)
+        num_bytes = len(job.config_bytes) + len(job.header_bytes)
+        if num_bytes <= SMALL_BYTES:
+            kept = self._kept.get(key := _key_of(job))
+            if kept is not None and kept[0] is job.geometry:
+                return kept[1:]
+            valid = await loop.run_in_executor(self._threads, job.run)
+            self._kept.put(key, (job.geometry, *valid), _OBJECTS_BYTES * num_bytes)
+            return valid
         try:
             answer = await self._pool.ask(tenant, msgspec.msgpack.encode(job))
         except JobFailed as failed:
@@ -63,6 +81,14 @@ class Validations:
         return Violation.of(
             "adapter_model.safetensors", "header", f"{description}; it has too many tensors"
         )
+
+
+def _key_of(job: ValidationJob) -> _Key:
+    """What a valid adapter's description depends on beside the geometry. The content of its files
+    is not looked at."""
+    files = tuple((file.path, file.size) for file in job.files)
+    sizes = job.tensor_file_size, job.max_rank, job.strict, job.allow_missing
+    return job.config_bytes, job.header_bytes, files, job.base_names, sizes
 
 
 def _outcome(answer: bytes) -> ValidationOutcome:

@@ -8,6 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -85,6 +86,34 @@ async def test_blobs_wait_for_the_disk_only_for_versions_that_are_not_ephemeral(
     assert (lasting.version, lasting.digest) == (2, ephemeral.digest)
     assert [(root / key).stat().st_ino for key in keys] == inodes
     assert all(synced[inode] for inode in inodes)
+
+
+async def test_a_config_that_many_versions_share_is_read_and_synced_once(
+    served: ServedRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, wanted = served.registry.store, Counter[str]()
+    for operation in ("get_range", "make_durable"):
+        whole = getattr(store, operation)
+
+        async def counted(
+            key: str, *args: int, whole: Any = whole, operation: str = operation
+        ) -> Any:
+            wanted[operation] += 1
+            return await whole(key, *args)
+
+        monkeypatch.setattr(store, operation, counted)
+    versions = [await _send(served, _first(adapter_files(seed))) for seed in range(1, 5)]
+    assert [version.version for version in versions] == [1, 2, 3, 4]
+    assert wanted == {"get_range": 1, "make_durable": 1}
+
+
+async def test_a_config_whose_blob_is_gone_is_stored_again(served: ServedRegistry) -> None:
+    versions = [await _send(served, _first(adapter_files(seed))) for seed in (1, 2)]
+    [key] = {layout.blob(f.sha256) for v in versions for f in v.files if f.path == CONFIG}
+    await served.registry.store.delete(key)
+    await _send(served, _first(adapter_files(3)))
+    found = await served.registry.store.get_range(key, 0, 1 << 20)
+    assert found == adapter_files(3)[CONFIG]
 
 
 async def test_the_bytes_may_come_in_any_number_of_messages(served: ServedRegistry) -> None:

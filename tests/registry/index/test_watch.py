@@ -143,6 +143,29 @@ async def test_changes_arrive_in_order_and_none_is_left_out(registry: Registry) 
     assert mirror.known["sql:latest"] == [1]
 
 
+async def test_an_update_is_announced_while_its_tag_still_moves(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers load it in the meantime."""
+    await publish(registry, "sql", 1)
+    mirror = Mirror(watch(registry.catalog, ""))
+    await mirror.snapshot()
+    put, may_move = registry.store.put_if_match, asyncio.Event()
+
+    async def late(*args: Any, **options: Any) -> str:
+        await may_move.wait()
+        return await put(*args, **options)
+
+    monkeypatch.setattr(registry.store, "put_if_match", late)
+    publishing = asyncio.create_task(publish(registry, "sql", 2))
+    await mirror.until("sql:v2", PRIVATE)
+    assert mirror.known["sql:latest"] == [1]
+    assert not publishing.done()
+    may_move.set()
+    await mirror.until("sql:latest", [2])
+    await publishing
+
+
 async def test_a_token_resumes_after_exactly_what_was_handled(registry: Registry) -> None:
     mirror = Mirror(watch(registry.catalog, ""))
     await mirror.snapshot()

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from loraplex.adapter_format import File
 from loraplex.adapter_format.safetensors_header import MAX_TENSORS
 from loraplex.errors import InvalidAdapter
 from loraplex_services.common.limits import VALIDATIONS
@@ -54,6 +55,29 @@ async def test_a_process_finds_what_the_function_finds(validations: Validations)
     with pytest.raises(InvalidAdapter) as caught:
         await validations.check("acme", bad)
     assert caught.value.violations == tuple(alone.value.violations)
+
+
+async def test_what_is_valid_is_validated_once_for_a_config_and_header(
+    validations: Validations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, header = json.dumps(good_config()).encode(), tensor_file(good_tensors(), {})
+    names = {"adapter_config.json": len(config), "adapter_model.safetensors": len(header)}
+    files = tuple(File(name, size, 64 * "0") for name, size in names.items())
+    good = replace(job(header), config_bytes=config, files=files)
+    report, _ = await validations.check("acme", good)
+    monkeypatch.setattr(ValidationJob, "run", None)
+    others = tuple(replace(file, sha256=64 * "1") for file in files)
+    assert (await validations.check("globex", replace(good, files=others)))[0] is report
+    for other in (
+        replace(good, config_bytes=good.config_bytes + b" "),
+        replace(good, header_bytes=good.header_bytes + b" "),
+        replace(good, max_rank=128),
+        replace(good, strict=True),
+        replace(good, files=(*files, File("README.md", 1, 64 * "0"))),
+        replace(good, geometry=replace(good.geometry)),
+    ):
+        with pytest.raises(TypeError):
+            await validations.check("acme", other)
 
 
 async def test_large_headers_of_one_tenant_do_not_delay_the_validations_of_another(

@@ -1,0 +1,41 @@
+"""What a new version is numbered by."""
+
+from __future__ import annotations
+
+import pytest
+import redis.asyncio
+
+from loraplex_services.registry.assembly import Registry
+from loraplex_services.registry.index.catalog import PREFIX
+from tests.registry.house import publish
+
+OTHER = f"sha256:{64 * '0'}"
+
+
+async def test_the_index_knows_the_highest_number_and_the_first_version(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (1, 2, 3):
+        await publish(registry, "sql", seed)
+    await registry.deletion.version("default", "sql", 3, "tester", force=True, purge=False)
+    monkeypatch.setattr(registry.store, "list_objects", None)
+    last, records = await registry.versions.of_content("default", "sql", OTHER)
+    assert (last, [record.version for record in records]) == (3, [1])
+    assert await registry.versions.of_content("default", "new", OTHER) == (0, [])
+
+
+async def test_a_digest_that_a_version_has_is_looked_up_in_the_objects(registry: Registry) -> None:
+    versions = [(await publish(registry, "sql", seed)).version for seed in (1, 2, 3)]
+    last, records = await registry.versions.of_content("default", "sql", versions[1].digest)
+    assert (last, [record.version for record in records]) == (3, [1, 2, 3])
+
+
+async def test_an_index_that_lacks_a_number_is_not_believed(
+    registry: Registry, metadata_url: str
+) -> None:
+    for seed in (1, 2, 3):
+        await publish(registry, "sql", seed)
+    async with redis.asyncio.Redis.from_url(metadata_url) as client:
+        await client.hdel(f"{PREFIX}{await registry.catalog.epoch()}:a:default/sql", "v2")
+    last, records = await registry.versions.of_content("default", "sql", OTHER)
+    assert (last, [record.version for record in records]) == (3, [1, 2, 3])
