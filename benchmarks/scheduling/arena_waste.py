@@ -36,7 +36,7 @@ from benchmarks.llama import (
 from benchmarks.machine import write_results
 from loraplex.adapter_format.safetensors_header import encode_header
 from loraplex.cli.output import print_table
-from loraplex_services.worker.adapters.pack.contents import base_geometry, read_adapter
+from loraplex_services.worker.adapters.pack.contents import AdapterReader, base_geometry
 from loraplex_services.worker.adapters.pack.site_plan import ItemBytes, plan_sites
 from loraplex_services.worker.adapters.pack.tiles import TileLayout
 from loraplex_services.worker.cache.adapter_cache import AdapterCache
@@ -124,7 +124,7 @@ def adapters(
     made = []
     for rank in ranks:
         write_empty_adapter(root / f"rank-{rank}", shape, targets, rank)
-        modules = read_adapter(root / f"rank-{rank}", geometry, sites, max(ranks)).modules
+        modules = AdapterReader(geometry, sites, max(ranks)).read(root / f"rank-{rank}").modules
         plans = plan_sites(modules, sites, ItemBytes(lambda info, kind: HALF_BYTES, HALF_BYTES), {})
         matrices = [part.matrix for plan in plans for part in plan.parts]
         num_bytes = sum(m.num_rows * m.num_columns * m.itemsize for m in matrices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from loraplex.adapter_format.config import CONFIG_FILE
@@ -15,29 +16,49 @@ from loraplex.errors import InvalidAdapter, Violation
 from loraplex_services.worker.types.model_config import ModelConfig
 from loraplex_services.worker.types.sites import HEAD, SiteTable
 
+_KEPT, _SMALL_BYTES = 4, 256 << 10
+"""Descriptions that are kept, and the largest config and header of an adapter with one."""
 
-def read_adapter(folder: Path, geometry: Geometry, sites: SiteTable, max_rank: int) -> Report:
-    """What validation found: the modules that the adapter changes, each of which is in the base.
 
-    Raises:
-        InvalidAdapter: with every violation found.
-    """
-    tensor_file = folder / TENSOR_FILE
-    report = validate(
-        (folder / CONFIG_FILE).read_bytes(),
-        read_prefix(tensor_file),
-        tensor_file.stat().st_size,
-        files=(),
-        geometry=geometry,
-        max_rank=max_rank,
-        allow_missing=True,
-    )
-    unknown = [m.name for m in report.modules if m.name not in sites.modules]
-    if unknown:
-        raise InvalidAdapter.of(
-            [Violation.of(f"{TENSOR_FILE}:{n}", n, CANNOT_ADAPT) for n in unknown]
+class AdapterReader:
+    """Checks adapters for one base."""
+
+    def __init__(self, geometry: Geometry, sites: SiteTable, max_rank: int) -> None:
+        self._geometry = geometry
+        self._sites = sites
+        self._max_rank = max_rank
+        # Versions of one training run have the same config and header.
+        self._report = lru_cache(_KEPT)(self._validated)
+
+    def read(self, folder: Path) -> Report:
+        """What validation found: the modules that the adapter changes, each of which is in the
+        base.
+
+        Raises:
+            InvalidAdapter: with every violation found.
+        """
+        tensor_file = folder / TENSOR_FILE
+        config, prefix = (folder / CONFIG_FILE).read_bytes(), read_prefix(tensor_file)
+        is_small = len(config) + len(prefix) <= _SMALL_BYTES
+        report_of = self._report if is_small else self._validated
+        return report_of(config, prefix, tensor_file.stat().st_size)
+
+    def _validated(self, config: bytes, prefix: bytes, tensor_file_size: int) -> Report:
+        report = validate(
+            config,
+            prefix,
+            tensor_file_size,
+            files=(),
+            geometry=self._geometry,
+            max_rank=self._max_rank,
+            allow_missing=True,
         )
-    return report
+        unknown = [m.name for m in report.modules if m.name not in self._sites.modules]
+        if unknown:
+            raise InvalidAdapter.of(
+                [Violation.of(f"{TENSOR_FILE}:{n}", n, CANNOT_ADAPT) for n in unknown]
+            )
+        return report
 
 
 def weights_key(folder: Path, geometry: Geometry, quantization: str = "none") -> str:

@@ -19,7 +19,7 @@ from loraplex.adapter_format.geometry import Geometry
 from loraplex.adapter_format.report import AdapterModule, ExpertShare
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex.adapter_format.tasks import SEQ_CLS
-from loraplex_services.worker.adapters.pack.contents import read_adapter
+from loraplex_services.worker.adapters.pack.contents import AdapterReader
 from loraplex_services.worker.adapters.pack.image import PackedAdapter, image_path
 from loraplex_services.worker.adapters.pack.image_builder import ImageBuilder, Integers
 from loraplex_services.worker.adapters.pack.site_plan import (
@@ -74,7 +74,7 @@ class Packer:
     def __init__(
         self, geometry: Geometry, layout: AdapterLayout, base: BaseValues | None = None
     ) -> None:
-        self._geometry = geometry
+        self._reader = AdapterReader(geometry, layout.sites, layout.max_rank)
         self._layout = layout
         self._base = base
         self.fingerprint = layout.fingerprint
@@ -103,8 +103,8 @@ class Packer:
 
     def _pack(self, folder: Path, layouts: Sequence[AdapterLayout]) -> list[PackedAdapter]:
         """An image for each of the layouts; what the base decides is computed once."""
-        sites, max_rank = self._layout.sites, self._layout.max_rank
-        report = read_adapter(folder, self._geometry, sites, max_rank)
+        sites = self._layout.sites
+        report = self._reader.read(folder)
         modules = report.modules
         if self._base is None and any(_needs_base(m) for m in modules if not self._is_head(m)):
             raise NeedsBase
