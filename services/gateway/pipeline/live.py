@@ -1,7 +1,8 @@
 """The running requests of this gateway, and what changes them from outside: pauses and tag moves.
 
 A request that follows its tag continues with the new version as soon as the workers that run it
-have loaded that; until then it continues with the old one. Nothing else waits for the load."""
+have loaded that; until then it continues with the old one. Nothing else waits for the load. It
+begins when the version is published, while the registry still moves the tag."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from loraplex.api.request import UpdatePolicy
 from loraplex.errors import DeadlineExceeded, InvalidRequest, LoraplexError, ResourceExhausted
 from loraplex.refs import parse_ref
 from loraplex_services.common.limits import MAX_PAUSED_PER_TENANT
+from loraplex_services.common.recent import Recent
 from loraplex_services.common.shared_work import SharedWork
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.pipeline.held_prompts import HeldPrompts
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest, adapter_set, scaled
 from loraplex_services.gateway.registry.resolve import Resolver
-from loraplex_services.gateway.registry.snapshot import Adapter
+from loraplex_services.gateway.registry.snapshot import Adapter, Version
 from loraplex_services.gateway.request import GenerateCall, Target
 from loraplex_services.gateway.routing.steering import Steering
 
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 EVERYTHING: Adapter = ("", "")
 """The scope of a pause of all models."""
 LOAD_TIMEOUT_S = 60.0
+LOADED_S = 5.0
+"""How long a worker need not be asked again to load an adapter. If it has dropped it since, the
+request waits for it there like any other."""
+_MAX_LOADED = 1000
 SWITCHES_AT_ONCE = 16
 """Requests that begin to follow a moved tag before the event loop does other work."""
 
@@ -82,14 +88,21 @@ class LiveRequests:
         self._resolver = resolver
         self._workers = workers
         self._live: set[LiveRequest] = set()
+        self._following: set[LiveRequest] = set()
+        """Those of them that follow tags."""
         self._paused: dict[Adapter, PauseMode] = {}
         self._held_up: set[LiveRequest] = set()
         """Requests that wait for the end of a pause."""
         self._loads: SharedWork[tuple[str, str], None] = SharedWork()
         """Loads in progress, by worker and digest."""
+        self._loaded_s: Recent[tuple[str, str], float] = Recent(_MAX_LOADED)
+        """When loads ended, on the clock of the event loop."""
+        self._ahead: set[Adapter] = set()
+        """Adapters of which a version is being loaded before its tag moves."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._held = HeldPrompts() if limits_prompts else None
         resolver.on_moves = self._moved
+        resolver.on_versions = self._published
 
     def all(self) -> list[LiveRequest]:
         """The requests that wait for admission or run."""
@@ -113,11 +126,13 @@ class LiveRequests:
             await self._until_not_paused(live)
             self._live.add(live)
             if live.follows:  # Its tags may have moved since they were resolved.
+                self._following.add(live)
                 self._begin_to_switch([live])
             try:
                 yield live.steering
             finally:
                 self._live.discard(live)
+                self._following.discard(live)
                 live.ended.set()
 
     async def pause(self, scope: Adapter, mode: PauseMode) -> None:
@@ -166,13 +181,28 @@ class LiveRequests:
         finally:
             self._held_up.discard(live)
 
+    def _published(self, versions: Sequence[Version]) -> None:
+        """Load new versions of adapters whose tags are followed, where these requests run. Of one
+        adapter, only one at a time is loaded like this."""
+        for version in versions:
+            scope = version.tenant, version.name.lower()
+            addresses = {
+                address
+                for live in self._following
+                if scope in live.scopes and live.prepared.base.base_id == version.base_id
+                for address in live.steering.addresses
+            }
+            if addresses and scope not in self._ahead and not version.deleted:
+                self._ahead.add(scope)
+                self._run(self._load_ahead(scope, addresses, version.digest))
+
     def _moved(self, adapters: Collection[Adapter] | None) -> None:
         """Switch the requests that follow tags of these adapters, or of any if None."""
         self._begin_to_switch(
             [
                 live
-                for live in self._live
-                if live.follows and (adapters is None or not live.scopes.isdisjoint(adapters))
+                for live in self._following
+                if adapters is None or not live.scopes.isdisjoint(adapters)
             ]
         )
 
@@ -230,11 +260,21 @@ class LiveRequests:
         is_new = adapter_set(target) != live.steering.adapters
         return target if is_new and prepared.can_follow(target) else None
 
+    async def _load_ahead(self, scope: Adapter, addresses: Collection[str], digest: str) -> None:
+        try:
+            await asyncio.gather(*(self._load(address, digest) for address in addresses))
+        except LoraplexError as error:
+            logger.info("not loaded ahead of its tag", extra={"reason": error.reason})
+        finally:
+            self._ahead.discard(scope)
+
     async def _load(self, address: str, digest: str) -> None:
         """Load an adapter on a worker, once for all requests that wait for it."""
-        await self._loads.wait(
-            (address, digest), lambda: self._workers.load(address, digest, LOAD_TIMEOUT_S)
-        )
+        loop, key = asyncio.get_running_loop(), (address, digest)
+        if loop.time() - (self._loaded_s.get(key) or -LOADED_S) < LOADED_S:
+            return
+        await self._loads.wait(key, lambda: self._workers.load(address, digest, LOAD_TIMEOUT_S))
+        self._loaded_s.put(key, loop.time())
 
 
 def check_update_policy(call: GenerateCall, target: Target) -> None:

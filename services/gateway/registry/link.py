@@ -242,15 +242,24 @@ class _Watch:
             self._building = RegistrySnapshot()
         snapshot = self._building if self._building is not None else self._resolver.snapshot
         moved: set[Adapter] = set()
+        new: list[Version] = []
         for event in message.events:
-            _apply_event(snapshot, event)
-            if event.WhichOneof("change") == "tag":
+            kind = event.WhichOneof("change")
+            if kind == "version":
+                version = version_from_wire(event.version)
+                if snapshot.version(version.tenant, version.name, version.number) is None:
+                    new.append(version)
+                snapshot.put_version(version)
+            elif kind == "tag":
+                snapshot.put_tag(registry_wire.tag(event.tag))
                 moved.add((event.tag.tenant, event.tag.name.lower()))
         if message.snapshot_end and self._building is not None:
             self._resolver.snapshot, self._building = self._building, None
             self._resolver.on_moves(None)
-        elif moved and self._building is None:
-            self._resolver.on_moves(moved)
+        elif self._building is None:
+            self._resolver.on_versions(new)
+            if moved:
+                self._resolver.on_moves(moved)
         if self._building is None:
             self.resume_token = message.resume_token
 
@@ -262,11 +271,3 @@ class _Watch:
         """Drop a refused token; keep it if the registry was merely unavailable."""
         if after.reason != "UNAVAILABLE":
             self.resume_token = ""
-
-
-def _apply_event(snapshot: RegistrySnapshot, event: registry_pb2.AdapterEvent) -> None:
-    kind = event.WhichOneof("change")
-    if kind == "version":
-        snapshot.put_version(version_from_wire(event.version))
-    elif kind == "tag":
-        snapshot.put_tag(registry_wire.tag(event.tag))

@@ -7,7 +7,7 @@ before it counts as missing. While the registry is unavailable, the last snapsho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -51,6 +51,8 @@ class Resolver:
         self.snapshot = RegistrySnapshot()
         self.on_moves: Callable[[Collection[Adapter] | None], None] = lambda adapters: None
         """Called after tags moved, with their adapters; None = any may have moved."""
+        self.on_versions: Callable[[Sequence[Version]], None] = lambda versions: None
+        """Called with versions that were just published, before their tags move."""
 
     async def target(self, call: GenerateCall) -> Target:
         """The base and adapters of a call. Raises: NotFound, InvalidRequest, Unavailable."""

@@ -34,6 +34,7 @@ async def test_a_running_request_finishes_with_its_version_by_default(live: Stac
     choice = (await running).json()["choices"][0]
     assert check_labels(choice) == [1]
     assert len(choice["token_ids"]) == NUM_TOKENS
+    assert live.workers[0].loads == []
     choice = (await start(live)).json()["choices"][0]
     assert check_labels(choice) == [2]
 
@@ -68,6 +69,22 @@ async def test_a_request_that_follows_its_tag_switches_once_the_version_is_loade
         3 + len(second.output_ids) - 1,
         3 + len(third.output_ids) - 1,
     ]
+
+
+async def test_a_version_is_loaded_for_its_followers_before_its_tag_moves(live: Stack) -> None:
+    worker = live.workers[0]
+    worker.stands_at = NUM_TOKENS // 2
+    running = start(live, on_update="follow")
+    await until_running(live)
+    made = registry_pb2.AdapterEvent(version=live.registry.put("policy", 2, announce=False))
+    live.registry._announce(made)
+    await eventually(lambda: worker.loads == [digest_of("policy", 2)])
+    live.registry._announce(made)  # as if its labels changed
+    live.registry.tag("policy", "latest", {2: 1})
+    await eventually(lambda: len(worker.requests) == 2)
+    worker.stands_at = None
+    assert check_labels((await running).json()["choices"][0]) == [1, 2]
+    assert worker.loads == [digest_of("policy", 2)]
 
 
 @pytest.mark.hostile
@@ -141,7 +158,7 @@ async def test_a_version_whose_tokens_mean_something_else_is_not_followed(live: 
 
 
 async def test_a_version_that_cannot_be_loaded_is_not_followed(live: Stack) -> None:
-    live.workers[0].fail_loads = [DataLoss("damaged")]
+    live.workers[0].fail_loads = [DataLoss("damaged"), DataLoss("damaged")]
     running = start(live, on_update="follow")
     await until_running(live)
     live.registry.put("policy", 2)
