@@ -1,12 +1,15 @@
 """An adapter that is updated while it serves: publish to first token, and whether labels are true.
 
     python -m benchmarks run serving.live_updates [--updates 1000] [--clients 4] [--others 2]
+        [--model 135m --work-dir DIR] [--pause-s 0.01]
 
-The stack is `loraplex up` with the demo base in float32. One trainer publishes versions of one
-adapter from memory, each with weights of its own, and clients stream completions of it, half of
-them following the tag. Others use an adapter that does not change. Every answer is then scored
-again under each digest that it names: a token is mislabelled if the logprob that came with it is
-not the one of those weights. A control scores answers under another version.
+The stack is `loraplex up` with the demo base in float32, or with a base of 135M random weights,
+which is kept in DIR, and an adapter of rank 8 on its queries and values. One trainer publishes
+versions of one adapter from memory, each with weights of its own, and clients stream completions of
+it, half of them following the tag. Another process streams an adapter that does not change, as
+another tenant would, and notes the gaps between its tokens. After the last update, every answer is
+scored again under each digest that it names: a token is mislabelled if the logprob that came with
+it is not the one of those weights. A control scores answers under another version.
 """
 
 from __future__ import annotations
@@ -14,18 +17,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.cpu_model import SHAPES, make_base
+from benchmarks.llama import write_adapter
 from benchmarks.machine import write_results
 from benchmarks.measuring import p99
 from demo.stack import running_stack
@@ -33,11 +41,14 @@ from loraplex import InferenceClient, Publication, RegistryClient, Sampling
 from loraplex.client.generation import CompletionChunk
 
 DEMO = Path(__file__).parents[2] / "demo"
+ADAPTER = DEMO / "adapters" / "upper"
+LARGE = SHAPES["135m"]
 NAME, STEADY = "Policy", "steady"
 PROMPT = tuple(b"zamihi 19=")
 TOLERANCE = 1e-4
 NUM_TOKENS = 48
 NUM_CONTROLS = 20
+NUM_CHECKERS = 4
 MAX_TRIES = 5
 """Following requests for each one that is still running when the new version is there."""
 
@@ -45,9 +56,14 @@ MAX_TRIES = 5
 class Trainer:
     """Weights that change with every step."""
 
-    def __init__(self, skill: str = "upper", seed: int = 0, num_changed: int | None = None) -> None:
-        """`num_changed`: tensors that a step changes; None = all."""
-        folder = DEMO / "adapters" / skill
+    def __init__(
+        self, folder: Path = ADAPTER, seed: int = 0, num_changed: int | None = None
+    ) -> None:
+        """
+        Args:
+            folder: the adapter to begin with.
+            num_changed: tensors that a step changes; None = all.
+        """
         self._tensors = load_file(folder / "adapter_model.safetensors")
         self._config = json.loads((folder / "adapter_config.json").read_bytes())
         self._changed = list(self._tensors)[:num_changed]
@@ -89,6 +105,15 @@ class Tally:
     publish_s: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request got: tokens, logprobs, and the digest of the weights of each token."""
+
+    output: list[int]
+    logprobs: list[float]
+    labels: list[str]
+
+
 async def drive(
     grpc: str,
     registry_address: str,
@@ -97,33 +122,100 @@ async def drive(
     clients: int,
     others: int,
     still_s: float = 0.0,
+    pause_s: float = 0.01,
+    adapter: Path = ADAPTER,
 ) -> Tally:
-    """Serve for `still_s` seconds, then publish `updates` versions under the same load; check every
-    answer."""
-    tally, done = Tally(), asyncio.Event()
+    """Serve for `still_s` seconds, then publish `updates` versions under the same load, with a
+    pause after each; check every answer."""
+    tally, done, answers = Tally(), asyncio.Event(), list[Answer]()
     async with RegistryClient(registry_address) as registry, InferenceClient(grpc) as gateway:
-        trainer = Trainer()
+        trainer = Trainer(adapter)
         await trainer.publish(registry, STEADY)
-        first = await trainer.publish(registry, keep_versions=1000)
-        seen = [first]
+        seen = [await trainer.publish(registry)]
+        neighbour = Neighbour(grpc, others)
+        await neighbour.begin()
         tasks = [
-            asyncio.create_task(_client(gateway, tally, done, seen, index))
+            asyncio.create_task(_client(gateway, tally, done, answers, index))
             for index in range(clients)
-        ] + [asyncio.create_task(_steady(gateway, tally, done)) for _ in range(others)]
+        ]
+        times_s = [time.perf_counter()]
         await asyncio.sleep(still_s)
+        times_s.append(time.perf_counter())
         for _ in range(updates):
             begin_s = time.perf_counter()
             seen.append(await trainer.publish(registry, keep_versions=1000))
             tally.publish_s.append(time.perf_counter() - begin_s)
             tally.updates += 1
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(pause_s)
+        times_s.append(time.perf_counter())
         done.set()
+        gaps_s = await neighbour.end()
+        tally.still_gaps_s, tally.steady_gaps_s = (
+            [gap_s for at_s, gap_s in gaps_s if begin_s <= at_s < end_s]
+            for begin_s, end_s in pairwise(times_s)
+        )
         await asyncio.gather(*tasks)
+        shares = [answers[index::NUM_CHECKERS] for index in range(NUM_CHECKERS)]
+        await asyncio.gather(*(_check_all(gateway, share, tally, seen) for share in shares))
     return tally
 
 
+class Neighbour:
+    """The process of another tenant."""
+
+    def __init__(self, grpc: str, num_streams: int) -> None:
+        """Streams an adapter that does not change, `num_streams` at a time."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, other_end = context.Pipe()
+        arguments = grpc, num_streams, other_end
+        self._process = context.Process(target=_stream_until_told, args=arguments, daemon=True)
+
+    async def begin(self) -> None:
+        """Returns once it streams."""
+        self._process.start()
+        await asyncio.to_thread(self._connection.recv)
+
+    async def end(self) -> list[tuple[float, float]]:
+        """When each gap ended, in seconds of the clock that all processes share, and its length."""
+        self._connection.send(None)
+        gaps_s: list[tuple[float, float]] = await asyncio.to_thread(self._connection.recv)
+        self._process.join()
+        return gaps_s
+
+
+def _stream_until_told(grpc: str, num_streams: int, connection: Connection) -> None:
+    connection.send(asyncio.run(_gaps(grpc, num_streams, connection)))
+
+
+async def _gaps(grpc: str, num_streams: int, connection: Connection) -> list[tuple[float, float]]:
+    gaps_s: list[tuple[float, float]] = []
+    done = asyncio.Event()
+    async with InferenceClient(grpc) as gateway:
+        streams = [_steady(gateway, gaps_s, done) for _ in range(num_streams)]
+        tasks = [asyncio.create_task(stream) for stream in streams]
+        connection.send(None)
+        await asyncio.to_thread(connection.recv)
+        done.set()
+        await asyncio.gather(*tasks)
+    return gaps_s
+
+
+async def _steady(
+    gateway: InferenceClient, gaps_s: list[tuple[float, float]], done: asyncio.Event
+) -> None:
+    """One stream after another."""
+    sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
+    while not done.is_set():
+        last_s = 0.0
+        async for _ in gateway.generate(STEADY, PROMPT, sampling):
+            now_s = time.perf_counter()
+            if last_s:
+                gaps_s.append((now_s, now_s - last_s))
+            last_s = now_s
+
+
 async def _client(
-    gateway: InferenceClient, tally: Tally, done: asyncio.Event, seen: list[str], index: int
+    gateway: InferenceClient, tally: Tally, done: asyncio.Event, answers: list[Answer], index: int
 ) -> None:
     """One request after another; odd clients follow the tag."""
     policy = "follow" if index % 2 else "finish"
@@ -135,33 +227,42 @@ async def _client(
         )
         try:
             stream = gateway.generate(NAME, PROMPT, sampling, on_update=policy)
-            chunks = [chunk async for chunk in stream]
-            await _check(gateway, chunks, tally, seen)
+            answers.append(_answer([chunk async for chunk in stream]))
             tally.requests += 1
         except Exception as error:
             print(f"failed: {error}")
             tally.failed += 1
 
 
-async def _check(
-    gateway: InferenceClient, chunks: list[CompletionChunk], tally: Tally, seen: list[str]
-) -> None:
-    """Compare the logprobs of an answer with those of the weights that it names."""
+def _answer(chunks: list[CompletionChunk]) -> Answer:
     output = [token_id for chunk in chunks for token_id in chunk.token_ids]
-    given = [entry.logprob for chunk in chunks for entry in chunk.logprobs]
+    logprobs = [entry.logprob for chunk in chunks for entry in chunk.logprobs]
     labels = [chunk.digests[0] for chunk in chunks for _ in chunk.token_ids]
-    assert len(output) == len(given) == NUM_TOKENS, "tokens are missing"
+    assert len(output) == len(logprobs) == NUM_TOKENS, "tokens are missing"
+    return Answer(output, logprobs, labels)
+
+
+async def _check_all(
+    gateway: InferenceClient, answers: list[Answer], tally: Tally, seen: list[str]
+) -> None:
+    for answer in answers:
+        await _check(gateway, answer, tally, seen)
+
+
+async def _check(gateway: InferenceClient, answer: Answer, tally: Tally, seen: list[str]) -> None:
+    """Compare the logprobs of an answer with those of the weights that it names."""
+    output, labels = answer.output, answer.labels
     tally.switched += len(set(labels)) > 1
     scores = {digest: await _score(gateway, digest, output) for digest in set(labels)}
-    for position, (digest, logprob) in enumerate(zip(labels, given, strict=True)):
+    for position, (digest, logprob) in enumerate(zip(labels, answer.logprobs, strict=True)):
         tally.tokens += 1
         tally.mislabelled += abs(scores[digest][position] - logprob) > TOLERANCE
         tally.bit_equal += scores[digest][position] == logprob
     if tally.controls < NUM_CONTROLS:
         for other in [digest for digest in seen if digest not in labels][-1:]:
-            wrong = await _score(gateway, other, output)
-            differences = [abs(a - b) for a, b in zip(wrong, given, strict=True)]
             tally.controls += 1
+            wrong = await _score(gateway, other, output)
+            differences = [abs(a - b) for a, b in zip(wrong, answer.logprobs, strict=True)]
             tally.controls_told_apart += max(differences) > TOLERANCE
 
 
@@ -175,26 +276,15 @@ async def _score(gateway: InferenceClient, digest: str, output: list[int]) -> li
     return [entry.logprob for entry in entries[-len(output) :] if entry is not None]
 
 
-async def _steady(gateway: InferenceClient, tally: Tally, done: asyncio.Event) -> None:
-    """Another tenant's stream: the gaps between its tokens."""
-    sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
-    while not done.is_set():
-        last_s = 0.0
-        async for _ in gateway.generate(STEADY, PROMPT, sampling):
-            now_s = time.perf_counter()
-            if last_s:
-                gaps_s = tally.steady_gaps_s if tally.updates else tally.still_gaps_s
-                gaps_s.append(now_s - last_s)
-            last_s = now_s
-
-
-async def first_tokens(grpc: str, registry_address: str, rounds: int) -> dict[str, list[float]]:
+async def first_tokens(
+    grpc: str, registry_address: str, rounds: int, adapter: Path = ADAPTER
+) -> dict[str, list[float]]:
     """Milliseconds from the call of `publish` to the first token of the new weights: of a request
     that is sent after it, and of one that runs and follows the tag."""
     new_ms: list[float] = []
     follow_ms: list[float] = []
     async with RegistryClient(registry_address) as registry, InferenceClient(grpc) as gateway:
-        trainer = Trainer(seed=1)
+        trainer = Trainer(adapter, seed=1)
         await trainer.publish(registry)
         for _ in range(rounds):
             begin_s = time.perf_counter()
@@ -241,6 +331,13 @@ def summary(values: list[float]) -> Mapping[str, float]:
     return {"p50": round(statistics.median(values), 2), "p99": round(p99(values), 2)}
 
 
+def _large(root: Path) -> tuple[Path, Path]:
+    """The base of 135M weights, and an adapter for it that is sent in one call."""
+    folder, targets = root / f"{LARGE.name}-lora-q-v", ("q_proj", "v_proj")
+    adapter = write_adapter(LARGE, folder, 8, torch.bfloat16, seed=0, targets=targets)
+    return make_base(LARGE, root), adapter
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -249,13 +346,19 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--still-s", type=float, default=20.0, help="seconds without updates")
+    parser.add_argument("--pause-s", type=float, default=0.01, help="seconds after each update")
+    parser.add_argument("--model", choices=("demo", LARGE.name), default="demo")
+    parser.add_argument("--work-dir", type=Path, help=f"keep the base of {LARGE.name} here")
     args = parser.parse_args()
-    settings = {"LORAPLEX_DTYPE": "float32", "LORAPLEX_KV_MEMORY": "256MiB"}
+    base, adapter, dtype = DEMO / "base", ADAPTER, "float32"
+    if args.model != "demo":
+        base, adapter, dtype = *_large(args.work_dir), "auto"
+    settings = {"LORAPLEX_DTYPE": dtype, "LORAPLEX_KV_MEMORY": "256MiB"}
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_stack(DEMO / "base", "demo", Path(folder), settings) as stack,
+        running_stack(base, args.model, Path(folder), settings) as stack,
     ):
-        latencies = asyncio.run(first_tokens(stack.grpc, stack.registry, args.rounds))
+        latencies = asyncio.run(first_tokens(stack.grpc, stack.registry, args.rounds, adapter))
         tally = asyncio.run(
             drive(
                 stack.grpc,
@@ -264,11 +367,13 @@ def main() -> None:
                 clients=args.clients,
                 others=args.others,
                 still_s=args.still_s,
+                pause_s=args.pause_s,
+                adapter=adapter,
             )
         )
     tenth = max(1, len(tally.publish_s) // 10)
     result = {
-        "options": vars(args),
+        "options": {key: value for key, value in vars(args).items() if key != "work_dir"},
         **{name: summary(values) for name, values in latencies.items()},
         "publish_under_load_ms": summary([1e3 * each for each in tally.publish_s]),
         "publish_first_tenth_ms": summary([1e3 * each for each in tally.publish_s[:tenth]]),
@@ -284,7 +389,7 @@ def main() -> None:
         },
     }
     print(json.dumps(result, indent=1))
-    write_results("live_updates", result)
+    write_results("live_updates" + ("" if args.model == "demo" else f"_{args.model}"), result)
 
 
 if __name__ == "__main__":
