@@ -1,9 +1,10 @@
 """The clients of trainers, unmodified, against a running stack.
 
 They do not install beside our tests, so each runs in an environment of its own, whose Python is in
-SKYRL_PYTHON, TRL_PYTHON or VERIFIERS_PYTHON. SkyRL needs Python 3.12. Without `--no-deps`, it also
-installs what its servers need. TRL does not start without the package of vLLM; what is called of it
-needs no GPU.
+SKYRL_PYTHON, TRL_PYTHON, VERIFIERS_PYTHON, PRIME_RL_PYTHON or VERL_PYTHON. SkyRL and prime-rl need
+Python 3.12. Without `--no-deps`, SkyRL, prime-rl and verl also install what their servers need. TRL
+and prime-rl use types of vLLM's package; what is called of it needs no GPU. prime-rl is installed
+from a clone of its repository, here at 559b4477.
 
     pip install --no-deps skyrl==0.4.0
     pip install aiohttp orjson pybase64 cloudpathlib transformers peft torch omegaconf hydra-core
@@ -12,12 +13,19 @@ needs no GPU.
     pip install trl==1.16.0 vllm==0.32.0 peft aiohttp
 
     pip install verifiers==0.4.0 renderers
+
+    pip install --no-deps CLONE/packages/prime-rl-configs CLONE
+    pip install verifiers==0.4.0 renderers prime-pydantic-config tenacity loguru vllm==0.26.0
+
+    pip install --no-deps verl==0.9.1
+    pip install ray aiohttp openai hydra-core codetiming dill 'tensordict<=0.10' transformers pandas
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,13 +48,12 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not python_with(name), reason=why)
 
 
-def run(name: str, *args: str) -> dict[str, Any]:
+def run(name: str, *args: str) -> Any:
     """What a client's script prints last."""
     command = [python_with(name), str(Path(__file__).parent / f"{name}_client.py"), *args]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=DEMO)
     assert ran.returncode == 0, ran.stderr
-    done: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return done
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 @needs("skyrl")
@@ -90,3 +97,18 @@ def test_the_client_of_prime_rl_samples(stack: Stack) -> None:
     assert done["content"] == "QOHA 688"
     assert done["finish_reason"] == "stop"
     assert len(done["logprobs"]) == len(done["completion_ids"]) == len("QOHA 688") + 1
+
+
+@needs("prime_rl")
+def test_prime_rl_updates_and_scores(own_stack: Stack, tmp_path: Path) -> None:
+    folders = [shutil.copytree(DEMO / "adapters" / n, tmp_path / n) for n in ("upper", "reverse")]
+    upper, reverse = run("prime_rl", own_stack.http, *map(str, folders))
+    num_prompt_tokens = 1 + len("qoha 688=")
+    assert upper[0] == 0.0
+    assert len(upper) == len(reverse) == num_prompt_tokens + len("QOHA 688")
+    assert sum(upper[num_prompt_tokens:]) > -1.0 > -10.0 > sum(reverse[num_prompt_tokens:])
+
+
+@needs("verl")
+def test_the_requests_of_verl_s_generation_are_answered(stack: Stack) -> None:
+    assert run("verl", stack.http, "upper") == ["QOHA 688"] * 2 + ["ZAMIHI 19"] * 2
