@@ -302,7 +302,7 @@ class Engine:
         True if an adapter may have arrived."""
         num_changes = self.cache.num_changes
         self._carry_out(now)
-        num_wanted = self.scheduler.num_awaiting_copies
+        num_wanted = len(self.scheduler.awaiting_copies)
         if self._loads.await_copies(num_rows, num_wanted, self._stats.step_s):
             self._collect(now)
         return self.cache.num_changes > num_changes

@@ -87,8 +87,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.is_full = False
         """True if memory or the step's token budget kept a request waiting in the last walk."""
-        self.num_awaiting_copies = 0
-        """Number of requests in the last walk that lacked nothing but their adapters."""
+        self.awaiting_copies: list[Request] = []
+        """Requests of the last walk that lacked nothing but their adapters, in its order."""
 
     @property
     def waiting(self) -> Collection[Request]:
@@ -273,7 +273,7 @@ class Scheduler:
         after `REWALK_S`.
         """
         if not self._waiting and not self._cache.has_prefetches:
-            self.is_full, self.num_awaiting_copies, self._reclaimer.spared = False, 0, ()
+            self.is_full, self.awaiting_copies, self._reclaimer.spared = False, [], ()
             return []
         state = self._num_changes + self._cache.num_changes
         if self._idle_walk is not None:
@@ -288,7 +288,7 @@ class Scheduler:
     def _walk(self, now: float, budget: int) -> tuple[list[PlannedRow], bool]:
         """Returns the rows of requests that start, and whether the next walk may start more even if
         nothing changes in between."""
-        self.is_full, self.num_awaiting_copies = False, 0
+        self.is_full, self.awaiting_copies = False, []
         walk = self._waiting.walk(self._cluster(now))
         queue_pass = QueuePass(walk, budget, self.budget.max_prompt_tokens())
         while (request := next(queue_pass.walk, None)) is not None:
@@ -327,7 +327,7 @@ class Scheduler:
             return False
         queue_pass.ahead.update(dict.fromkeys(digests))
         if not is_ready:
-            self.num_awaiting_copies += 1
+            self.awaiting_copies.append(request)
             queue_pass.loads_began(self._cache.load(digests, queue_pass.ahead, now))
         else:
             if request.adapters_ready_s is None:

@@ -165,7 +165,7 @@ def test_running_requests_lose_nothing_to_adapters_that_load_ahead(
 
 def step_safely(stage: Stage, last: StepPlan) -> StepPlan:
     """One step after `last`; fails if it cost something that it should not have."""
-    is_ahead = bool(stage.copies) and not stage.scheduler.num_awaiting_copies
+    is_ahead = bool(stage.copies) and not stage.scheduler.awaiting_copies
     ended = set(stage.finished)
     num_preemptions = stage.scheduler.num_preemptions
     plan = stage.step()
