@@ -16,7 +16,7 @@ from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.own_rope import BaseRopes
-from loraplex_services.worker.types.runner_protocol import Copied, DoneStep, ModelInfo
+from loraplex_services.worker.types.runner_protocol import Copied, ModelInfo
 from loraplex_services.worker.types.sites import SiteTable
 from loraplex_services.worker.types.step_plan import PlannedRow, Sampled, SampledRow, StepPlan
 
@@ -78,14 +78,41 @@ class SimulatedCopy:
         """Nothing sleeps here that would have to be woken."""
 
 
-class TimedRunner:
-    """The `Runner` of a simulated worker: steps move the clock by their cost; copies overlap."""
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A step that ends at a time of the virtual clock."""
 
-    overlaps = False
+    rows: list[SampledRow]
+    end_s: float
+    clock: VirtualClock
+
+    def choose_tokens(self) -> None:
+        """Does nothing: the tokens are chosen."""
+
+    def result(self) -> list[SampledRow]:
+        """Lets time pass until the step ends."""
+        self.clock.advance_to(self.end_s)
+        return self.rows
+
+
+class TimedRunner:
+    """The `Runner` of a simulated worker: steps take the time that they cost, one after another;
+    copies run at the same time."""
+
     stall_s = 0.0
     state_blocks = 0
 
-    def __init__(self, costs: Costs, arena_bytes: int, clock: VirtualClock, seed: int = 0) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        arena_bytes: int,
+        clock: VirtualClock,
+        seed: int = 0,
+        *,
+        overlaps: bool = False,
+    ) -> None:
+        """`overlaps`: a step is launched while the one before runs, and begins when that ends."""
+        self.overlaps = overlaps
         self.arena_blocks = max(1, arena_bytes // costs.block_bytes)
         self.block_bytes = costs.block_bytes
         self._page_bytes = costs.page_bytes
@@ -139,20 +166,21 @@ class TimedRunner:
         """Takes no time."""
         del self._slot_bytes[slot]
 
-    def launch(self, plan: StepPlan) -> DoneStep:
-        """Takes the time of the step."""
+    def launch(self, plan: StepPlan) -> SimulatedStep:
+        """Begins when the step before has ended."""
+        begin_s = max(self._clock.now_s, self._step_end_s)
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         step_s = self._costs.step(
-            idle=self._clock.now_s > self._step_end_s,
+            idle=begin_s > self._step_end_s,
             num_rows=len(plan.rows),
             num_prompts=sum(row.is_context and not row.drafts for row in plan.rows),
             num_tokens=plan.num_tokens,
             kv_tokens=sum(row.start + row.num_tokens for row in plan.rows),
             adapter_bytes=sum(self._slot_bytes[slot] for slot in slots),
         )
-        self._clock.advance(step_s * self._costs.spread(self._rng))
-        self._step_end_s = self._clock.now_s
-        return DoneStep([self._sampled(row) for row in plan.rows])
+        self._step_end_s = begin_s + step_s * self._costs.spread(self._rng)
+        rows = [self._sampled(row) for row in plan.rows]
+        return SimulatedStep(rows, self._step_end_s, self._clock)
 
     def _sampled(self, row: PlannedRow) -> SampledRow:
         if not row.needs_logits:

@@ -43,6 +43,8 @@ class SimulatedFleet:
     admission: AdmissionLimits | None = None
     """Limits of each gateway; None = no gateway: requests queue at the workers."""
     num_gateways: int = 1
+    overlaps: bool = False
+    """Workers plan a step while the one before runs, as on GPUs."""
     newest_first: bool = False
     """Last come, first served, as a baseline: requests are numbered by priority."""
 
@@ -54,10 +56,6 @@ class Tally:
     steps: int = 0
     loads: int = 0
     preemptions: int = 0
-    idle_row_s: float = 0.0
-    """Slot seconds that were idle because adapters were being copied."""
-    new_idle_s: float = 0.0
-    """The part of requests that came while the batch was not full."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,12 +105,14 @@ class Simulation:
         self._fleet = fleet
         self._digests = [_digest(index) for index in range(len(ranks))]
         self._ranks = dict(zip(self._digests, ranks, strict=True))
-        self._workers = [
-            SimulatedWorker(i, fleet.costs, fleet.engine, on_disk=fleet.on_disk)
+        self.workers = [
+            SimulatedWorker(
+                i, fleet.costs, fleet.engine, on_disk=fleet.on_disk, overlaps=fleet.overlaps
+            )
             for i in range(fleet.num_workers)
         ]
         self._gateways = [
-            SimulatedGateway(self._workers, fleet.admission) for _ in range(fleet.num_gateways)
+            SimulatedGateway(self.workers, fleet.admission) for _ in range(fleet.num_gateways)
         ]
         self._flights: dict[str, _Flight] = {}
         self._outcomes: dict[int, RequestOutcome] = {}
@@ -131,12 +131,10 @@ class Simulation:
             self._loop = loop
             runner.run(self._play(trace))
         assert not self._flights, "requests left over"
-        for worker in self._workers:
+        for worker in self.workers:
             worker.engine.check_integrity()
-        self.tally.steps = sum(w.view().load.steps for w in self._workers)
-        self.tally.preemptions = sum(w.engine.scheduler.num_preemptions for w in self._workers)
-        self.tally.idle_row_s = sum(worker.idle_row_s for worker in self._workers)
-        self.tally.new_idle_s = sum(worker.new_idle_s for worker in self._workers)
+        self.tally.steps = sum(w.view().load.steps for w in self.workers)
+        self.tally.preemptions = sum(w.engine.scheduler.num_preemptions for w in self.workers)
         return [self._outcomes[number] for number in range(len(trace))]
 
     async def _play(self, trace: Sequence[TracedRequest]) -> None:
@@ -212,7 +210,7 @@ class Simulation:
                 self._wake_at(moment_s)
                 return
             heapq.heappop(self._events)
-            worker = self._workers[index]
+            worker = self.workers[index]
             if moment_s == worker.next_event_s:  # else another event of this worker came first
                 if (output := worker.advance()) is not None:
                     self._take_in(output, moment_s)

@@ -40,16 +40,29 @@ class EveryAdapter(dict[str, AdapterResidency]):
 class SimulatedWorker:
     """An engine, its clock, and what its API server would do: fetch adapters, deliver commands."""
 
-    def __init__(self, index: int, costs: Costs, config: EngineConfig, *, on_disk: bool) -> None:
-        """`on_disk`: every adapter is already on the worker's disk, and nothing is fetched."""
+    def __init__(
+        self,
+        index: int,
+        costs: Costs,
+        config: EngineConfig,
+        *,
+        on_disk: bool,
+        overlaps: bool = False,
+    ) -> None:
+        """
+        Args:
+            on_disk: every adapter is already on the worker's disk, and nothing is fetched.
+            overlaps: as in `TimedRunner`.
+        """
         self.index = index
         self.worker_id = f"worker-{index}"
         self._costs = costs
         self._on_disk = on_disk
         self.clock = VirtualClock()
-        self._runner = TimedRunner(costs, config.arena_bytes, self.clock, seed=index)
+        self._runner = TimedRunner(
+            costs, config.arena_bytes, self.clock, seed=index, overlaps=overlaps
+        )
         self.engine = Engine(self._runner, config, self.clock)
-        self._max_running = config.max_num_seqs
         self._inbox: list[tuple[float, int, Command]] = []
         self._order = itertools.count()
         self._fetched: set[str] = set()
@@ -67,12 +80,6 @@ class SimulatedWorker:
         self._output: StepOutput | None = None
         """Output of the current step."""
         self._view: WorkerView | None = None
-        self.idle_row_s = 0.0
-        """Over all slots: how long one was free for a request that waited for a copy."""
-        self.new_idle_s = 0.0
-        """The part for requests that came after the batch was last full: there was no time at
-        which their copies could have begun before they could have started."""
-        self._full_s = -math.inf
 
     def submit(self, moment_s: float, command: Submit, ranks: dict[str, int]) -> None:
         """Deliver a request at `moment_s`, fetching what adapters it needs (rank by digest)."""
@@ -125,30 +132,14 @@ class SimulatedWorker:
 
     def _step(self, now_s: float) -> StepOutput:
         """Run one step; its output belongs to the time of the clock afterwards."""
-        self._count_idle_rows(now_s - self.clock.now_s)
         self.clock.advance_to(now_s)
         commands: list[Command] = []
         while self._inbox and self._inbox[0][0] <= now_s:
             commands.append(heapq.heappop(self._inbox)[2])
-        begin_s = self.clock.now_s
         output = self.engine.step(commands)
-        self._count_idle_rows(self.clock.now_s - begin_s)
         self._stalls = 0 if commands or output.tokens or output.failures else self._stalls + 1
         assert self._stalls < DEADLOCK_STALLS, "requests wait for something that never comes"
         return output
-
-    def _count_idle_rows(self, elapsed_s: float) -> None:
-        scheduler = self.engine.scheduler
-        num_free = self._max_running - scheduler.num_running
-        if scheduler.is_full:  # memory holds for one of them at least
-            num_free = min(num_free, 1)
-        if scheduler.is_full or not num_free:
-            self._full_s = self.clock.now_s
-        num_idle = min(num_free, scheduler.num_awaiting_copies)
-        if num_idle and elapsed_s > 0.0:
-            num_new = sum(request.arrival_s > self._full_s for request in scheduler.waiting)
-            self.idle_row_s += num_idle * elapsed_s
-            self.new_idle_s += min(num_idle, num_new) * elapsed_s
 
     def _take_in(self, output: StepOutput) -> None:
         """What a gateway hears of a step."""

@@ -61,6 +61,30 @@ def test_time_outside_the_worker_is_added_and_passes_before_a_slot_is_free_again
     assert first.end_s < second.end_s < 2 * first.end_s
 
 
+def test_steps_that_overlap_are_launched_before_the_last_one_ends() -> None:
+    """A request that comes during a step joins the step after the next one, or the next one if
+    steps follow each other."""
+    trace = [TracedRequest(0.0, None, 20, 8), TracedRequest(0.035, None, 20, 1)]
+    for overlaps, first_token_s in ((False, 0.041 + 0.031), (True, 0.052 + 0.031)):
+        first, second = Simulation(fleet(overlaps=overlaps), []).run(trace)
+        assert first.end_s == pytest.approx(8 * 0.010 + (20 + 7 + 20) * 0.001)
+        assert second.first_token_s == pytest.approx(first_token_s)
+
+
+def test_a_copy_that_is_shorter_than_half_a_step_delays_no_request_if_steps_overlap() -> None:
+    trace = [TracedRequest(0.0, None, 20, 8), TracedRequest(0.035, 0, 20, 1)]
+    waits_s = {}
+    for overlaps in (False, True):
+        for adapter in (None, 0):
+            requests = [trace[0], replace(trace[1], adapter=adapter)]
+            costs = replace(COSTS, load_s=0.004)
+            simulated = fleet(costs=costs, on_disk=True, overlaps=overlaps)
+            _, second = Simulation(simulated, [8]).run(requests)
+            waits_s[overlaps, adapter] = second.first_token_latency_s
+    assert waits_s[True, 0] == pytest.approx(waits_s[True, None])
+    assert waits_s[False, 0] > waits_s[False, None] + 0.003
+
+
 def test_the_gateway_keeps_requests_back_and_refuses_those_beyond_its_queue() -> None:
     trace = [TracedRequest(0.0, None, 20, 2)] * 3
     narrow = fleet(admission=AdmissionLimits(max_running=1, max_waiting=1))

@@ -6,8 +6,6 @@ compute with an adapter that has not been entered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +23,6 @@ from loraplex_services.worker.types.messages import (
     UnloadAdapter,
     Unpin,
 )
-from loraplex_services.worker.types.step_plan import SampledRow, StepPlan
 from tests.worker.commands import make_config, make_submit
 
 BLOCK_BYTES, NUM_BLOCKS = 64, 40
@@ -64,44 +61,14 @@ ACTIONS = st.one_of(
 )
 
 
-@dataclass
-class StepUnderWay:
-    """Ends at `end_s`, whoever waits for it."""
-
-    rows: list[SampledRow]
-    end_s: float
-    clock: VirtualClock
-
-    def choose_tokens(self) -> None:
-        """They are chosen."""
-
-    def result(self) -> list[SampledRow]:
-        self.clock.advance_to(self.end_s)
-        return self.rows
-
-
-class OverlappingRunner(TimedRunner):
-    """Steps run one after another alongside their caller."""
-
-    overlaps = True
-    free_s = 0.0
-
-    def launch(self, plan: StepPlan) -> StepUnderWay:
-        begin_s = self._clock.now_s
-        rows = super().launch(plan).result()
-        elapsed_s, self._clock.now_s = self._clock.now_s - begin_s, begin_s
-        self.free_s = max(self.free_s, begin_s) + elapsed_s
-        return StepUnderWay(rows, self.free_s, self._clock)
-
-
 class Stage:
     """Adapters lie on disk from the moment they are asked for, as in a worker."""
 
     def __init__(self, load_s: float, overlaps: bool = False) -> None:
         self.clock = VirtualClock()
         costs = {name: getattr(COSTS, name) for name in COSTS.__slots__} | {"load_s": load_s}
-        make = OverlappingRunner if overlaps else TimedRunner
-        self.runner = make(Costs(**costs), NUM_BLOCKS * BLOCK_BYTES, self.clock)
+        arena_bytes = NUM_BLOCKS * BLOCK_BYTES
+        self.runner = TimedRunner(Costs(**costs), arena_bytes, self.clock, overlaps=overlaps)
         config = make_config(max_resident=5, max_num_batched_tokens=16, max_num_seqs=4)
         self.engine = Engine(self.runner, config, self.clock)
         self.live: dict[str, tuple[str, ...]] = {}
