@@ -13,6 +13,8 @@ from typing import Any
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 """Where results are written: the published ones, unless the environment names another folder."""
+SIMULATED = "simulated"
+"""Folder of results that do not depend on the machine."""
 
 _ISA = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "sha_ni", "asimd", "bf16", "sha2")
 
@@ -42,9 +44,11 @@ def machine_kind(facts: dict[str, Any]) -> str:
 
 
 def write_results(name: str, results: dict[str, Any]) -> Path:
-    """Write `results/<machine kind>/<name>.json`; returns its path."""
+    """Write `results/<machine kind>/<name>.json`; returns its path. Results that say that they are
+    simulated are the same on all machines and go to `results/simulated`."""
     facts = cpu_facts()
-    path = RESULTS / machine_kind(facts) / f"{name}.json"
+    folder = SIMULATED if results.get("simulated") else machine_kind(facts)
+    path = RESULTS / folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     today = datetime.now(UTC).date().isoformat()
     document = {"measured_on": today, "machine": facts, **rounded(results)}

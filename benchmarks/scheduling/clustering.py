@@ -43,7 +43,7 @@ def measure(fleet_: SimulatedFleet, mix: str, workload: Workload) -> dict[str, f
 
 
 def main() -> None:
-    """Print the table and write `results/<machine>/clustering.json`."""
+    """Print the table and write `results/simulated/clustering.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mix", choices=sorted(RANK_MIXES), default="S2")
     parser.add_argument("--sizes", default="0,1,2,4,8,16,32", help="values of d")

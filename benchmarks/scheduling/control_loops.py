@@ -7,8 +7,8 @@ all figures are simulated again: overload and fairness as `scheduling.overload` 
 on a worker with short steps; two gateways with four tenants and cold adapters (`cold_adapters`), or
 with adapters that must be fetched; and a gateway before one worker on the S-LoRA paper's workload
 S2 at 0.9 and 1.3 of its capacity. Prints each figure over the one with all loops. A loop whose
-removal changes no figure by more than 3% is not worth its lines. Writes results/<machine
-kind>/control_loops.json.
+removal changes no figure by more than 3% is not worth its lines. Writes
+results/simulated/control_loops.json.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def attainments(workload: Workload, most: Capacity) -> Attainment:
 
 
 def main() -> None:
-    """Print the table and write `results/<machine>/early_abort.json`."""
+    """Print the table and write `results/simulated/early_abort.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--loads", default="0.5,0.8,1,1.5,2")
     parser.add_argument("--cvs", default="1,8")

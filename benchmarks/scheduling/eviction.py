@@ -116,7 +116,7 @@ def run(order: LeastExpectedLoss, trace: str, seed: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the tables and write `results/<machine>/eviction.json`."""
+    """Print the tables and write `results/simulated/eviction.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
@@ -135,7 +135,8 @@ def main() -> None:
         rows = [[o, *(f"{by_place[t, o]:.3f}" for t in TRACES)] for o in ORDERS]
         print_table([title, *(t.upper() for t in TRACES)], rows)
         print()
-    print(f"wrote {write_results('eviction', {'seeds': args.seeds, 'runs': runs})}")
+    results = {"simulated": True, "seeds": args.seeds, "runs": runs}
+    print(f"wrote {write_results('eviction', results)}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ a fixed time. The capacity is measured first, with more requests than run. Then 
 (Poisson), each request with a deadline; and the same at a fleet that has served nothing yet. Last,
 a polite tenant asks for a quarter of the capacity while a greedy one asks for its share, which is
 the rest, and then for ten times that. Deterministic: the machine's clock is not read. Writes
-results/<machine kind>/overload.json.
+results/simulated/overload.json.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "results"
-EPYC = RESULTS / "amd-epyc-2c"
+EPYC, SIMULATED = RESULTS / "amd-epyc-2c", RESULTS / "simulated"
 PATH = Path(__file__).parent.parent.parent / "docs" / "images" / "slora.png"
 
 PAPER_N = ((5, 100, 1000, 2000), (7.48, 7.29, 6.69, 6.73))
@@ -42,7 +42,7 @@ def runs(folder: Path, name: str) -> list[dict[str, Any]]:
 def lines(axes: Any, name: str, x: str, y: str, sides: Sequence[str]) -> None:
     """One line for each side of a sweep."""
     for side in sides:
-        points = [(run[x], run[y]) for run in runs(EPYC, name) if run["side"] == side]
+        points = [(run[x], run[y]) for run in runs(SIMULATED, name) if run["side"] == side]
         axes.plot(*zip(*points, strict=True), marker="o", label=side)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -77,7 +77,7 @@ def draw_arena(axes: Any) -> None:
 
 def draw_ranks(axes: Any) -> None:
     """Figure 8."""
-    found = runs(EPYC, "tensor_parallel_simulated")
+    found = runs(SIMULATED, "tensor_parallel_simulated")
     names = list(found[0]["tokens_per_s"])
     for index, name in enumerate(names):
         at = [group + (index - 1.5) * 0.2 for group in range(len(found))]
@@ -110,7 +110,7 @@ def draw_clusters(axes: Any) -> None:
     """Table 4 and Appendix A."""
     points = sorted(
         (run["cluster_size"], run["attainment"])
-        for run in runs(EPYC, "clustering")
+        for run in runs(SIMULATED, "clustering")
         if run["rate_share"] == 1.15 and run["cluster_size"]
     )
     axes.plot(*zip(*points, strict=True), marker="o", label="Loraplex")

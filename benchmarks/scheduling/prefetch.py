@@ -160,7 +160,7 @@ def measure(fleet_: SimulatedFleet, workload: Workload) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the table and write `results/<machine>/prefetch.json`."""
+    """Print the table and write `results/simulated/prefetch.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", default=",".join(OVERLAPS))
     parser.add_argument("--shares", default="1,1.2")

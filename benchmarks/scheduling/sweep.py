@@ -69,7 +69,7 @@ def measure(workload: Workload, side: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the table and write `results/<machine>/sweep_<parameter>.json`."""
+    """Print the table and write `results/simulated/sweep_<parameter>.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vary", choices=sorted(VALUES), required=True)
     parser.add_argument("--values", help="of that parameter, instead of the usual ones")

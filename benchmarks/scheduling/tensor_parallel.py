@@ -103,7 +103,7 @@ def throughput(case: Case, num_gpus: int, side: str, rate_per_s: float) -> float
 
 
 def main() -> None:
-    """Print the table and write `results/<machine>/tensor_parallel_simulated.json`."""
+    """Print the table and write `results/simulated/tensor_parallel_simulated.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rate", type=float, default=12.0, help="requests/s, above capacity (12)")
     args = parser.parse_args()

@@ -20,6 +20,8 @@ def test_results_are_rounded_and_written_under_the_machine_kind(
     written = json.loads(path.read_text())
     assert written["rows"] == [{"share": 0.333333, "count": 12345678}]
     assert machine.read_results("sample") == written
+    simulated = machine.write_results("sample", {"simulated": True})
+    assert simulated.parent == tmp_path / "simulated"
 
 
 @pytest.mark.parametrize(
