@@ -193,6 +193,25 @@ def shifted(outcome: RequestOutcome, by_s: float) -> RequestOutcome:
     )
 
 
+def with_outside(costs: Costs, runs: Iterable[Run]) -> Costs:
+    """Times outside the engine, from the even traces: of requests that are alone in flight when
+    they arrive, and of the others."""
+    kinds: dict[bool, list[RequestOutcome]] = {True: [], False: []}
+    """Requests that are alone, and others."""
+    for run in (run for run in runs if run.name == EVEN):
+        end_s = 0.0
+        for outcome in sorted(run.outcomes, key=lambda outcome: outcome.arrival_s):
+            kinds[outcome.arrival_s >= end_s].append(outcome)
+            end_s = max(end_s, outcome.end_s)
+    alone, others = summarize(kinds[True]).outside, summarize(kinds[False]).outside
+    return dataclasses.replace(
+        costs,
+        request_s=alone.p50_s,
+        request_p90_s=alone.p90_s,
+        awake_share=others.p50_s / alone.p50_s,
+    )
+
+
 def figure(summary: dict[str, Any], keys: tuple[str, ...]) -> float:
     """One number of a summary."""
     for key in keys:
@@ -230,8 +249,7 @@ def main() -> None:
         asyncio.run(ask_for_all(stack))
         measured = measure(stack, planned(args), steps, part)
     fitted = fit_trace(part)
-    outside = pooled(measured, EVEN).outside
-    costs = dataclasses.replace(fitted.costs, request_s=outside.p50_s, request_p90_s=outside.p90_s)
+    costs = with_outside(fitted.costs, measured)
     print(f"fitted {fitted.num_steps} steps, R^2 {fitted.explained:.3f}; simulated over measured:")
     runs = compare(measured, costs)
     rows = [[run["run"], *(f"{ratio:.2f}" for ratio in run["ratios"].values())] for run in runs]

@@ -56,6 +56,9 @@ class Costs:
     The median of log-normal times, one drawn for each request."""
     request_p90_s: float = 0.0
     """90th percentile of these times."""
+    awake_share: float = 1.0
+    """What these times are multiplied by while other requests are in flight: the servers between
+    client and engine are then awake, and their caches are warm."""
     adapter_bytes_per_rank: float = 2 << 20
     block_bytes: int = 2 << 20
     """Size of a block of the arena."""
@@ -115,12 +118,13 @@ class Costs:
         """Seconds until a requested adapter is on disk."""
         return self.fetch_s + self.fetch_byte_s * num_bytes
 
-    def outside(self, rng: random.Random) -> float:
-        """Seconds of one request outside the engine."""
+    def outside(self, rng: random.Random, is_alone: bool) -> float:
+        """Seconds of one request outside the engine. `is_alone`: no other is in flight."""
         if not self.request_s:
             return 0.0
         spread = math.log(self.request_p90_s / self.request_s) / NORMAL_P90
-        return self.request_s * rng.lognormvariate(0.0, spread)
+        share = 1.0 if is_alone else self.awake_share
+        return share * self.request_s * rng.lognormvariate(0.0, spread)
 
     @property
     def page_bytes(self) -> int:

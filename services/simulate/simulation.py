@@ -116,6 +116,8 @@ class Simulation:
         ]
         self._flights: dict[str, _Flight] = {}
         self._outcomes: dict[int, RequestOutcome] = {}
+        self._num_in_flight = 0
+        """Requests that clients have sent and whose answers have not ended."""
         self._rng = random.Random(0)
         self._events: list[tuple[float, int]] = []
         """When workers begin or end a step, soonest first; only `next_event_s` is true."""
@@ -142,7 +144,8 @@ class Simulation:
         async with asyncio.TaskGroup() as group:
             for number, request in enumerate(trace):
                 await asyncio.sleep(request.arrival_s - loop.time())
-                outside_s = self._fleet.costs.outside(self._rng)
+                outside_s = self._fleet.costs.outside(self._rng, not self._num_in_flight)
+                self._num_in_flight += 1
                 group.create_task(self._serve(number, request, outside_s))
 
     async def _serve(self, number: int, request: TracedRequest, outside_s: float) -> None:
@@ -154,6 +157,7 @@ class Simulation:
             reason = await self._submitted(number, request, flight, _TO_WORKER * outside_s)
         except LoraplexError as error:
             flight.end_s, reason = loop.time(), error.reason
+        self._num_in_flight -= 1
         back_s = (1.0 - _TO_GATE - _TO_WORKER) * outside_s
         first_s = flight.first_token_s
         self._outcomes[number] = RequestOutcome(

@@ -61,6 +61,15 @@ def test_time_outside_the_worker_is_added_and_passes_before_a_slot_is_free_again
     assert first.end_s < second.end_s < 2 * first.end_s
 
 
+def test_a_request_spends_less_time_outside_the_worker_while_another_is_in_flight() -> None:
+    costs = replace(COSTS, request_s=0.1, request_p90_s=0.1, awake_share=0.5)
+    trace = [TracedRequest(moment_s, None, 20, 1) for moment_s in (0.0, 0.05, 1.0)]
+    first, second, third = Simulation(fleet(costs=costs), []).run(trace)
+    assert first.first_token_latency_s == pytest.approx(0.1 + 0.030)
+    assert second.first_token_latency_s < 0.1
+    assert third.first_token_latency_s == pytest.approx(0.1 + 0.030)
+
+
 def test_steps_that_overlap_are_launched_before_the_last_one_ends() -> None:
     """A request that comes during a step joins the step after the next one, or the next one if
     steps follow each other."""
