@@ -53,6 +53,17 @@ def test_a_worker_with_drafts_takes_fewer_steps_for_outputs_that_repeat() -> Non
     assert num_steps[1] < 20
 
 
+def test_outputs_of_one_adapter_repeat_each_other_so_that_drafts_are_found_sooner() -> None:
+    costs = replace(COSTS, repeat_begin=1.0)
+    num_steps = []
+    for second_adapter in (0, 1):
+        trace = [TracedRequest(0.0, 0, 20, 20), TracedRequest(5.0, second_adapter, 20, 20)]
+        simulation = Simulation(fleet(costs=costs), [8, 8])
+        assert all(outcome.num_output == 20 for outcome in simulation.run(trace))
+        num_steps.append(simulation.tally.steps)
+    assert num_steps[0] < num_steps[1] - 2
+
+
 def test_time_outside_the_worker_is_added_and_passes_before_a_slot_is_free_again() -> None:
     costs = replace(COSTS, request_s=0.1, request_p90_s=0.1)
     alone = fleet(costs=costs, admission=AdmissionLimits(max_running=1))

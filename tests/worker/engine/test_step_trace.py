@@ -11,6 +11,7 @@ import pytest
 from loraplex.api.request import AdapterSet
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
+from loraplex_services.simulate.text import SimulatedText
 from loraplex_services.worker.engine.step_trace import TracedRunner
 from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.request import Request
@@ -101,13 +102,15 @@ def test_an_unloaded_slot_may_be_used_again(tmp_path: Path) -> None:
 
 def test_drafts_are_counted_as_new_where_the_step_before_had_none(tmp_path: Path) -> None:
     path, clock = tmp_path / "steps.jsonl", VirtualClock()
-    costs = replace(COSTS, repeat_begin=1.0)  # after one token, the next ones repeat it
+    costs = replace(COSTS, repeat_begin=1.0)  # all outputs are the tokens of one phrase
     runner = TracedRunner(TimedRunner(costs, 1 << 20, clock), path, clock)
     first, second = (row(name, start=9, num_tokens=1) for name in "ab")
-    [begun] = runner.launch(StepPlan(0, (decoding(first),))).result()
-    right = decoding(first, drafts=(begun.token_id, begun.token_id))
+    text = SimulatedText(costs, seed=0)
+    phrase = [text.next_token(first.request) for _ in range(6)]
+    runner.launch(StepPlan(0, (decoding(first),))).result()
+    right = decoding(first, drafts=(phrase[1], phrase[2]))
     runner.launch(StepPlan(1, (right,))).result()
-    wrong = decoding(first, drafts=(begun.token_id, -1, begun.token_id))
+    wrong = decoding(first, drafts=(phrase[4], -1, phrase[5]))
     runner.launch(StepPlan(2, (wrong, decoding(second)))).result()
     names = ("prompts", "drafted_rows", "new_drafted_rows", "accepted", "refused_rows")
     found = [tuple(line[name] for name in names) for line in lines(path)[1:]]
