@@ -135,8 +135,8 @@ void multiply_panels(PanelProduct& product, const TileProduct& g, T* y, const Ti
     }
 }
 
-// A thread's panels of a product of a single block of rows. A panel's sums are rounded and stored while the next
-// panel is multiplied, because the memory would wait for the processor otherwise.
+// A thread's panels of a product of a single block of rows. A panel's sums are rounded and stored while the
+// next panel is multiplied, because the memory would wait for the processor otherwise.
 template <class T>
 class FewRows {
 public:

@@ -13,7 +13,19 @@ constexpr int kStripRows = kLanes == 16 ? 12 : 6;
 // Rank rows whose part of a strip stays in the first-level cache.
 constexpr int64_t kStripRanks = 64;
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+#if defined(__AMX_BF16__)
+// One or two rows of activations read matrices in the order of memory, which a Xeon with AMX does faster. What
+// is prefetched goes to the second-level cache there, because the first waits for too few lines at a time.
+constexpr bool kInOrder = true;
+constexpr int kCacheHint = 2;
+#else
+constexpr bool kInOrder = false;  // not measured
+constexpr int kCacheHint = 3;
+#endif
+// How far ahead of its use a row that is read alone, or a pair of rows, is prefetched.
+constexpr int64_t kStreamBytes = 6144;
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, kCacheHint); }
 
 // out[x row][A row] += x . A over whole vectors of n columns, for X rows of x and R rows of A.
 template <int X, int R, class W>
@@ -39,10 +51,25 @@ void dot_block(const float* x, int64_t ldx, const W* a, int64_t n, float* out, i
     }
 }
 
-// The same for num_a rows of A.
+// The same for one row of x and num_a rows of A, one after another.
+template <class W>
+void dot_in_order(const float* x, const W* a, int64_t num_a, int64_t n, float* out) {
+    constexpr int64_t kLine = 64 / sizeof(W);
+    for (int64_t r = 0; r < num_a; ++r, a += n) {
+        Vec total = zero();
+        for (int64_t k = 0; k + kLanes <= n; k += kLanes) {
+            if (k % kLine == 0) prefetch(a + k + kStreamBytes / sizeof(W));
+            total = fma(load(x + k), load(a + k), total);
+        }
+        out[r] += sum(total);
+    }
+}
+
+// The same for X rows of x.
 template <int X, class W>
 void dot_rows(const float* x, int64_t ldx, const W* a, int64_t num_a, int64_t n, float* out,
               int64_t ldout) {
+    if constexpr (X == 1 && kInOrder) return dot_in_order(x, a, num_a, n, out);
     constexpr int R = X < 3 ? 8 / X : 4;
     int64_t r = 0;
     for (; r + R <= num_a; r += R) dot_block<X, R>(x, ldx, a + r * n, n, out + r, ldout);
@@ -86,11 +113,13 @@ void expand_block(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t b
                   const float* shrunk, int64_t ld) {
     for (int64_t column = begin; column + kLanes <= n; column += kLanes) {
         Vec weights[R];
-        // Near the ends of these rank rows, prefetch the beginnings of the next ones.
-        const int64_t ahead = column + kAheadItems < n ? kAheadItems : kAheadItems + (R - 1) * n;
+        // A pair of rank rows is prefetched as one stream. Of more, the next few items of each are
+        // prefetched, and near their ends the beginnings of the next ones.
+        const int64_t next_rows = column + kAheadItems < n ? 0 : (R - 1) * n;
+        if (R == 2) prefetch(b + R * column + kStreamBytes / sizeof(W));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            prefetch(b + r * n + column + ahead);
+            if (R != 2) prefetch(b + r * n + column + kAheadItems + next_rows);
             weights[r] = load(b + r * n + column);
         }
         for (int64_t row = 0; row < num_rows; ++row) {
@@ -185,6 +214,12 @@ void expand_vectors(float* y, int64_t ldy, int64_t num_rows, const W* b, int64_t
     if (num_rows >= kStripRows) {
         expand_strips(y, ldy, num_rows, b, num_b, n, shrunk, ld);
         begin = n / (2 * kLanes) * (2 * kLanes);
+    }
+    // One or two rows leave time to load and store their sums for each pair of rank rows.
+    if (kInOrder && num_rows <= 2) {
+        for (; r + 2 <= num_b; r += 2) {
+            expand_block<2>(y, ldy, num_rows, b + r * n, begin, n, shrunk + r, ld);
+        }
     }
     for (; r + 8 <= num_b; r += 8) {
         expand_block<8>(y, ldy, num_rows, b + r * n, begin, n, shrunk + r, ld);
