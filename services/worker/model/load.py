@@ -272,14 +272,12 @@ class FileRows:
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32, rounded to the model's dtype on the way."""
-        read, first = [torch.empty(0, self.in_features)], 0
-        for name, rows in self._parts:
-            for span in within([(begin, end)], first, first + rows):
-                path, inner = self._file_of[name]
-                with safe_open(str(path), framework="pt") as file:
-                    own = TensorWindow([span]).cut(file.get_slice(inner))
-                read.append(own.to(self._dtype).float())
-            first += rows
+        read = [torch.empty(0, self.in_features)]
+        for name, _, window in parts_of(self._parts, TensorWindow([(begin, end)])):
+            assert window is not None
+            path, inner = self._file_of[name]
+            with safe_open(str(path), framework="pt") as file:
+                read.append(window.cut(file.get_slice(inner)).to(self._dtype).float())
         return torch.cat(read)
 
 

@@ -77,6 +77,18 @@ def test_compiled_kernels_and_torch_agree_and_stay_near_the_cache_in_float32(fol
     assert again == outputs
 
 
+def test_two_ranks_keep_the_codes_of_their_own_heads(folder):
+    alone = Driver(parity_runner(folder, arena_bytes=1 << 20, kv_cache_dtype="int8"))
+    group = Driver(parity_runner(folder, arena_bytes=1 << 20, kv_cache_dtype="int8", num_ranks=2))
+    said = []
+    for driver in (alone, group):
+        jobs = [Job(greedy("a", range(2, 40), 8)), Job(greedy("b", range(9, 14), 8))]
+        said.append(driver.run(jobs, chunk=19))
+    assert said[0] == said[1]
+    assert group.runner.block_bytes * 2 == alone.runner.block_bytes
+    group.runner.close()
+
+
 def test_it_is_a_part_of_the_arithmetic_and_not_of_the_base(folder):
     infos = [
         build_runner(folder, device="cpu", arena_bytes=8 << 20, kv_cache_dtype=name).model_info()
