@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
         commands,
         "gc",
         _gc,
-        "Delete objects that nothing refers to and that are older than a day.",
+        "Delete the bytes of uploads that were given up, and of versions deleted a week ago.",
         "registry gc --dry-run",
     )
     parser.add_argument("--dry-run", action="store_true", help="only count what would be deleted")

@@ -74,7 +74,8 @@ class RegistryAdmin:
         raise NotFound(f"base {base_id!r} is not registered (registered: {known})")
 
     async def collect_garbage(self, *, dry_run: bool = False) -> Collected:
-        """Delete objects that nothing refers to and that are older than a day."""
+        """Delete uploads without a write for a day, and files that no version refers to and that
+        were not written for an hour. Those of a deleted version are kept for 7 days."""
         request = pb.CollectGarbageRequest(dry_run=dry_run)
         answer = await self._channel.call(self._stub.CollectGarbage, request, LONG_TIMEOUT_S)
         return Collected(answer.deleted_objects, answer.deleted_bytes, answer.kept_objects)

@@ -317,7 +317,8 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CollectGarbage(self, request, context):
-        """CollectGarbage deletes unreferenced objects that are older than a day.
+        """CollectGarbage deletes uploads without a write for a day, and files that no version refers to and
+        that were not written for an hour. Those of a deleted version are kept for 7 days.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
