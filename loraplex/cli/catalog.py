@@ -157,7 +157,8 @@ async def _show(args: argparse.Namespace) -> None:
         version = (await client.signatures(found.version.ref)).version
         certificates = await client.admin.certificates(found.version.ref)
     if args.json:
-        others = {"adapter_tags": found.tags, "certificates": certificates}
+        tags = [dataclasses.replace(tag, name=version.name) for tag in found.tags]
+        others = {"adapter_tags": tags, "certificates": certificates}
         print_json({**dataclasses.asdict(version), **others})
         return
     print_fields(

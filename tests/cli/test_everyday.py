@@ -104,10 +104,26 @@ def test_a_name_is_shown_as_it_was_first_published(registry: Any) -> None:
     )
     assert [registry.json(*call)["name"] for call in calls] == ["Night-Shift"] * len(calls)
     assert [m["name"] for m in registry.lines("history", "NIGHT-shift", "prod")] == ["Night-Shift"]
+    tags = registry.json("show", "night-shift")["adapter_tags"]
+    assert {tag["name"] for tag in tags} == {"Night-Shift"}
+    registry.json("share", "night-shift", "--public")
+    registry.json("describe", "night-shift", "Answers at night.")
     code, error = registry.error("delete", "night-shift:v1")
     assert "default/Night-Shift:v1 has the tag" in error["message"]
-    log = registry("audit", "--json").stdout.splitlines()
-    assert "default/Night-Shift:v1" in [json.loads(entry)["subject"] for entry in log]
+    code, error = registry.error("tag", "night-shift:v1", "prod", "--expect", "none")
+    assert code == 4 and error["message"].startswith("default/Night-Shift:prod is v1 sha256:")
+    code, error = registry.error("split", "night-shift", "prod", "v1=1", "v9=1")
+    assert code == 7 and "'default/Night-Shift:v9'" in error["message"]
+    code, error = registry.error("history", "night-shift", "absent")
+    assert code == 7 and "no tag default/Night-Shift:absent" in error["message"]
+    log = [json.loads(entry) for entry in registry("audit", "--json").stdout.splitlines()]
+    subjects = {e["subject"] for e in log if "night-shift" in e["subject"].lower()}
+    assert subjects == {
+        "default/Night-Shift",
+        "default/Night-Shift:canary",
+        "default/Night-Shift:prod",
+        "default/Night-Shift:v1",
+    }
     for ref, why in (
         (
             "night-shift:v7",

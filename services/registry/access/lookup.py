@@ -103,17 +103,6 @@ class Lookup:
         tags = [tag.tag for tag in found.tags if tag.targets]
         return AdapterNotFound(str(shown), why_missing(shown, versions, tags, names))
 
-    async def shown_name(self, tag: TagRecord) -> str:
-        """The name of a tag's adapter as it was first published, or in lower case while the index
-        is unavailable: it is asked after the tag has moved, and must not fail that move."""
-        every = (tag.pending, *(move.targets for move in reversed(tag.moves)))
-        number = next((target.version for targets in every for target in targets), 0)
-        try:
-            found = await self._catalog.find(scope_of(tag.tenant, tag.name), "version", str(number))
-        except CatalogDown:
-            return tag.name
-        return found.versions[0].shown_name if found.versions else tag.name
-
     async def everything(self, tenant: str, name: str) -> Found:
         """All versions, tombstones included, and tags of one adapter."""
         try:

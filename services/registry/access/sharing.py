@@ -48,13 +48,13 @@ class AdapterSharing:
             InvalidRequest: a list of tenants without SHARED, or the other way round.
         """
         _check(wanted)
-        record = await self._changed(tenant, name, lambda held: shared(held, wanted))
+        record, subject = await self._changed(tenant, name, lambda held: shared(held, wanted))
         details = {
             "visibility": VISIBILITY_NAMES[record.visibility],
             "shared_with": " ".join(record.shared_with),
             "pullable": str(record.pullable).lower(),
         }
-        await self.audit.write(actor, tenant, "adapter.share", f"{tenant}/{name}", details=details)
+        await self.audit.write(actor, tenant, "adapter.share", subject, details=details)
         return record
 
     async def describe(
@@ -82,17 +82,17 @@ class AdapterSharing:
             text = held.description if description is None else description
             return dataclasses.replace(held, description=text, labels=labels)
 
-        record = await self._changed(tenant, name, changed)
+        record, subject = await self._changed(tenant, name, changed)
         labels = " ".join(sorted(f"{key}={value}" for key, value in record.labels.items()))
         details = {"description": record.description, "labels": labels}
-        subject = f"{tenant}/{name}"
         await self.audit.write(actor, tenant, "adapter.describe", subject, details=details)
         return record
 
     async def _changed(
         self, tenant: str, name: str, change: Callable[[AdapterRecord], AdapterRecord]
-    ) -> AdapterRecord:
-        """The record after a change, which is in the index. Raises: AdapterNotFound."""
+    ) -> tuple[AdapterRecord, str]:
+        """The record after a change, which is in the index, and `tenant/name` as it was first
+        published. Raises: AdapterNotFound."""
         live = [record for record in await self.versions.of(tenant, name) if not record.deleted]
         if not live:
             raise AdapterNotFound(f"{tenant}/{name}")
@@ -110,7 +110,7 @@ class AdapterSharing:
         assert record is not None, "a changed adapter has a record"
         items = [adapter_item(record, live)]
         await self.catalog.apply(scope_of(tenant, name), items, operation=operation)
-        return record
+        return record, f"{tenant}/{live[0].shown_name}"
 
 
 def _check(wanted: SharingChange) -> None:

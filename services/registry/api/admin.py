@@ -36,7 +36,6 @@ from loraplex_services.registry.api.usage import (
 )
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index.redis_calls import CatalogDown
-from loraplex_services.registry.publish.tags import TagAddress
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
@@ -265,7 +264,8 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
     ) -> pb.FinishStagedMoveResponse:
         access = caller_access()
         access.require_service_or_root()
-        address = TagAddress(*parse_name(request.name, access.tenant), check_tag(request.tag))
+        tenant, name = parse_name(request.name, access.tenant)
+        address = await self._registry.tags.address(tenant, name, check_tag(request.tag))
         failure = request.failure[:MAX_FAILURE_CHARS]
         record = await self._registry.staging.finish(
             address, request.generation, failure, access.actor

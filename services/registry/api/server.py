@@ -65,7 +65,7 @@ class RegistryService(PublishService):
         access = caller_access()
         tenant, name = parse_name(request.name, access.tenant)
         access.require("publisher", tenant)
-        address = TagAddress(tenant, name, check_tag(request.tag))
+        address = await self._registry.tags.address(tenant, name, check_tag(request.tag))
         _check_one_move(request)
         WAIT_S.check("when_loaded_s", request.when_loaded_s)
         reason = check_chars("reason", request.reason, MAX_REASON_CHARS)
@@ -91,7 +91,7 @@ class RegistryService(PublishService):
             else:
                 record = await tags.set(address, targets, expect, access.actor, reason)
         tag = convert.tag_to_proto(record)
-        tag.name = await self._registry.lookup.shown_name(record)
+        tag.name = address.shown_name
         return pb.SetTagResponse(tag=tag)
 
     async def ListTagHistory(

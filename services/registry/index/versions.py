@@ -54,6 +54,15 @@ class Versions:
         records = await self.of(tenant, name)
         return records[-1].version if records else 0, records
 
+    async def shown_name(self, tenant: str, name: str) -> str:
+        """The name of an adapter as it was first published; in lower case if there is no such
+        adapter, or while the index is unavailable."""
+        try:
+            found = await self._catalog.find(scope_of(tenant, name), "version", "1")
+        except CatalogDown:
+            return name
+        return found.versions[0].shown_name if found.versions else name
+
     async def read(self, tenant: str, name: str, number: int) -> VersionRecord | None:
         """One version from the objects, a tombstone too."""
         return await documents.read(

@@ -111,7 +111,7 @@ class Staging:
         count = 0
         for scope, tag in late:
             tenant, _, name = scope.partition("/")
-            address = TagAddress(tenant, name, tag)
+            address = await self.tags.address(tenant, name, tag)
             seen = await self.tags.read(address)
             if seen is None or not seen.pending or now_s() - GATEWAYS_S < seen.pending_until_s:
                 continue

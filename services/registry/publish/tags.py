@@ -32,7 +32,10 @@ class TagAddress:
 
     tenant: str
     name: str
+    """In lower case."""
     tag: str
+    shown_name: str = ""
+    """The name for messages and the audit log; "" = in lower case."""
 
     @property
     def key(self) -> str:
@@ -43,7 +46,7 @@ class TagAddress:
         return scope_of(self.tenant, self.name)
 
     def __str__(self) -> str:
-        return f"{self.scope}:{self.tag}"
+        return f"{self.tenant}/{self.shown_name or self.name}:{self.tag}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +58,10 @@ class Tags:
     versions: Versions
     audit: Audit
     rules: TagRules
+
+    async def address(self, tenant: str, name: str, tag: str) -> TagAddress:
+        """The address of a tag, with the name of its adapter as it was first published."""
+        return TagAddress(tenant, name, tag, await self.versions.shown_name(tenant, name))
 
     async def read(self, address: TagAddress) -> TagRecord | None:
         """A tag from the objects; deleted ones too."""
@@ -212,7 +219,8 @@ class Tags:
             raise InvalidRequest.field("targets.weight", target.weight, "must be at least 1")
         record = await self.versions.read(address.tenant, address.name, target.version)
         if record is None or record.deleted:
-            raise AdapterNotFound(f"{address.scope}:v{target.version}")
+            version = dataclasses.replace(address, tag=f"v{target.version}")
+            raise AdapterNotFound(str(version))
         if target.digest not in ("", record.digest):
             description = f"v{record.version} has the digest {record.digest}; name one of the two"
             raise InvalidRequest.field("targets.digest", target.digest, description)
