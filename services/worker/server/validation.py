@@ -33,6 +33,8 @@ class IntakeLimits:
     """Prompt and output together, in tokens."""
     max_adapters: int
     """In one request."""
+    num_added_ids: int = 0
+    """Token ids above the vocabulary that an adapter may have."""
 
 
 MAX_KEPT = 256
@@ -52,11 +54,10 @@ def check_request(request: WorkerRequest, limits: IntakeLimits) -> None:
         _refuse("pooling", request.pooling, "needs an adapter with a head: the base has none")
     # Adapters may add tokens and context; the engine knows how many.
     if request.adapters.adapters:
-        vocab_size = limits.vocab_size + MAX_ADDED_TOKENS
-        limits = replace(limits, vocab_size=vocab_size, max_model_len=MAX_CONTEXT)
+        limits = replace(limits, num_added_ids=MAX_ADDED_TOKENS, max_model_len=MAX_CONTEXT)
     _check_grammar_tokens(request.grammar_tokens, limits)
-    _check_ids("prompt_ids", request.prompt_ids, limits.vocab_size)
-    _check_ids("output_ids", request.output_ids, limits.vocab_size)
+    _check_ids("prompt_ids", request.prompt_ids, limits)
+    _check_ids("output_ids", request.output_ids, limits)
     _check_lengths(request, limits)
     _check_adapters(request, limits)
     if len(request.kept) > MAX_KEPT:
@@ -72,8 +73,8 @@ def _check_grammar_tokens(tokens: GrammarTokens, limits: IntakeLimits) -> None:
     ):
         why = f"at most {MAX_ADDED_TOKENS} tokens of 1 to {MAX_TOKEN_CHARS} characters"
         _refuse("grammar_tokens", f"{len(tokens.added)} tokens", why)
-    _check_ids("grammar_tokens", [token_id for token_id, _ in tokens.added], limits.vocab_size)
-    _check_ids("grammar_eos_ids", tokens.eos_ids, limits.vocab_size)
+    _check_ids("grammar_tokens", [token_id for token_id, _ in tokens.added], limits)
+    _check_ids("grammar_eos_ids", tokens.eos_ids, limits)
 
 
 def _check_lengths(request: WorkerRequest, limits: IntakeLimits) -> None:
@@ -125,14 +126,14 @@ def _check_sampling(sampling: SamplingParams, limits: IntakeLimits) -> None:
         num_ids = len(sampling.logprob_token_ids)
         _refuse("sampling.logprob_token_ids", f"{num_ids} ids", f"at most {MAX_LOGPROBS}")
     for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logprob_token_ids"):
-        _check_ids(f"sampling.{name}", getattr(sampling, name), limits.vocab_size)
-    _check_sequences(sampling.bad_sequences, limits.vocab_size)
-    _check_ids("sampling.logit_bias", [i for i, _ in sampling.logit_bias], limits.vocab_size)
+        _check_ids(f"sampling.{name}", getattr(sampling, name), limits)
+    _check_sequences(sampling.bad_sequences, limits)
+    _check_ids("sampling.logit_bias", [i for i, _ in sampling.logit_bias], limits)
     if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
         _refuse("sampling.logit_bias", "not finite", "every bias must be a finite number")
 
 
-def _check_sequences(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
+def _check_sequences(sequences: Sequence[Sequence[int]], limits: IntakeLimits) -> None:
     if len(sequences) > MAX_BAD_SEQUENCES:
         why = f"at most {MAX_BAD_SEQUENCES}"
         _refuse("sampling.bad_sequences", f"{len(sequences)} sequences", why)
@@ -140,16 +141,19 @@ def _check_sequences(sequences: Sequence[Sequence[int]], vocab_size: int) -> Non
         field = f"sampling.bad_sequences[{index}]"
         if not 2 <= len(sequence) <= MAX_BAD_SEQUENCE_IDS:
             _refuse(field, f"{len(sequence)} ids", f"send 2 to {MAX_BAD_SEQUENCE_IDS}")
-        _check_ids(field, sequence, vocab_size)
+        _check_ids(field, sequence, limits)
 
 
-def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_ids(field: str, token_ids: Sequence[int], limits: IntakeLimits) -> None:
     """Raises InvalidRequest. Its message says where the first bad token id is, never which id it
     is."""
-    if token_ids and (max(token_ids) >= vocab_size or min(token_ids) < 0):
-        bad = (i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
-        index = next(bad)
-        _refuse(f"{field}[{index}]", "out of range", f"token ids must be 0 to {vocab_size - 1}")
+    num_ids = limits.vocab_size + limits.num_added_ids
+    if token_ids and (max(token_ids) >= num_ids or min(token_ids) < 0):
+        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < num_ids)
+        why = f"token ids of the base are 0 to {limits.vocab_size - 1}"
+        if limits.num_added_ids:
+            why += f", and adapters add at most {limits.num_added_ids}"
+        _refuse(f"{field}[{index}]", "out of range", why)
 
 
 def _refuse(field: str, value: object, description: str) -> None:

@@ -36,7 +36,7 @@ def test_a_request_that_just_fits_is_accepted() -> None:
 def test_tokens_that_only_an_adapter_can_have_are_left_to_it() -> None:
     own = AdapterSet(((DIGESTS[0], 1.0),))
     check_request(with_fields(adapters=own, prompt_ids=[50]), LIMITS)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match="of the base are 0 to 49, and adapters add at most"):
         check_request(with_fields(adapters=own, prompt_ids=[50 + MAX_ADDED_TOKENS]), LIMITS)
 
 
