@@ -38,9 +38,14 @@ class Access:
     def sees_all(self) -> bool:
         return self.is_root or SERVICE in self.scopes
 
+    def owns(self, tenant: str) -> bool:
+        """Whether the caller may see what only a tenant itself sees, such as whose key published
+        an adapter."""
+        return self.sees_all or tenant == self.tenant
+
     def may_see(self, tenant: str, adapter: AdapterRecord | None) -> bool:
         """Own adapters, public ones, and those shared with this tenant."""
-        if self.sees_all or tenant == self.tenant:
+        if self.owns(tenant):
             return True
         if adapter is None:
             return False
@@ -50,7 +55,7 @@ class Access:
     def require_pull(self, tenant: str, adapter: AdapterRecord | None) -> None:
         """Running and pulling are separate grants. Raises PermissionDenied."""
         granted = adapter is not None and adapter.pullable
-        if not (self.sees_all or tenant == self.tenant or granted):
+        if not (self.owns(tenant) or granted):
             raise PermissionDenied(
                 "you may run this adapter but not download it; ask its owner for pullable sharing"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from typing import Any
 
@@ -137,6 +138,8 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
         access.require("reader")
         found = await self._registry.lookup.resolve(parse_ref(request.ref, access.tenant), access)
         records = await self._registry.certificates.of(found.version)
+        if not access.owns(found.version.tenant):
+            records = [dataclasses.replace(record, creator="") for record in records]
         return pb.ListCertificatesResponse(
             certificates=[certificate_to_proto(record) for record in records]
         )

@@ -58,7 +58,7 @@ def version_to_proto(
     set, as every lookup comes through here.
     """
     access = Access.of(current_caller.get())
-    is_owner = access.sees_all or access.tenant == record.tenant
+    is_owner = access.owns(record.tenant)
     message = pb.AdapterVersion(
         tenant=record.tenant,
         name=record.shown_name,
@@ -126,12 +126,14 @@ def tag_to_proto(record: TagRecord) -> pb.Tag:
     return message
 
 
-def move_to_proto(move: Move, name: str) -> pb.TagMove:
+def move_to_proto(move: Move, tenant: str, name: str) -> pb.TagMove:
+    """A move of a tag of this tenant; callers of other tenants do not see who made it."""
+    is_owner = Access.of(current_caller.get()).owns(tenant)
     return pb.TagMove(
         generation=move.generation,
         targets=targets_to_proto(move.targets),
         moved_unix_s=move.moved_s,
-        mover=move.mover,
+        mover=move.mover if is_owner else "",
         name=name,
     )
 

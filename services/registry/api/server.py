@@ -103,11 +103,12 @@ class RegistryService(PublishService):
         address = TagAddress(tenant, name, check_tag(request.tag))
         record = await self._registry.tags.read(address)
         found = await self._registry.lookup.everything(tenant, name)
-        if record is None or not access.may_see(tenant, found.adapter):
-            raise NotFound(f"no tag {address}")
-        shown = found.versions[0].shown_name if found.versions else name
+        is_visible = access.may_see(tenant, found.adapter)
+        shown = found.versions[0].shown_name if found.versions and is_visible else name
+        if record is None or not is_visible:
+            raise NotFound(f"no tag {tenant}/{shown}:{address.tag}")
         return pb.ListTagHistoryResponse(
-            moves=[convert.move_to_proto(move, shown) for move in reversed(record.moves)]
+            moves=[convert.move_to_proto(move, tenant, shown) for move in reversed(record.moves)]
         )
 
     async def DeleteAdapterVersion(

@@ -9,8 +9,8 @@ import pytest
 from loraplex.errors import AdapterNotFound, PermissionDenied
 from loraplex_services.common.callers import LOCAL, Caller, current_caller
 from loraplex_services.registry.access.permissions import ROOT, Access
-from loraplex_services.registry.api.convert import version_to_proto
-from loraplex_services.registry.records import SHARED, AdapterRecord, VersionRecord
+from loraplex_services.registry.api.convert import move_to_proto, version_to_proto
+from loraplex_services.registry.records import SHARED, AdapterRecord, Move, VersionRecord
 
 
 def _access(*scopes: str, tenant: str = "acme") -> Access:
@@ -58,7 +58,9 @@ def test_recipients_of_an_adapter_learn_neither_of_each_other_nor_who_published_
     adapter = AdapterRecord("acme", "upper", SHARED, ("globex", "initech"))
     record = VersionRecord("acme", "upper", 1, "sha256:00", "base", created_s=0.0, files=(),
                            base_fingerprint="", creator="k-of-acme")  # fmt: skip
+    move = Move(1, (), 0.0, "k-of-acme", "id")
     context = contextvars.copy_context()
     context.run(current_caller.set, caller)
     shown = context.run(version_to_proto, record, adapter)
     assert (shown.creator, list(shown.shared_with)) == (creator, recipients)
+    assert context.run(move_to_proto, move, "acme", "upper").mover == creator
