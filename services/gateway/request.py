@@ -39,6 +39,8 @@ class GenerateCall(GenerateRequest):
     """A `GenerateRequest` with its caller and deadline; made by the HTTP and gRPC servers."""
 
     tenant: str
+    runs_all: bool = False
+    """Whether the caller may run the adapters of all tenants, as the operator may."""
     timeout_s: float | None = None
     """Time left until the client's deadline; None = the gateway's limit."""
     trace: str = ""
@@ -47,6 +49,11 @@ class GenerateCall(GenerateRequest):
     truncate_prompt_tokens: int | None = None
     """The most tokens of the prompt that are used, the last ones, or the first ones for a vector;
     -1 = what fits the context, None = a prompt that is too long is refused."""
+
+    @property
+    def viewer(self) -> str | None:
+        """The tenant whose adapters may run; None = those of all tenants."""
+        return None if self.runs_all else self.tenant
 
 
 @dataclass(frozen=True, slots=True)

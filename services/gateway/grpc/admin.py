@@ -21,7 +21,7 @@ from loraplex_services.gateway.admission.controller import AdmissionController
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.pipeline.history import LoadHistory
 from loraplex_services.gateway.pipeline.mirror import Mirrors
-from loraplex_services.gateway.registry.keyring import sees_all_adapters
+from loraplex_services.gateway.registry.keyring import runs_all_adapters, sees_all_adapters
 from loraplex_services.gateway.registry.link import RegistryLink
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import ServedModel
@@ -75,7 +75,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.FetchAdapterRequest, context: Context
     ) -> admin_pb2.FetchAdapterResponse:
         """Load an adapter on the first workers of its rendezvous order; on one by default."""
-        found = await self.resolver.model(request.ref, current_caller.get().tenant, "ref")
+        caller = current_caller.get()
+        found = await self.resolver.model(
+            request.ref, caller.tenant, "ref", runs_all=runs_all_adapters(caller)
+        )
         if isinstance(found, ServedModel):
             raise InvalidRequest.field(
                 "ref", request.ref, "this is a base, which its workers always hold; name an adapter"

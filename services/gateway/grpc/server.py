@@ -37,6 +37,7 @@ from loraplex_services.gateway.pipeline.embedding import embed_all
 from loraplex_services.gateway.pipeline.generation import Generation
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.pipeline.scoring import score_all
+from loraplex_services.gateway.registry.keyring import runs_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver, model_id
 from loraplex_services.gateway.registry.snapshot import Version
 from loraplex_services.gateway.request import (
@@ -221,8 +222,9 @@ def call_from_wire(
     values = same_fields(asked, GenerateRequest)
     values["request_id"] = asked.request_id or secrets.token_hex(12)
     values["split_key"] = asked.split_key or beginning_hash(asked.prompt)
-    tenant = current_caller.get().tenant
-    return GenerateCall(**values, tenant=tenant, timeout_s=timeout_s, trace=trace)
+    caller = current_caller.get()
+    values |= {"tenant": caller.tenant, "runs_all": runs_all_adapters(caller)}
+    return GenerateCall(**values, timeout_s=timeout_s, trace=trace)
 
 
 def _model(model: ServedModel | Version, tenant: str) -> inference_pb2.Model:

@@ -15,6 +15,7 @@ from loraplex_services.common.callers import current_caller
 from loraplex_services.gateway.pipeline.embedding import NO_OUTPUT, Finish, Pooled
 from loraplex_services.gateway.pipeline.pooling import labels_of
 from loraplex_services.gateway.pipeline.scoring import PromptScore
+from loraplex_services.gateway.registry.keyring import runs_all_adapters
 from loraplex_services.gateway.request import GenerateCall, beginning_hash
 
 MAX_INPUTS = 1024
@@ -50,11 +51,12 @@ def score_calls(
 def _calls(
     request: Request, pooling: Pooling, timeout_s: float | None, trace: str
 ) -> list[GenerateCall]:
-    request_id, tenant = secrets.token_hex(8), current_caller.get().tenant
+    request_id, caller = secrets.token_hex(8), current_caller.get()
     return [
         GenerateCall(
             request_id=f"{request_id}-{index}",
-            tenant=tenant,
+            tenant=caller.tenant,
+            runs_all=runs_all_adapters(caller),
             model=request.model,
             prompt=prompt,
             sampling=NO_OUTPUT,

@@ -44,7 +44,7 @@ from loraplex_services.gateway.http.openapi import OpenApiEndpoint, VersionRespo
 from loraplex_services.gateway.http.sse import CHUNKS
 from loraplex_services.gateway.http.token_generate import GenerateFormatter, parse_generate
 from loraplex_services.gateway.metrics import REQUESTS
-from loraplex_services.gateway.registry.keyring import KeyRing, require_admin
+from loraplex_services.gateway.registry.keyring import KeyRing, require_admin, runs_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
 
 logger = logging.getLogger(__name__)
@@ -180,8 +180,10 @@ class OpenAIEndpoints:
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{ref}."""
-        ref, tenant = request.path_params["ref"], (await self.context.reader(request, 1)).tenant
-        return json_response(show_model(await self.resolver.model(ref, tenant), ref))
+        ref, caller = request.path_params["ref"], await self.context.reader(request, 1)
+        runs_all = runs_all_adapters(caller)
+        model = await self.resolver.model(ref, caller.tenant, runs_all=runs_all)
+        return json_response(show_model(model, ref))
 
     async def healthz(self, _: Request) -> Response:
         """GET /healthz."""
@@ -208,7 +210,7 @@ class OpenAIEndpoints:
 
     async def _complete(self, request: Request, parse: Parse) -> Any:
         caller = await self.context.caller(request)
-        call = parse(await read_json(request, caller), origin_of(request, caller.tenant))
+        call = parse(await read_json(request, caller), origin_of(request, caller))
         return await self.answering.answer(
             request, call, _completion_id(call, request), _FORMATTERS[parse], CHUNKS
         )

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from loraplex.api.request import AskedAdapter, ChatPrompt, Prompt, UpdatePolicy
 from loraplex.api.sampling import Grammar, Sampling
 from loraplex.errors import InvalidRequest, Unsupported
+from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import MAX_SEQUENCES_PER_REQUEST
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.guided import read_grammar
@@ -19,6 +20,7 @@ from loraplex_services.gateway.http.prompts import (
     parse_prompts,
 )
 from loraplex_services.gateway.http.tool_choice import read_tools
+from loraplex_services.gateway.registry.keyring import runs_all_adapters
 from loraplex_services.gateway.request import GenerateCall, beginning_hash
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
@@ -35,16 +37,19 @@ class Origin:
     tenant: str
     split_key: str
     trace: str
+    runs_all: bool = False
+    """As in `GenerateCall`."""
     timeout_s: float | None = None
     priority: int | None = None
     """Takes precedence over the priority in the body; None = that of the body counts."""
 
 
-def origin_of(request: Request, tenant: str) -> Origin:
-    """The origin of a tenant's request."""
+def origin_of(request: Request, caller: Caller) -> Origin:
+    """The origin of a caller's request."""
     return Origin(
         request_id=request.state.request_id,
-        tenant=tenant,
+        tenant=caller.tenant,
+        runs_all=runs_all_adapters(caller),
         split_key=request.headers.get("x-loraplex-split-key", ""),
         trace=request.headers.get("traceparent", ""),
         priority=getattr(request.state, "priority", None),
@@ -176,6 +181,7 @@ def _first_call(
         raise InvalidRequest.field("priority", priority, "must be a 32-bit integer")
     return GenerateCall(
         tenant=origin.tenant,
+        runs_all=origin.runs_all,
         model=model,
         prompt=prompt,
         sampling=asked,

@@ -89,6 +89,7 @@ def vector_calls(
         GenerateCall(
             request_id=origin.request_id if len(prompts) == 1 else f"{origin.request_id}-{index}",
             tenant=origin.tenant,
+            runs_all=origin.runs_all,
             model=model,
             prompt=prompt,
             sampling=NO_OUTPUT,

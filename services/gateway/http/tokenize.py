@@ -20,6 +20,7 @@ from loraplex_services.gateway.http.json_body import read_json
 from loraplex_services.gateway.http.prompts import parse_conversation, parse_prompts
 from loraplex_services.gateway.http.sse import compact_json, json_in_parts
 from loraplex_services.gateway.http.tool_choice import read_tools
+from loraplex_services.gateway.registry.keyring import runs_all_adapters
 from loraplex_services.gateway.registry.resolve import Resolver
 from loraplex_services.gateway.request import GenerateCall, with_names
 from loraplex_services.gateway.text.adapter_text import AdapterText
@@ -44,29 +45,30 @@ class PromptEncoder:
     """Counts a request of a tenant for its rate. Raises ResourceExhausted."""
 
     async def encode(
-        self, model: str | None, tenant: str, prompt: Prompt, field: str
+        self, model: str | None, caller: Caller, prompt: Prompt, field: str
     ) -> tuple[ServedBase, tuple[int, ...]]:
         """The tokens of a prompt that came in `field`, and what they belong to.
 
         Raises: InvalidRequest, NotFound, ResourceExhausted, Unavailable.
         """
-        served = await self.served(model, tenant, prompt)
+        served = await self.served(model, caller, prompt)
         try:
-            return served, await served.tokenizer.encode(prompt, served.model, tenant)
+            return served, await served.tokenizer.encode(prompt, served.model, caller.tenant)
         except LoraplexError as error:
             raise with_names(error, {"prompt": field, "messages": field}) from None
 
-    async def served(self, model: str | None, tenant: str, prompt: Prompt) -> ServedBase:
-        """The tokenizer of a model, by default the first base, for one request of a tenant.
+    async def served(self, model: str | None, caller: Caller, prompt: Prompt) -> ServedBase:
+        """The tokenizer of a model, by default the first base, for one request of a caller.
 
         Raises: NotFound, ResourceExhausted, Unavailable.
         """
+        tenant, runs_all = caller.tenant, runs_all_adapters(caller)
         await self.charge(tenant)
         bases = self.resolver.bases()
         model = model or next(iter(bases), None)
         if model is None:
             raise Unavailable("no worker is ready; retry shortly", retry_after_s=1.0)
-        call = GenerateCall(model=model, prompt=prompt, tenant=tenant)
+        call = GenerateCall(model=model, prompt=prompt, tenant=tenant, runs_all=runs_all)
         target = await self.resolver.target(call)
         served = self.fleet.served(target.base_id)
         tokenizer = await self.adapter_text.tokenizer(served, target, tenant)
@@ -104,7 +106,7 @@ class TokenizeEndpoints:
         """POST /tokenize with `prompt` or `messages`."""
         caller = await self._caller(request)
         call = parse_tokenize(await read_json(request, caller))
-        served, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, call.field)
+        served, ids = await self._encoder.encode(call.model, caller, call.prompt, call.field)
         name_of = served.tokenizer.tokens.name_of
 
         def formatted() -> bytes:
@@ -122,7 +124,7 @@ class TokenizeEndpoints:
         """POST /detokenize with `tokens`; special tokens are shown."""
         caller = await self._caller(request)
         model, ids = parse_detokenize(await read_json(request, caller))
-        served = await self._encoder.served(model, caller.tenant, TokenPrompt(ids))
+        served = await self._encoder.served(model, caller, TokenPrompt(ids))
         if len(ids) > served.model.max_model_len:
             raise InvalidRequest.field(
                 "tokens", len(ids), f"at most {served.model.max_model_len} tokens, the context"

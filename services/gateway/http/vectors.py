@@ -138,12 +138,14 @@ class VectorEndpoints:
 
     async def _target(self, model: str, origin: Origin) -> Target:
         """The adapters that a model string means now. Raises: NotFound, Unavailable."""
-        call = GenerateCall(model=model, prompt=TextPrompt(""), tenant=origin.tenant)
+        call = GenerateCall(
+            model=model, prompt=TextPrompt(""), tenant=origin.tenant, runs_all=origin.runs_all
+        )
         return await self.resolver.target(call)
 
     async def _read(self, request: Request) -> tuple[Fields, Origin]:
         caller = await self.caller(request)
-        return await read_json(request, caller), origin_of(request, caller.tenant)
+        return await read_json(request, caller), origin_of(request, caller)
 
 
 async def _answered(

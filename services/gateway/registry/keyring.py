@@ -147,6 +147,12 @@ def sees_all_adapters(caller: Caller) -> bool:
     return not caller.key_id or "root" in caller.scopes
 
 
+def runs_all_adapters(caller: Caller) -> bool:
+    """True if the caller may run the adapters of all tenants: with the first admin key. Without
+    auth, a caller is the tenant `default`, which runs its own and those shared with it."""
+    return "root" in caller.scopes
+
+
 def require_admin(caller: Caller) -> None:
     """Raises: PermissionDenied."""
     if not is_admin(caller):

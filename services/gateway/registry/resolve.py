@@ -85,12 +85,15 @@ class Resolver:
         yield from (v for v in visible if v.tenant == tenant)
         yield from (v for v in visible if v.tenant != tenant)
 
-    async def model(self, model: str, tenant: str, field: str = "model") -> ServedModel | Version:
+    async def model(
+        self, model: str, tenant: str, field: str = "model", *, runs_all: bool = False
+    ) -> ServedModel | Version:
         """A base or an adapter of a served one; `field` names it in errors. Raises: NotFound."""
         base = self._bases().get(model)
         if base is not None:
             return base
-        version = await self._find(parse_ref(model, tenant, field=field), tenant, "")
+        viewer = None if runs_all else tenant
+        version = await self._find(parse_ref(model, tenant, field=field), viewer, "")
         self._check_served(version, model)
         return version
 
@@ -119,7 +122,7 @@ class Resolver:
     async def _version(self, text: str, call: GenerateCall, field: str) -> Version:
         ref = parse_ref(text, call.tenant, field=field)
         try:
-            version = await self._find(ref, call.tenant, call.split_key)
+            version = await self._find(ref, call.viewer, call.split_key)
             self._check_served(version, text)
         except AdapterNotFound as error:
             error.violations = (Violation.of(field, text, error.hint),)
@@ -134,19 +137,19 @@ class Resolver:
             why = f"it was published for another base that was called {version.base_id!r}"
             raise AdapterNotFound(text, why)
 
-    async def _find(self, ref: Ref, tenant: str, split_key: str) -> Version:
+    async def _find(self, ref: Ref, viewer: str | None, split_key: str) -> Version:
         """Find a version; other tenants' private adapters look exactly like missing ones."""
         version = self.snapshot.find(ref, split_key)
-        if version is None or not version.visible_to(tenant):
+        if version is None or not version.visible_to(viewer):
             # The registry is asked in both cases: the time of a refusal must not tell whether
             # another tenant has a private adapter of this name.
             version = await self._ask(ref, split_key)
-        if version is None or not version.visible_to(tenant):
-            raise self._missing(ref, tenant)
+        if version is None or not version.visible_to(viewer):
+            raise self._missing(ref, viewer)
         return version
 
-    def _missing(self, ref: Ref, tenant: str) -> AdapterNotFound:
-        listing = self.snapshot.listing(ref.tenant, ref.name, tenant)
+    def _missing(self, ref: Ref, viewer: str | None) -> AdapterNotFound:
+        listing = self.snapshot.listing(ref.tenant, ref.name, viewer)
         if listing is None:
             return AdapterNotFound(str(ref), why_missing(ref, (), ()))
         shown = replace(ref, name=listing.name)

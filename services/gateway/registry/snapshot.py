@@ -39,9 +39,11 @@ class Version(ServedContent):
         """tenant/name:vN."""
         return f"{self.tenant}/{self.name}:v{self.number}"
 
-    def visible_to(self, tenant: str) -> bool:
-        """True if the tenant may run it."""
-        return tenant == self.tenant or self.is_public or tenant in self.shared_with
+    def visible_to(self, viewer: str | None) -> bool:
+        """True if a tenant may run it; None is the operator, who may run everything."""
+        if viewer is None or viewer == self.tenant:
+            return True
+        return self.is_public or viewer in self.shared_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,10 @@ class RegistrySnapshot:
             if version is not None and version.visible_to(tenant):
                 yield version
 
-    def listing(self, owner: str, name: str, tenant: str) -> Listing | None:
-        """One adapter, if it exists and `tenant` may run it."""
+    def listing(self, owner: str, name: str, viewer: str | None) -> Listing | None:
+        """One adapter, if it exists and the viewer may run it, as in `Version.visible_to`."""
         entry = self._entries.get((owner, name), _Entry())
-        alive = (v for v in entry.versions.values() if not v.deleted and v.visible_to(tenant))
+        alive = (v for v in entry.versions.values() if not v.deleted and v.visible_to(viewer))
         versions = sorted(alive, key=lambda version: -version.number)
         if not versions:
             return None
@@ -142,13 +144,13 @@ class RegistrySnapshot:
             owner, versions[0].name, tuple(versions), tuple(tag for tag in tags if tag.targets)
         )
 
-    def labels(self, tenant: str | None = None) -> dict[str, list[str]]:
-        """tenant/name:vN of every digest that is not deleted, and that `tenant` may run if one is
-        given. The names of one digest are in the order of their publication, newest first."""
+    def labels(self, viewer: str | None = None) -> dict[str, list[str]]:
+        """tenant/name:vN of every digest that is not deleted, and that the viewer may run. The
+        names of one digest are in the order of their publication, newest first."""
         found: dict[str, list[Version]] = {}
         for entry in self._entries.values():
             for version in entry.versions.values():
-                if not version.deleted and (tenant is None or version.visible_to(tenant)):
+                if not version.deleted and version.visible_to(viewer):
                     found.setdefault(version.digest, []).append(version)
         for versions in found.values():
             versions.sort(key=lambda version: (-version.created_unix_s, version.label))

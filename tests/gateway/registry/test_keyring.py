@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import tracemalloc
 from collections import Counter
@@ -23,7 +24,14 @@ from loraplex.errors import (
     Unavailable,
 )
 from loraplex.refs import Ref
-from loraplex.v1 import admin_pb2, admin_pb2_grpc, registry_pb2, worker_pb2
+from loraplex.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    registry_pb2,
+    worker_pb2,
+)
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import MAX_UNCHECKED_KEY_S, MAX_WRONG_KEYS_PER_PEER
 from loraplex_services.common.security.wrong_keys import current_peer, peer_of_host
@@ -254,6 +262,34 @@ async def test_tenants_admin_sees_no_other_tenants_adapters_on_workers(stack: St
 
     assert await shown(ADMIN) == {"acme/mine:v1"}
     assert await shown(root) == {"acme/mine:v1", "other/theirs:v1"}
+
+
+async def test_the_first_admin_key_runs_the_adapters_of_all_tenants(stack: Stack) -> None:
+    """`registry certify` measures them with this key, and only its certificates count."""
+    _with_keys(stack)
+    root = "lpx_root0001_" + "c" * 32
+    stack.registry.keys[root] = registry_pb2.Key(
+        key_id="root0001", tenant="default", scopes=["admin", "root"]
+    )
+    theirs = stack.registry.put("theirs", tenant="other")
+    await stack.start(ready=False)
+    await eventually(lambda: stack.running.readiness.missing() == "")
+    operator, admin = (stack.openai().with_options(api_key=key) for key in (root, ADMIN))
+    await operator.completions.create(model="other/theirs", prompt="x")
+    model = await operator.models.retrieve("other/theirs:v1")
+    assert model.to_dict()["root"] == theirs.digest
+    [ran] = stack.workers[0].requests
+    assert [adapter.digest for adapter in ran.adapters] == [theirs.digest]
+    generate = inference_pb2.GenerateRequest(model="other/theirs", text="x")
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        for key, code in ((root, "OK"), (ADMIN, "NOT_FOUND")):
+            call = stub.Generate(generate, metadata=(("authorization", f"Bearer {key}"),))
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                assert [message.text async for message in call]
+            assert (await call.code()).name == code
+    with pytest.raises(openai.NotFoundError):
+        await admin.completions.create(model="other/theirs", prompt="x")
 
 
 @pytest.mark.hostile

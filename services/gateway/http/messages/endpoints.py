@@ -40,7 +40,7 @@ class MessagesEndpoints:
         """POST /v1/messages."""
         caller = await self.context.caller(request)
         fields = await read_json(request, caller)
-        call = parse_messages(fields, origin_of(request, caller.tenant))
+        call = parse_messages(fields, origin_of(request, caller))
         answer_id = f"msg_{request.state.request_id}"
         return await self.answering.answer(request, call, answer_id, MessagesFormatter, _EVENTS)
 
@@ -48,7 +48,7 @@ class MessagesEndpoints:
         """POST /v1/messages/count_tokens."""
         caller = await self.context.text_reader(request)
         fields = await read_json(request, caller)
-        origin = origin_of(request, caller.tenant)
+        origin = origin_of(request, caller)
         [call] = parse_messages(fields, origin, generates=False).calls
-        _, ids = await self.encoder.encode(call.model, caller.tenant, call.prompt, "messages")
+        _, ids = await self.encoder.encode(call.model, caller, call.prompt, "messages")
         return json_response({"input_tokens": len(ids)})

@@ -89,7 +89,7 @@ class ResponsesEndpoints:
         """POST /v1/responses/input_tokens: the tokens of the same body's prompt."""
         caller = await self._context.text_reader(request)
         [call] = (await self._parsed(request, caller)).chat.calls
-        _, ids = await self._encoder.encode(call.model, caller.tenant, call.prompt, "input")
+        _, ids = await self._encoder.encode(call.model, caller, call.prompt, "input")
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def read(self, request: Request) -> Response:
@@ -128,7 +128,7 @@ class ResponsesEndpoints:
 
     async def _parsed(self, request: Request, caller: Caller) -> ResponsesCall:
         fields = await read_json(request, caller)
-        origin = origin_of(request, caller.tenant)
+        origin = origin_of(request, caller)
         return parse_responses(fields, origin, await self._history(request, caller, fields))
 
     async def _history(self, request: Request, caller: Caller, fields: dict[str, Any]) -> History:
