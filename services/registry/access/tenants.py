@@ -71,14 +71,21 @@ class Tenants:
         names = [item.key async for item in self._store.list_objects(layout.TENANTS)]
         return await documents.read_intact(self._store, names, TenantRecord)
 
-    async def begin_upload(self, limits: TenantRecord, upload: str, num_bytes: int) -> None:
+    async def begin_upload(
+        self, limits: TenantRecord, upload: str, num_bytes: int, *, may_exist: bool = False
+    ) -> None:
         """Count an upload that begins, or continues, until it is published or refused.
+
+        Args:
+            may_exist: the tenant has all of its files already. If they are a version, publishing
+                them again needs no room; otherwise the quota is checked before one is made.
 
         Raises: ResourceExhausted if it exceeds the quota together with other unfinished uploads.
         """
         uploads = self._catalog.open_uploads
-        others = await uploads.num_bytes(limits.tenant, but=upload)
-        await self.check_quota(limits, num_bytes, others)
+        if not may_exist:
+            others = await uploads.num_bytes(limits.tenant, but=upload)
+            await self.check_quota(limits, num_bytes, others)
         await uploads.note(limits.tenant, upload, num_bytes)
 
     async def check_quota(self, limits: TenantRecord, more_bytes: int, open_bytes: int = 0) -> None:

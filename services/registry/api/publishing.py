@@ -64,8 +64,9 @@ class PublishService(AdminService):
         options, files, registry = asked.options, asked.files, self._registry
         num_bytes = sum(file.size for file in files)
         upload = fingerprint(options, files, access.actor)
-        await registry.tenants.begin_upload(asked.limits, upload, num_bytes)
         known = await registry.catalog.known_blobs(options.tenant, [f.sha256 for f in files])
+        may_exist = len(known) == len(files)
+        await registry.tenants.begin_upload(asked.limits, upload, num_bytes, may_exist=may_exist)
         return await registry.uploads.open(options, files, access.actor, known)
 
     async def _checked(
@@ -145,10 +146,11 @@ class PublishService(AdminService):
                 raise InvalidRequest.field("options", "", description)
             with refusals_counted():
                 asked = await self._checked(first.options, first.files, access)
-                await self._check_space(asked.limits, asked.files)
+                has_room = await self._has_room(asked.limits, asked.files)
                 session = self._registry.uploads.in_one_call(
                     asked.options, asked.files, access.actor, check_request_id(first.request_id)
                 )
+                session = dataclasses.replace(session, has_room=has_room)
                 contents = await contents_of(first, parts, asked.files)
                 done = await self._registry.publisher.publish(session, contents, asked.bases)
         return pb.PublishAdapterResponse(
@@ -157,11 +159,18 @@ class PublishService(AdminService):
             warnings=[violation_to_proto(warning) for warning in done.version.warnings],
         )
 
-    async def _check_space(self, limits: TenantRecord, files: Sequence[File]) -> None:
-        """Raises ResourceExhausted if files exceed the quota together with unfinished uploads."""
-        uploads, num_bytes = self._registry.catalog.open_uploads, sum(file.size for file in files)
-        open_bytes = await uploads.num_bytes(limits.tenant) if limits.max_bytes else 0
+    async def _has_room(self, limits: TenantRecord, files: Sequence[File]) -> bool:
+        """True if the quota has room for files next to unfinished uploads. False if they may be a
+        version that exists, which needs none. Raises ResourceExhausted otherwise."""
+        if not (limits.max_bytes or limits.max_versions):
+            return True
+        catalog, num_bytes = self._registry.catalog, sum(file.size for file in files)
+        known = await catalog.known_blobs(limits.tenant, [file.sha256 for file in files])
+        if len(known) == len(files):
+            return False
+        open_bytes = await catalog.open_uploads.num_bytes(limits.tenant) if limits.max_bytes else 0
         await self._registry.tenants.check_quota(limits, num_bytes, open_bytes)
+        return True
 
     async def _published(self, done: Finished, options: Options) -> pb.AdapterVersion:
         """What follows a publication; returns the version."""

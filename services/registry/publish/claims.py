@@ -106,8 +106,7 @@ class Claims:
         Raises: NumberTaken.
         """
         record = claim.version
-        # The quota of an upload in one call was checked a moment ago, when it began.
-        if not claim.exists and not session.in_one_call:
+        if not claim.exists and not session.has_room:
             limits = await self.tenants.get(record.tenant)
             await self.tenants.check_quota(limits, record.size_bytes)
         generations = {tag: _generation(seen) for tag, seen in draft.tags.items()}

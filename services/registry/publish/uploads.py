@@ -74,6 +74,8 @@ class UploadSession:
     in_one_call: bool = False
     """Whether the bytes came with the options. Nothing of such an upload is stored but its intent,
     while it is published."""
+    has_room: bool = False
+    """Whether the tenant's quota was checked a moment ago."""
 
     @property
     def has_intent(self) -> bool:

@@ -168,3 +168,26 @@ async def test_a_full_quota_refuses_it_before_anything_is_stored(served: ServedR
     with pytest.raises(ResourceExhausted):
         await _send(served, _first(adapter_files(1)))
     assert await _keys(served, layout.BLOBS) == []
+
+
+@pytest.mark.parametrize("way", ["in one call", "in parts"])
+async def test_content_that_is_published_already_needs_no_room_in_the_quota(
+    served: ServedRegistry, way: str
+) -> None:
+    async def begin(files: Mapping[str, bytes], name: str = "sql") -> pb.PublishAdapterRequest:
+        first = _first(files, name)
+        if way == "in parts":
+            request = pb.CreateUploadRequest(options=first.options, files=first.files)
+            await served.client._channel.call(served.client._stub.CreateUpload, request)
+        return first
+
+    one = await publish(served.registry, "sql", 1)
+    await publish(served.registry, "other", 2, latest=False)
+    limits = TenantRecord("default", max_bytes=2 * one.version.size_bytes, max_versions=2)
+    await served.registry.tenants.set(limits)
+    again = await _send(served, await begin(adapter_files(1)))
+    assert (again.version, again.digest) == (1, one.version.digest)
+    for seed, name in ((3, "sql"), (2, "sql")):  # a new one; and one that another adapter has
+        with pytest.raises(ResourceExhausted):
+            await _send(served, await begin(adapter_files(seed), name))
+    assert len(await served.registry.versions.of("default", "sql")) == 1
