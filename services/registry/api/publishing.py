@@ -14,7 +14,7 @@ from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.serving_fields import ROPE_FIELD, complete_config
 from loraplex.api.format_wire import files_from_proto, violation_to_proto
 from loraplex.errors import DeadlineExceeded, InvalidRequest
-from loraplex.refs import parse_name, parse_ref
+from loraplex.refs import parse_ref
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.callers import current_caller
 from loraplex_services.common.limits import MAX_UPLOAD_IDLE_S
@@ -75,10 +75,7 @@ class PublishService(AdminService):
         """Raises what can be refused before the bytes are there."""
         options = publish_options.options_from_proto(message, access.tenant)
         access.require_publishing(options.tenant)
-        files = files_from_proto(specs)
-        findings = Findings()
-        check_files(files, findings)
-        findings.raise_if_refused()
+        files = _checked_files(specs)
         registry = self._registry
         bases, limits = await asyncio.gather(
             registry.bases.check_upload(options.tenant, options.name, options.base_id),
@@ -182,23 +179,18 @@ class PublishService(AdminService):
     async def ValidateAdapter(
         self, request: pb.ValidateAdapterRequest, context: Any
     ) -> pb.ValidateAdapterResponse:
-        caller_access().require("reader")
-        files = files_from_proto(request.files)
-        findings = Findings()
-        check_files(files, findings)
-        findings.raise_if_refused()
+        access = caller_access()
+        access.require("reader")
         if request.options.name:
-            access = caller_access()
-            tenant, _ = parse_name(request.options.name, access.tenant, field="options.name")
-            offered = publish_options.offered_from_proto(request.options.signatures)
-            limits = await self._registry.tenants.get(tenant)
-            await self._registry.signatures.accepted(limits, files, offered, access.actor)
-            moves_tags = bool(request.options.tags) or not request.options.no_latest
-            self._registry.rules.check_upload(limits, moves_tags=moves_tags)
+            asked = await self._checked(request.options, request.files, access)
+            files = asked.files
+            await self._has_room(asked.limits, files)
+        else:
+            files = _checked_files(request.files)
         labels = request.options.labels
         publish_options.check_labels(labels, "options.labels")
         wanted = Wanted(
-            caller_access().tenant,
+            access.tenant,
             request.options.base_id,
             request.options.strict,
             labels.get(ROPE_FIELD, ""),
@@ -238,6 +230,14 @@ class PublishService(AdminService):
             if state.file in known:
                 message.committed_bytes, message.complete = state.file.size, True
         return progress
+
+
+def _checked_files(specs: Iterable[pb.FileSpec]) -> tuple[File, ...]:
+    """The declared files. Raises InvalidAdapter for names and sizes that an adapter cannot have."""
+    files, findings = files_from_proto(specs), Findings()
+    check_files(files, findings)
+    findings.raise_if_refused()
+    return files
 
 
 async def _not_idle(parts: AsyncIterator[Part]) -> AsyncGenerator[Part]:
