@@ -143,7 +143,7 @@ class PublishService(AdminService):
                 raise InvalidRequest.field("options", "", description)
             with refusals_counted():
                 asked = await self._checked(first.options, first.files, access)
-                has_room = await self._has_room(asked.limits, asked.files)
+                has_room = await self._has_room(asked, access)
                 session = self._registry.uploads.in_one_call(
                     asked.options, asked.files, access.actor, check_request_id(first.request_id)
                 )
@@ -156,17 +156,20 @@ class PublishService(AdminService):
             warnings=[violation_to_proto(warning) for warning in done.version.warnings],
         )
 
-    async def _has_room(self, limits: TenantRecord, files: Sequence[File]) -> bool:
-        """True if the quota has room for files next to unfinished uploads. False if they may be a
-        version that exists, which needs none. Raises ResourceExhausted otherwise."""
+    async def _has_room(self, asked: _AskedUpload, access: Access) -> bool:
+        """True if the quota has room for an upload next to other unfinished ones. False if it may
+        be a version that exists, which needs none. Raises ResourceExhausted otherwise."""
+        limits, files, catalog = asked.limits, asked.files, self._registry.catalog
         if not (limits.max_bytes or limits.max_versions):
             return True
-        catalog, num_bytes = self._registry.catalog, sum(file.size for file in files)
         known = await catalog.known_blobs(limits.tenant, [file.sha256 for file in files])
         if len(known) == len(files):
             return False
-        open_bytes = await catalog.open_uploads.num_bytes(limits.tenant) if limits.max_bytes else 0
-        await self._registry.tenants.check_quota(limits, num_bytes, open_bytes)
+        num_bytes, others = sum(file.size for file in files), 0
+        if limits.max_bytes:
+            upload = fingerprint(asked.options, files, access.actor)
+            others = await catalog.open_uploads.num_bytes(limits.tenant, but=upload)
+        await self._registry.tenants.check_quota(limits, num_bytes, others)
         return True
 
     async def _published(self, done: Finished, options: Options) -> pb.AdapterVersion:
@@ -184,7 +187,7 @@ class PublishService(AdminService):
         if request.options.name:
             asked = await self._checked(request.options, request.files, access)
             files = asked.files
-            await self._has_room(asked.limits, files)
+            await self._has_room(asked, access)
         else:
             files = _checked_files(request.files)
         labels = request.options.labels

@@ -12,13 +12,14 @@ from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import AdapterNotFound, AlreadyExists, PermissionDenied, ResourceExhausted
+from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.auth import KeyAuth
 from loraplex_services.registry.api import server
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.records import TenantRecord
-from tests.registry.house import BASE_ID, adapter_files, tiny_base, write_folder
+from tests.registry.house import BASE_ID, adapter_files, declared, tiny_base, write_folder
 
 
 @pytest.fixture
@@ -59,3 +60,22 @@ async def test_a_dry_run_is_refused_as_the_upload_would_be(
         with pytest.raises(ResourceExhausted):
             await publisher.check(folder, Publication("sql", base_id=BASE_ID))
     assert [info async for info in registry.store.list_objects(layout.ADAPTERS)] == []
+
+
+async def test_an_upload_that_goes_on_has_room_for_itself(
+    registry: Registry, address: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "adapter", adapter_files(1))
+    specs = [
+        pb.FileSpec(path=file.path, size=file.size, sha256=file.sha256)
+        for file in declared(adapter_files(1))
+    ]
+    size = sum(spec.size for spec in specs)
+    await registry.tenants.set(TenantRecord("acme", max_bytes=size))
+    async with client(registry, address, "publisher") as publisher:
+        publication = Publication("sql", base_id=BASE_ID)
+        request = pb.CreateUploadRequest(options=publication.to_proto(), files=specs)
+        await publisher._channel.call(publisher._stub.CreateUpload, request)
+        await publisher.check(folder, publication)
+        with pytest.raises(ResourceExhausted, match="of unfinished uploads"):
+            await publisher.check(folder, Publication("other", base_id=BASE_ID))
