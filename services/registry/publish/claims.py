@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraplex.adapter_format import File
@@ -95,7 +95,7 @@ class Claims:
         return Draft(draft.record, last, records, await self._look_at_tags(session))
 
     async def carry_out(
-        self, session: UploadSession, draft: Draft, claim: Claim, stored: Awaitable[None]
+        self, session: UploadSession, draft: Draft, claim: Claim, stored: asyncio.Task[None]
     ) -> None:
         """Create the version of a claim, unless it exists.
 
@@ -121,11 +121,11 @@ class Claims:
         failpoint("publish.version")
 
     async def _make_ready(
-        self, session: UploadSession, intent: Intent, stored: Awaitable[None]
+        self, session: UploadSession, intent: Intent, stored: asyncio.Task[None]
     ) -> None:
         await self.uploads.intend(session, intent)
         failpoint("publish.intent")
-        await stored
+        await asyncio.shield(stored)  # The next attempt needs it, if the number is taken.
 
     async def _create(
         self, session: UploadSession, record: VersionRecord, ready: asyncio.Task[None]
