@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -34,30 +35,25 @@ class TokenTable:
         return self._ranks.all_reduce(y.masked_fill_(is_elsewhere[:, None], 0.0))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LoraEmbedding:
     """The embedding of a base. What adapters add to it is computed on every rank."""
 
-    def __init__(
-        self,
-        site_id: int,
-        table: TokenTable,
-        add_lora: Callable[[Tensor, Tensor, int, LoraBatch], None],
-    ) -> None:
-        """`add_lora`: `Operators.add_lora_embedding`."""
-        self.site_id = site_id
-        self._table = table
-        self._add_lora = add_lora
+    site_id: int
+    table: TokenTable
+    add_lora: Callable[[Tensor, Tensor, int, LoraBatch], None]
+    """`Operators.add_lora_embedding`."""
 
     @property
     def weight(self) -> Tensor:
         """`[vocabulary, hidden]`, or this rank's rows of it."""
-        return self._table.weight
+        return self.table.weight
 
     def forward(self, token_ids: Tensor, lora: LoraBatch) -> Tensor:
         """int64 `[T]` -> `[T, hidden]`."""
         known_ids = token_ids
         if lora.resized(self.site_id):  # tokens that only adapters know get their rows below
-            known_ids = token_ids.clamp(max=self._table.vocab_size - 1)
-        y = self._table.look_up(known_ids)
-        self._add_lora(y, token_ids, self.site_id, lora)
+            known_ids = token_ids.clamp(max=self.table.vocab_size - 1)
+        y = self.table.look_up(known_ids)
+        self.add_lora(y, token_ids, self.site_id, lora)
         return y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,33 +19,26 @@ Split = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 `[T, Hv * Dv]`, and b and a `[T, Hv]`: see `ops/recurrence`."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class GatedDeltaNet:
     """Implements `model.decoder.Mixer`. Positions have no influence, because the state decays."""
 
-    def __init__(
-        self,
-        in_proj: LoraLinear,
-        out_proj: LoraLinear,
-        net: DeltaNet,
-        norm: Norm,
-        split: Split,
-        value_dim: int,
-        gated: Gated,
-    ) -> None:
-        """`norm`: of each head; `value_dim`: its width; `gated`: by silu."""
-        self._in_proj = in_proj
-        self._out_proj = out_proj
-        self._net = net
-        self._norm = norm
-        self._split = split
-        self._value_dim = value_dim
-        self._gated = gated
+    in_proj: LoraLinear
+    out_proj: LoraLinear
+    net: DeltaNet
+    norm: Norm
+    """Of each head."""
+    split: Split
+    value_dim: int
+    """Width of a head."""
+    gated: Gated
+    """By silu."""
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         assert batch.states is not None, "the plan has states for bases with recurrent layers"
-        qkv, gates, b, a = self._split(self._in_proj.forward(x, batch.lora))
-        read = self._net.forward(qkv, a, b, batch.states)
-        heads = self._norm.forward(read.view(len(x), -1, self._value_dim), batch.lora)
-        gated = self._gated(gates.float(), heads.flatten(1).float())
-        return self._out_proj.forward(gated.to(x.dtype), batch.lora)
+        qkv, gates, b, a = self.split(self.in_proj.forward(x, batch.lora))
+        read = self.net.forward(qkv, a, b, batch.states)
+        heads = self.norm.forward(read.view(len(x), -1, self.value_dim), batch.lora)
+        gated = self.gated(gates.float(), heads.flatten(1).float())
+        return self.out_proj.forward(gated.to(x.dtype), batch.lora)

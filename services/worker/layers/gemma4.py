@@ -171,27 +171,19 @@ class LayerInput:
         return self.norm.forward(self.projection.forward(gated, lora), lora)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Gemma4Layer:
     """Implements `model.decoder.Layer`."""
 
-    def __init__(
-        self,
-        layer: int,
-        attention: Gemma4Attention,
-        feed: Gemma4Feed,
-        attention_norms: tuple[Norm, Norm],
-        feed_norms: tuple[Norm, Norm],
-        own_input: LayerInput | None,
-        scalar: Tensor,
-    ) -> None:
-        """Norms are before and after; at the end `scalar`, `[1]`, multiplies the stream."""
-        self._layer = layer
-        self._attention = attention
-        self._feed = feed
-        self._attention_norms = attention_norms
-        self._feed_norms = feed_norms
-        self._own_input = own_input
-        self._scalar = scalar
+    layer: int
+    attention: Gemma4Attention
+    feed: Gemma4Feed
+    attention_norms: tuple[Norm, Norm]
+    """Before and after."""
+    feed_norms: tuple[Norm, Norm]
+    own_input: LayerInput | None
+    scalar: Tensor
+    """`[1]`; multiplies the stream at the end."""
 
     def forward(
         self, x: Tensor, update: Tensor | None, cos_sin: CosSin, batch: ForwardBatch
@@ -199,13 +191,11 @@ class Gemma4Layer:
         """See `Layer`; nothing is left to add."""
         assert update is None, "no layer before this one leaves anything to add"
         lora = batch.lora
-        attended = self._attention.forward(
-            self._attention_norms[0].forward(x, lora), cos_sin, batch
-        )
-        attended = self._attention_norms[1].forward(attended, lora)
-        normed = self._feed_norms[0].forward(x, lora, attended)
-        x += self._feed_norms[1].forward(self._feed.forward(normed, x, batch), lora)
-        if self._own_input is not None:
+        attended = self.attention.forward(self.attention_norms[0].forward(x, lora), cos_sin, batch)
+        attended = self.attention_norms[1].forward(attended, lora)
+        normed = self.feed_norms[0].forward(x, lora, attended)
+        x += self.feed_norms[1].forward(self.feed.forward(normed, x, batch), lora)
+        if self.own_input is not None:
             assert batch.layer_inputs is not None, "set before the first layer"
-            x += self._own_input.forward(x, batch.layer_inputs[:, self._layer], lora)
-        x *= self._scalar
+            x += self.own_input.forward(x, batch.layer_inputs[:, self.layer], lora)
+        x *= self.scalar

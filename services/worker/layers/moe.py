@@ -97,34 +97,25 @@ class LoopedExperts:
         return expert.down.forward(self._gate(expert.gate_up.forward(x, lora)), lora)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SparseMlp:
     """The experts that a router chooses for each token, with a float32 softmax for weights."""
 
-    def __init__(
-        self,
-        router: LoraLinear,
-        experts: ExpertMlps,
-        num_active: int,
-        renormalise: bool,
-        shared: SharedExpert | None,
-        sum_ranks: Callable[[Tensor], Tensor],
-        choose_experts: ChooseExperts,
-    ) -> None:
-        """`sum_ranks`: the inner width of all experts may be divided among ranks, whose outputs
-        are summed once for the layer."""
-        self._sum_ranks = sum_ranks
-        self._choose_experts = choose_experts
-        self._router = router
-        self._experts = experts
-        self._num_active = num_active
-        self._renormalise = renormalise
-        self._shared = shared
+    router: LoraLinear
+    experts: ExpertMlps
+    num_active: int
+    renormalise: bool
+    shared: SharedExpert | None
+    sum_ranks: Callable[[Tensor], Tensor]
+    """The inner width of all experts may be divided among ranks, whose outputs are summed once for
+    the layer."""
+    choose_experts: ChooseExperts
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
-        scores = self._router.forward(x, batch.lora)
-        chosen, weights = self._choose_experts(scores, self._num_active, self._renormalise, None)
-        out = self._experts.forward(x, chosen, weights, batch.lora)
-        if self._shared is not None:
-            out += self._shared.forward(x, batch)
-        return self._sum_ranks(out)
+        scores = self.router.forward(x, batch.lora)
+        chosen, weights = self.choose_experts(scores, self.num_active, self.renormalise, None)
+        out = self.experts.forward(x, chosen, weights, batch.lora)
+        if self.shared is not None:
+            out += self.shared.forward(x, batch)
+        return self.sum_ranks(out)

@@ -78,20 +78,14 @@ class LayerInputs(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
     """Attention or recurrence, and MLP, each normalised before and, in some families, after."""
 
-    def __init__(
-        self,
-        mixer: Mixer,
-        mlp: Mlp,
-        norms: tuple[Norm, Norm],
-        post_norms: tuple[Norm, Norm] | None,
-    ) -> None:
-        self._mixer = mixer
-        self._mlp = mlp
-        self._norms = norms
-        self._post_norms = post_norms
+    mixer: Mixer
+    mlp: Mlp
+    norms: tuple[Norm, Norm]
+    post_norms: tuple[Norm, Norm] | None
 
     def forward(
         self, x: Tensor, update: Tensor | None, cos_sin: CosSin, batch: ForwardBatch
@@ -103,13 +97,13 @@ class DecoderLayer:
             update: what the layer before adds; None before the first.
         """
         lora = batch.lora
-        normed = self._norms[0].forward(x, lora, update)
-        update = self._mixer.forward(normed, cos_sin, batch)
-        if self._post_norms is not None:
-            update = self._post_norms[0].forward(update, lora)
-        update = self._mlp.forward(self._norms[1].forward(x, lora, update), batch)
-        if self._post_norms is not None:
-            update = self._post_norms[1].forward(update, lora)
+        normed = self.norms[0].forward(x, lora, update)
+        update = self.mixer.forward(normed, cos_sin, batch)
+        if self.post_norms is not None:
+            update = self.post_norms[0].forward(update, lora)
+        update = self.mlp.forward(self.norms[1].forward(x, lora, update), batch)
+        if self.post_norms is not None:
+            update = self.post_norms[1].forward(update, lora)
         return update
 
 

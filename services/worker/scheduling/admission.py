@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.virtual_counters import VirtualCounters
@@ -18,59 +19,51 @@ from loraplex_services.worker.scheduling.running import RunningBatch
 from loraplex_services.worker.types.request import Request
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class AdmissionTest:
     """Tests requests against the batch and the arena as they are. Changes nothing."""
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        layout: KvLayout,
-        arena: Arena,
-        cache: AdapterCache,
-        running: RunningBatch,
-        tenants: VirtualCounters,
-    ) -> None:
-        self._limits = limits
-        self._layout = layout
-        self._arena = arena
-        self._cache = cache
-        self._running = running
-        self._tenants = tenants
+    limits: SchedulerLimits
+    layout: KvLayout
+    arena: Arena
+    cache: AdapterCache
+    running: RunningBatch
+    tenants: VirtualCounters
 
     def has_slot(self, request: Request, now: float) -> bool:
         """Whether the batch has a free slot for a request. The last slots are reserved for the
         least-served tenant."""
-        num_free = self._limits.max_running - len(self._running)
-        if num_free > reserved_slots(self._limits.max_running):
+        num_free = self.limits.max_running - len(self.running)
+        if num_free > reserved_slots(self.limits.max_running):
             return True
-        return num_free > 0 and self._tenants.is_least_served(request.tenant, now)
+        return num_free > 0 and self.tenants.is_least_served(request.tenant, now)
 
     def has_memory(self, request: Request) -> bool:
         """Whether the forecast peak of KV memory fits in the arena. The forecast goes through all
         running requests only if they could not all reach their full length. True for requests that
         need no KV cache, and when nothing runs: `too_large` has been asked before."""
-        if request.without_cache or not self._running:
+        if request.without_cache or not self.running:
             return True
-        adapters = self._cache.held_blocks + self._cache.new_blocks(request.adapters.digests)
-        left = self._arena.num_blocks - adapters
-        num_tokens = self._running.max_num_tokens + request.max_num_tokens
-        if self._layout.most_blocks(num_tokens, len(self._running) + 1) <= left:
+        adapters = self.cache.held_blocks + self.cache.new_blocks(request.adapters.digests)
+        left = self.arena.num_blocks - adapters
+        num_tokens = self.running.max_num_tokens + request.max_num_tokens
+        if self.layout.most_blocks(num_tokens, len(self.running) + 1) <= left:
             return True
-        return peak_kv_blocks((*self._running, request), self._layout) <= left
+        return peak_kv_blocks((*self.running, request), self.layout) <= left
 
     def has_too_many_adapters(self, digests: tuple[str, ...]) -> bool:
         """Whether a step with `digests` and all adapters in use would exceed `max_loras`."""
-        limit = self._limits.max_loras
-        return limit is not None and len(self._cache.in_use.union(digests)) > limit
+        limit = self.limits.max_loras
+        return limit is not None and len(self.cache.in_use.union(digests)) > limit
 
     def too_large(self, request: Request) -> ResourceExhausted | None:
         """Why a request would wait forever; None if it would not. Adapters that are not fetched yet
         count as nothing."""
-        known = [digest for digest in request.adapters.digests if self._cache.known([digest])]
-        left = self._arena.num_blocks - self._cache.pinned_blocks
-        adapter_blocks = self._cache.unpinned_blocks(known)
-        error = too_large(request, self._layout, adapter_blocks, left)
-        return error or self._cache.beyond_share(known)
+        known = [digest for digest in request.adapters.digests if self.cache.known([digest])]
+        left = self.arena.num_blocks - self.cache.pinned_blocks
+        adapter_blocks = self.cache.unpinned_blocks(known)
+        error = too_large(request, self.layout, adapter_blocks, left)
+        return error or self.cache.beyond_share(known)
 
 
 def reserved_slots(max_running: int) -> int:

@@ -8,6 +8,7 @@ adapters with a head of their own, which only rank 0 has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,24 +53,18 @@ class SharedHead:
         return best_of_ranks(self._ranks.gather(pairs, PAIR * self._ranks.shard.size))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LeadingHead:
     """Rank 0's end, which tells the other ranks what to compute."""
 
-    def __init__(
-        self,
-        head: SharedHead,
-        model: Decoder,
-        draws: DrawOperators,
-        send: Callable[[LogitRows | BestTokens], None],
-    ) -> None:
-        self._head = head
-        self._model = model
-        self._draws = draws
-        self._send = send
+    head: SharedHead
+    model: Decoder
+    draws: DrawOperators
+    send: Callable[[LogitRows | BestTokens], None]
 
     def announce(self, token_rows: Tensor) -> None:
         """Have the other ranks compute their part of the logits that come next."""
-        self._send(LogitRows(token_rows.numpy().tobytes()))
+        self.send(LogitRows(token_rows.numpy().tobytes()))
 
     def choose(
         self,
@@ -87,20 +82,20 @@ class LeadingHead:
             lora: their adapters.
             logits_of: gathers logits, which `announce` goes before.
         """
-        with_heads = self._model.rows_with_heads(lora)
+        with_heads = self.model.rows_with_heads(lora)
         best: list[int] = []
         gathered: list[int] = []
         for i, (row, token) in enumerate(zip(token_rows.tolist(), tokens, strict=True)):
             has_head = any(begin <= row < end for begin, end in with_heads)
-            is_best = needs_best_only(token, self._model.config.vocab_size) and not has_head
+            is_best = needs_best_only(token, self.model.config.vocab_size) and not has_head
             (best if is_best else gathered).append(i)
         if not best:
-            return sample(token_rows, tokens, logits_of, eos_ids, self._draws)
+            return sample(token_rows, tokens, logits_of, eos_ids, self.draws)
         parts: list[Tensor] = []
         chunks: list[ChosenChunk] = []
         if gathered:
             chosen = [tokens[i] for i in gathered]
-            choices = sample(token_rows[gathered], chosen, logits_of, eos_ids, self._draws)
+            choices = sample(token_rows[gathered], chosen, logits_of, eos_ids, self.draws)
             parts.append(choices.token_ids)
             chunks += choices.chunks
         for begin in range(0, len(best), MAX_LOGIT_ROWS):
@@ -117,5 +112,5 @@ class LeadingHead:
         drawn = [i for i, token in enumerate(tokens) if is_drawn(token)]
         rows = BestRows(np.array(drawn, dtype=np.int64), draws_of([tokens[i] for i in drawn]))
         draws = rows.draws.temperatures.tobytes(), rows.draws.keys.tobytes()
-        self._send(BestTokens(token_rows.numpy().tobytes(), rows.drawn.tobytes(), *draws))
-        return self._head.best(hidden.index_select(0, to_device(token_rows, hidden.device)), rows)
+        self.send(BestTokens(token_rows.numpy().tobytes(), rows.drawn.tobytes(), *draws))
+        return self.head.best(hidden.index_select(0, to_device(token_rows, hidden.device)), rows)
