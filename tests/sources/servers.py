@@ -72,6 +72,14 @@ class Hub:
         if self.token and headers.get("Authorization") != f"Bearer {self.token}":
             code = {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"}
             return as_json({"error": "gated"}, 403, **code)
+        if path.startswith(f"/api/models/acme/lora/tree/{COMMIT}"):
+            siblings = [self._sibling(name) for name in self.files]
+            return as_json(
+                [
+                    {"type": "file", "path": s["rfilename"], "size": s["size"], "oid": s["blobId"]}
+                    for s in siblings
+                ]
+            )
         if path.startswith("/api/models/acme/lora"):
             revision = path.partition("/revision/")[2].partition("?")[0] or "main"
             if revision not in ("main", "v1", COMMIT):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.errors import InvalidRequest, Unavailable, Unsupported
+from loraplex.errors import InvalidRequest, PermissionDenied, Unavailable, Unsupported
 from loraplex.sources.hub import WRONG_ANSWERS
 from loraplex_services.common.chat_template import chat_format, template_environment
 from loraplex_services.common.objects.store import ObjectStore, read_chunks
@@ -79,6 +79,7 @@ def find_model(model: str, cache_folder: Path) -> Path:
 
     Raises:
         InvalidRequest: neither a folder, a GGUF file, nor a hub id that can be had.
+        PermissionDenied: the hub demands that its terms are accepted.
         Unavailable: the hub cannot be reached.
     """
     path = Path(model)
@@ -190,20 +191,33 @@ def _token_id(files: dict[str, bytes], key: str, names: Sequence[str]) -> int | 
 def _download(model: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
     except ImportError:
         raise Unsupported.field(
             "LORAPLEX_MODEL", model, "hub ids need the huggingface-hub package; give a folder"
         ) from None
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        # Folders and Mistral's own file hold other formats of the same weights.
+        others = ["*/*", "consolidated*.safetensors"]
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=others))
     except LocalEntryNotFoundError as error:
         raise Unavailable(
             f"model {model!r} is not cached, and the hub cannot be reached"
         ) from error
     except WRONG_ANSWERS as error:
         raise Unavailable(f"model {model!r}: the hub gave an unexpected answer: {error}") from error
+    except GatedRepoError as error:
+        why = "is gated: accept its terms on the hub, and set HF_TOKEN"
+        raise PermissionDenied(f"model {model!r} {why}") from error
+    except RepositoryNotFoundError as error:
+        why = f"{model!r} is not on the hub, or is private: check the name, or set HF_TOKEN"
+        raise InvalidRequest.field("LORAPLEX_MODEL", model, why) from error
     except (HfHubHTTPError, ValueError) as error:
         raise InvalidRequest.field(
             "LORAPLEX_MODEL", model, "neither a folder nor a hub id that can be downloaded"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from loraplex.errors import InvalidRequest, Unavailable
+from loraplex.errors import InvalidRequest, PermissionDenied, Unavailable
 from loraplex_services.common.objects.file import FileStore
 from loraplex_services.worker.server.base_files import fetch_model, find_model, read_tokenizer
-from tests.sources.servers import served
+from tests.sources.servers import Hub, served
 from tests.worker import tiny
 
 
@@ -53,6 +53,38 @@ def test_a_hub_that_gives_an_unexpected_answer_is_named(
         monkeypatch.setattr(constants, "ENDPOINT", f"http://{address}")
         with pytest.raises(Unavailable, match="'acme/tiny': the hub gave an unexpected answer"):
             find_model("acme/tiny", tmp_path)
+
+
+def test_only_files_that_are_read_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    kept = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}"}
+    others = ("consolidated.safetensors", "original/params.json", "onnx/a.safetensors", "x.bin")
+    hub = Hub(kept | dict.fromkeys(others, b"other"))
+    with served(hub) as address:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://{address}")
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"http://{address}{template}")
+        folder = find_model("acme/lora", tmp_path)
+    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert found == kept.keys()
+
+
+def test_a_hub_id_that_cannot_be_had_is_told_from_a_gated_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with served(Hub({"config.json": b"{}"}, token="secret")) as address:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://{address}")
+        with pytest.raises(PermissionDenied, match="'acme/lora' is gated: accept its terms"):
+            find_model("acme/lora", tmp_path)
+    with served(Hub({})) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://{address}")
+        with pytest.raises(InvalidRequest, match="'acme/nope' is not on the hub, or is private"):
+            find_model("acme/nope", tmp_path)
 
 
 async def test_a_model_in_a_store_is_copied_and_an_interrupted_copy_goes_on(
