@@ -184,12 +184,16 @@ class PublishService(AdminService):
     ) -> pb.ValidateAdapterResponse:
         access = caller_access()
         access.require("reader")
-        if request.options.name:
+        if not request.options.name:
+            return await self._validated(request, access, _checked_files(request.files))
+        with refusals_counted():
             asked = await self._checked(request.options, request.files, access)
-            files = asked.files
             await self._has_room(asked, access)
-        else:
-            files = _checked_files(request.files)
+            return await self._validated(request, access, asked.files)
+
+    async def _validated(
+        self, request: pb.ValidateAdapterRequest, access: Access, files: Sequence[File]
+    ) -> pb.ValidateAdapterResponse:
         labels = request.options.labels
         publish_options.check_labels(labels, "options.labels")
         wanted = Wanted(

@@ -11,7 +11,8 @@ from loraplex.errors import LoraplexError
 
 UPLOADS = Counter(
     "loraplex_registry_uploads_total",
-    "Uploads by outcome: created, unchanged (the content was there), or the reason of the refusal.",
+    "Uploads by outcome: created, unchanged (the content was there), or the reason of the refusal. "
+    "Refused dry runs count, too: most clients check an upload before they send it.",
     ["outcome"],
 )
 RECEIVED_BYTES = Counter(
