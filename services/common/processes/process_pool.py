@@ -25,8 +25,8 @@ SPARE_AFTER_S = 0.2
 REFUSED_S = 30.0
 """Seconds for which a job is refused after it failed."""
 PAUSE_FACTOR = 4.0
-"""A tenant whose job cost its process keeps the slot for so many times as long as the job took. Its
-hard jobs thereby take a fifth of a core, in addition to the starts of processes."""
+"""A tenant whose job cost its process keeps the slot for this many times the duration of the job.
+Its hard jobs therefore take a fifth of a core, in addition to the starts of processes."""
 MAX_PAUSE_S = 10.0
 MAX_REFUSED = 1024
 END_S = 5.0

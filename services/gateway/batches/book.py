@@ -115,7 +115,7 @@ class BatchBook:
         return ""
 
     async def _forget_oldest(self, keys: Sequence[str], unfinished: Collection[str]) -> None:
-        """Delete the oldest documents of batches that have ended, so that there is room for one."""
+        """Delete the oldest documents of ended batches until one more is within the limit."""
         surplus = len(keys) + 1 - MAX_BATCHES_PER_TENANT
         if surplus <= 0:
             return

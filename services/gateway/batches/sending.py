@@ -119,7 +119,7 @@ class LineSender:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _begin(self, index: int, raw: bytes | None) -> None:
-        """Begin with a line as soon as there is room for it."""
+        """Begin with a line as soon as the limit of lines in flight allows it."""
         while len(self._tasks) >= MAX_BATCH_LINES_IN_FLIGHT:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         self._raise_failure()

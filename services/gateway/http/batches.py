@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests that run when there is room for them."""
+"""/v1/batches: files of requests that run when there is free capacity."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Tenants:
 
         Args:
             may_exist: the tenant has all of its files already. If they are a version, publishing
-                them again needs no room; otherwise the quota is checked before one is made.
+                them again takes no quota; otherwise the quota is checked before one is made.
 
         Raises: ResourceExhausted if it exceeds the quota together with other unfinished uploads.
         """

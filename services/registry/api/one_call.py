@@ -14,7 +14,7 @@ from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry.publish.metrics import RECEIVED_BYTES
 
 _SMALL_BYTES = 64 << 10
-"""So many are hashed in less time than a thread takes to start with them."""
+"""Hashing this many bytes takes less time than a thread takes to start."""
 _REQUEST_ID = re.compile("[0-9a-f]{16}")
 
 

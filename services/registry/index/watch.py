@@ -23,8 +23,8 @@ from loraplex_services.registry.index.redis_calls import CatalogDown
 _PAGE_SCOPES = 50
 """Most adapters in a page of a snapshot."""
 _PAGE_VERSIONS = 50
-"""Versions after which a page ends. Building so many keeps the event loop for 1.4 ms, and the page
-has as many more as its last adapter."""
+"""Versions after which a page ends. Building this many keeps the event loop busy for 1.4 ms. The
+page also has the other versions of its last adapter."""
 _MAX_PAUSE_S = 0.02
 """Longest pause after a page, if Redis was slow."""
 _RETRY_S = 0.5

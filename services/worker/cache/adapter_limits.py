@@ -33,8 +33,8 @@ class AdapterLimits:
             )
 
     def check_pins(self, digest: str, num_pinned: int, num_blocks: int) -> None:
-        """Raises ResourceExhausted if so many adapters and blocks must not be pinned, the adapter
-        `digest` among them."""
+        """Raises ResourceExhausted if this many adapters and blocks, including the adapter
+        `digest`, must not be pinned."""
         max_pinned = self.max_resident // 2
         if num_blocks > self.max_pinned_blocks or num_pinned > max_pinned:
             raise ResourceExhausted(

@@ -98,8 +98,8 @@ class Arena:
 
     def allocate_pages(self, owner: str, num_pages: int) -> list[int]:
         """Give extents of `num_pages` in all to `owner`: whole blocks, then parts of split blocks,
-        which are split anew where no split one has room. The caller has made sure that
-        `blocks_for` are free. Returns their first pages."""
+        and of a newly split block where these have too few free pages. The caller has made sure
+        that `blocks_for` are free. Returns their first pages."""
         whole, rest = divmod(num_pages, self.pages_per_block)
         blocks = self.allocate(owner, whole)
         first_pages = [block * self.pages_per_block for block in blocks]

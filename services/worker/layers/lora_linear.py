@@ -55,7 +55,7 @@ class LoraLinear:
     def forward(self, x: Tensor, lora: LoraBatch, num_outputs: int = 0) -> Tensor:
         """`[T, in]` -> `[T, out]`; `lora` holds the batch's row runs over the same T rows.
 
-        `num_outputs`, where it is more than the base has, makes room for adapters that bring more.
+        If `num_outputs` is more than the base has, the result is widened for adapters with more.
         """
         if self._joined is not None and num_outputs <= self.base.out_features:
             y = self._joined.product(self.base, x, self.site_id, lora)

@@ -31,7 +31,8 @@ class ProgramMemory:
     """Buffers that the programs of a model share, since they run one after another.
 
     Within a pass, a tensor takes over the buffer of one that is no longer referenced. A model
-    therefore needs the memory of about one layer. Buffers have room for passes of `max_rows` rows.
+    therefore needs the memory of about one layer. Buffers are large enough for passes of
+    `max_rows` rows.
     """
 
     def __init__(self, max_rows: int) -> None:

@@ -26,8 +26,8 @@ NUM_REQUESTS = 4
 """Waiting requests whose adapters are loaded ahead."""
 HORIZON_STEPS = 6
 """Number of steps for which running requests keep the blocks that they may need. A block that is
-being filled cannot be reclaimed, so a copy should not take longer than this. With more steps, there
-is less often room to load ahead."""
+being filled cannot be reclaimed, so a copy should not take longer than this. With more steps,
+blocks to load ahead are free less often."""
 
 
 class Lookahead:

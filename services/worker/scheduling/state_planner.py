@@ -30,8 +30,8 @@ class StatePlanner:
         self._reclaimer = reclaimer
 
     def make_room(self, num_drafts: int, now: float) -> int:
-        """Free idle blocks for the states after the drafts of a step. Returns for how many of
-        `num_drafts` there is room."""
+        """Free idle blocks for the states after the drafts of a step. Returns how many of the
+        `num_drafts` drafts have blocks for their states."""
         num_blocks = self._states.num_blocks
         if not num_blocks:
             return num_drafts

@@ -125,7 +125,7 @@ class AdapterFetcher:
             logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
 
     def _tell(self, command: Command) -> None:
-        """Send to the engine unless it has ended; the next engine is told again."""
+        """Send to the engine unless it has ended; the next engine gets the command again."""
         if self._client.is_up:
             self._client.send(command)
 

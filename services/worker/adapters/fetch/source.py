@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_FETCHES = 8
 """Most adapters that are fetched at the same time."""
 SMALL_BYTES = 64 << 10
-"""So many bytes are hashed and written in less time than a thread takes to start with them."""
+"""Hashing and writing this many bytes takes less time than a thread takes to start."""
 
 
 class Preparing(Protocol):

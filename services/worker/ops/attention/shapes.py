@@ -14,7 +14,7 @@ MIN_KEYS = 16
 LARGE_SHARED_BYTES = 160 << 10
 """What the data-centre GPUs since Ampere have at least; the others have 99 KiB."""
 TWICE_LARGE_BYTES = 200 << 10
-"""What those since Hopper have at least: room for two programs of 96 KiB."""
+"""What those since Hopper have at least, which is enough for two programs of 96 KiB."""
 LARGE_STEP_ROWS = 1 << 15
 """Token rows times query heads: 256 tiles of 128 queries."""
 WIDE_DIM = 256
