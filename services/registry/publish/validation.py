@@ -84,7 +84,7 @@ class Validations:
 
 
 def _key_of(job: ValidationJob) -> _Key:
-    """What a valid adapter's description depends on beside the geometry. The content of its files
+    """What a valid adapter's description depends on besides the geometry. The content of its files
     is not looked at."""
     files = tuple((file.path, file.size) for file in job.files)
     sizes = job.tensor_file_size, job.max_rank, job.strict, job.allow_missing
