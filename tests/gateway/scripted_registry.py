@@ -120,6 +120,9 @@ class ScriptedRegistry(registry_pb2_grpc.RegistryServiceServicer):
         found = self.tenants.get(request.tenant, registry_pb2.Tenant(tenant=request.tenant))
         return registry_pb2.ListTenantsResponse(tenants=[found])
 
+    async def RecordUsage(self, request: Any, context: Any) -> registry_pb2.RecordUsageResponse:
+        return registry_pb2.RecordUsageResponse()
+
     def stage(
         self, name: str, tag: str, version: int, *, within_s: float = 30.0, clock_s: float = 0.0
     ) -> None:
