@@ -207,7 +207,11 @@ _FLAGS = {
             "storage of adapters: a type as in --dtype, or int8 (default: auto)",
         ),
         ("--quantization", "NAME", "quantise on load: none, int8, int4 or fp8 (default: none)"),
-        ("--kv-cache-dtype", "NAME", "storage of the KV cache: auto, int8 or fp8 (default: auto)"),
+        (
+            "--kv-cache-dtype",
+            "NAME",
+            "storage of the KV cache: int8, fp8, the dtype of the base, or auto (default: auto)",
+        ),
         (
             "--attention-backend",
             "NAME",

@@ -180,7 +180,7 @@ def test_the_arena_is_given_in_bytes_or_percent() -> None:
 
 
 def test_the_cache_is_kept_as_computed_or_in_codes() -> None:
-    for name in ("auto", "int8", "fp8"):
+    for name in ("auto", "bfloat16", "int8", "fp8"):
         assert env.KV_CACHE_DTYPE.read(_worker("--kv-cache-dtype", name)) == name
     with pytest.raises(InvalidRequest, match="--kv-cache-dtype"):
         parse([*MODEL, "--kv-cache-dtype", "int4"], {})

@@ -202,19 +202,18 @@ LORA_DTYPE = choice_setting(
     "up worker",
     "Storage of LoRA weights; `auto` = as published or computed, `int8` = rounded, half the size.",
 )
-QUANTIZATION: Setting[str] = Setting(
+QUANTIZATION = choice_setting(
     "LORAPLEX_QUANTIZATION",
-    choice("none", "int8", "int4", "fp8"),
-    "none",
+    "none int8 int4 fp8",
     "up worker",
-    "Quantise the linears of a full-precision base when it is loaded; CPUs only.",
+    "Quantise the linears of a full-precision base when it is loaded.",
 )
-KV_CACHE_DTYPE: Setting[str] = Setting(
+KV_CACHE_DTYPE = choice_setting(
     "LORAPLEX_KV_CACHE_DTYPE",
-    choice("auto", "int8", "fp8"),
-    "auto",
+    "auto float32 bfloat16 float16 int8 fp8",
     "up worker",
-    "Storage of keys and values; `auto` = as the base asks or as computed, others = half the size.",
+    "Storage of keys and values: `int8`, `fp8`, the dtype of the base, or `auto` = as config.json "
+    "asks, else that dtype.",
 )
 CPU_ISA = choice_setting(
     "LORAPLEX_CPU_ISA",

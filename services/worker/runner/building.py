@@ -16,7 +16,7 @@ import torch
 from loraplex.adapter_format.geometry import Geometry, quantisation_of
 from loraplex.cli.progress import ProgressBar
 from loraplex.client.progress import Progress
-from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.errors import InvalidRequest, LoraplexError, Unsupported
 from loraplex_services.worker.adapters.device.base_values import SiteValues
 from loraplex_services.worker.adapters.device.loader import AdapterLoader
 from loraplex_services.worker.adapters.device.pinned_cache import PinnedCache
@@ -55,6 +55,7 @@ from loraplex_services.worker.runner.memory import (
     memory_of,
 )
 from loraplex_services.worker.runner.numerics import (
+    FLOAT_DTYPES,
     dtype_name,
     fingerprint,
     half_wins,
@@ -146,7 +147,7 @@ def _build(
     )
     operators.ranks = ranks
     operators.division = division_of(settings, ranks, torch_device, torch_dtype)
-    operators.attention_maker.kv_cache_dtype = settings.kv_cache_dtype
+    operators.attention_maker.kv_cache_dtype = _stored_kv(settings.kv_cache_dtype, torch_dtype)
     logger.info("computing in %s with %s", dtype_name(torch_dtype), operators.name)
     if isinstance(operators, NativeOperators):
         operators.native.set_threads(torch.get_num_threads())  # to pack weights
@@ -288,7 +289,7 @@ def _read_model(
     family, config = read_model_config(folder)
     quantisation = quantisation_of(read_json_object(folder / "config.json"))
     method = None if quantisation is None else quantisation.method
-    if quantisation is not None:
+    if quantisation is not None and settings.kv_cache_dtype == AUTO:
         store_as_published(quantisation.kv_cache, operators.attention_maker)
     check_on_load(on_load, device, method, has_experts=config.moe is not None)
     with ProgressBar(folder.name) as bar:
@@ -305,14 +306,24 @@ def _read_model(
         return config, model
 
 
+def _stored_kv(asked: str, dtype: torch.dtype) -> str:
+    """See `AttentionMaker.kv_cache_dtype`. Raises Unsupported for another float type than the
+    model's."""
+    if asked not in FLOAT_DTYPES:
+        return asked
+    if FLOAT_DTYPES[asked] != dtype:
+        why = f"the model computes in {dtype_name(dtype)}: use auto, or --dtype {asked} as well"
+        raise Unsupported.field("kv_cache_dtype", asked, why)
+    return AUTO
+
+
 def store_as_published(kv_cache: str, maker: AttentionMaker) -> None:
-    """Keep keys and values in the type that the base's files ask for, unless the settings name one.
-    Mutates: maker.
+    """Keep keys and values in the type that the base's files ask for. Mutates: maker.
 
     Args:
         kv_cache: see `Quantisation.kv_cache`.
     """
-    if not kv_cache or maker.kv_cache_dtype != AUTO:
+    if not kv_cache:
         return
     if kv_cache in maker.backend.kv_cache_dtypes:
         maker.kv_cache_dtype = kv_cache

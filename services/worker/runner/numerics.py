@@ -12,11 +12,12 @@ from loraplex.errors import InvalidRequest
 from loraplex_services.worker.cores import usable_cores
 from loraplex_services.worker.native.isa import half_is_fast
 
-_DTYPES = {
+FLOAT_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+"""By their names in `--dtype` and `--kv-cache-dtype`."""
 
 
 def require_ieee_float32() -> None:
@@ -54,10 +55,10 @@ def resolve_dtype(name: str, device: torch.device, half_wins: bool = False) -> t
     """`auto` = bfloat16 on CUDA, and on a CPU where `half_wins` (see below); else float32."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or half_wins else torch.float32
-    if name not in _DTYPES:
-        known = ", ".join(("auto", *_DTYPES))
+    if name not in FLOAT_DTYPES:
+        known = ", ".join(("auto", *FLOAT_DTYPES))
         raise InvalidRequest.field("dtype", name, f"must be one of {known}")
-    return _DTYPES[name]
+    return FLOAT_DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -50,8 +50,8 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Scheme by which linears of a full-precision base are quantised when it is loaded: see
     `model.on_load`."""
     kv_cache_dtype: str = "auto"
-    """How keys and values are stored: `int8`, `fp8`, or `auto` = in the type that the base's
-    config.json asks for, else in the model's dtype."""
+    """How keys and values are stored: `int8`, `fp8`, the name of the model's dtype, or `auto` = in
+    the type that the base's config.json asks for, else in the model's dtype."""
     fully_sharded_loras: bool = False
     """Whether both matrices of an adapter's pairs are divided among the ranks at every linear,
     instead of where this is cheaper."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import plan_kv_groups
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
@@ -115,12 +115,22 @@ def asking(tmp_path_factory):
     return base
 
 
-@pytest.mark.parametrize(("setting", "kept"), [("auto", "kv-fp8"), ("int8", "kv-int8")])
+@pytest.mark.parametrize(
+    ("setting", "kept"), [("auto", "kv-fp8"), ("int8", "kv-int8"), ("float32", "")]
+)
 def test_a_base_gets_the_cache_that_its_files_ask_for_unless_the_setting_names_one(
     asking, setting, kept
 ):
-    runner = build_runner(asking, device="cpu", arena_bytes=8 << 20, kv_cache_dtype=setting)
+    settings = {"dtype": "float32", "kv_cache_dtype": setting}
+    runner = build_runner(asking, device="cpu", arena_bytes=8 << 20, **settings)
     assert runner.model_info().quantization == kept
+
+
+def test_a_float_type_that_the_base_is_not_computed_in_is_refused_with_the_way_out(folder):
+    settings = {"dtype": "float32", "kv_cache_dtype": "bfloat16"}
+    with pytest.raises(Unsupported, match="--dtype bfloat16") as refused:
+        build_runner(folder, device="cpu", arena_bytes=8 << 20, **settings)
+    assert refused.value.violations[0].field == "kv_cache_dtype"
 
 
 def test_a_backend_without_codes_keeps_the_dtype_of_the_model_and_says_so(caplog):
