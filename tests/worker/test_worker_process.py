@@ -347,6 +347,26 @@ async def test_pinned_adapters_come_back_with_a_new_engine(worker: WorkerProcess
         await stub.PinAdapter(worker_pb2.PinAdapterRequest(digest=digest, pinned=False))
 
 
+async def test_a_pin_outlives_an_engine_that_ends_before_it_has_the_adapter_again(
+    worker: WorkerProcess,
+) -> None:
+    digest = worker.digests["two"]
+    async with worker.connected() as stub:
+        await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(digest=digest, pin=True))
+        for _ in range(3):
+            epoch = (await until_status(stub, lambda message: message.full)).epoch
+            worker.engine().kill()
+            await until_status(stub, lambda message, epoch=epoch: message.epoch != epoch)
+
+        def entries(message: worker_pb2.WatchStatusResponse) -> list[worker_pb2.AdapterResidency]:
+            tier = worker_pb2.ADAPTER_TIER_DEVICE
+            return [a for a in message.adapters if a.digest == digest and a.tier == tier]
+
+        [entry] = entries(await until_status(stub, entries))
+        assert entry.pinned
+        await stub.PinAdapter(worker_pb2.PinAdapterRequest(digest=digest, pinned=False))
+
+
 async def test_more_adapters_than_disk_cache_and_arena_hold_still_give_their_own_tokens() -> None:
     names = ["one", "two", "three", "four", "five"]
     with worker_folder() as fresh:

@@ -232,10 +232,11 @@ class AdapterCache:
         self._note(digest)
 
     def failed(self, digest: str, error: LoraplexError, now: float) -> None:
-        """Note that the copy of a `Load` failed. `failures` holds `error` until its pause is
-        over."""
+        """Note that the copy of a `Load` failed, which ends its pin. `failures` holds `error` until
+        its pause is over."""
         self.failures.record(digest, error, now)
         self.cancel_prefetch(digest)
+        self.unpin(digest)
         adapter = self._adapters[digest]
         assert adapter.tier == Tier.LOADING, f"{digest} is {adapter.tier.name}"
         self._vacate(adapter)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from loraplex.api.residency import AdapterResidency, Tier
-from loraplex.errors import LoraplexError
+from loraplex.errors import LoraplexError, Unavailable
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter, DiskCache
 from loraplex_services.worker.adapters.fetch.pack_pool import PackPool
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
@@ -57,7 +57,9 @@ class AdapterFetcher:
             self._disk.release(digest)
 
     async def load(self, digest: str, pin: bool) -> AdapterResidency:
-        """Fetch and load an adapter ahead of requests; returns once the device has it."""
+        """Fetch and load an adapter ahead of requests; returns once the device has it. If the
+        engine is lost meanwhile, the next one gets an earlier pin again."""
+        was_pinned = digest in self._pins
         self._disk.lease(digest)
         try:
             adapter = await self._source.ensure(digest)
@@ -66,8 +68,9 @@ class AdapterFetcher:
                 self._pins.add(digest)
             self._client.send(_fetched(adapter), Prefetch(digest, pin))
             return await self._status.arrival(digest)
-        except LoraplexError:
-            self._pins.discard(digest)
+        except LoraplexError as error:
+            if not (was_pinned and isinstance(error, Unavailable)):
+                self._pins.discard(digest)
             raise
         finally:
             self._disk.release(digest)
@@ -122,7 +125,8 @@ class AdapterFetcher:
         try:
             await self.load(digest, pin=True)
         except LoraplexError as error:
-            logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
+            outcome = "pin waits for the next engine" if digest in self._pins else "pin lost"
+            logger.warning(outcome, extra={"digest": digest, "reason": error.reason})
 
     def _tell(self, command: Command) -> None:
         """Send to the engine unless it has ended; the next engine gets the command again."""

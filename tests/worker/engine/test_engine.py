@@ -272,6 +272,19 @@ def test_an_adapter_that_cannot_be_copied_fails_with_a_reason_and_a_pause(
     assert load.free_blocks == load.total_blocks
 
 
+def test_a_pin_whose_adapter_cannot_be_copied_is_refused_and_keeps_no_blocks(
+    stage: Stage, tmp_path: Path
+) -> None:
+    doomed = tiny.write_adapter(tmp_path / "doomed", seed=3)
+    digest = "sha256:" + "d" * 64
+    stage.step(AdapterFetched(digest, str(doomed), 4))
+    images_in(doomed)[0].write_bytes(b"damaged")
+    outputs = [stage.step(Prefetch(digest, pin=True)), stage.step()]
+    entries = [c for o in outputs for c in o.residency if c.residency.digest == digest]
+    assert any(entry.error is not None for entry in entries)
+    assert not entries[-1].residency.pinned and stage.engine.cache.pinned_blocks == 0
+
+
 def test_an_adapter_whose_header_is_damaged_fails_the_requests_that_wait(
     stage: Stage, tmp_path: Path
 ) -> None:
