@@ -78,7 +78,7 @@ def memory_of(device: torch.device) -> MemoryState:
     free_bytes = _available_bytes(total_bytes)
     limit = _read_number(_CGROUP / "memory.max")
     if limit is not None and limit < total_bytes:
-        used_bytes = _read_number(_CGROUP / "memory.current") or 0
+        used_bytes = (_read_number(_CGROUP / "memory.current") or 0) - _inactive_file_bytes()
         return MemoryState(min(free_bytes, max(0, limit - used_bytes)), limit)
     return MemoryState(free_bytes, total_bytes)
 
@@ -95,6 +95,15 @@ def _available_bytes(total_bytes: int) -> int:
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux
         return total_bytes // 2
+
+
+def _inactive_file_bytes() -> int:
+    """Page cache in this control group that Linux gives up first, such as the files of the base."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        return int(dict(line.split() for line in lines)["inactive_file"])
+    except (OSError, KeyError, ValueError):
+        return 0
 
 
 def _read_number(path: Path) -> int | None:

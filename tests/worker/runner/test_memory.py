@@ -90,6 +90,8 @@ def test_the_limit_of_a_control_group_bounds_the_hosts_memory(
     (tmp_path / "memory.current").write_text(f"{100 * MiB}\n")
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     assert memory_of(torch.device("cpu")) == MemoryState(200 * MiB, 300 * MiB)
+    (tmp_path / "memory.stat").write_text(f"anon {60 * MiB}\ninactive_file {40 * MiB}\n")
+    assert memory_of(torch.device("cpu")) == MemoryState(240 * MiB, 300 * MiB), "files read once"
 
 
 def _held_bytes() -> int:
