@@ -19,6 +19,7 @@ from loraplex_services.common.objects.store import blob_key
 from loraplex_services.worker.server.engine_client import MAX_FAILED_STARTS
 from tests.worker import tiny
 from tests.worker.worker_process import (
+    PATIENCE_S,
     SessionCall,
     WorkerProcess,
     publish_adapters,
@@ -188,6 +189,28 @@ async def test_adapters_are_loaded_pinned_and_unloaded_on_request(worker: Worker
         with pytest.raises(grpc.RpcError) as caught:
             await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(digest=MISSING))
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_load_that_an_unload_overtakes_ends_with_the_reason(worker: WorkerProcess) -> None:
+    digest = worker.digests["three"]
+    load = worker_pb2.LoadAdapterRequest(digest=digest, pin=True)
+    unload = worker_pb2.UnloadAdapterRequest(digest=digest)
+    async with worker.connected() as stub:
+        await stub.LoadAdapter(load)  # from then on it is on disk
+        await stub.UnloadAdapter(unload)
+        engine = worker.engine()
+        engine.suspend()
+        try:
+            loading = asyncio.ensure_future(stub.LoadAdapter(load))
+            await until_status(stub, lambda message: message.full)
+            await stub.UnloadAdapter(unload)
+            with pytest.raises(grpc.RpcError) as caught:
+                await asyncio.wait_for(loading, PATIENCE_S)
+        finally:
+            engine.resume()
+        assert caught.value.code() == grpc.StatusCode.ABORTED
+        assert (await stub.LoadAdapter(load)).residency.pinned
+        await stub.UnloadAdapter(unload)
 
 
 async def test_a_watch_begins_with_a_snapshot_and_goes_on_with_deltas(

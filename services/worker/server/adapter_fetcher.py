@@ -76,14 +76,18 @@ class AdapterFetcher:
             self._disk.release(digest)
 
     def unpin(self, digest: str) -> None:
-        """Release a pin."""
+        """Release a pin. An adapter that was to be loaded for it, and is not under way, is not."""
+        was_pinned = digest in self._pins
         self._pins.discard(digest)
         self._client.send(Unpin(digest))
+        if was_pinned and self._status.adapter(digest).tier < Tier.LOADING:
+            self._status.will_not_arrive(digest)
 
     def unload(self, digest: str) -> None:
-        """Free an adapter as soon as no request uses it."""
+        """Free an adapter as soon as no request uses it, or stop loading it."""
         self._pins.discard(digest)
         self._client.send(UnloadAdapter(digest))
+        self._status.will_not_arrive(digest)
 
     def ensure_loaded(self, digest: str) -> None:
         """Tell the engine where an adapter is, after fetching it if it is not on disk."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
-from loraplex.errors import LoraplexError
+from loraplex.errors import Conflict, LoraplexError
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter
 from loraplex_services.worker.types.messages import ResidencyChange, WireError
 
@@ -99,8 +99,14 @@ class StatusBoard:
     def arrival(self, digest: str) -> asyncio.Future[AdapterResidency]:
         """Resolves when an adapter is on the device, or with the error that prevented it."""
         waiter: asyncio.Future[AdapterResidency] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(digest, []).append(waiter)
+        others = (other for other in self._waiters.get(digest, ()) if not other.done())
+        self._waiters[digest] = [*others, waiter]
         return waiter
+
+    def will_not_arrive(self, digest: str) -> None:
+        """Fail those who wait for an adapter, which the engine no longer loads for them."""
+        why = f"adapter {digest} was unloaded or unpinned before it was on the device: load it again"
+        _settle(self._waiters.pop(digest, []), Conflict(why, reason="UNLOADED"))
 
     def close(self) -> None:
         """End all watches."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
 
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
-from loraplex.errors import DataLoss, Unavailable
+from loraplex.errors import Conflict, DataLoss, Unavailable
 from loraplex_services.worker.adapters.fetch.disk_cache import DiskAdapter
 from loraplex_services.worker.server.status import StatusBoard
 from loraplex_services.worker.types.messages import ResidencyChange, WireError
@@ -46,6 +47,19 @@ async def test_a_new_epoch_begins_with_everything_again() -> None:
     news = await anext(watch)
     assert news.is_full and news.epoch == 6
     assert [(a.digest, a.tier) for a in news.adapters] == [("a", Tier.DISK)]
+
+
+async def test_whoever_no_longer_waits_for_an_adapter_takes_no_memory() -> None:
+    board = StatusBoard()
+    left = board.arrival("never")
+    left.cancel()
+    kept = weakref.ref(left)
+    del left
+    waiting = board.arrival("never")
+    assert kept() is None
+    board.will_not_arrive("never")
+    with pytest.raises(Conflict):
+        await waiting
 
 
 async def test_waiting_for_an_adapter_ends_when_it_arrives_or_fails() -> None:
