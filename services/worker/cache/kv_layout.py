@@ -4,8 +4,8 @@ Layers are split into KV groups of one attention kind (full, or one window) and 
 block holds 16 tokens of all layers of its group: layer-major, K then V, each `[Hkv, T, D]`. If they
 are codes, `[Hkv, T]` scales follow each of the two. A group has the number of layers that fits a
 block of 2 MiB and leaves the smallest part of all blocks empty, which is none if all layers have
-one shape. Blocks of codes, and of heads of an unusual width, are up to 1.6% larger than their planes,
-so that they can be divided into pages.
+one shape. Blocks of codes, and of heads of an unusual width, are up to 1.6% larger than their
+planes, so that they can be divided into pages.
 """
 
 from __future__ import annotations

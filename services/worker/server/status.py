@@ -105,7 +105,9 @@ class StatusBoard:
 
     def will_not_arrive(self, digest: str) -> None:
         """Fail those who wait for an adapter, which the engine no longer loads for them."""
-        why = f"adapter {digest} was unloaded or unpinned before it was on the device: load it again"
+        why = (
+            f"adapter {digest} was unloaded or unpinned before it was on the device: load it again"
+        )
         _settle(self._waiters.pop(digest, []), Conflict(why, reason="UNLOADED"))
 
     def close(self) -> None:
