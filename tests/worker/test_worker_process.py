@@ -370,23 +370,27 @@ async def test_pinned_adapters_come_back_with_a_new_engine(worker: WorkerProcess
         await stub.PinAdapter(worker_pb2.PinAdapterRequest(digest=digest, pinned=False))
 
 
-async def test_a_pin_outlives_an_engine_that_ends_before_it_has_the_adapter_again(
+async def test_a_pin_outlives_an_engine_that_ends_while_it_is_asked_for_again(
     worker: WorkerProcess,
 ) -> None:
     digest = worker.digests["two"]
+    pin = worker_pb2.LoadAdapterRequest(digest=digest, pin=True)
+
+    def pinned(message: worker_pb2.WatchStatusResponse) -> bool:
+        return any(a.digest == digest and a.pinned for a in message.adapters)
+
     async with worker.connected() as stub:
-        await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(digest=digest, pin=True))
-        for _ in range(3):
-            epoch = (await until_status(stub, lambda message: message.full)).epoch
-            worker.engine().kill()
-            await until_status(stub, lambda message, epoch=epoch: message.epoch != epoch)
-
-        def entries(message: worker_pb2.WatchStatusResponse) -> list[worker_pb2.AdapterResidency]:
-            tier = worker_pb2.ADAPTER_TIER_DEVICE
-            return [a for a in message.adapters if a.digest == digest and a.tier == tier]
-
-        [entry] = entries(await until_status(stub, entries))
-        assert entry.pinned
+        await stub.LoadAdapter(pin)
+        epoch = (await until_status(stub, lambda message: message.full)).epoch
+        engine = worker.engine()
+        engine.suspend()
+        again = asyncio.ensure_future(stub.LoadAdapter(pin))
+        await until_status(stub, lambda message: message.full)
+        engine.kill()
+        with pytest.raises(grpc.RpcError) as caught:
+            await asyncio.wait_for(again, PATIENCE_S)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await until_status(stub, lambda message: message.epoch != epoch and pinned(message))
         await stub.PinAdapter(worker_pb2.PinAdapterRequest(digest=digest, pinned=False))
 
 
