@@ -19,7 +19,6 @@ from loraplex_services.common.objects.store import blob_key
 from loraplex_services.worker.server.engine_client import MAX_FAILED_STARTS
 from tests.worker import tiny
 from tests.worker.worker_process import (
-    PATIENCE_S,
     SessionCall,
     WorkerProcess,
     publish_adapters,
@@ -170,49 +169,6 @@ async def test_a_gateway_that_goes_away_cancels_its_requests(worker: WorkerProce
         assert status.load.free_blocks == status.load.total_blocks
 
 
-async def test_adapters_are_loaded_pinned_and_unloaded_on_request(worker: WorkerProcess) -> None:
-    digest = worker.digests["four"]
-    async with worker.connected() as stub:
-        loaded = await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(digest=digest, pin=True))
-        assert loaded.residency.tier == worker_pb2.ADAPTER_TIER_DEVICE
-        assert loaded.residency.pinned and loaded.residency.device_bytes > 0
-        await stub.PinAdapter(worker_pb2.PinAdapterRequest(digest=digest, pinned=False))
-        await stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(digest=digest))
-        status = await until_status(
-            stub,
-            lambda message: any(
-                a.digest == digest and a.tier == worker_pb2.ADAPTER_TIER_DISK
-                for a in message.adapters
-            ),
-        )
-        assert status.worker_id and status.base_id == "base"
-        with pytest.raises(grpc.RpcError) as caught:
-            await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(digest=MISSING))
-        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
-
-
-async def test_a_load_that_an_unload_overtakes_ends_with_the_reason(worker: WorkerProcess) -> None:
-    digest = worker.digests["three"]
-    load = worker_pb2.LoadAdapterRequest(digest=digest, pin=True)
-    unload = worker_pb2.UnloadAdapterRequest(digest=digest)
-    async with worker.connected() as stub:
-        await stub.LoadAdapter(load)  # from then on it is on disk
-        await stub.UnloadAdapter(unload)
-        engine = worker.engine()
-        engine.suspend()
-        try:
-            loading = asyncio.ensure_future(stub.LoadAdapter(load))
-            await until_status(stub, lambda message: message.full)
-            await stub.UnloadAdapter(unload)
-            with pytest.raises(grpc.RpcError) as caught:
-                await asyncio.wait_for(loading, PATIENCE_S)
-        finally:
-            engine.resume()
-        assert caught.value.code() == grpc.StatusCode.ABORTED
-        assert (await stub.LoadAdapter(load)).residency.pinned
-        await stub.UnloadAdapter(unload)
-
-
 async def test_a_watch_begins_with_a_snapshot_and_goes_on_with_deltas(
     worker: WorkerProcess,
 ) -> None:
@@ -347,51 +303,6 @@ def test_engines_that_never_become_ready_end_the_worker_with_the_reason() -> Non
         code, log = fresh.wait()
     assert log.count("ImportError: a torch that is broken") == MAX_FAILED_STARTS, log
     assert code == 6 and "ended 3 times before it was ready" in log.splitlines()[-1], log
-
-
-async def test_pinned_adapters_come_back_with_a_new_engine(worker: WorkerProcess) -> None:
-    digest = worker.digests["two"]
-    async with worker.connected() as stub:
-        await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(digest=digest, pin=True))
-        epoch = (await until_status(stub, lambda message: message.full)).epoch
-        worker.engine().kill()
-        status = await until_status(
-            stub,
-            lambda message: (
-                message.epoch != epoch
-                and any(
-                    a.digest == digest and a.tier == worker_pb2.ADAPTER_TIER_DEVICE
-                    for a in message.adapters
-                )
-            ),
-        )
-        [entry] = [a for a in status.adapters if a.digest == digest]
-        assert entry.pinned
-        await stub.PinAdapter(worker_pb2.PinAdapterRequest(digest=digest, pinned=False))
-
-
-async def test_a_pin_outlives_an_engine_that_ends_while_it_is_asked_for_again(
-    worker: WorkerProcess,
-) -> None:
-    digest = worker.digests["two"]
-    pin = worker_pb2.LoadAdapterRequest(digest=digest, pin=True)
-
-    def pinned(message: worker_pb2.WatchStatusResponse) -> bool:
-        return any(a.digest == digest and a.pinned for a in message.adapters)
-
-    async with worker.connected() as stub:
-        await stub.LoadAdapter(pin)
-        epoch = (await until_status(stub, lambda message: message.full)).epoch
-        engine = worker.engine()
-        engine.suspend()
-        again = asyncio.ensure_future(stub.LoadAdapter(pin))
-        await until_status(stub, lambda message: message.full)
-        engine.kill()
-        with pytest.raises(grpc.RpcError) as caught:
-            await asyncio.wait_for(again, PATIENCE_S)
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        await until_status(stub, lambda message: message.epoch != epoch and pinned(message))
-        await stub.PinAdapter(worker_pb2.PinAdapterRequest(digest=digest, pinned=False))
 
 
 async def test_more_adapters_than_disk_cache_and_arena_hold_still_give_their_own_tokens() -> None:
