@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -107,7 +108,7 @@ async def find(store: ObjectStore, key: str, cls: type[R]) -> StoredDocument[R] 
         stored = await store.get(key)
     except ObjectMissing:
         return None
-    return StoredDocument(_decoded(cls, key, stored.data), stored.etag)
+    return StoredDocument(decoded(cls, key, stored.data), stored.etag)
 
 
 async def look(store: ObjectStore, key: str, cls: type[R]) -> Seen[R]:
@@ -124,12 +125,12 @@ async def read(store: ObjectStore, key: str, cls: type[R]) -> R | None:
 async def read_all(store: ObjectStore, keys: list[str], cls: type[R]) -> list[R]:
     """The documents under `keys`, without those that have been deleted in the meantime."""
     found = zip(keys, await store.get_many(keys), strict=True)
-    return [_decoded(cls, key, data) for key, data in found if data is not None]
+    return [decoded(cls, key, data) for key, data in found if data is not None]
 
 
 async def read_folder(store: ObjectStore, prefix: str, cls: type[R]) -> list[R]:
     """Every document under a prefix, ordered by key."""
-    return [_decoded(cls, key, data) for key, data in await store.get_folder(prefix)]
+    return [decoded(cls, key, data) for key, data in await store.get_folder(prefix)]
 
 
 async def read_intact(store: ObjectStore, keys: Sequence[str], cls: type[R]) -> list[R]:
@@ -151,7 +152,7 @@ def intact(cls: type[R], found: Iterable[tuple[str, bytes]]) -> list[R]:
     records = []
     for key, data in found:
         try:
-            records.append(_decoded(cls, key, data))
+            records.append(decoded(cls, key, data))
         except DataLoss as error:
             logger.error("a damaged document was skipped", extra={"problem": error.message})
     return records
@@ -163,18 +164,14 @@ async def create(
     """Create a document; returns False if there was one already. `durable` and `after` as in
     `ObjectStore`."""
     for attempt in range(_MAX_TRIES):
+        _check(after)
         try:
-            await store.put_if_absent(key, encode(record), durable=durable, after=after)
-            return True
-        except PreconditionFailed:
-            return False
-        except WriteUncertain:
-            written = await _was_written(store, key, record)
-            if written is None:
-                raise
-            if written:
+            if await _written(store, key, record, None, durable=durable, after=after):
                 return True
-            await _pause(attempt)
+        except PreconditionFailed:
+            _check(after)
+            return False
+        await _pause(attempt)
     raise PreconditionFailed(key)
 
 
@@ -197,6 +194,7 @@ async def change(
         seen: what is tried first, without reading the document again.
     """
     for attempt in range(_MAX_TRIES):
+        _check(after)
         assumed, seen = seen, None
         found = assumed.found if assumed is not None else await find(store, key, cls)
         current = None if found is None else found.record
@@ -205,26 +203,38 @@ async def change(
             continue
         if wanted is None:
             return current
-        try:
-            if found is None:
-                await store.put_if_absent(key, encode(wanted), durable=durable, after=after)
-            else:
-                etag = found.etag
-                await store.put_if_match(key, encode(wanted), etag, durable=durable, after=after)
-            return wanted
-        except PreconditionFailed:
-            await _pause(attempt)
-        except WriteUncertain:
-            written = await _was_written(store, key, wanted)
-            if written is None:
-                raise
-            if written:
+        with contextlib.suppress(PreconditionFailed):
+            if await _written(store, key, wanted, found, durable=durable, after=after):
                 return wanted
-            await _pause(attempt)
+        await _pause(attempt)
     raise PreconditionFailed(key)
 
 
-def _decoded(cls: type[R], key: str, data: bytes) -> R:
+async def _written(
+    store: ObjectStore,
+    key: str,
+    wanted: object,
+    found: StoredDocument[R] | None,
+    *,
+    durable: bool,
+    after: After,
+) -> bool:
+    """Whether a document was created, or replaced by `wanted`; False if it did not come to that.
+    Raises PreconditionFailed if it is no longer as it was found, and WriteUncertain."""
+    data = encode(wanted)
+    try:
+        if found is None:
+            await store.put_if_absent(key, data, durable=durable, after=after)
+        else:
+            await store.put_if_match(key, data, found.etag, durable=durable, after=after)
+        return True
+    except WriteUncertain:
+        if (was_written := await _was_written(store, key, wanted)) is None:
+            raise
+        return was_written
+
+
+def decoded(cls: type[R], key: str, data: bytes) -> R:
     """Raises DataLoss naming the document that cannot be read."""
     try:
         return decode(cls, data)
@@ -245,6 +255,12 @@ async def _was_written(store: ObjectStore, key: str, wanted: object) -> bool | N
     if _generation(found) <= _generation(wanted):
         return False
     return found.follows(wanted) if isinstance(found, KeepsHistory) else None
+
+
+def _check(after: After) -> None:
+    """Raises the failure of what writes wait for, which they raise as if it were their own."""
+    if after is not None and after.done():
+        after.result()
 
 
 def _generation(record: object) -> int:

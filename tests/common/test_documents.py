@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from loraplex.api.registry import TagTarget
 from loraplex_services.common import documents
+from loraplex_services.common.objects import ObjectStoreError, PreconditionFailed, WriteUncertain
 from loraplex_services.common.objects.file import FileStore
 from loraplex_services.registry.publish.tags import TagAddress, moved
 from loraplex_services.registry.records import TagRecord
@@ -72,3 +74,27 @@ async def test_that_nothing_is_to_change_is_never_concluded_from_what_was_read_b
 
     changed = await documents.change(store, PROD.key, TagRecord, only_if_there, seen=seen)
     assert changed is not None and changed.targets == (MINE,)
+
+
+@pytest.mark.parametrize("failure", [WriteUncertain, PreconditionFailed, ObjectStoreError])
+async def test_the_failure_of_what_a_write_waits_for_ends_it_at_once(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, failure: type[ObjectStoreError]
+) -> None:
+    """It must not pass for a failure of the write itself, which would be tried again."""
+
+    async def never_again(attempt: int) -> None:
+        assert attempt == 0
+
+    monkeypatch.setattr(documents, "_pause", never_again)
+    record, others = _moved_to(MINE, None), asyncio.get_running_loop().create_future()
+    waiting = [
+        asyncio.ensure_future(documents.create(store, PROD.key, record, after=others)),
+        asyncio.ensure_future(
+            documents.change(store, PROD.key, TagRecord, lambda held: record, after=others)
+        ),
+    ]
+    await asyncio.sleep(0)
+    others.set_exception(failure("another document"))
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert results == [others.exception()] * 2
+    assert await documents.read(store, PROD.key, TagRecord) is None
