@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from loraplex_services.common.documents import decode
+from loraplex_services.common.documents import decoded
 from loraplex_services.common.objects import ObjectInfo, ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.maintenance.snapshots import Snapshots
@@ -45,7 +45,10 @@ class Collector:
     retention_s: float = RETENTION_S
 
     async def collect(self, *, dry_run: bool = False) -> CollectionResult:
-        """Remove dead uploads first, then blobs. Safe while publishers and other collectors run."""
+        """Remove dead uploads first, then blobs. Safe while publishers and other collectors run.
+
+        Raises: DataLoss naming a version whose record is damaged: what it needs is not known.
+        """
         now_s = await self.store.clock_s()
         result = CollectionResult()
         await self._collect_uploads(now_s, result, dry_run=dry_run)
@@ -90,8 +93,8 @@ class Collector:
         """sha256 of every blob that a version needs, live or still retained."""
         referenced: set[str] = set()
         async for batch in Snapshots(self.store).documents("versions"):
-            for _, data in batch:
-                record = decode(VersionRecord, data)
+            for key, data in batch:
+                record = decoded(VersionRecord, key, data)
                 expired = now_s - record.deleted_s >= self.retention_s
                 if record.deleted and (record.purged or expired):
                     continue

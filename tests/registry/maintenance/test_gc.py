@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.errors import DataLoss
 from loraplex.refs import parse_ref
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
@@ -139,3 +140,17 @@ async def test_content_published_while_its_old_bytes_are_collected_keeps_them(
     await Collector(store, min_age_s=ANY_AGE_S, session_max_age_s=ANY_AGE_S).collect()
     assert await _read_all(registry, "sql:v2") == first.version.size_bytes
     assert await orphans(registry) == set()
+
+
+async def test_a_damaged_version_record_is_named_and_nothing_goes(
+    registry: Registry, objects_folder: Path
+) -> None:
+    await publish(registry, "sql", 1)
+    await registry.store.put(layout.blob("a" * 64), b"left over")
+    [record] = objects_folder.glob("adapters/*/*/versions/*")
+    content = record.read_bytes()
+    record.write_bytes(content[: len(content) // 2])
+    _age(objects_folder, MIN_AGE_S + 60)
+    with pytest.raises(DataLoss, match=str(record.relative_to(objects_folder))):
+        await Collector(registry.store).collect()
+    assert await registry.store.head(layout.blob("a" * 64)) is not None
