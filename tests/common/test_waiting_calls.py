@@ -7,9 +7,12 @@ import contextlib
 import os
 import resource
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -221,3 +224,29 @@ async def test_a_server_starts_without_a_folder_for_its_socket(
     assert "TMPDIR" in caplog.text
     assert await _is_served(server.port)
     await server.stop(0)
+
+
+_ENDS_EARLY = """
+import asyncio
+from loraplex_services.common.grpc.server import start
+
+async def main():
+    await start([], ["127.0.0.1:0"])
+    raise OSError("another port is taken")
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_fails_after_the_start_of_its_server_leaves_no_folder(
+    tmp_path: Path,
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _ENDS_EARLY],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "another port is taken" in run.stderr
+    assert list(tmp_path.glob("loraplex-*")) == []

@@ -127,7 +127,6 @@ class RunningServer:
             self._bounding.cancel()
             await asyncio.wait([self._bounding])  # it holds the sockets that accept connections
         await self._server.stop(grace_s)
-        self._waiting_calls.release()
 
 
 async def start(

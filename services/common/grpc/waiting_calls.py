@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
@@ -68,7 +69,8 @@ class WaitingCalls:
         """Calls that had arrived and that Python will not take, because they are malformed."""
         self._with_key: Recent[str, bool] = Recent(_MAX_PEERS)
         self._folder = ""
-        """A private folder with the socket for the server's own calls."""
+        """A private folder with the socket for the server's own calls. It is removed when the
+        process ends, however far the server came, unless it is killed."""
         self._server_id = 0
 
     def take(self) -> None:
@@ -89,15 +91,11 @@ class WaitingCalls:
         self._server_id = _newest_server()
         try:
             self._folder = tempfile.mkdtemp(prefix="loraplex-")
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             server.add_insecure_port(self._address)
         except (OSError, RuntimeError):
             self._server_id = 0
             logger.exception("the calls that wait are not bounded: TMPDIR takes no socket")
-
-    def release(self) -> None:
-        """Remove the socket, after the server has stopped."""
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def _address(self) -> str:
