@@ -19,7 +19,7 @@ from loraplex_services.common.limits import KEY_LIFETIME_S, MAX_DESCRIPTION_CHAR
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.common.recent import Recent
 from loraplex_services.registry import layout
-from loraplex_services.registry.access.permissions import ROOT
+from loraplex_services.registry.access.permissions import EVERYTHING, ROOT, Access
 from loraplex_services.registry.records import KeyRecord, now_s
 
 SCOPES = ("reader", "publisher", "admin")
@@ -122,18 +122,20 @@ class Keys:
         records = await documents.read_intact(self._store, names, KeyRecord)
         return [record for record in records if tenant in ("", record.tenant)]
 
-    async def get(self, key_id: str) -> KeyRecord:
-        """Raises NotFound."""
+    async def get(self, key_id: str, access: Access = EVERYTHING) -> KeyRecord:
+        """The record of a key. Raises NotFound, also for the key of a tenant that `access` does not
+        own: whose it is, is not revealed."""
         record = None
         if _is_id(key_id):
             record = await documents.read(self._store, layout.key(key_id), KeyRecord)
-        if record is None:
-            raise NotFound(f"no key {key_id[:40]!r}")
+        if record is None or not access.owns(record.tenant):
+            why = "no such key of your tenant; 'registry keys list' shows all of them"
+            raise NotFound.field("key_id", key_id[:40], why)
         return record
 
-    async def revoke(self, key_id: str) -> KeyRecord:
-        """Make a key invalid everywhere within `CACHE_S`."""
-        await self.get(key_id)
+    async def revoke(self, key_id: str, access: Access = EVERYTHING) -> KeyRecord:
+        """Make a key invalid everywhere within `CACHE_S`. Raises as `get` does."""
+        await self.get(key_id, access)
 
         def step(current: KeyRecord | None) -> KeyRecord | None:
             assert current is not None, "keys are never removed"

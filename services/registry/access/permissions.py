@@ -96,3 +96,7 @@ class Access:
         """Require the identity of a service, or the first admin key."""
         if SERVICE not in self.scopes:
             self.require_root()
+
+
+EVERYTHING = Access("", "", frozenset({ROOT}))
+"""The permissions of the registry itself."""

@@ -186,9 +186,7 @@ class AdminService(registry_pb2_grpc.RegistryServiceServicer):
     async def RevokeKey(self, request: pb.RevokeKeyRequest, context: Any) -> pb.RevokeKeyResponse:
         access = caller_access()
         access.require("admin")
-        found = await self._registry.keys.get(request.key_id)
-        access.require("admin", found.tenant)
-        record = await self._registry.keys.revoke(request.key_id)
+        record = await self._registry.keys.revoke(request.key_id, access)
         await self._registry.audit.write(access.actor, record.tenant, "key.revoke", record.key_id)
         return pb.RevokeKeyResponse(key=convert.key_to_proto(record))
 

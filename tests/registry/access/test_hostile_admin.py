@@ -15,7 +15,7 @@ import pytest
 from loraplex.api.error_wire import from_rpc_error
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
-from loraplex.errors import DataLoss, InvalidRequest, LoraplexError
+from loraplex.errors import DataLoss, InvalidRequest, LoraplexError, NotFound
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 from loraplex_services.common.documents import encode
@@ -72,6 +72,26 @@ async def test_damaged_key_hides_no_other_and_its_revocation_names_the_document(
     assert [record.key_id for record in records] == [good.key_id]
     with pytest.raises(DataLoss, match=key):
         await registry.keys.revoke(bad.key_id)
+
+
+async def test_keys_of_other_tenants_are_revoked_as_if_there_were_none(
+    registry: Registry, address: str
+) -> None:
+    theirs, _ = await registry.keys.create("acme", ["reader"], 0.0, "")
+    mine, token = await registry.keys.create("globex", ["admin"], 0.0, "")
+    unknown = theirs.key_id[::-1]
+    async with RegistryClient(address, Credentials(api_key=token)) as admin:
+        told = []
+        for key_id in (theirs.key_id, unknown):
+            with pytest.raises(NotFound) as refused:
+                await admin.admin.revoke_key(key_id)
+            [violation] = refused.value.violations
+            assert (violation.field, violation.value) == ("key_id", key_id)
+            told.append(violation.description)
+        await admin.admin.revoke_key(mine.key_id)
+    assert told[0] == told[1] and "acme" not in told[0]
+    assert not (await registry.keys.get(theirs.key_id)).revoked_s
+    assert (await registry.keys.get(mine.key_id)).revoked_s
 
 
 @pytest.mark.parametrize(
