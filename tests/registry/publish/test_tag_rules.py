@@ -108,6 +108,20 @@ async def test_a_tenant_does_not_certify_its_own(
             await client.set_tag("a", "prod", {2: 1})
 
 
+async def test_other_tenants_do_not_learn_whose_key_measured_a_version(
+    served: ServedRegistry, bounded: RegistryClient, keyed: str
+) -> None:
+    await bounded.set_sharing("acme/a", visibility="public")
+    record, key = await served.registry.keys.create("acme", ["publisher"], 0, "")
+    async with RegistryClient(keyed, Credentials(api_key=key)) as owner:
+        await owner.admin.set_certificate("a:v2", NEAR)
+        [seen] = await owner.admin.certificates("a:v2")
+        assert seen.creator == record.key_id
+    _, key = await served.registry.keys.create("globex", ["admin"], 0, "")
+    async with RegistryClient(keyed, Credentials(api_key=key)) as stranger:
+        assert await stranger.admin.certificates("acme/a:v2") == [replace(seen, creator="")]
+
+
 async def test_a_service_certifies_for_the_operator(bounded: RegistryClient, keyed: str) -> None:
     async with RegistryClient(keyed, Credentials(api_key=SERVICE_TOKEN)) as service:
         assert (await service.admin.set_certificate("acme/a:v2", NEAR)).by_operator
