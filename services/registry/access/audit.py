@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from loraplex.errors import InvalidRequest
-from loraplex_services.common.documents import decode, encode
+from loraplex_services.common.documents import encode, intact
 from loraplex_services.common.objects import After, ObjectInfo, ObjectStore
 from loraplex_services.common.ulid import first_ulid, time_of_ulid, ulid
 from loraplex_services.registry import layout
@@ -86,6 +86,7 @@ class Audit:
         self, tenant: str, page_size: int, before: str = ""
     ) -> tuple[list[AuditRecord], str]:
         """Entries, newest first, and the key at which the next page begins; "" on the last page.
+        Damaged ones are logged and left out.
 
         Args:
             tenant: tenant of the entries; "" = all tenants.
@@ -101,11 +102,11 @@ class Audit:
         async for keys in self._backwards(before or _END):
             records = await self._store.get_many(keys)
             for key, data in zip(keys, records, strict=True):
-                entry = decode(AuditRecord, data) if data is not None else None
-                if entry is not None and tenant in ("", entry.tenant):
-                    entries.append(entry)
-                    if len(entries) == page_size:
-                        return entries, key
+                for entry in intact(AuditRecord, [(key, data)] if data is not None else []):
+                    if tenant in ("", entry.tenant):
+                        entries.append(entry)
+                if len(entries) == page_size:
+                    return entries, key
         return entries, ""
 
     async def _backwards(self, before: str) -> AsyncIterator[list[str]]:

@@ -83,6 +83,17 @@ async def test_an_empty_log_has_one_empty_page(tmp_path: Path) -> None:
     assert await Audit(open_store(f"file://{tmp_path}/objects")).page("", 10) == ([], "")
 
 
+async def test_a_damaged_entry_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = await _written(tmp_path, monkeypatch, [NOW_S - 60.0 * age for age in range(5, 0, -1)])
+    _, damaged = await log.page("", 2)
+    await log._store.delete(damaged)
+    await log._store.put_if_absent(damaged, b"{")
+    for page_size in (1, 2, 10):
+        assert await _all(log, "", page_size) == ["4", "2", "1", "0"]
+
+
 @pytest.mark.parametrize("token", ["x", "audit/~", "keys/a.json", layout.audit("2026-01-01", "u")])
 async def test_a_token_of_another_list_is_refused_by_name(tmp_path: Path, token: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
