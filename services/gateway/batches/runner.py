@@ -33,6 +33,8 @@ _EMPTY_S = 600.0
 """A batch that has no document for this long never gets one: its gateway died."""
 _CLOSE_S = 5.0
 _RETRY_S = 30.0
+_DAMAGED = "damaged"
+"""Stands for the etag of a document that cannot be read."""
 
 Name = tuple[str, str]
 """Tenant and id of a batch."""
@@ -46,7 +48,8 @@ class BatchRunner:
         self._now = now
         self._runs: dict[Name, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._seen: dict[Name, tuple[str, float]] = {}
-        """The etag of a batch that somebody else runs, and since when it has it."""
+        """The etag of a batch that somebody else runs, and since when it has it; "" for one without
+        a document, and `_DAMAGED`."""
         self._woken = asyncio.Event()
         self._is_closing = False
 
@@ -83,8 +86,8 @@ class BatchRunner:
                 await asyncio.gather(*map(self._release, runs))
 
     async def _look(self) -> None:
-        names = await self._context.book.unfinished()
-        self._seen = {name: seen for name, seen in self._seen.items() if name in set(names)}
+        names = dict.fromkeys(await self._context.book.unfinished())
+        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         running = Counter(tenant for tenant, _ in self._runs)
         for name in names:
             if self._is_closing:
@@ -96,7 +99,8 @@ class BatchRunner:
             try:
                 record = await self._claimed(name)
             except DataLoss as error:  # It must not keep others from being run.
-                logger.error("a damaged batch was skipped", extra={"problem": error.message})
+                if self._is_new(name, _DAMAGED):
+                    logger.error("a damaged batch was skipped", extra={"problem": error.message})
                 continue
             if record is not None and self._is_closing:
                 await self._release(name)
@@ -133,11 +137,14 @@ class BatchRunner:
 
     def _is_stale(self, name: Name, etag: str, lease_s: float) -> bool:
         """Whether a batch has had this etag for longer than a lease."""
-        seen_etag, since_s = self._seen.get(name, ("", 0.0))
-        if name not in self._seen or seen_etag != etag:
-            self._seen[name] = (etag, self._now())
+        return not self._is_new(name, etag) and self._now() - self._seen[name][1] > lease_s
+
+    def _is_new(self, name: Name, etag: str) -> bool:
+        """Whether a batch did not have this etag when it was last looked at. Notes that it has."""
+        if name in self._seen and self._seen[name][0] == etag:
             return False
-        return self._now() - since_s > lease_s
+        self._seen[name] = etag, self._now()
+        return True
 
     def _start(self, record: BatchRecord) -> None:
         name = (record.tenant, record.batch_id)

@@ -11,7 +11,7 @@ from tests.gateway.http.test_batches import completion, created, ended, request
 
 
 async def test_a_batch_that_cannot_be_read_keeps_no_other_from_its_end(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(runner, "POLL_S", 0.05)
     stack.objects_url = (stack.folder / "objects").as_uri()
@@ -28,3 +28,4 @@ async def test_a_batch_that_cannot_be_read_keeps_no_other_from_its_end(
     client = stack.openai()
     batch = await ended(client, await created(client, [request("a", completion("abc"))]))
     assert batch.status == "completed"
+    assert caplog.text.count("a damaged batch was skipped") == 1, "it is looked at again and again"
