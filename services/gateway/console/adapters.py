@@ -220,12 +220,8 @@ class AdapterEndpoints:
     def _recent(self, caller: Caller) -> Mapping[str, ModelLoad]:
         """What the adapters of the caller's tenant did within the last minute, by tenant/name. What
         an adapter of others does is theirs to see."""
-        own = f"{caller.tenant}/"
-        return {
-            each.model: each
-            for each in self.loads.last_minute().models
-            if sees_all_adapters(caller) or each.model.startswith(own)
-        }
+        recent = self.loads.last_minute(None if sees_all_adapters(caller) else caller.tenant)
+        return {each.model: each for each in recent.models}
 
     def _devices(self) -> Devices:
         return Counter(

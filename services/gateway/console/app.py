@@ -79,8 +79,9 @@ class ConsoleEndpoints:
         }
         if is_admin(caller):
             sees_all = sees_all_adapters(caller)
-            labels = self.resolver.snapshot.labels(None if sees_all else caller.tenant)
-            recent = self.loads.last_minute()
+            viewer = None if sees_all else caller.tenant
+            labels = self.resolver.snapshot.labels(viewer)
+            recent = self.loads.last_minute(viewer)
             requests = {each.model: each.requests for each in recent.models}
             views = sorted(self.fleet.views(), key=lambda view: (view.worker_id, view.address))
             shown |= {

@@ -168,8 +168,12 @@ class LoadHistory:
             counts.errors += is_failure
             counts.generated_tokens += generated_tokens
 
-    def last_minute(self) -> RecentLoad:
-        """The summary of the last minute, in whole steps."""
+    def last_minute(self, tenant: str | None = None) -> RecentLoad:
+        """The summary of the last minute, in whole steps.
+
+        Args:
+            tenant: whose adapters are listed as models; None = those of all, and bases.
+        """
         now_s, step_s = self._now(), RANGES[_FINEST].step_s
         oldest = int(now_s // step_s) - _RECENT_STEPS + 1
         steps = [step for step in self._steps[_FINEST] if step.number >= oldest]
@@ -185,7 +189,7 @@ class LoadHistory:
             first_token_p95_s=first_tokens[1] or 0.0,
             duration_p50_s=durations[0] or 0.0,
             duration_p95_s=durations[1] or 0.0,
-            models=_models(steps),
+            models=_models(steps, "" if tenant is None else f"{tenant}/"),
         )
 
     def points(self, name: str) -> list[Point]:
@@ -238,11 +242,13 @@ class LoadHistory:
         )
 
 
-def _models(steps: Sequence[_Step]) -> tuple[ModelLoad, ...]:
-    """Those with most tokens first."""
+def _models(steps: Sequence[_Step], prefix: str) -> tuple[ModelLoad, ...]:
+    """Those whose names begin with `prefix`, with most tokens first."""
     total: dict[str, _ModelCounts] = {}
     for step in steps:
         for model, counts in step.models.items():
+            if not model.startswith(prefix):
+                continue
             found = total.setdefault(model, _ModelCounts())
             found.requests += counts.requests
             found.errors += counts.errors

@@ -17,6 +17,7 @@ import pytest
 from loraplex.api.residency import AdapterResidency, Tier
 from loraplex.api.wire import residency_to_proto
 from loraplex.v1 import registry_pb2
+from loraplex_services.gateway.pipeline.history import MAX_MODELS
 from loraplex_services.gateway.registry.snapshot import Version
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
@@ -213,6 +214,9 @@ async def test_the_use_of_an_adapter_is_shown_to_its_tenant_and_to_no_other(stac
     await eventually(lambda: stack.running.readiness.missing() == "")
     client = stack.openai().with_options(api_key=ADMIN)
     await client.completions.create(model="public", prompt="a", max_tokens=1)
+    for number in range(MAX_MODELS):
+        history = stack.running._generation.usage.history
+        history.ended("ok", f"busy/m{number}", generated_tokens=9)
     for key, requests in ((ADMIN, 1), (READER, 0)):
         auth = {"authorization": f"Bearer {key}"}
         [row] = (await _get(stack, "/console/adapters", **auth)).json()["adapters"]

@@ -120,3 +120,13 @@ def test_models_of_the_last_minute_are_bounded_and_ranked_by_tokens() -> None:
     models = history.last_minute().models
     assert len(models) == MAX_MODELS
     assert [each.model for each in models[:2]] == [f"m{MAX_MODELS + 19}", f"m{MAX_MODELS + 18}"]
+
+
+def test_models_of_a_tenant_are_listed_however_busy_those_of_others_are() -> None:
+    history = LoadHistory(Clock())
+    for number in range(MAX_MODELS + 20):
+        history.ended("ok", f"busy/m{number}", generated_tokens=100)
+    for model in ("acme/a", "acme-2/a", "base"):
+        history.ended("ok", model, generated_tokens=1)
+    assert [each.model for each in history.last_minute("acme").models] == ["acme/a"]
+    assert history.last_minute("acme").requests == MAX_MODELS + 23
