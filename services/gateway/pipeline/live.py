@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Protocol
@@ -184,15 +185,14 @@ class LiveRequests:
     def _published(self, versions: Sequence[Version]) -> None:
         """Load new versions of adapters whose tags are followed, where these requests run. Of one
         adapter, only one at a time is loaded like this."""
+        running = defaultdict[tuple[Adapter, str], set[str]](set)
+        for live in self._following:
+            for scope in live.scopes:
+                running[scope, live.prepared.base.base_id].update(live.steering.addresses)
         for version in versions:
             scope = version.tenant, version.name.lower()
-            addresses = {
-                address
-                for live in self._following
-                if scope in live.scopes and live.prepared.base.base_id == version.base_id
-                for address in live.steering.addresses
-            }
-            if addresses and scope not in self._ahead and not version.deleted:
+            addresses = running.get((scope, version.base_id))
+            if addresses and scope not in self._ahead:
                 self._ahead.add(scope)
                 self._run(self._load_ahead(scope, addresses, version.digest))
 

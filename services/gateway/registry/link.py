@@ -247,7 +247,8 @@ class _Watch:
             kind = event.WhichOneof("change")
             if kind == "version":
                 version = version_from_wire(event.version)
-                if snapshot.version(version.tenant, version.name, version.number) is None:
+                known = snapshot.version(version.tenant, version.name, version.number)
+                if known is None and not version.deleted:
                     new.append(version)
                 snapshot.put_version(version)
             elif kind == "tag":
@@ -257,7 +258,8 @@ class _Watch:
             self._resolver.snapshot, self._building = self._building, None
             self._resolver.on_moves(None)
         elif self._building is None:
-            self._resolver.on_versions(new)
+            if new:
+                self._resolver.on_versions(new)
             if moved:
                 self._resolver.on_moves(moved)
         if self._building is None:
