@@ -157,6 +157,7 @@ def parse_listen(text: str) -> str:
     if address.startswith("unix:/"):
         return address
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    number = parse_digits(port)
+    if not colon or not host or number is None or number > 65535:
         raise ValueError("expected HOST:PORT (port 0 = any free one) or unix:/path")
     return address

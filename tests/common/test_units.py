@@ -17,7 +17,9 @@ def test_listen_addresses(text: str) -> None:
     assert parse_listen(text) == text
 
 
-@pytest.mark.parametrize("text", ["8080", ":8080", "host:", "host:99999", "unix:relative"])
+@pytest.mark.parametrize(
+    "text", ["8080", ":8080", "host:", "host:99999", "host:\u0668", "unix:relative"]
+)
 def test_other_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_listen(text)
