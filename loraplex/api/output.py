@@ -69,10 +69,7 @@ class PackedLogprobs:
 
     def entries(self) -> tuple[TokenLogprob | None, ...]:
         """One entry for each token of the prompt; the first is None. Takes 0.4 s for 262,144
-        logprobs, so event loops call it on a thread.
-
-        Takes 0.4 s for 262,144 logprobs: event loops call it on a thread.
-        """
+        logprobs, so event loops call it on a thread."""
         flat = list(map(Candidate, array("I", self.token_ids), array("f", self.logprobs)))
         step = 1 + self.num_top
         starts = range(0, len(flat), step)

@@ -31,7 +31,7 @@ FINISH_TIMEOUT_S = 600.0
 
 _READ_AHEAD_CHUNKS = 8
 _SMALL_BYTES = 64 << 10
-"""So many in memory are hashed in less time than a thread takes to start with them."""
+"""Hashing this many bytes takes less time than a thread takes to start."""
 _REFUSED_AT_ONCE = ("UNREACHABLE", "NO_BASE")
 """Reasons of a failed first attempt for which another attempt is pointless."""
 
