@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from loraplex.api.pooling import Pooling
 from loraplex.api.sampling import Grammar, GrammarTokens, Sampling, SamplingParams
+from loraplex.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,15 @@ class UpdatePolicy(enum.StrEnum):
     FOLLOW_KEEP_PREFIX = "follow_keep_prefix"
     """The same, with the KV of the tokens so far as the old version computed it, where that is
     still cached."""
+
+    @classmethod
+    def parse(cls, text: str) -> UpdatePolicy:
+        """The policy of this name. Raises: InvalidRequest."""
+        try:
+            return cls(text)
+        except ValueError:
+            known = ", ".join(cls)
+            raise InvalidRequest.field("on_update", text, f"must be one of {known}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from loraplex.client.generation import (
 )
 from loraplex.client.settings import Credentials
 from loraplex.client.vectors import Embeddings, Scores
-from loraplex.errors import InvalidRequest, Unavailable
+from loraplex.errors import Unavailable
 from loraplex.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from loraplex.v1 import inference_pb2 as pb
 
@@ -84,7 +84,7 @@ class InferenceClient:
             sampling,
             adapters,
             first_token_s=first_token_s,
-            on_update=_update_policy(on_update),
+            on_update=UpdatePolicy.parse(on_update),
             priority=priority,
         )
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
@@ -240,14 +240,6 @@ def _spans(chunks: list[CompletionChunk]) -> tuple[WeightSpan, ...]:
             spans.append(WeightSpan(start, len(chunk.token_ids), chunk.digests))
             start += len(chunk.token_ids)
     return joined_spans(spans)
-
-
-def _update_policy(value: str) -> UpdatePolicy:
-    try:
-        return UpdatePolicy(value)
-    except ValueError:
-        known = ", ".join(UpdatePolicy)
-        raise InvalidRequest.field("on_update", value, f"must be one of {known}") from None
 
 
 def _ended_early() -> Unavailable:

@@ -190,18 +190,10 @@ def _first_call(
         priority=priority,
         timeout_s=origin.timeout_s,
         first_token_s=body.number("first_token_s"),
-        on_update=_update_policy(body.text("on_update")),
+        on_update=UpdatePolicy.parse(body.text("on_update") or UpdatePolicy.FINISH),
         trace=origin.trace,
         truncate_prompt_tokens=body.integer("truncate_prompt_tokens"),
     )
-
-
-def _update_policy(value: str | None) -> UpdatePolicy:
-    try:
-        return UpdatePolicy(value or UpdatePolicy.FINISH)
-    except ValueError:
-        known = ", ".join(UpdatePolicy)
-        raise InvalidRequest.field("on_update", value or "", f"must be one of {known}") from None
 
 
 def _answer_grammar(body: Body, prompt: Prompt, *, must_call: bool) -> tuple[Grammar | None, str]:
