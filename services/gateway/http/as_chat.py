@@ -137,36 +137,6 @@ def _add(turn: dict[str, Any], field: str, text: str) -> None:
         turn[field].add(text)
 
 
-def joined_text(value: Any, field: str, kinds: Mapping[str, str], separator: str) -> str:
-    """Text, or the text of a list of parts.
-
-    Args:
-        kinds: types of parts that hold text, and the field that holds it.
-
-    Raises: Unsupported for other parts, naming them; InvalidRequest.
-    """
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise bad_type(field, value, "a string or a list of parts")
-    return separator.join(
-        _part_text(part, f"{field}[{index}]", kinds) for index, part in enumerate(value)
-    )
-
-
-def _part_text(part: Any, field: str, kinds: Mapping[str, str]) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
-        named = f"is of type {kind[:32]!r}" if isinstance(kind, str) else "has no type"
-        raise Unsupported.field(
-            field, "", f"{named}, but only {' and '.join(kinds)} are served here; send text"
-        )
-    text = part.get(kinds[kind])
-    if not isinstance(text, str):
-        raise bad_type(f"{field}.{kinds[kind]}", text, "a string")
-    return text
-
-
 def objects(value: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
     """The objects of a list with the names of their fields. Raises: InvalidRequest."""
     if not isinstance(value, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from loraplex.api.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -107,20 +108,38 @@ def _message(message: Any, index: int) -> dict[str, object]:
     if not isinstance(message.get("role"), str):
         raise bad_type(f"{field}.role", message.get("role"), "a string")
     content = message.get("content")
-    if isinstance(content, list):
-        parts = enumerate(content)
-        content = "".join(_text_part(part, f"{field}.content[{i}]") for i, part in parts)
-    if content is not None and not isinstance(content, str):
-        raise bad_type(f"{field}.content", content, "a string or a list of text parts")
-    if content is None and not message.get("tool_calls"):
+    if content is not None:
+        content = joined_text(content, f"{field}.content", {"text": "text"}, "")
+    elif not message.get("tool_calls"):
         raise InvalidRequest.field(f"{field}.content", "", "the message needs content")
     return {**message, "content": content}
 
 
-def _text_part(part: Any, field: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
+def joined_text(value: Any, field: str, kinds: Mapping[str, str], separator: str) -> str:
+    """Text, or the text of a list of parts.
+
+    Args:
+        kinds: types of parts that hold text, and the field that holds it.
+
+    Raises: Unsupported for other parts, naming them; InvalidRequest.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise bad_type(field, value, "a string or a list of text parts")
+    return separator.join(
+        _part_text(part, f"{field}[{index}]", kinds) for index, part in enumerate(value)
+    )
+
+
+def _part_text(part: Any, field: str, kinds: Mapping[str, str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    named = f"is of type {kind[:32]!r}" if isinstance(kind, str) else "has no type"
-    description = f"{named}, but only parts of type text are served; send no images, audio or files"
-    raise Unsupported.field(field, "", description)
+    if not isinstance(kind, str) or kind not in kinds:
+        named = f"is of type {kind[:32]!r}" if isinstance(kind, str) else "has no type"
+        served = " and ".join(kinds)
+        why = f"{named}, but only parts of type {served} are served; send no images, audio or files"
+        raise Unsupported.field(field, "", why)
+    text = part.get(kinds[kind])
+    if not isinstance(text, str):
+        raise bad_type(f"{field}.{kinds[kind]}", text, "a string")
+    return text

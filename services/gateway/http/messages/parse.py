@@ -9,7 +9,6 @@ from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.as_chat import (
     SHARED_FIELDS,
     ChatMessages,
-    joined_text,
     kind_and_body,
     objects,
     parse_as_chat,
@@ -18,6 +17,7 @@ from loraplex_services.gateway.http.as_chat import (
 )
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin
+from loraplex_services.gateway.http.prompts import joined_text
 
 _NAMES = {
     "max_completion_tokens": "max_tokens",

@@ -9,13 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from loraplex.errors import InvalidRequest, NotFound, Unsupported
-from loraplex_services.gateway.http.as_chat import (
-    ChatMessages,
-    joined_text,
-    required_text,
-    typed_body,
-)
+from loraplex_services.gateway.http.as_chat import ChatMessages, required_text, typed_body
 from loraplex_services.gateway.http.body import Body
+from loraplex_services.gateway.http.prompts import joined_text
 
 _TEXTS = {"input_text": "text", "text": "text"}
 _ANSWERS = {"output_text": "text", "refusal": "refusal", **_TEXTS}
