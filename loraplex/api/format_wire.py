@@ -9,6 +9,7 @@ from loraplex.adapter_format.files import File
 from loraplex.adapter_format.geometry import Geometry, Module
 from loraplex.adapter_format.pooling_fields import PoolingFields
 from loraplex.adapter_format.tasks import CAUSAL_LM
+from loraplex.api.fields import same_fields
 from loraplex.api.pooling import Pooling
 from loraplex.api.wire import pooling_from_proto, pooling_to_proto
 from loraplex.errors import InvalidRequest, Violation
@@ -25,25 +26,11 @@ _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 
 def geometry_to_proto(geometry: Geometry) -> common_pb2.ModelGeometry:
     """A geometry as a message."""
-    return common_pb2.ModelGeometry(
-        model_type=geometry.model_type,
-        fingerprint=geometry.fingerprint,
-        num_layers=geometry.num_layers,
-        vocab_size=geometry.vocab_size,
-        tied_embeddings=geometry.tied_embeddings,
-        rotary_pairs=geometry.rotary_pairs,
-        modules=[
-            common_pb2.ModuleGeometry(
-                name=module.name,
-                kind=_KINDS[module.kind],
-                in_features=module.in_features,
-                out_features=module.out_features,
-                has_bias=module.has_bias,
-                is_fixed=module.is_fixed,
-            )
-            for module in geometry.modules
-        ],
-    )
+    modules = [
+        common_pb2.ModuleGeometry(**same_fields(module, Module) | {"kind": _KINDS[module.kind]})
+        for module in geometry.modules
+    ]
+    return common_pb2.ModelGeometry(**same_fields(geometry, Geometry) | {"modules": modules})
 
 
 def geometry_from_proto(message: common_pb2.ModelGeometry) -> Geometry:
@@ -56,15 +43,8 @@ def geometry_from_proto(message: common_pb2.ModelGeometry) -> Geometry:
         raise InvalidRequest.field("geometry.fingerprint", "", "must be set")
     if not message.modules:
         raise InvalidRequest.field("geometry.modules", "[]", "must list the base's modules")
-    return Geometry(
-        model_type=message.model_type,
-        fingerprint=message.fingerprint,
-        num_layers=message.num_layers,
-        vocab_size=message.vocab_size,
-        tied_embeddings=message.tied_embeddings,
-        modules=tuple(_module_from_proto(module) for module in message.modules),
-        rotary_pairs=message.rotary_pairs,
-    )
+    modules = tuple(_module_from_proto(module) for module in message.modules)
+    return Geometry(**same_fields(message, Geometry) | {"modules": modules})
 
 
 def _module_from_proto(message: common_pb2.ModuleGeometry) -> Module:
@@ -74,15 +54,12 @@ def _module_from_proto(message: common_pb2.ModuleGeometry) -> Module:
         raise InvalidRequest.field(
             path, int(message.kind), "is of a kind that this build does not know"
         )
-    sizes = message.in_features, message.out_features
-    return Module(message.name, kind, *sizes, message.has_bias, message.is_fixed)
+    return Module(**same_fields(message, Module) | {"kind": kind})
 
 
 def violation_to_proto(violation: Violation) -> common_pb2.FieldViolation:
     """A violation as a message."""
-    return common_pb2.FieldViolation(
-        field=violation.field, value=violation.value, description=violation.description
-    )
+    return common_pb2.FieldViolation(**same_fields(violation, Violation))
 
 
 def files_from_proto(messages: Iterable[registry_pb2.FileSpec]) -> tuple[File, ...]:

@@ -26,6 +26,7 @@ from loraplex.api.registry import (
     UsageEntry,
 )
 from loraplex.api.tenants import Tenant, TenantLimits
+from loraplex.api.wire import same_message_fields
 from loraplex.errors import Violation
 from loraplex.v1 import common_pb2
 from loraplex.v1 import registry_pb2 as pb
@@ -51,37 +52,15 @@ def violations(entries: Iterable[common_pb2.FieldViolation]) -> tuple[Violation,
 
 def adapter_version(message: pb.AdapterVersion) -> AdapterVersion:
     """A version record."""
-    return AdapterVersion(
-        tenant=message.tenant,
-        name=message.name,
-        version=message.version,
-        digest=message.digest,
-        base_id=message.base_id,
-        base_fingerprint=message.base_fingerprint,
-        created_unix_s=message.created_unix_s,
-        creator=message.creator,
-        max_rank=message.max_rank,
-        num_modules=message.num_modules,
-        size_bytes=message.size_bytes,
-        visibility=_VISIBILITY.get(message.visibility, "private"),
-        tags=tuple(message.tags),
-        labels=dict(message.labels),
-        parent=message.parent,
-        files=tuple(AdapterFile(f.path, f.size, f.sha256) for f in message.files),
-        warnings=violations(message.warnings),
-        shared_with=tuple(message.shared_with),
-        peft_version=message.peft_version,
-        signers=tuple(message.signers),
-        pullable=message.pullable,
-        deleted=message.deleted,
-        task=message.pooling.task_type or "CAUSAL_LM",
-        num_labels=message.pooling.num_labels,
-        rope_scaling=message.rope_scaling,
-        eos_token_ids=tuple(message.eos_token_ids),
-        expires_unix_s=message.expires_unix_s,
-        description=message.description,
-        adapter_labels=dict(message.adapter_labels),
-    )
+    values = same_message_fields(message, AdapterVersion)
+    values |= {
+        "visibility": _VISIBILITY.get(message.visibility, "private"),
+        "files": tuple(AdapterFile(f.path, f.size, f.sha256) for f in message.files),
+        "warnings": violations(message.warnings),
+        "task": message.pooling.task_type or "CAUSAL_LM",
+        "num_labels": message.pooling.num_labels,
+    }
+    return AdapterVersion(**values)
 
 
 def certificate(message: pb.Certificate) -> Certificate:
@@ -111,18 +90,9 @@ def visibility_number(name: str) -> pb.Visibility:
 
 def tag(message: pb.Tag) -> Tag:
     """A tag with its sides."""
-    return Tag(
-        tenant=message.tenant,
-        name=message.name,
-        tag=message.tag,
-        targets=targets(message.targets),
-        generation=message.generation,
-        updated_unix_s=message.updated_unix_s,
-        pending=targets(message.pending),
-        pending_reason=message.pending_reason,
-        pending_until_unix_s=message.pending_until_unix_s,
-        pending_left_s=message.pending_left_s,
-    )
+    values = same_message_fields(message, Tag)
+    values |= {"targets": targets(message.targets), "pending": targets(message.pending)}
+    return Tag(**values)
 
 
 def targets(messages: Iterable[pb.TagTarget]) -> tuple[TagTarget, ...]:
@@ -137,26 +107,13 @@ def targets_to_proto(targets: Iterable[TagTarget]) -> list[pb.TagTarget]:
 
 def tag_move(message: pb.TagMove) -> TagMove:
     """One past move of a tag."""
-    return TagMove(
-        generation=message.generation,
-        targets=targets(message.targets),
-        moved_unix_s=message.moved_unix_s,
-        mover=message.mover,
-        name=message.name,
-    )
+    return TagMove(**same_message_fields(message, TagMove) | {"targets": targets(message.targets)})
 
 
 def base_model(message: pb.Base) -> BaseModel:
     """A registered base, without its list of modules."""
-    return BaseModel(
-        base_id=message.base_id,
-        model_type=message.geometry.model_type,
-        fingerprint=message.geometry.fingerprint,
-        num_layers=message.geometry.num_layers,
-        vocab_size=message.geometry.vocab_size,
-        aliases=tuple(message.aliases),
-        max_lora_rank=message.max_lora_rank,
-    )
+    values = same_message_fields(message, BaseModel)
+    return BaseModel(**values, **same_message_fields(message.geometry, BaseModel))
 
 
 def changes(message: pb.WatchAdaptersResponse) -> list[Change]:
@@ -176,12 +133,12 @@ def changes(message: pb.WatchAdaptersResponse) -> list[Change]:
 
 def audit_entry(message: pb.AuditEntry) -> AuditEntry:
     """One line of the audit log."""
-    return AuditEntry(**{**same_fields(message, AuditEntry), "details": dict(message.details)})
+    return AuditEntry(**same_message_fields(message, AuditEntry))
 
 
 def api_key(message: pb.Key) -> ApiKey:
     """A key without its secret."""
-    return ApiKey(**{**same_fields(message, ApiKey), "scopes": tuple(message.scopes)})
+    return ApiKey(**same_message_fields(message, ApiKey))
 
 
 def tenant(message: pb.Tenant) -> Tenant:
@@ -193,8 +150,7 @@ def tenant(message: pb.Tenant) -> Tenant:
 
 def tenant_limits(message: pb.Tenant) -> dict[str, Any]:
     """The fields of `TenantLimits`. A fairness weight of 0 means 1."""
-    values = same_fields(message, TenantLimits)
-    values["signature_keys"] = tuple(message.signature_keys)
+    values = same_message_fields(message, TenantLimits)
     return {**values, "fairness_weight": message.fairness_weight or 1.0}
 
 
@@ -206,7 +162,7 @@ def tenant_to_proto(limits: TenantLimits, used_bytes: int, used_versions: int) -
 
 def usage_entry(message: pb.UsageEntry) -> UsageEntry:
     """One line of a tenant's usage."""
-    values = {name: getattr(message, name) for name in _USAGE}
+    values = same_message_fields(message, UsageEntry)
     return UsageEntry(**values, duration_s=message.duration_ms / 1000)
 
 

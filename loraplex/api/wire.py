@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from loraplex.api.fields import field_names, same_fields
@@ -92,6 +94,31 @@ def sampling_params_from_proto(message: worker_pb2.WorkerSampling) -> SamplingPa
         },
     )
     return SamplingParams(**{"max_tokens": 0, "seed": 0, **given})
+
+
+def same_message_fields(message: Message, kind: Any) -> dict[str, Any]:
+    """Values of the fields that a message and a dataclass have under the same names. Lists are
+    tuples and maps are dictionaries; the messages in them stay messages."""
+    return {
+        name: getattr(message, name) if copy is None else copy(getattr(message, name))
+        for name, copy in _shared_names(message.DESCRIPTOR, kind)
+    }
+
+
+@functools.cache
+def _shared_names(
+    descriptor: Descriptor, kind: Any
+) -> tuple[tuple[str, Callable[[Any], object] | None], ...]:
+    """Each name with what copies its values; None = they need no copy."""
+    known = descriptor.fields_by_name
+    return tuple((name, _copier(known[name])) for name in field_names(kind) if name in known)
+
+
+def _copier(field: FieldDescriptor) -> Callable[[Any], object] | None:
+    if not field.is_repeated:
+        return None
+    is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+    return dict if is_map else tuple
 
 
 def set_fields(message: Message, readers: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
@@ -227,10 +254,7 @@ def served_by_to_proto(served_by: ServedBy) -> inference_pb2.ServedBy:
 
 def served_by_from_proto(message: inference_pb2.ServedBy) -> ServedBy:
     """The inverse."""
-    values = same_fields(message, ServedBy)
-    return ServedBy(
-        **{**values, "adapters": tuple(message.adapters), "digests": tuple(message.digests)}
-    )
+    return ServedBy(**same_message_fields(message, ServedBy))
 
 
 _TIERS = {
@@ -267,9 +291,7 @@ def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:
 
 def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
     """The inverse."""
-    return WorkerLoad(
-        **{name: getattr(message, name) for name in _LOAD_FIELDS}, is_full=message.full
-    )
+    return WorkerLoad(**same_message_fields(message, WorkerLoad), is_full=message.full)
 
 
 def recent_load_to_proto(load: RecentLoad) -> admin_pb2.RecentLoad:
@@ -280,5 +302,4 @@ def recent_load_to_proto(load: RecentLoad) -> admin_pb2.RecentLoad:
 def recent_load_from_proto(message: admin_pb2.RecentLoad) -> RecentLoad:
     """The inverse."""
     models = tuple(ModelLoad(**same_fields(each, ModelLoad)) for each in message.models)
-    values = same_fields(message, RecentLoad)
-    return RecentLoad(**{**values, "failures": dict(message.failures), "models": models})
+    return RecentLoad(**{**same_message_fields(message, RecentLoad), "models": models})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loraplex.api.fields import same_fields
 from loraplex.api.request import AskedAdapter, ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
 from loraplex.api.request_wire import generate_request_from_proto, generate_request_to_proto
 from loraplex.api.sampling import Sampling
@@ -16,6 +15,7 @@ from loraplex.api.wire import (
     prompt_logprobs_from_proto,
     recent_load_from_proto,
     residency_from_proto,
+    same_message_fields,
     served_by_from_proto,
     timings_from_proto,
     usage_from_proto,
@@ -105,8 +105,7 @@ def mirrored(message: admin_pb2.MirrorRequestsResponse) -> Mirrored:
 
 def status(message: admin_pb2.GetStatusResponse) -> Status:
     """A gateway's view of its stack."""
-    values = same_fields(message, Status)
-    values["base_ids"] = tuple(message.base_ids)
+    values = same_message_fields(message, Status)
     values["workers"] = tuple(_worker(worker) for worker in message.workers)
     has_recent = message.HasField("recent")
     values["recent"] = recent_load_from_proto(message.recent) if has_recent else None
@@ -114,7 +113,7 @@ def status(message: admin_pb2.GetStatusResponse) -> Status:
 
 
 def _worker(message: admin_pb2.WorkerState) -> WorkerStatus:
-    values = same_fields(message, WorkerStatus)
+    values = same_message_fields(message, WorkerStatus)
     values["load"] = load_from_proto(message.load)
     values["adapters"] = tuple(
         ResidentAdapter(

@@ -11,6 +11,7 @@ from loraplex.api.wire import (
     finish_reason_from_proto,
     logprobs_from_proto,
     packed_logprobs_from_proto,
+    same_message_fields,
     timings_from_proto,
 )
 from loraplex.v1 import worker_pb2
@@ -21,20 +22,14 @@ _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 def base_from_wire(message: worker_pb2.GetModelResponse, now_unix_s: float) -> ServedModel:
     """The model of a worker."""
-    return ServedModel(
-        base_id=message.base_id,
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        caps_context=message.caps_context,
-        eos_token_ids=tuple(message.eos_token_ids),
-        pad_token_id=message.pad_token_id if message.HasField("pad_token_id") else None,
-        max_lora_rank=message.max_lora_rank,
-        fingerprint=message.geometry.fingerprint,
-        dtype=message.dtype,
-        tokenizer_digest=message.tokenizer_digest,
-        default_sampling=default_sampling(message.generation_config_json),
-        created_unix_s=int(now_unix_s),
-    )
+    values = same_message_fields(message, ServedModel)
+    values |= {
+        "pad_token_id": message.pad_token_id if message.HasField("pad_token_id") else None,
+        "fingerprint": message.geometry.fingerprint,
+        "default_sampling": default_sampling(message.generation_config_json),
+        "created_unix_s": int(now_unix_s),
+    }
+    return ServedModel(**values)
 
 
 def job_to_wire(job: WorkerJob, request_id: str, now_s: float) -> worker_pb2.WorkerRequest:
