@@ -57,41 +57,6 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return warnings
 
 
-SECTIONS = {
-    env.REGISTRY_ADDRESS.name: "Addresses and credentials of clients",
-    env.STATE_DIR.name: "Every server",
-    env.AUTH.name: "Who may call",
-    env.REGISTRY_LISTEN.name: "Registry: where adapters are stored",
-    env.GATEWAY_LISTEN.name: "Gateway: which requests are accepted",
-    env.WORKER_LISTEN.name: "Worker: the base and how it is computed",
-    env.KV_MEMORY.name: "Worker: memory",
-    env.MAX_NUM_SEQS.name: "Worker: what a step holds",
-}
-"""Headings of docs/reference/settings.md by their first variables."""
-
-
-def settings_markdown() -> str:
-    """The tables of docs/reference/settings.md, which a test compares with these."""
-    lines = []
-    for setting in env.ALL_SETTINGS:
-        if title := SECTIONS.get(setting.name):
-            lines += ["", f"### {title}", "", *_header("variable")]
-        name = f"`{setting.name}`" + (" (or `_FILE`)" if setting.secret else "")
-        lines.append(_row(name, setting))
-    lines += ["", "### Switches of LORAPLEX_DEBUG", "", *_header("switch")]
-    lines += [_row(f"`{switch.name}`", switch) for switch in switches.ALL_SWITCHES]
-    return "\n".join(lines[1:])
-
-
-def _header(first: str) -> list[str]:
-    return [f"| {first} | default | read by | meaning |", "|---|---|---|---|"]
-
-
-def _row(name: str, setting: Setting[object]) -> str:
-    default = shown(setting.default)
-    return f"| {name} | {default and f'`{default}`'} | {setting.readers} | {setting.doc} |"
-
-
 def read_by(service: str) -> list[Setting[object]]:
     """The variables that a service reads, in the order of the table."""
     return [
