@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loraplex.cli.output import moment, show, show_table, sized
-from loraplex.cli.parsing import add_command, add_connection, add_group, count, num_bytes, seconds
+from loraplex.cli.parsing import Commands, count, num_bytes, seconds
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from loraplex.api.tenants import Tenant
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     _add_keys(commands)
     _add_tenants(commands)
 
 
-def _add_keys(commands: Any) -> None:
-    group = add_group(commands, "keys", "API keys.", "registry keys list")
-    parser = add_command(
-        group,
+def _add_keys(commands: Commands) -> None:
+    group = commands.group("keys", "API keys.", "registry keys list")
+    parser = group.add(
         "create",
         _keys_create,
         "Create an API key. Its secret is printed once.",
@@ -57,23 +56,17 @@ def _add_keys(commands: Any) -> None:
         help="create the first admin key; a registry on this machine does so once. If no registry "
         "answers, generate a key for LORAPLEX_ADMIN_KEY_FILE",
     )
-    add_connection(parser, "registry")
-    parser = add_command(group, "list", _keys_list, "List keys.", "registry keys list")
+    parser = group.add("list", _keys_list, "List keys.", "registry keys list")
     parser.add_argument(
         "--tenant", default="", help="list the keys of this tenant (default: your own)"
     )
-    add_connection(parser, "registry")
-    parser = add_command(
-        group, "revoke", _keys_revoke, "Revoke a key.", "registry keys revoke k7f3"
-    )
+    parser = group.add("revoke", _keys_revoke, "Revoke a key.", "registry keys revoke k7f3")
     parser.add_argument("key_id", metavar="KEY_ID")
-    add_connection(parser, "registry")
 
 
-def _add_tenants(commands: Any) -> None:
-    group = add_group(commands, "tenants", "Tenants and their limits.", "registry tenants list")
-    parser = add_command(
-        group,
+def _add_tenants(commands: Commands) -> None:
+    group = commands.group("tenants", "Tenants and their limits.", "registry tenants list")
+    parser = group.add(
         "set",
         _tenants_set,
         "Create a tenant, or change the limits that you name. A limit of 0 means no limit.",
@@ -119,9 +112,7 @@ def _add_tenants(commands: Any) -> None:
         const=[],
         help="accept unsigned versions again",
     )
-    add_connection(parser, "registry")
-    parser = add_command(group, "list", _tenants_list, "List tenants.", "registry tenants list")
-    add_connection(parser, "registry")
+    parser = group.add("list", _tenants_list, "List tenants.", "registry tenants list")
 
 
 async def _first_admin_key(args: argparse.Namespace) -> None:

@@ -16,17 +16,17 @@ from loraplex.cli.output import (
     show_table,
     sized,
 )
-from loraplex.cli.parsing import add_command, add_connection, add_group, count
+from loraplex.cli.parsing import Commands, count
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
     from loraplex.api.registry import AuditEntry, BaseModel
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     _add_bases(commands)
-    parser = add_command(
-        commands, "audit", _audit, "Show who changed what, newest first.", "registry audit --json"
+    parser = commands.add(
+        "audit", _audit, "Show who changed what, newest first.", "registry audit --json"
     )
     parser.add_argument("--tenant", default="", help="show only changes of this tenant")
     parser.add_argument(
@@ -36,30 +36,23 @@ def add(commands: Any) -> None:
         default=100,
         help="largest number of entries (default: 100)",
     )
-    add_connection(parser, "registry")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "gc",
         _gc,
         "Delete the bytes of uploads that were given up, and of versions deleted a week ago.",
         "registry gc --dry-run",
     )
     parser.add_argument("--dry-run", action="store_true", help="only count what would be deleted")
-    add_connection(parser, "registry")
 
-    parser = add_command(
-        commands, "reindex", _reindex, "Rebuild the index from the objects.", "registry reindex"
+    parser = commands.add(
+        "reindex", _reindex, "Rebuild the index from the objects.", "registry reindex"
     )
-    add_connection(parser, "registry")
 
 
-def _add_bases(commands: Any) -> None:
-    group = add_group(
-        commands, "base", "Bases that adapters are checked against.", "registry base list"
-    )
-    parser = add_command(
-        group,
+def _add_bases(commands: Commands) -> None:
+    group = commands.group("base", "Bases that adapters are checked against.", "registry base list")
+    parser = group.add(
         "add",
         _base_add,
         "Register a base from its folder. No weights are sent.",
@@ -86,9 +79,7 @@ def _add_bases(commands: Any) -> None:
     parser.add_argument(
         "--replace", action="store_true", help="replace a base that is registered under this id"
     )
-    add_connection(parser, "registry")
-    parser = add_command(group, "list", _base_list, "List registered bases.", "registry base list")
-    add_connection(parser, "registry")
+    parser = group.add("list", _base_list, "List registered bases.", "registry base list")
 
 
 async def _base_add(args: argparse.Namespace) -> None:

@@ -10,15 +10,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from loraplex.cli.parsing import (
-    add_command,
-    add_connection,
-    add_group,
-    credentials_of,
-    seconds,
-)
+from loraplex.cli.parsing import Commands, credentials_of, seconds
 from loraplex.cli.workload_flags import Trace, add_workload, print_summary, trace_of
 from loraplex.errors import InvalidRequest
 
@@ -30,10 +24,9 @@ if TYPE_CHECKING:
 EXAMPLE = "loraplex bench trace --adapters 100 --rate 4 --duration 2m --prepare-from ./my-adapter"
 
 
-def add(commands: Any) -> None:
-    group = add_group(commands, "bench", "Measure a running stack from outside.", EXAMPLE)
-    parser = add_command(
-        group,
+def add(commands: Commands) -> None:
+    group = commands.group("bench", "Measure a running stack from outside.", EXAMPLE)
+    parser = group.add(
         "trace",
         _trace,
         "Send a workload of the S-LoRA paper through the gateway in real time, and print the "
@@ -68,7 +61,6 @@ def add(commands: Any) -> None:
         metavar="HOST:PORT",
         help="registry for --prepare-from (default: LORAPLEX_REGISTRY_ADDRESS)",
     )
-    add_connection(parser, "gateway")
 
 
 async def _trace(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from loraplex.cli.output import (
     show_table,
     sized,
 )
-from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, add_label, count
+from loraplex.cli.parsing import REF_FORMS, Commands, add_label, count
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from loraplex.client.registry_client import RegistryClient
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "list",
         _list,
         "List the adapters that you may see.",
@@ -48,19 +47,16 @@ def add(commands: Any) -> None:
         help="order of the list: name (default), newest, largest or highest rank first",
     )
     parser.add_argument("--limit", type=count, default=0, metavar="N", help="list only the first N")
-    add_connection(parser, "registry")
     _add_others(commands)
 
 
-def _add_others(commands: Any) -> None:
-    parser = add_command(
-        commands, "show", _show, "Show one version and its tags.", "registry show acme/support:prod"
+def _add_others(commands: Commands) -> None:
+    parser = commands.add(
+        "show", _show, "Show one version and its tags.", "registry show acme/support:prod"
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
-    add_connection(parser, "registry")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "pull",
         _pull,
         "Download the files of a version.",
@@ -73,10 +69,8 @@ def _add_others(commands: Any) -> None:
         action="store_true",
         help="write into a folder that is not empty, replacing files",
     )
-    add_connection(parser, "registry")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "diff",
         _diff,
         "Compare the config, files and labels of two versions.",
@@ -84,10 +78,8 @@ def _add_others(commands: Any) -> None:
     )
     parser.add_argument("ref", metavar="REF", help=REF_FORMS)
     parser.add_argument("other", metavar="REF", help="version to compare it with")
-    add_connection(parser, "registry")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "watch",
         _watch,
         "Print every change as it happens.",
@@ -96,7 +88,6 @@ def _add_others(commands: Any) -> None:
     parser.add_argument(
         "--resume", default="", metavar="TOKEN", help="continue after the event with this token"
     )
-    add_connection(parser, "registry")
 
 
 _ORDERS: dict[str, Callable[[AdapterVersion], Any]] = {

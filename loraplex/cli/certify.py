@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loraplex.cli.catalog import certified
 from loraplex.cli.output import about, printable, show
-from loraplex.cli.parsing import REF_FORMS, add_command, add_connection, credentials_of, number
+from loraplex.cli.parsing import REF_FORMS, Commands, credentials_of, number
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from loraplex.errors import LoraplexError
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "certify",
         _certify,
         "Measure how far a version on the served base diverges from a reference, and record "
@@ -64,7 +63,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--tag", default="", metavar="TAG", help="point this tag at the version if it passes"
     )
-    add_connection(parser, "registry")
 
 
 def _nats(text: str) -> float:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
-from loraplex.cli.parsing import Parser, add_command
+from loraplex.cli.parsing import Commands, Parser
 
 _ZSH_PRELUDE = "autoload -U +X bashcompinit && bashcompinit\n"
 _SCRIPT = """\
@@ -27,19 +26,19 @@ complete -o default -F _{name} {name}
 """
 
 
-def add(commands: Any, name: str, make_parser: Callable[[], Parser]) -> None:
+def add(commands: Commands, name: str, make_parser: Callable[[], Parser]) -> None:
     """Add the command to the program `name`."""
 
     async def run(args: argparse.Namespace) -> None:
         prelude = _ZSH_PRELUDE if args.shell == "zsh" else ""
         print(prelude + script(name, make_parser()), end="")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "completion",
         run,
         "Print a completion script for the shell.",
         f'eval "$({name} completion bash)"',
+        server="",
     )
     parser.add_argument("shell", choices=("bash", "zsh"))
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 from loraplex.cli.generate import client_of
 from loraplex.cli.output import show
-from loraplex.cli.parsing import add_command, add_connection, count
+from loraplex.cli.parsing import Commands, count
 from loraplex.refs import parse_ref
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "fetch",
         _fetch,
         "Load adapters in advance on the workers that their requests will reach.",
@@ -28,7 +26,6 @@ def add(commands: Any) -> None:
         metavar="N",
         help="number of workers that load each adapter (default: 1)",
     )
-    add_connection(parser, "gateway")
 
 
 async def _fetch(args: argparse.Namespace) -> None:

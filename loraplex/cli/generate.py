@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loraplex.cli.output import print_json, show, version_of
-from loraplex.cli.parsing import add_command, add_connection, count, credentials_of
+from loraplex.cli.parsing import Commands, count, credentials_of
 from loraplex.cli.status import print_status
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from loraplex.client.inference_client import InferenceClient
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "generate",
         _generate,
         "Stream the output of one prompt.",
@@ -49,18 +48,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "-n", type=count, metavar="N", default=1, help="number of outputs (default: 1)"
     )
-    add_connection(parser, "gateway")
 
-    parser = add_command(
-        commands, "chat", _chat, "Chat with an adapter.", "loraplex chat support:prod"
-    )
+    parser = commands.add("chat", _chat, "Chat with an adapter.", "loraplex chat support:prod")
     parser.add_argument("ref", metavar="REF", help="adapter reference, or the id of a base")
     parser.add_argument("--system", default="", help="system message")
     _add_sampling(parser)
-    add_connection(parser, "gateway")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "status",
         _status,
         "Show the workers, their load and the adapters on them.",
@@ -69,7 +63,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--adapters", action="store_true", help="also list the adapters on each worker"
     )
-    add_connection(parser, "gateway")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

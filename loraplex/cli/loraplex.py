@@ -31,9 +31,9 @@ def make_parser() -> Parser:
     from loraplex.cli.parsing import make_program
 
     description = "Serve many LoRA adapters from one base model."
-    parser, commands = make_program("loraplex", description, EPILOG)
-    commands.add_parser("up", help=UP_SUMMARY, add_help=False)
-    commands.add_parser("simulate", help=SIMULATE_SUMMARY, add_help=False)
+    parser, commands = make_program("loraplex", description, EPILOG, "gateway")
+    commands.mention("up", UP_SUMMARY)
+    commands.mention("simulate", SIMULATE_SUMMARY)
     generate.add(commands)
     vectors.add(commands)
     fetch.add(commands)
@@ -41,6 +41,7 @@ def make_parser() -> Parser:
     usage.add(commands)
     bench.add(commands)
     completion.add(commands, "loraplex", make_parser)
+    commands.add_connections()
     return parser
 
 

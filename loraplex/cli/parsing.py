@@ -22,7 +22,12 @@ REF_FORMS = "NAME, NAME:TAG, NAME:vN or NAME@sha256:..."
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints usage errors, as JSON if `--json` is among the arguments, and exits with 2."""
+    """Prints usage errors, as JSON if `--json` is among the arguments, and exits with 2. Help is
+    shown in the lines in which it was written."""
+
+    def __init__(self, **options: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         message = with_nearest(message)
@@ -48,17 +53,11 @@ def with_nearest(message: str) -> str:
     return f"{message}; did you mean {near[0]!r}?" if near else message
 
 
-def make_program(name: str, description: str, epilog: str) -> tuple[Parser, Any]:
-    """The parser of a program, and where to add its commands."""
-    parser = Parser(
-        prog=name,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def make_program(name: str, description: str, epilog: str, server: str) -> tuple[Parser, Commands]:
+    """The parser of a program, most of whose commands call `server`, and where to add them."""
+    parser = Parser(prog=name, description=description, epilog=epilog)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    return parser, parser.add_subparsers(metavar="COMMAND", required=True)
+    return parser, Commands(parser, server, [])
 
 
 class _Version(argparse.Action):
@@ -67,31 +66,48 @@ class _Version(argparse.Action):
         parser.exit(0)
 
 
-def add_command(
-    commands: Any, name: str, run: Run | None, summary: str, example: str, **options: Any
-) -> Parser:
-    """Add a sub-command with an example in its help. `run` is None for a group of commands."""
-    parser: Parser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        **options,
-    )
-    if run is not None:
-        parser.set_defaults(run=run)
-    return parser
+class Commands:
+    """The commands of a program, or of a group of commands."""
+
+    def __init__(self, parser: Parser, server: str, calling: list[tuple[Parser, str]]) -> None:
+        self._parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+        self._server = server
+        self._calling = calling
+        """Commands of the program that call a server, "registry" or "gateway"."""
+
+    def add(
+        self, name: str, run: Run | None, summary: str, example: str, server: str | None = None
+    ) -> Parser:
+        """Add a command with an example in its help.
+
+        Args:
+            run: None for a group of commands.
+            server: the one that it calls; "" = none, None = the one that most commands call.
+        """
+        epilog = f"example:\n  {example}"
+        parser = self._parsers.add_parser(name, help=summary, description=summary, epilog=epilog)
+        if run is not None:
+            parser.set_defaults(run=run)
+        if called := self._server if server is None else server:
+            self._calling.append((parser, called))
+        return parser
+
+    def group(self, name: str, summary: str, example: str) -> Commands:
+        """Add a command that has commands of its own; returns where to add them."""
+        parser = self.add(name, None, summary, example, server="")
+        return Commands(parser, self._server, self._calling)
+
+    def mention(self, name: str, summary: str) -> None:
+        """List a command whose arguments another process parses."""
+        self._parsers.add_parser(name, help=summary, add_help=False)
+
+    def add_connections(self) -> None:
+        """Add the flags of the connection to the commands, behind their own."""
+        for parser, server in self._calling:
+            _add_connection(parser, server)
 
 
-def add_group(commands: Any, name: str, summary: str, example: str) -> Any:
-    """Add a command that has commands of its own; returns where to add them."""
-    parser = add_command(commands, name, None, summary, example)
-    return parser.add_subparsers(metavar="COMMAND", required=True)
-
-
-def add_connection(parser: argparse.ArgumentParser, server: str) -> None:
+def _add_connection(parser: argparse.ArgumentParser, server: str) -> None:
     """`--registry` or `--gateway`, TLS files and `--json`."""
     default = {"registry": DEFAULT_REGISTRY, "gateway": DEFAULT_GATEWAY}[server]
     group = parser.add_argument_group("connection")

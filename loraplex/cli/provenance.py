@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loraplex.cli.output import about, short_digest, show
-from loraplex.cli.parsing import REF_FORMS, add_command, add_connection
+from loraplex.cli.parsing import REF_FORMS, Commands
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
     from loraplex.api.registry import AdapterVersion
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "sign",
         _sign,
         "Sign the files of a version and store the signature with it.",
@@ -27,9 +26,7 @@ def add(commands: Any) -> None:
         "--signing-key", required=True, metavar="PEM", help="EC private key (P-256, P-384, P-521)"
     )
     parser.add_argument("--out", metavar="FILE", help="also write the signature bundle to FILE")
-    add_connection(parser, "registry")
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "verify",
         _verify,
         "Check that a version is signed with a given key, or as its tenant requires.",
@@ -41,9 +38,7 @@ def add(commands: Any) -> None:
         metavar="PEM",
         help="EC public key (default: the keys that the tenant requires)",
     )
-    add_connection(parser, "registry")
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "export",
         _export,
         "Write a version as an OCI image layout; 'registry upload DIR' reads it back.",
@@ -57,7 +52,6 @@ def add(commands: Any) -> None:
         default="modelpack",
         help="modelpack: CNCF ModelPack (default); oci: a plain OCI artifact",
     )
-    add_connection(parser, "registry")
 
 
 async def _sign(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loraplex.cli.local_base import geometry_of
 from loraplex.cli.output import (
@@ -18,8 +18,7 @@ from loraplex.cli.output import (
     sized,
 )
 from loraplex.cli.parsing import (
-    add_command,
-    add_connection,
+    Commands,
     add_json,
     add_label,
     add_when_loaded,
@@ -36,14 +35,13 @@ DIR_HELP = "folder written by PEFT's save_pretrained, snapshot in a Hugging Face
 "image layout"
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     _add_upload(commands)
     _add_validate(commands)
 
 
-def _add_upload(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def _add_upload(commands: Commands) -> None:
+    parser = commands.add(
         "upload",
         _upload,
         "Publish a PEFT adapter folder as a new version.",
@@ -88,7 +86,6 @@ def _add_upload(commands: Any) -> None:
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     _add_allow_missing(parser)
     add_when_loaded(parser)
-    add_connection(parser, "registry")
 
 
 def _add_signature(parser: argparse.ArgumentParser) -> None:
@@ -104,13 +101,13 @@ def _add_signature(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_validate(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def _add_validate(commands: Commands) -> None:
+    parser = commands.add(
         "validate",
         _validate,
         "Run the checks of an upload on an adapter folder, offline.",
         "registry validate ./out/checkpoint-900 --base ./llama-3-8b",
+        server="",
     )
     parser.add_argument("dir", metavar="DIR", help=DIR_HELP)
     parser.add_argument(

@@ -29,10 +29,11 @@ exit codes: 0 ok, 1 other, 2 usage, 3 adapter refused, 4 conflict, 5 auth,
 def make_parser() -> Parser:
     """All sub-commands."""
     description = "Publish, find and manage LoRA adapters."
-    parser, commands = make_program("registry", description, EPILOG)
+    parser, commands = make_program("registry", description, EPILOG, "registry")
     for group in (publish, rewriting, catalog, tags, sharing, provenance, certify, admin, access):
         group.add(commands)
     completion.add(commands, "registry", make_parser)
+    commands.add_connections()
     return parser
 
 

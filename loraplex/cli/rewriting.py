@@ -7,11 +7,11 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loraplex.cli.local_base import base_folder, geometry_of, given_folder
 from loraplex.cli.output import show
-from loraplex.cli.parsing import Run, add_command, add_json, add_unused_server, count
+from loraplex.cli.parsing import Commands, Run, add_json, add_unused_server, count
 from loraplex.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
@@ -21,19 +21,19 @@ METHODS = ("linear", "cat", "ties", "dare_linear", "dare_ties")
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     _add_merge(commands)
     _add_convert(commands)
 
 
-def _add_merge(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def _add_merge(commands: Commands) -> None:
+    parser = commands.add(
         "merge",
         _needing_numpy(_merge),
         "Merge adapters of one base into a new adapter, or into the base, offline.",
         "registry merge ./sql=0.7 ./support=0.3 --out ./both --method ties\n"
         "  registry merge ./support --into-base --base ./llama-3-8b --out ./llama-3-8b-support",
+        server="",
     )
     parser.add_argument(
         "adapters",
@@ -75,14 +75,14 @@ def _add_merge(commands: Any) -> None:
     _add_common(parser)
 
 
-def _add_convert(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def _add_convert(commands: Commands) -> None:
+    parser = commands.add(
         "convert",
         _needing_numpy(_convert),
         "Convert an adapter folder between formats, offline.",
         "registry convert ./alpaca-lora ./alpaca --to safetensors\n"
         "  registry convert ./support ./support-trtllm --to trtllm",
+        server="",
     )
     parser.add_argument(
         "dir", type=Path, metavar="DIR", help="adapter folder of PEFT or TensorRT-LLM"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from loraplex.cli.catalog import spelled_labels
 from loraplex.cli.output import print_fields, print_json, show
-from loraplex.cli.parsing import add_command, add_connection, add_label
+from loraplex.cli.parsing import Commands, add_label
 from loraplex.cli.publish import client_of
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "share",
         _share,
         "Set who besides the owner may run an adapter.",
@@ -35,10 +33,8 @@ def add(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="let the tenants download it as well, or not",
     )
-    add_connection(parser, "registry")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "describe",
         _describe,
         "Show or change the description and the labels of an adapter.",
@@ -54,7 +50,6 @@ def add(commands: Any) -> None:
         metavar="K",
         help="remove a label; may be repeated",
     )
-    add_connection(parser, "registry")
 
 
 async def _describe(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from loraplex.cli import shadow
 from loraplex.cli.catalog import pending_of, sides_of, spelled
 from loraplex.cli.output import moment, print_json, print_table, show
-from loraplex.cli.parsing import add_command, add_connection, add_label, add_when_loaded
+from loraplex.cli.parsing import Commands, add_label, add_when_loaded
 from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
 
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 MAX_WEIGHT = 1_000_000
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "tag",
         _tag,
         "Point a tag at a version, or delete it.",
@@ -36,10 +35,8 @@ def add(commands: Any) -> None:
     _add_expect(parser)
     parser.add_argument("--delete", action="store_true", help="remove the tag")
     add_when_loaded(parser)
-    add_connection(parser, "registry")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "split",
         _split,
         "Split the requests for a tag between versions; each caller keeps its version.",
@@ -56,15 +53,13 @@ def add(commands: Any) -> None:
     _add_expect(parser)
     shadow.add_flags(parser)
     add_when_loaded(parser)
-    add_connection(parser, "registry")
 
     _add_rollback_and_history(commands)
     _add_delete(commands)
 
 
-def _add_rollback_and_history(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def _add_rollback_and_history(commands: Commands) -> None:
+    parser = commands.add(
         "rollback",
         _rollback,
         "Move a tag back to what it pointed at before.",
@@ -78,17 +73,14 @@ def _add_rollback_and_history(commands: Any) -> None:
         metavar="vN",
         help="version to go back to (default: the previous one)",
     )
-    add_connection(parser, "registry")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "history",
         _history,
         "Show the last moves of a tag, newest first.",
         "registry history acme/support prod",
     )
     _add_name_and_tag(parser)
-    add_connection(parser, "registry")
 
 
 def _add_name_and_tag(parser: argparse.ArgumentParser) -> None:
@@ -104,9 +96,8 @@ def _add_expect(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_delete(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def _add_delete(commands: Commands) -> None:
+    parser = commands.add(
         "delete",
         _delete,
         "Delete a version, everything under a name, or all adapters that match.",
@@ -129,7 +120,6 @@ def _add_delete(commands: Any) -> None:
         action="store_true",
         help="let the next `registry gc` delete the files (default: after 7 days)",
     )
-    add_connection(parser, "registry")
 
 
 def _version(text: str) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.generate import client_of
 from loraplex.cli.output import print_json, table_lines
-from loraplex.cli.parsing import add_command, add_connection, count, seconds
+from loraplex.cli.parsing import Commands, count, seconds
 from loraplex.cli.status import state_of, status_object
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ _KEYS = "keys: t tokens, r requests, e errors, n name, q quit"
 _NUM_LINES_PIPED = 40
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "top",
         _top,
         "Watch rates, latency, errors, workers and adapters in use, until interrupted.",
@@ -54,7 +53,6 @@ def add(commands: Any) -> None:
         default="tokens",
         help="order of the adapters (default: tokens)",
     )
-    add_connection(parser, "gateway")
 
 
 async def _top(args: argparse.Namespace) -> None:

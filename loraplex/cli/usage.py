@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loraplex.cli.output import show_table
-from loraplex.cli.parsing import add_command, add_connection, add_unused_server
+from loraplex.cli.parsing import Commands, add_unused_server
 from loraplex.cli.publish import client_of
 
 if TYPE_CHECKING:
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 _COUNTERS = ("requests", "errors", "prompt_tokens", "cached_tokens", "generated_tokens")
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "usage",
         _usage,
         "Show requests, tokens, errors and seconds by day, tenant and adapter.",
         "loraplex usage --adapter acme/support --since 2026-11-01 --csv",
+        server="registry",
     )
     parser.add_argument(
         "--tenant",
@@ -37,7 +37,6 @@ def add(commands: Any) -> None:
         "--since", default="", metavar="DAY", help="first day, as YYYY-MM-DD (default: 30 days ago)"
     )
     parser.add_argument("--csv", action="store_true", help="print comma-separated values")
-    add_connection(parser, "registry")
     add_unused_server(parser, "gateway")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loraplex.cli.generate import client_of
 from loraplex.cli.output import print_json, print_table, show, version_of
-from loraplex.cli.parsing import add_command, add_connection, count
+from loraplex.cli.parsing import Commands, count
 
 if TYPE_CHECKING:
     from loraplex.client.vectors import Scores
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 SHOWN_VALUES = 6
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
+def add(commands: Commands) -> None:
+    parser = commands.add(
         "embed",
         _embed,
         "Print an embedding of each text; --json prints all of its values.",
@@ -45,10 +44,8 @@ def add(commands: Any) -> None:
         default=0,
         help="keep only the first N values (default: all)",
     )
-    add_connection(parser, "gateway")
 
-    parser = add_command(
-        commands,
+    parser = commands.add(
         "score",
         _score,
         "Print the scores of an adapter's classification head for each text.",
@@ -58,7 +55,6 @@ def add(commands: Any) -> None:
         "ref", metavar="REF", help="reference of an adapter with a classification head"
     )
     parser.add_argument("texts", metavar="TEXT", nargs="+")
-    add_connection(parser, "gateway")
 
 
 async def _embed(args: argparse.Namespace) -> None:

@@ -34,8 +34,6 @@ def make_parser() -> Parser:
         prog="loraplex simulate",
         description="Run the scheduling code of the gateway and the worker under a virtual clock.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     costs = parser.add_mutually_exclusive_group(required=True)
     costs.add_argument(
