@@ -7,15 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraplex.cli.output import (
-    moment,
-    print_json,
-    print_table,
-    short_digest,
-    show,
-    show_table,
-    sized,
-)
+from loraplex.cli.output import moment, short_digest, show, show_table, sized
 from loraplex.cli.parsing import Commands, count
 from loraplex.cli.publish import client_of
 
@@ -103,21 +95,13 @@ def _base_object(base: BaseModel) -> dict[str, Any]:
 async def _base_list(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         bases = await client.admin.bases()
-    if args.json:
-        for base in bases:
-            print_json(_base_object(base))
-        return
-    rows = [
-        (
-            base.base_id,
-            base.model_type,
-            str(base.num_layers),
-            short_digest(base.fingerprint),
-            ",".join(base.aliases),
-        )
-        for base in bases
-    ]
-    print_table(("BASE", "TYPE", "LAYERS", "FINGERPRINT", "ALIASES"), rows)
+    header = ("BASE", "TYPE", "LAYERS", "FINGERPRINT", "ALIASES")
+    show_table(header, bases, _base_row, as_json=args.json, object_of=_base_object)
+
+
+def _base_row(base: BaseModel) -> tuple[str, ...]:
+    fingerprint, aliases = short_digest(base.fingerprint), ",".join(base.aliases)
+    return base.base_id, base.model_type, str(base.num_layers), fingerprint, aliases
 
 
 async def _audit(args: argparse.Namespace) -> None:

@@ -58,13 +58,14 @@ def show_table(
     row: Callable[[T], Sequence[str]],
     *,
     as_json: bool,
+    object_of: Callable[[T], Any] = lambda value: value,
 ) -> None:
     """Print an object of each value for scripts, or a table with a row of each for people."""
     if not as_json:
         print_table(header, [row(value) for value in values])
         return
     for value in values:
-        print_json(value)
+        print_json(object_of(value))
 
 
 def about(version: AdapterVersion) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.cli import shadow
 from loraplex.cli.catalog import pending_of, sides_of, spelled
-from loraplex.cli.output import moment, print_json, print_table, show
+from loraplex.cli.output import moment, show, show_table
 from loraplex.cli.parsing import Commands, add_label, add_when_loaded
 from loraplex.cli.publish import client_of
 from loraplex.cli.staged import until_moved
 
 if TYPE_CHECKING:
-    from loraplex.api.registry import Tag, TagTarget
+    from loraplex.api.registry import Tag, TagMove, TagTarget
     from loraplex.client.registry_client import RegistryClient
 
 MAX_WEIGHT = 1_000_000
@@ -206,17 +206,17 @@ async def _rollback(args: argparse.Namespace) -> None:
 async def _history(args: argparse.Namespace) -> None:
     async with client_of(args) as client:
         moves = await client.tag_history(args.name, args.tag)
-    if not args.json:
-        rows = [
-            (moment(move.moved_unix_s), move.mover or "-", spelled(move.targets) or "(deleted)")
-            for move in moves
-        ]
-        print_table(("MOVED", "BY", "TO"), rows)
-        return
-    for move in moves:
-        name = move.name or args.name.rpartition("/")[2]
-        about = {"name": name, "tag": args.tag}
-        print_json({**about, **_first_of(move.targets), **dataclasses.asdict(move), "name": name})
+
+    def row(move: TagMove) -> tuple[str, ...]:
+        to = spelled(move.targets) or "(deleted)"
+        return moment(move.moved_unix_s), move.mover or "-", to
+
+    def object_of(move: TagMove) -> dict[str, Any]:
+        name = {"name": move.name or args.name.rpartition("/")[2]}
+        about = name | {"tag": args.tag} | _first_of(move.targets)
+        return about | dataclasses.asdict(move) | name
+
+    show_table(("MOVED", "BY", "TO"), moves, row, as_json=args.json, object_of=object_of)
 
 
 async def _delete(args: argparse.Namespace) -> None:
