@@ -176,12 +176,11 @@ def _combined(
     roots = [math.sqrt(abs(side.factor)) for side in sides]
     signed = [math.copysign(r, side.factor) for r, side in zip(roots, sides, strict=True)]
     method = "linear" if alone else recipe.method
-    combine_all = _combiner(method, recipe)
     keep_a = [_kept(recipe, side, f"{name}.A", side.a) for side in sides]
     keep_b = [_kept(recipe, side, f"{name}.B", side.b) for side in sides]
     return (
-        combine_all([side.a for side in sides], signed, keep_a),
-        combine_all([side.b for side in sides], roots, keep_b),
+        _summed(method, recipe, [side.a for side in sides], signed, keep_a),
+        _summed(method, recipe, [side.b for side in sides], roots, keep_b),
     )
 
 
@@ -189,24 +188,24 @@ Keep = Callable[[], Array]
 """Draws a mask of one tensor: 1.0 for each value that is kept, 0.0 for the others."""
 
 
-def _combiner(
-    method: str, recipe: Recipe
-) -> Callable[[Sequence[Array], Sequence[float], Sequence[Keep]], Array]:
-    def run(tensors: Sequence[Array], weights: Sequence[float], keeps: Sequence[Keep]) -> Array:
-        tasks = list(tensors)
-        if recipe.density < 1 and method == "ties":
-            tasks = [_largest(task, recipe.density) for task in tasks]
-        elif recipe.density < 1 and method.startswith("dare"):
-            density = np.float32(recipe.density)
-            tasks = [task * keep() / density for task, keep in zip(tasks, keeps, strict=True)]
-        stack = np.stack(tasks)
-        factors = np.asarray(weights, np.float32).reshape(-1, *[1] * tasks[0].ndim)
-        if not method.endswith("ties"):
-            total: Array = (stack * factors).sum(axis=0, dtype=np.float32)
-            return total
-        return _disjoint(stack, factors, recipe.majority)
-
-    return run
+def _summed(
+    method: str,
+    recipe: Recipe,
+    tasks: list[Array],
+    weights: Sequence[float],
+    keeps: Sequence[Keep],
+) -> Array:
+    if recipe.density < 1 and method == "ties":
+        tasks = [_largest(task, recipe.density) for task in tasks]
+    elif recipe.density < 1 and method.startswith("dare"):
+        density = np.float32(recipe.density)
+        tasks = [task * keep() / density for task, keep in zip(tasks, keeps, strict=True)]
+    stack = np.stack(tasks)
+    factors = np.asarray(weights, np.float32).reshape(-1, *[1] * tasks[0].ndim)
+    if not method.endswith("ties"):
+        total: Array = (stack * factors).sum(axis=0, dtype=np.float32)
+        return total
+    return _disjoint(stack, factors, recipe.majority)
 
 
 def _disjoint(stack: Array, factors: Array, majority: str) -> Array:

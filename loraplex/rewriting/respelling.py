@@ -34,7 +34,7 @@ from loraplex.rewriting.tensors import (
     check_folder,
     copy_files,
     new_folder,
-    read_rows,
+    read_tensor,
     write_files,
 )
 
@@ -125,7 +125,7 @@ def text_only(folder: Path, out: Path) -> bool:
         why = "is in a tower, as all tensors are: nothing of the text model is left"
         raise InvalidAdapter.field(f"{TENSOR_FILE}:{infos[0].name}", "", why)
     config = {**_config(folder), **conversion("text and images", dropped=len(dropped))}
-    tensors = {info.name: _read(folder, info) for info in kept}
+    tensors = {info.name: read_tensor(folder / TENSOR_FILE, info) for info in kept}
     _write(folder, out, config, tensors)
     return True
 
@@ -168,13 +168,9 @@ def _number(config: Mapping[str, object], key: str) -> float:
     return float(str(value))
 
 
-def _read(folder: Path, info: TensorInfo) -> Array:
-    num_rows = info.shape[0] if info.shape else 1
-    return read_rows(folder / TENSOR_FILE, info, 0, num_rows)
-
-
 def _pairs(folder: Path) -> dict[str, tuple[Array, Array]]:
     """A and B of every module, in float32."""
+    path = folder / TENSOR_FILE
     by_name = {info.name: info for info in _infos(folder)}
     pairs = {}
     for name in sorted(by_name):
@@ -189,7 +185,7 @@ def _pairs(folder: Path) -> dict[str, tuple[Array, Array]]:
             why = f"must be {wanted}-dimensional, with one rank: A {list(a.shape)}, "
             why += f"B {list(b.shape)}"
             raise InvalidAdapter.field(f"{TENSOR_FILE}:{name}", module, why)
-        pairs[module] = _read(folder, a), _read(folder, b)
+        pairs[module] = read_tensor(path, a), read_tensor(path, b)
     return pairs
 
 

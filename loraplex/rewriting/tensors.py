@@ -56,8 +56,7 @@ class Opened:
 
     def tensor(self, info: TensorInfo) -> Array:
         """A tensor as float32, whatever its stored dtype."""
-        num_rows = info.shape[0] if info.shape else 1
-        return read_rows(self.content.tensor_path, info, 0, num_rows)
+        return read_tensor(self.content.tensor_path, info)
 
 
 def read_rows(path: Path, info: TensorInfo, begin: int, end: int) -> Array:
@@ -75,12 +74,15 @@ def read_rows(path: Path, info: TensorInfo, begin: int, end: int) -> Array:
     return raw.astype(np.float32).reshape(num_rows, *info.shape[1:])
 
 
+def read_tensor(path: Path, info: TensorInfo) -> Array:
+    """A whole tensor, as float32."""
+    return read_rows(path, info, 0, info.shape[0] if info.shape else 1)
+
+
 def read_tensors(path: Path) -> dict[str, Array]:
     """All tensors of a safetensors file, as float32."""
     infos = parse_header(read_prefix(path), path.stat().st_size).tensors
-    return {
-        info.name: read_rows(path, info, 0, info.shape[0] if info.shape else 1) for info in infos
-    }
+    return {info.name: read_tensor(path, info) for info in infos}
 
 
 def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: object) -> Opened:
@@ -93,15 +95,11 @@ def open_adapter(folder: Path, geometry: Geometry | None = None, **changes: obje
     raw = content.config_bytes
     if changes:
         raw = json.dumps({**json.loads(raw), **changes}).encode()
-    size = content.tensor_file_size
-    report = validate(
-        raw, content.header_prefix, size, content.files, geometry, _MAX_RANK, allow_missing=True
-    )
+    report = _checked(content, raw, geometry)
     if report.config.task != CAUSAL_LM:
         description = f"is not rewritten; only adapters of task_type {CAUSAL_LM} are"
         field = f"{CONFIG_FILE}:task_type"
         raise InvalidAdapter.field(field, report.config.task, description)
-    scan_file(content.tensor_path, parse_header(content.header_prefix, size))
     return Opened(content, report, json.loads(raw))
 
 
@@ -152,17 +150,14 @@ def check_folder(folder: Path, geometry: Geometry | None = None) -> Report:
         InvalidAdapter: the result is not a valid adapter, or not one of the base of `geometry`.
     """
     made = read_folder(folder)
-    size = made.tensor_file_size
-    report = validate(
-        made.config_bytes,
-        made.header_prefix,
-        size,
-        made.files,
-        geometry,
-        _MAX_RANK,
-        allow_missing=True,
-    )
-    scan_file(made.tensor_path, parse_header(made.header_prefix, size))
+    return _checked(made, made.config_bytes, geometry)
+
+
+def _checked(content: AdapterFolder, config: bytes, geometry: Geometry | None) -> Report:
+    """The report of a folder and its values, as if it had this config."""
+    prefix, size = content.header_prefix, content.tensor_file_size
+    report = validate(config, prefix, size, content.files, geometry, _MAX_RANK, allow_missing=True)
+    scan_file(content.tensor_path, parse_header(prefix, size))
     return report
 
 
