@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +19,8 @@ from loraplex.adapter_format.config import MAX_CONFIG_BYTES
 from loraplex.adapter_format.conversion_field import conversion
 from loraplex.adapter_format.folder import file_names
 from loraplex.adapter_format.strict_json import read_object
-from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported, Violation
+from loraplex.errors import InvalidRequest, Unsupported
+from loraplex.rewriting import child
 from loraplex.rewriting.merging import scaled_by_one
 from loraplex.rewriting.tensors import (
     check_folder,
@@ -33,7 +32,6 @@ from loraplex.rewriting.tensors import (
 
 MAX_RANK = 256
 """The largest rank that a registry accepts by default."""
-REFUSED = 3
 _NEEDED = ("torch", "transformers", "peft")
 
 
@@ -110,15 +108,8 @@ def _config(path: Path) -> dict[str, object]:
 
 def _run(folder: Path, base: Path, target: Path, max_rank: int) -> dict[str, Any]:
     """Run the process that does the conversion and writes `target`; returns what it printed."""
+    arguments = [str(folder), str(base), str(target), str(max_rank)]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    module = "loraplex.rewriting.other_methods_process"
-    argv = [sys.executable, "-P", "-m", module, str(folder), str(base), str(target), str(max_rank)]
-    done = subprocess.run(argv, capture_output=True, env=environ, check=False)
-    if done.returncode == REFUSED:
-        raise InvalidAdapter.of([Violation(**json.loads(done.stderr.splitlines()[-1]))])
-    if done.returncode != 0:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise LoraplexError(f"the process that converts with PEFT ended: {last}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = child.run("other_methods_process", arguments, environ, "converts with PEFT")
+    result: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return result

@@ -2,8 +2,7 @@
 
     python -m loraplex.rewriting.other_methods_process ADAPTER BASE OUT.safetensors MAX_RANK
 
-Prints one JSON object: the rank of each module, and the largest relative error of a module. On
-failure the exit code is 3, and stderr ends with one JSON object: field, value, description.
+Prints one JSON object: the rank of each module, and the largest relative error of a module.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loraplex.adapter_format.text_model import is_wrapper
+from loraplex.rewriting.child import refuse
 
-REFUSED = 3
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 WRAPPED_PART = "language_model."
@@ -130,10 +129,7 @@ def _relative_error(original: Tensor, a: Tensor, b: Tensor) -> float:
 
 
 def _refuse(field: str, value: object, description: str) -> NoReturn:
-    violation = {"field": f"{CONFIG_FILE}:{field}", "value": str(value), "description": description}
-    sys.stderr.write("\n" + json.dumps(violation))
-    sys.stderr.flush()
-    sys.exit(REFUSED)
+    refuse(f"{CONFIG_FILE}:{field}", value, description)
 
 
 if __name__ == "__main__":

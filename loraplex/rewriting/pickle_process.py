@@ -5,28 +5,25 @@ those that rebuild tensors. In case that ever fails, this process cannot open fi
 a memory limit and no credentials, and is killed if it takes too long.
 
     python -m loraplex.rewriting.pickle_process [F16|BF16|F32] < PICKLE > SAFETENSORS
-
-On failure the exit code is 3, and stderr holds one JSON object: field, value, description.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import resource
 import sys
 from pickle import UnpicklingError
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 import torch
 
 from loraplex.adapter_format.files import PICKLE_FILE
 from loraplex.adapter_format.safetensors_header import encode_header
+from loraplex.rewriting.child import refuse
 
-REFUSED = 3
 SPARE_MEMORY_BYTES = 1 << 30
 _NUM_STANDARD_FILES = 3
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -44,7 +41,7 @@ def main() -> None:
     try:
         _write(_cast(_load(source, file_bytes), dtype), sink)
     except MemoryError:
-        _refuse(PICKLE_FILE, file_bytes, "needs more memory to read than a file of its size may")
+        refuse(PICKLE_FILE, file_bytes, "needs more memory to read than a file of its size may")
 
 
 def import_all() -> None:
@@ -90,29 +87,27 @@ def _load(source: BinaryIO, file_bytes: int) -> dict[str, torch.Tensor]:
     except UnpicklingError as error:
         name = _GLOBAL.search(str(error))
         if name is None:
-            _refuse(
-                PICKLE_FILE, "", "is damaged, or holds more than tensors; no code in it was run"
-            )
+            refuse(PICKLE_FILE, "", "is damaged, or holds more than tensors; no code in it was run")
         description = "is code that reading the file would run, so it was not read; do not trust it"
-        _refuse(PICKLE_FILE, name[1], description)
+        refuse(PICKLE_FILE, name[1], description)
     except (
         *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
         *(RuntimeError, TypeError, ValueError),
     ) as error:
         if "allocate" in str(error):
             raise MemoryError from None
-        _refuse(PICKLE_FILE, type(error).__name__, "is damaged: torch cannot read it")
+        refuse(PICKLE_FILE, type(error).__name__, "is damaged: torch cannot read it")
     if not isinstance(loaded, dict) or not loaded:
-        _refuse(PICKLE_FILE, type(loaded).__name__, "must map names to tensors; save it with PEFT")
+        refuse(PICKLE_FILE, type(loaded).__name__, "must map names to tensors; save it with PEFT")
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            _refuse(f"{PICKLE_FILE}:{name}", type(tensor).__name__, "must be a tensor with a name")
+            refuse(f"{PICKLE_FILE}:{name}", type(tensor).__name__, "must be a tensor with a name")
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            _refuse(f"{PICKLE_FILE}:{name}", str(tensor.layout), "must be a dense tensor")
+            refuse(f"{PICKLE_FILE}:{name}", str(tensor.layout), "must be a dense tensor")
     tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.values())
     if tensor_bytes > 2 * file_bytes:
         description = f"are claimed by a file of {file_bytes}; it is damaged"
-        _refuse(PICKLE_FILE, f"{tensor_bytes} bytes of tensors", description)
+        refuse(PICKLE_FILE, f"{tensor_bytes} bytes of tensors", description)
     return loaded
 
 
@@ -120,10 +115,10 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[s
     """The tensors in the given dtype, or in their own if adapters may have it."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            _refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), "must be a floating-point tensor")
+            refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), "must be a floating-point tensor")
         if dtype is None and tensor.dtype not in _DTYPES:
             description = "is not a dtype of adapters; add --dtype float32"
-            _refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), description)
+            refuse(f"{PICKLE_FILE}:{name}", str(tensor.dtype), description)
     return {name: tensor.detach().to(dtype or tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -135,13 +130,6 @@ def _write(tensors: dict[str, torch.Tensor], sink: BinaryIO) -> None:
         flat = tensor.contiguous().reshape(-1)
         sink.write(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     sink.flush()
-
-
-def _refuse(field: str, value: object, description: str) -> NoReturn:
-    violation = {"field": field, "value": str(value), "description": description}
-    sys.stderr.write("\n" + json.dumps(violation))
-    sys.stderr.flush()
-    os._exit(REFUSED)
 
 
 if __name__ == "__main__":

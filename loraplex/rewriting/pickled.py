@@ -6,22 +6,20 @@ copied, and the result is validated like an upload.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from loraplex.adapter_format import TENSOR_FILE, Geometry, Report
 from loraplex.adapter_format.files import MAX_PICKLE_BYTES, PICKLE_FILE
 from loraplex.adapter_format.folder import file_names
-from loraplex.errors import InvalidAdapter, InvalidRequest, LoraplexError, Unsupported, Violation
+from loraplex.errors import InvalidAdapter, InvalidRequest, Unsupported
+from loraplex.rewriting import child
 from loraplex.rewriting.tensors import check_folder, copy_files, new_folder
 
 TIMEOUT_S = 600.0
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG")
-_REFUSED = 3
 
 
 def is_pickled(folder: Path) -> bool:
@@ -63,19 +61,12 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
         description = f"must have at most {MAX_PICKLE_BYTES} bytes"
         raise InvalidAdapter.field(PICKLE_FILE, f"{size} bytes", description)
     environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    argv = [sys.executable, "-P", "-m", "loraplex.rewriting.pickle_process", *filter(None, [dtype])]
     with source.open("rb") as pickle, target.open("wb") as sink:
         try:
-            done = subprocess.run(
-                argv, stdin=pickle, stdout=sink, stderr=subprocess.PIPE, env=environ,
-                timeout=TIMEOUT_S, check=False,
+            child.run(
+                "pickle_process", [dtype] if dtype else [], environ, f"reads {PICKLE_FILE}",
+                stdin=pickle, stdout=sink, timeout=TIMEOUT_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             description = f"could not be read within {TIMEOUT_S:.0f} s"
             raise InvalidAdapter.field(PICKLE_FILE, size, description) from None
-    if done.returncode == _REFUSED:
-        raise InvalidAdapter.of([Violation(**json.loads(done.stderr.splitlines()[-1]))])
-    if done.returncode != 0:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise LoraplexError(f"the process that reads {PICKLE_FILE} ended: {last}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from loraplex.cli.local_base import base_folder
 from loraplex.cli.sources import adapter_folder
 from loraplex.errors import InvalidAdapter, InvalidRequest
-from loraplex.rewriting import other_methods_process
+from loraplex.rewriting import child, other_methods_process
 from loraplex.rewriting.other_methods import Converted, is_other_method, named_base, to_lora
 from loraplex.rewriting.tensors import check_folder
 from tests.adapter_format.peft_parity import models
@@ -121,7 +121,7 @@ def test_names_of_the_text_model_alone_fit_a_multimodal_base_and_others_are_refu
     tensors = load_file(folder / "adapter_model.safetensors")
     other = {name.replace(".layers.", ".blocks."): tensor for name, tensor in tensors.items()}
     save_file(other, folder / "adapter_model.safetensors")
-    with pytest.raises(SystemExit, match=str(other_methods_process.REFUSED)):
+    with pytest.raises(SystemExit, match=str(child.REFUSED)):
         other_methods_process.main()
     violation = json.loads(capsys.readouterr().err.splitlines()[-1])
     assert violation["field"] == "adapter_config.json:peft_type"
