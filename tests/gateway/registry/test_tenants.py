@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from loraplex.api.tenants import TenantLimits
 from loraplex.errors import Unavailable
+from loraplex_services.gateway.registry import tenants
 from loraplex_services.gateway.registry.tenants import FRESH_S, TenantDirectory
 
 
@@ -59,3 +62,16 @@ async def test_last_limits_hold_while_the_registry_is_away() -> None:
         clock.now_s += FRESH_S
     assert (await directory.limits("stranger")).requests_per_s == 0.0
     await directory.close()
+
+
+async def test_tenants_beyond_those_that_are_remembered_end_no_limits_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenants, "MAX_REMEMBERED", 2)
+    registry = RegistryLookup()
+    directory = TenantDirectory(registry.ask, Clock())
+    for tenant in ("a", "b", "c"):
+        await directory.limits(tenant)
+    registry.is_away = True
+    found = [await directory.limits(tenant) for tenant in ("b", "c", "a")]
+    assert [limits.requests_per_s for limits in found] == [5.0, 5.0, 0.0]
