@@ -42,31 +42,23 @@ class OpenCalls:
     @contextmanager
     def counted(self, method: str, caller: Caller) -> Iterator[None]:
         """Hold one call. Raises ResourceExhausted if the tenant has as many as it may have."""
-        with self._limited(method, caller):
-            call = OpenCall(method, caller.tenant, self._now_s())
-            self._calls[call] = None
-            try:
-                yield
-            finally:
-                del self._calls[call]
-
-    @contextmanager
-    def _limited(self, method: str, caller: Caller) -> Iterator[None]:
-        most = limits_of(method).max_calls_per_tenant
-        if not most or caller.key_id in SERVICE_KEY_IDS:
-            yield
-            return
-        key = (method, caller.tenant)
-        if self._counts[key] >= most:
+        key = method, caller.tenant
+        most = 0 if caller.key_id in SERVICE_KEY_IDS else limits_of(method).max_calls_per_tenant
+        if most and self._counts[key] >= most:
             raise ResourceExhausted(
                 f"tenant {caller.tenant!r} has {most} calls of {method} open, which is the limit",
                 reason="TOO_MANY_CALLS",
                 retry_after_s=1.0,
             )
-        self._counts[key] += 1
+        call = OpenCall(method, caller.tenant, self._now_s())
+        self._calls[call] = None
+        if most:
+            self._counts[key] += 1
         try:
             yield
         finally:
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key]
+            del self._calls[call]
+            if most:
+                self._counts[key] -= 1
+                if not self._counts[key]:
+                    del self._counts[key]
