@@ -129,9 +129,7 @@ def call_of(
     must_call: bool = False,
 ) -> OpenAICall:
     """What is common to all calls that generate. Raises: InvalidRequest, Unsupported."""
-    model = body.text("model")
-    if not model:
-        raise InvalidRequest.field("model", model or "", "name a base or an adapter")
+    model = model_of(body)
     stream = body.flag("stream")
     _check_sequences(len(prompts), asked.n or 1)
     include_usage, continuous_usage = _stream_options(body.inner("stream_options"), stream)
@@ -168,6 +166,14 @@ def call_of(
         grammar=grammar,
         tokens_as_ids=tokens_as_ids,
     )
+
+
+def model_of(body: Body) -> str:
+    """The model of a body. Raises: InvalidRequest without one."""
+    model = body.text("model")
+    if not model:
+        raise InvalidRequest.field("model", model or "", "name a base or an adapter")
+    return model
 
 
 def _first_call(

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypedDict
 
 from loraplex.api.pooling import Pooling
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.calls import Origin
-from loraplex_services.gateway.http.embeddings import model_of, usage_of, vector_calls
+from loraplex_services.gateway.http.calls import Origin, model_of
+from loraplex_services.gateway.http.embeddings import usage_of, vector_calls
 from loraplex_services.gateway.http.formatting import UsageInfo
 from loraplex_services.gateway.http.prompts import parse_inputs
 from loraplex_services.gateway.pipeline.embedding import Pooled

@@ -12,7 +12,7 @@ from loraplex.api.pooling import Pooling
 from loraplex.api.request import Prompt
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body
-from loraplex_services.gateway.http.calls import Origin, split_key_of
+from loraplex_services.gateway.http.calls import Origin, model_of, split_key_of
 from loraplex_services.gateway.http.formatting import UsageInfo
 from loraplex_services.gateway.http.prompts import parse_inputs
 from loraplex_services.gateway.pipeline.embedding import NO_OUTPUT, Finish, Pooled
@@ -66,14 +66,6 @@ def parse_embeddings(fields: dict[str, Any], origin: Origin) -> EmbeddingsCall:
     calls = vector_calls(fields, origin, model, prompts, pooling, truncation)
     finish = Finish(normalize, dimensions or 0)
     return EmbeddingsCall(model, calls, finish, encoding == "base64", {"prompt": field})
-
-
-def model_of(body: Body) -> str:
-    """The model of a body. Raises: InvalidRequest without one."""
-    model = body.text("model")
-    if not model:
-        raise InvalidRequest.field("model", model or "", "name a base or an adapter")
-    return model
 
 
 def vector_calls(

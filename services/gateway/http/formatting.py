@@ -99,15 +99,16 @@ class ResponseInfo:
 
     def usage(self) -> UsageInfo:
         """Token counts over all prompts and choices."""
+        cached = sum(p.usage.cached_tokens for p in self.prepared)
+        return {**self._counts(), "prompt_tokens_details": {"cached_tokens": cached}}
+
+    def _counts(self, num_unsent: int = 0) -> UsageInfo:
         prompt = sum(p.usage.prompt_tokens for p in self.prepared)
-        completion = sum(p.usage.completion_tokens for p in self.prepared)
+        completion = sum(p.usage.completion_tokens for p in self.prepared) - num_unsent
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(p.usage.cached_tokens for p in self.prepared)
-            },
         }
 
     def answers(self) -> ChatAnswers:
@@ -130,15 +131,7 @@ class ResponseInfo:
             return {}
         if not self.call.continuous_usage:
             return {"usage": None}
-        prompt = sum(p.usage.prompt_tokens for p in self.prepared)
-        completion = sum(p.usage.completion_tokens for p in self.prepared) - num_unsent
-        return {
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-            }
-        }
+        return {"usage": self._counts(num_unsent)}
 
     def weights(self, index: int, spans: Iterable[WeightSpan]) -> WeightsField:
         """The field of a choice that names the weights of its tokens; none for the base."""

@@ -9,7 +9,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.gateway.http.body import Body, bad_type
-from loraplex_services.gateway.http.embeddings import model_of, usage_of
+from loraplex_services.gateway.http.calls import model_of
+from loraplex_services.gateway.http.embeddings import usage_of
 from loraplex_services.gateway.http.formatting import UsageInfo
 from loraplex_services.gateway.http.prompts import MAX_PROMPTS
 from loraplex_services.gateway.pipeline.embedding import Pooled
