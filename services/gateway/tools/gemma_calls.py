@@ -12,12 +12,13 @@ import json
 import re
 from typing import Any
 
+from loraplex_services.gateway.tools.schema_values import value_of
+
 QUOTE = '<|"|>'
 _HEAD = re.compile(r"\s*call:([\w.-]{1,128})\s*(?=\{)")
 _KEY = re.compile(r"\s*([^\s:{}\[\],]{1,128})\s*:")
 _BARE = re.compile(r"[^,}\]]*")
 _SPACE = re.compile(r"\s*")
-_WORDS = {"None": "null", "True": "true", "False": "false"}
 _DEEPEST = 64
 
 
@@ -60,7 +61,7 @@ class _Values:
             return value
         word = self._skip(_BARE).strip()
         try:
-            return json.loads(_WORDS.get(word, word), parse_constant=_refuse)
+            return value_of(word)
         except ValueError:
             if not word:
                 raise
@@ -120,7 +121,3 @@ class _Values:
         assert match is not None, "the pattern matches nothing as well"
         self.at = match.end()
         return match[0]
-
-
-def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")

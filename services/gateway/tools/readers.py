@@ -43,44 +43,32 @@ class ArgumentsReader:
         return Delta(calls=[ToolCall(0, new_call_id(), self._name, arguments)])
 
 
-class OnlyCallsReader:
-    """Drops content. If calls are required, content can only be the rest of a call that was cut
-    off."""
+class FilteredReader:
+    """Shows a part of what another reader finds."""
 
-    def __init__(self, reader: AnswerReader) -> None:
+    def __init__(self, reader: AnswerReader, shown: Callable[[Delta], Delta]) -> None:
         self._reader = reader
+        self._shown = shown
 
     @property
     def num_calls(self) -> int:
-        """Calls found so far."""
+        """Calls found so far, whether they are shown or not."""
         return self._reader.num_calls
 
     def feed(self, text: str) -> Delta:
-        return replace(self._reader.feed(text), content="")
+        return self._shown(self._reader.feed(text))
 
     def finish(self) -> Delta:
-        return replace(self._reader.finish(), content="")
+        return self._shown(self._reader.finish())
 
 
-class FirstCallReader:
-    """Drops all calls but the first, for `parallel_tool_calls: false`."""
-
-    def __init__(self, reader: AnswerReader) -> None:
-        self._reader = reader
-
-    @property
-    def num_calls(self) -> int:
-        """Calls shown so far."""
-        return min(self._reader.num_calls, 1)
-
-    def feed(self, text: str) -> Delta:
-        return _first_call(self._reader.feed(text))
-
-    def finish(self) -> Delta:
-        return _first_call(self._reader.finish())
+def _only_calls(delta: Delta) -> Delta:
+    """If calls are required, content can only be the rest of a call that was cut off."""
+    return replace(delta, content="")
 
 
 def _first_call(delta: Delta) -> Delta:
+    """For `parallel_tool_calls: false`."""
     return replace(delta, calls=[call for call in delta.calls if call.index == 0])
 
 
@@ -112,8 +100,10 @@ def reader_of(tool_format: ToolFormat, use: ToolUse) -> AnswerReader | None:
     if tool_format in _READERS:
         reader = _READERS[tool_format](use)
         if use.must_call:
-            return OnlyCallsReader(reader)
-        return reader if use.is_parallel else FirstCallReader(reader)
+            return FilteredReader(reader, _only_calls)
+        return reader if use.is_parallel else FilteredReader(reader, _first_call)
     if use.named:
         return ArgumentsReader(use.named)
-    return OnlyCallsReader(JsonReader(LIST, frozenset())) if use.must_call else None
+    if use.must_call:
+        return FilteredReader(JsonReader(LIST, frozenset()), _only_calls)
+    return None

@@ -36,12 +36,17 @@ def json_value(text: str, name: str, parameters: Mapping[str, Any]) -> str:
         return _json_text(text)
     word = text.strip()
     try:
-        value = json.loads(_WORDS.get(word, word), parse_constant=_refuse)
+        value = value_of(word)
     except (ValueError, RecursionError):
         return _json_text(text)
     if isinstance(value, float) and value.is_integer() and "number" not in types:
         value = int(value)
     return _json_text(value if not types or types & _TYPES[type(value)] else text)
+
+
+def value_of(word: str) -> Any:
+    """The value of a text that is JSON, or a word of Python. Raises: ValueError."""
+    return json.loads(_WORDS.get(word, word), parse_constant=_refuse)
 
 
 def _types_of(
