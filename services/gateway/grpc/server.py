@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -107,19 +108,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """Bases first, then adapters; a page token is the last id of the page before."""
+        """Bases first, then adapters; a page token is the last id of the page before, whose adapter
+        may have been deleted since."""
         size = request.page_size or DEFAULT_PAGE
         if size > MAX_PAGE:
             raise InvalidRequest.field("page_size", size, f"must be at most {MAX_PAGE}")
         tenant = current_caller.get().tenant
-        models = [_model(model, tenant) for model in self._resolver.models(tenant)]
-        ids = [model.id for model in models]
-        start = 0
-        if request.page_token:
-            if request.page_token not in ids:
-                raise InvalidRequest.field("page_token", request.page_token, "no such page")
-            start = ids.index(request.page_token) + 1
-        page = models[start : start + size]
+        models = list(self._resolver.models(tenant))
+        ids = [model_id(model, tenant) for model in models]
+        last, num_bases = request.page_token, len(self._resolver.bases())
+        start = _after(last, ids[:num_bases], ids[num_bases:]) if last else 0
+        page = [_model(model, tenant) for model in models[start : start + size]]
         more = start + size < len(models)
         return inference_pb2.ListModelsResponse(
             models=page, next_page_token=page[-1].id if page and more else ""
@@ -225,6 +224,19 @@ def call_from_wire(
     caller = current_caller.get()
     values |= {"tenant": caller.tenant, "runs_all": runs_all_adapters(caller)}
     return GenerateCall(**values, timeout_s=timeout_s, trace=trace)
+
+
+def _after(last: str, bases: list[str], adapters: list[str]) -> int:
+    """The index of what follows the model `last` in a list of bases and then adapters."""
+    if last in bases:
+        return bases.index(last) + 1
+    return len(bases) + bisect_right(adapters, _order(last), key=_order)
+
+
+def _order(adapter_id: str) -> tuple[bool, str, str]:
+    """A key for the order of adapters: own ones, then those of others by tenant and name."""
+    owner, slash, name = adapter_id.rpartition("/")
+    return bool(slash), owner, name.lower()
 
 
 def _model(model: ServedModel | Version, tenant: str) -> inference_pb2.Model:

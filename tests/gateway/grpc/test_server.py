@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 
 import grpc
@@ -9,7 +10,14 @@ import pytest
 
 from loraplex.api.error_wire import from_rpc_error
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound, Unsupported
-from loraplex.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
+from loraplex.v1 import (
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    registry_pb2,
+    worker_pb2,
+)
+from loraplex_services.gateway.registry.resolve import model_id
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.scripted_registry import digest_of
 from tests.gateway.scripted_worker import endless
@@ -202,6 +210,27 @@ async def test_models_page(stack: Stack, stub: Stub) -> None:
     )
     assert [model.id for model in rest.models] == ["b"]
     assert rest.next_page_token == ""
+
+
+async def test_models_are_paged_though_the_last_one_of_a_page_is_deleted(
+    stack: Stack, stub: Stub
+) -> None:
+    public = registry_pb2.VISIBILITY_PUBLIC
+    for name, tenant in (("a", "default"), ("C", "default"), ("b", "default"), ("a", "other")):
+        stack.registry.put(name, tenant=tenant, visibility=public)
+    await stack.start()
+    snapshot, found, token = stack.running._resolver.snapshot, list[str](), ""
+    while True:
+        request = inference_pb2.ListModelsRequest(page_size=1, page_token=token)
+        page = await stub.ListModels(request)
+        found += [model.id for model in page.models]
+        token = page.next_page_token
+        if not token:
+            break
+        for version in list(snapshot.latest("default")):
+            if model_id(version, "default") == token:
+                snapshot.put_version(dataclasses.replace(version, deleted=True))
+    assert found == ["base", "a", "b", "C", "other/a"]
 
 
 async def test_status_names_what_is_resident(stack: Stack) -> None:
