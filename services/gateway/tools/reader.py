@@ -12,7 +12,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +159,20 @@ class CallReader(ABC):
 def valid_json(text: str) -> str | None:
     """The text if it is JSON, with unescaped line breaks in strings escaped; otherwise None."""
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=_refuse)
     except ValueError:
         try:
-            return json.dumps(json.loads(text, strict=False), ensure_ascii=False)
+            return json.dumps(json.loads(text, strict=False), ensure_ascii=False, allow_nan=False)
         except ValueError:
             return None
     except RecursionError:
         return None
     return text
+
+
+def _refuse(word: str) -> NoReturn:
+    """For NaN and infinities, which `json.loads` takes otherwise."""
+    raise ValueError(f"{word} is no JSON")
 
 
 def settled(text: str, mark: str) -> int:

@@ -46,7 +46,9 @@ def json_value(text: str, name: str, parameters: Mapping[str, Any]) -> str:
 
 def value_of(word: str) -> Any:
     """The value of a text that is JSON, or a word of Python. Raises: ValueError."""
-    return json.loads(_WORDS.get(word, word), parse_constant=_refuse)
+    value = json.loads(_WORDS.get(word, word))
+    json.dumps(value, allow_nan=False)  # raises for NaN and infinities, which JSON lacks
+    return value
 
 
 def _types_of(
@@ -89,7 +91,3 @@ def pointed(reference: str, root: Mapping[str, Any]) -> Any:
 
 def _json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")

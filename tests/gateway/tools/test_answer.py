@@ -314,6 +314,8 @@ def test_a_call_that_was_cut_anywhere_is_text_and_never_half_a_call(kind: str) -
         '<tool_call>{"name": "weather", "arguments": "no JSON"}</tool_call>',
         '<tool_call>{"name": "weather", "arguments"[: {"city": "Rome"}]}</tool_call>',
         '<tool_call>{"name": "weather", "argument": {"city": "Rome"}\n</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"city": "a\nb", "days": 1e999}}</tool_call>',
     ],
 )
 def test_a_malformed_call_and_what_follows_stay_content(answer: str) -> None:
@@ -340,6 +342,7 @@ def test_line_breaks_within_arguments_are_escaped() -> None:
         ({"enum": ["3", "4"]}, "3", "3"),
         ({"type": "object"}, '{"a": "é"}', {"a": "é"}),
         ({}, "NaN", "NaN"),
+        ({"type": "number"}, "1e999", "1e999"),
     ],
 )
 def test_plain_values_become_what_the_schema_allows(schema: Any, text: str, value: Any) -> None:
