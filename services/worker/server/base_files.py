@@ -5,19 +5,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest, PermissionDenied, Unavailable, Unsupported
 from loraplex.sources.hub import WRONG_ANSWERS
 from loraplex_services.common.chat_template import chat_format, template_environment
-from loraplex_services.common.objects.store import ObjectStore, read_chunks
+from loraplex_services.common.objects.store import (
+    ObjectInfo,
+    ObjectStore,
+    ObjectStoreError,
+    read_chunks,
+)
 
+logger = logging.getLogger(__name__)
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt")
+OTHER_FORMATS = ("*/*", "consolidated*.safetensors")
+"""Folders and Mistral's own file hold other formats of the same weights."""
+SAME_TIME_S = 1e-3
+"""Largest difference between two readings of the same time as floating-point numbers."""
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -50,27 +65,68 @@ class TokenizerBundle:
 
 
 async def fetch_model(store: ObjectStore, folder: Path) -> Path:
-    """Copy every file of a model in an object store into `folder`, once.
+    """Make `folder` a copy of the model files in an object store, and return it.
 
-    A file that is there with the right size is kept: an interrupted copy continues.
+    A file that has not changed in the store since it was copied is kept, so an interrupted copy
+    continues. If the store cannot be reached, a copy that was finished earlier is used.
 
     Raises:
         InvalidRequest: the store holds no config.json.
-        ObjectStoreError: the store cannot be read.
+        ObjectStoreError: the store cannot be read, and no copy is finished.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    async for info in store.list_objects(""):
-        target = folder / info.key
-        if "/" in info.key or (target.is_file() and target.stat().st_size == info.size):
-            continue
+    finished = folder / ".finished"
+    try:
+        # Objects may be replaced during the copy, so it ends once another listing shows no change.
+        while await _copy_changes(store, folder, finished):
+            pass
+    except ObjectStoreError as error:
+        if not finished.exists():
+            raise
+        logger.warning("serving the earlier copy of the base", extra={"reason": error.message})
+        return folder
+    if not (folder / "config.json").is_file():
+        why = "there is no config.json; name the prefix right under which the model's files are"
+        raise InvalidRequest.field("LORAPLEX_MODEL", store.url, why)
+    finished.touch()
+    return folder
+
+
+async def _copy_changes(store: ObjectStore, folder: Path, finished: Path) -> bool:
+    """Copy the model files that differ from those in `folder`, and remove others from it.
+
+    Returns whether anything was copied. Before a change, `finished` is deleted.
+    """
+    found = {info.key: info async for info in store.list_objects("") if _is_read(info.key)}
+    gone = [path for path in folder.iterdir() if path != finished and path.name not in found]
+    changed = [info for info in found.values() if not _is_copy(folder / info.key, info)]
+    if gone or changed:
+        finished.unlink(missing_ok=True)
+    for path in gone:
+        path.unlink()
+    for info in changed:
         partial = folder / f".{info.key}.partial"
         with partial.open("wb") as file:
             async for chunk in read_chunks(store, info.key, 0, info.size):
                 await asyncio.to_thread(file.write, chunk)
-        partial.replace(target)
-    if not (folder / "config.json").is_file():
-        raise InvalidRequest.field("LORAPLEX_MODEL", store.url, "there is no config.json")
-    return folder
+        os.utime(partial, (info.modified_s, info.modified_s))
+        partial.replace(folder / info.key)
+    return bool(changed)
+
+
+def _is_read(key: str) -> bool:
+    """Whether the object may be a part of a model."""
+    return any(fnmatch(key, pattern) for pattern in MODEL_FILES) and not any(
+        fnmatch(key, pattern) for pattern in OTHER_FORMATS
+    )
+
+
+def _is_copy(path: Path, info: ObjectInfo) -> bool:
+    """Whether the file is a copy of the object as it is now: a copy has the time of its object."""
+    if not path.is_file():
+        return False
+    stat = path.stat()
+    return stat.st_size == info.size and abs(stat.st_mtime - info.modified_s) < SAME_TIME_S
 
 
 def find_model(model: str, cache_folder: Path) -> Path:
@@ -202,9 +258,7 @@ def _download(model: str) -> Path:
             "LORAPLEX_MODEL", model, "hub ids need the huggingface-hub package; give a folder"
         ) from None
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
-        # Folders and Mistral's own file hold other formats of the same weights.
-        others = ["*/*", "consolidated*.safetensors"]
+        patterns, others = list(MODEL_FILES), list(OTHER_FORMATS)
         return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=others))
     except LocalEntryNotFoundError as error:
         raise Unavailable(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import tokenizers
 
 from loraplex.errors import InvalidRequest, PermissionDenied, Unavailable
 from loraplex_services.common.objects.file import FileStore
+from loraplex_services.common.objects.store import ObjectInfo, ObjectStoreError
 from loraplex_services.worker.server.base_files import fetch_model, find_model, read_tokenizer
 from tests.sources.servers import Hub, served
 from tests.worker import tiny
@@ -87,18 +89,102 @@ def test_a_hub_id_that_cannot_be_had_is_told_from_a_gated_one(
             find_model("acme/nope", tmp_path)
 
 
+async def stored_base(folder: Path) -> tuple[FileStore, dict[str, bytes]]:
+    """A store with the files of a tiny base, and these files."""
+    base, store = tiny.write_base(folder / "base"), FileStore(folder / "store")
+    files = {file.name: file.read_bytes() for file in base.iterdir()}
+    for name, content in files.items():
+        await store.put(name, content)
+    return store, files
+
+
+def visible(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.iterdir() if file.name[0] != ".")
+    return {file.name: file.read_bytes() for file in files}
+
+
 async def test_a_model_in_a_store_is_copied_and_an_interrupted_copy_goes_on(
     tmp_path: Path,
 ) -> None:
-    base, store = tiny.write_base(tmp_path / "base"), FileStore(tmp_path / "store")
-    for file in base.iterdir():
-        await store.put(file.name, file.read_bytes())
+    store, files = await stored_base(tmp_path)
     folder = tmp_path / "copy"
     await fetch_model(store, folder)
     (folder / "model.safetensors").write_bytes(b"short")
+    kept = (folder / "config.json").stat()
     await fetch_model(store, folder)
-    copied = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert copied == {file.name: file.read_bytes() for file in base.iterdir()}
+    assert visible(folder) == files
+    assert (folder / "config.json").stat() == kept
+
+
+async def test_a_model_that_was_replaced_in_its_store_by_one_of_the_same_sizes_is_copied_again(
+    tmp_path: Path,
+) -> None:
+    store, files = await stored_base(tmp_path)
+    await store.put("model-00001-of-00002.safetensors", b"one shard")
+    await fetch_model(store, tmp_path / "copy")
+    files["model.safetensors"] = files["model.safetensors"][::-1]
+    await store.put("model.safetensors", files["model.safetensors"])
+    await store.delete("model-00001-of-00002.safetensors")
+    await fetch_model(store, tmp_path / "copy")
+    assert visible(tmp_path / "copy") == files
+
+
+async def test_a_model_that_is_replaced_while_it_is_copied_is_copied_as_it_is_then(
+    tmp_path: Path,
+) -> None:
+    class Replaced(FileStore):
+        async def get_range(self, key: str, offset: int, length: int) -> bytes:
+            data = await super().get_range(key, offset, length)
+            if key == "model.safetensors" and data == files[key]:
+                await self.put(key, data[::-1])
+                await self.put("config.json", b"[]")
+            return data
+
+    _, files = await stored_base(tmp_path)
+    await fetch_model(Replaced(tmp_path / "store"), tmp_path / "copy")
+    reversed_weights = files["model.safetensors"][::-1]
+    expected = files | {"model.safetensors": reversed_weights, "config.json": b"[]"}
+    assert visible(tmp_path / "copy") == expected
+
+
+async def test_only_files_that_are_read_are_copied_from_a_store(tmp_path: Path) -> None:
+    store, files = await stored_base(tmp_path)
+    for key in ("consolidated.safetensors", "original/params.json", "pytorch_model.bin"):
+        await store.put(key, b"other")
+    await fetch_model(store, tmp_path / "copy")
+    assert visible(tmp_path / "copy") == files
+
+
+async def test_a_finished_copy_serves_while_its_store_is_away_and_an_unfinished_one_does_not(
+    tmp_path: Path,
+) -> None:
+    class Away(FileStore):
+        is_listed = False
+
+        async def list_objects(
+            self, prefix: str, start_after: str = ""
+        ) -> AsyncIterator[ObjectInfo]:
+            if not self.is_listed:
+                raise ObjectStoreError("the store is away")
+            async for info in super().list_objects(prefix, start_after):
+                yield info
+
+        async def get_range(self, key: str, offset: int, length: int) -> bytes:
+            raise ObjectStoreError("the store is away")
+
+    store, files = await stored_base(tmp_path)
+    away, copy = Away(tmp_path / "store"), tmp_path / "copy"
+    with pytest.raises(ObjectStoreError):
+        await fetch_model(away, copy)
+    await fetch_model(store, copy)
+    assert await fetch_model(away, copy) == copy
+    assert visible(copy) == files
+    await store.put("config.json", b"{}")
+    away.is_listed = True
+    for _ in range(2):
+        with pytest.raises(ObjectStoreError):
+            await fetch_model(away, copy)
+        away.is_listed = False
 
 
 async def test_a_store_without_a_model_is_refused(tmp_path: Path) -> None:
