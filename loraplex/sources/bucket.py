@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,11 +34,15 @@ def fetch_from_bucket(
     try:
         import boto3
         from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
     except ImportError:
         raise needing("boto3") from None
     prefix += "/" if prefix else ""
     with _typed_errors(source):
-        client = boto3.client("s3", config=Config(connect_timeout=5, read_timeout=60))
+        try:
+            client = boto3.client("s3", config=Config(connect_timeout=5, read_timeout=60))
+        except (BotoCoreError, ValueError) as error:
+            raise refused_settings(error) from error
         listed: dict[str, tuple[int, str]] = {}
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
             for entry in page.get("Contents", ()):
@@ -58,6 +63,19 @@ def fetch_from_bucket(
             chunks = answer["Body"].iter_chunks(_CHUNK_BYTES)
             write_bounded(name, chunks, folder / name, size, progress)
     return warnings
+
+
+def refused_settings(error: Exception) -> InvalidRequest:
+    """The error for AWS variables or files of which boto3 cannot make a client.
+
+    Args:
+        error: what boto3 raised. ValueError is an endpoint without a scheme.
+    """
+    if type(error) is not ValueError:  # some of boto3's own are ValueErrors as well
+        return InvalidRequest(f"the AWS variables or files cannot be used: {error}")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    why = "must begin with http:// or https://"
+    return InvalidRequest.field("AWS_ENDPOINT_URL_S3", endpoint, why)
 
 
 @contextmanager

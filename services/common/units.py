@@ -151,6 +151,14 @@ def parse_store_url(text: str) -> str:
     return url
 
 
+def parse_model(text: str) -> str:
+    """A folder, a file or a hub id, whatever it is; an `s3://` address must have a bucket."""
+    model = parse_text(text)
+    if model.startswith("s3://") and not urlsplit(model).netloc:
+        raise ValueError("must be s3://BUCKET/PREFIX, a folder, a GGUF file or a hub id")
+    return model
+
+
 def parse_listen(text: str) -> str:
     """`HOST:PORT`, `[IPV6]:PORT` or `unix:/path`."""
     address = text.strip()

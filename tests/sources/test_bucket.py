@@ -10,6 +10,7 @@ import pytest
 
 from loraplex.errors import InvalidAdapter, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from loraplex.sources import fetch
+from loraplex_services.common.objects import open_store
 from tests.s3_servers import moto, new_bucket
 
 ADAPTER = Path(__file__).parents[2] / "demo" / "adapters" / "mask"
@@ -87,3 +88,21 @@ def test_missing_credentials_are_said(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     with pytest.raises(PermissionDenied, match="no AWS credentials"):
         fetch("s3://bucket/x", tmp_path, pickled=False)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("AWS_ENDPOINT_URL_S3", "minio:9000", "AWS_ENDPOINT_URL_S3.*must begin with http"),
+        ("AWS_PROFILE", "nope", r"AWS variables .* profile \(nope\) could not be found"),
+    ],
+)
+def test_aws_variables_that_cannot_be_used_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    with pytest.raises(InvalidRequest, match=said):
+        fetch("s3://bucket/x", tmp_path, pickled=False)
+    with pytest.raises(InvalidRequest, match=said):
+        open_store("s3://bucket/x")

@@ -86,6 +86,7 @@ def test_other_models_pass_through(model: str) -> None:
         ([], {}, "--model"),
         (["--model", "no/such/folder/at/all"], {}, "--model"),
         (["--model", "./nothing"], {}, "--model"),
+        (["--model", "s3:///base"], {}, "--model"),
         (["--model", str(Path(BASE).parent)], {}, "--model"),
         ([*MODEL, "--http-port", "70000"], {}, "--http-port"),
         (MODEL, {"LORAPLEX_HTTP_LISTEN": "8080"}, "LORAPLEX_HTTP_LISTEN"),

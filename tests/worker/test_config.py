@@ -46,6 +46,7 @@ def test_workers_of_one_host_have_different_names() -> None:
     ("changes", "named"),
     [
         ({"LORAPLEX_MODEL": ""}, "LORAPLEX_MODEL"),
+        ({"LORAPLEX_MODEL": "s3://"}, "LORAPLEX_MODEL"),
         ({"LORAPLEX_OBJECTS": ""}, "LORAPLEX_OBJECTS"),
         ({"LORAPLEX_TENSOR_PARALLEL": "0"}, "LORAPLEX_TENSOR_PARALLEL"),
         ({"LORAPLEX_NODE_RANK": "1"}, "LORAPLEX_NODE_RANK"),

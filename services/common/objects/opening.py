@@ -15,16 +15,23 @@ def open_store(url: str) -> ObjectStore:
     """Open `file:///path` or `s3://bucket/prefix`; the folder is created, the bucket is not.
 
     Raises:
-        InvalidRequest: the URL has another form, or the folder cannot be created.
+        InvalidRequest: the URL has another form, the folder cannot be created, or the AWS variables
+            or files cannot be used.
     """
     try:
         parts = urlsplit(parse_store_url(url))
     except ValueError as error:
         raise InvalidRequest.field(OBJECTS.name, url, str(error)) from None
     if parts.scheme == "s3":
+        from botocore.exceptions import BotoCoreError
+
+        from loraplex.sources.bucket import refused_settings
         from loraplex_services.common.objects.s3 import S3Store
 
-        return S3Store(parts.netloc, unquote(parts.path).strip("/"))
+        try:
+            return S3Store(parts.netloc, unquote(parts.path).strip("/"))
+        except (BotoCoreError, ValueError) as error:
+            raise refused_settings(error) from error
     from loraplex_services.common.objects.file import FileStore
 
     try:

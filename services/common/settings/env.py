@@ -26,6 +26,7 @@ from loraplex_services.common.units import (
     integer,
     parse_list,
     parse_memory,
+    parse_model,
     parse_share,
     parse_some_seconds,
     parse_store_url,
@@ -173,8 +174,10 @@ LORA_ROOT = path_setting(
 WORKER_LISTEN = listen_setting(
     "LORAPLEX_WORKER_LISTEN", "worker", "Address of the gRPC server.", "127.0.0.1:50053"
 )
-MODEL = text_setting(
+MODEL: Setting[str] = Setting(
     "LORAPLEX_MODEL",
+    parse_model,
+    "",
     "up worker",
     "Base model: a folder, GGUF file, hub id or s3:// address.",
 )
