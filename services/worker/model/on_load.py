@@ -23,7 +23,7 @@ GROUP_SIZE = 64
 """Inputs that share a scale in int4."""
 TABLE = "model.embed_tokens.weight"
 _HEADS = ("lm_head.weight", TABLE)
-_ROUTERS = (".gate.weight", ".shared_expert_gate.weight")
+_ROUTERS = (".gate.weight", ".router.proj.weight", ".shared_expert_gate.weight")
 """Routers are small, and a small error changes which experts they choose."""
 CHUNK_ROWS = 4096
 """Rows that exist in float32 at once."""

@@ -1,10 +1,11 @@
-"""What is refused when a base is quantised as it is loaded, by device."""
+"""What is refused, and what stays as published, when a base is quantised as it is loaded."""
 
 import pytest
 import torch
 
 from loraplex.errors import Unsupported
-from loraplex_services.worker.model.on_load import check_on_load
+from loraplex_services.worker.model.dummy_weights import DummyWeights
+from loraplex_services.worker.model.on_load import QuantisedOnLoad, check_on_load
 
 CUDA = torch.device("cuda")
 
@@ -16,3 +17,10 @@ def test_gpus_refuse_mixtures_of_experts_by_name(scheme):
     with pytest.raises(Unsupported) as refused:
         check_on_load(scheme, CUDA, None, has_experts=True)
     assert [v.field for v in refused.value.violations] == ["quantization"]
+
+
+@pytest.mark.parametrize("router", ["mlp.gate", "mlp.shared_expert_gate", "router.proj"])
+def test_routers_of_all_families_stay_as_published(router):
+    weights = QuantisedOnLoad(DummyWeights(torch.float32, torch.device("cpu")), "int4")
+    assert weights.take_codes(f"model.layers.0.{router}.weight", (4, 64)) is None
+    assert weights.take_codes("model.layers.0.mlp.gate_proj.weight", (4, 64)) is not None
