@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -42,9 +43,20 @@ class Integers(NamedTuple):
 class ImageBuilder:
     """One layout's image. `put` takes whole values, part by part, in the order of the plans."""
 
-    def __init__(self, plans: Sequence[SitePlan], layout: AdapterLayout, row_ids: RowIds) -> None:
-        """`plans`: of the whole adapter."""
+    def __init__(
+        self,
+        plans: Sequence[SitePlan],
+        layout: AdapterLayout,
+        fingerprint: str,
+        row_ids: RowIds,
+    ) -> None:
+        """
+        Args:
+            plans: of the whole adapter.
+            fingerprint: that of `layout`, which takes time to compute.
+        """
         self._layout = layout
+        self._fingerprint = fingerprint
         self._row_ids = row_ids
         self._plans = cut_plans(plans, layout, row_ids)
         parts = {_key(plan, part): part for plan in self._plans for part in plan.parts}
@@ -58,6 +70,14 @@ class ImageBuilder:
         }
         self._tiles: dict[int, dict[Role, tuple[str, list[ImageTile]]]] = {}
         self._factors: dict[int, NDArray[np.float32]] = {}
+        self._index: ImageIndex | None = None
+
+    def again(self) -> ImageBuilder:
+        """After `build`: a builder for another adapter with the same index, which is the case if
+        plans and types are the same, and no rows are replaced and no values are integers."""
+        other = copy.copy(self)
+        other._data = np.zeros(self._num_bytes, np.uint8)
+        return other
 
     def wants(self, plan: SitePlan, part: Part) -> bool:
         """Whether the rank has anything of a part of the whole adapter."""
@@ -74,19 +94,25 @@ class ImageBuilder:
             value = value.values
         value = _cut(value, own)
         self._write(value, cut)
+        if self._index is not None:
+            return
         roles = self._tiles.setdefault(plan.site_id, {})
         _, tiles = roles.setdefault(own.role, (value.dtype, []))
         tiles += [_shifted(tile, own) for tile in cut]
 
     def build(self, facts: AdapterFacts) -> PackedAdapter:
-        """The image; every part was put."""
+        """The image; every part was put. The builder keeps its index and none of its bytes."""
+        if self._index is None:
+            self._index = self._indexed(facts)
+        data, self._data = self._data, np.zeros(0, np.uint8)
+        return PackedAdapter(self._index, data.data)
+
+    def _indexed(self, facts: AdapterFacts) -> ImageIndex:
         sites = [self._site(plan) for plan in self._plans]
-        fingerprint = self._layout.fingerprint
-        index = ImageIndex(fingerprint, self._num_pages, self._num_bytes, sites, facts)
+        index = ImageIndex(self._fingerprint, self._num_pages, self._num_bytes, sites, facts)
         layout = self._layout
         in_torch = {site.id for site in layout.sites.sites if site.divides_both}
-        index = with_records(index, layout.sites.on_rank(layout.shard), in_torch)
-        return PackedAdapter(index, self._data.data)
+        return with_records(index, layout.sites.on_rank(layout.shard), in_torch)
 
     def _site(self, plan: SitePlan) -> PackedSite:
         roles = [

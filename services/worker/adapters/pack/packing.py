@@ -8,7 +8,7 @@ Values that depend on the base's weights (DoRA's gains, differences from the bas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from loraplex.adapter_format.config import AdapterConfig
 from loraplex.adapter_format.geometry import Geometry
-from loraplex.adapter_format.report import AdapterModule, ExpertShare
+from loraplex.adapter_format.report import AdapterModule, ExpertShare, Report
 from loraplex.adapter_format.safetensors_header import TensorInfo
 from loraplex.adapter_format.tasks import SEQ_CLS
 from loraplex_services.worker.adapters.pack.contents import AdapterReader
@@ -68,6 +68,16 @@ class BaseValues(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """How an adapter was packed."""
+
+    report: Report
+    fingerprints: tuple[str, ...]
+    plans: list[SitePlan]
+    images: list[ImageBuilder]
+
+
 class Packer:
     """Packs adapters for one layout. Without `base`, only what does not depend on it."""
 
@@ -78,8 +88,11 @@ class Packer:
         self._layout = layout
         self._base = base
         self.fingerprint = layout.fingerprint
-        self.fingerprints = tuple(own.fingerprint for own in layout.ranks)
+        self._ranks = layout.ranks
+        self.fingerprints = tuple(own.fingerprint for own in self._ranks)
         """Fingerprints of the images of all ranks."""
+        self._last: _Packed | None = None
+        """The last adapter. Versions of one training run are packed in the same way."""
 
     def pack(self, folder: Path) -> PackedAdapter:
         """Validate the adapter and lay out its bytes for the layout's rank.
@@ -88,7 +101,7 @@ class Packer:
             InvalidAdapter: not for this base, over the rank limit, or not finite.
             NeedsBase: there is no `base` and the adapter needs it.
         """
-        [image] = self._pack(folder, [self._layout])
+        [image] = self._pack(folder, [(self._layout, self.fingerprint)])
         return image
 
     def write(self, folder: Path) -> int:
@@ -96,14 +109,16 @@ class Packer:
 
         Returns the pages of the largest image: every rank gives an adapter the same pages.
         """
-        images = self._pack(folder, self._layout.ranks)
+        images = self._pack(folder, list(zip(self._ranks, self.fingerprints, strict=True)))
         for image, fingerprint in zip(images, self.fingerprints, strict=True):
             image.write(image_path(folder, fingerprint))
         return max(image.index.num_pages for image in images)
 
-    def _pack(self, folder: Path, layouts: Sequence[AdapterLayout]) -> list[PackedAdapter]:
-        """An image for each of the layouts; what the base decides is computed once."""
-        sites = self._layout.sites
+    def _pack(
+        self, folder: Path, layouts: Sequence[tuple[AdapterLayout, str]]
+    ) -> list[PackedAdapter]:
+        """An image for each of the layouts, which come with their fingerprints; what the base
+        decides is computed once."""
         report = self._reader.read(folder)
         modules = report.modules
         if self._base is None and any(_needs_base(m) for m in modules if not self._is_head(m)):
@@ -111,18 +126,34 @@ class Packer:
         file = TensorFile(folder)
         changed = self._changed(modules, file.read)
         row_ids = {name: rows.row_ids for name, rows in changed.items()}
-        sizes = ItemBytes(self._lora_bytes, itemsize(self._layout.dtype))
-        plans = plan_sites(modules, sites, sizes, row_ids)
-        images = [ImageBuilder(plans, layout, row_ids) for layout in layouts]
-        for plan in plans:
+        packed = self._planned(report, layouts, row_ids)
+        for plan in packed.plans:
             for part in plan.parts:
-                takers = [image for image in images if image.wants(plan, part)]
+                takers = [image for image in packed.images if image.wants(plan, part)]
                 if takers:
                     value = self._packed(part, plan.site_id, changed, file.read)
                     for image in takers:
                         image.put(plan, part, value)
-        facts = _facts_of(plans, report.config, self._layout.ropes)
-        return [image.build(facts) for image in images]
+        facts = _facts_of(packed.plans, report.config, self._layout.ropes)
+        images = [image.build(facts) for image in packed.images]
+        self._last = None if row_ids or self._layout.int8 else packed
+        return images
+
+    def _planned(
+        self,
+        report: Report,
+        layouts: Sequence[tuple[AdapterLayout, str]],
+        row_ids: dict[str, tuple[int, ...]],
+    ) -> _Packed:
+        """As the last adapter, if that has the same description and no rows are replaced."""
+        fingerprints, last = tuple(fingerprint for _, fingerprint in layouts), self._last
+        if last is not None and last.report is report and not row_ids:
+            if last.fingerprints == fingerprints:
+                return replace(last, images=[image.again() for image in last.images])
+        sizes = ItemBytes(self._lora_bytes, itemsize(self._layout.dtype))
+        plans = plan_sites(report.modules, self._layout.sites, sizes, row_ids)
+        images = [ImageBuilder(plans, *layout, row_ids) for layout in layouts]
+        return _Packed(report, fingerprints, plans, images)
 
     def _lora_bytes(self, info: TensorInfo, site_kind: str) -> int:
         return itemsize(self._layout.lora_dtype(info.dtype, site_kind))
