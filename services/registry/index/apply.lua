@@ -39,7 +39,22 @@ local function count_use(item, sign)
   end
 end
 
--- The newest live version leads the list; a scope without any is in no list.
+-- Put a scope into the lists that it belongs to: a scope without a live version is in none.
+local function list(scope)
+  local key = ns .. 'a:' .. scope
+  local is_live = redis.call('HEXISTS', key, 'newest') == 1
+  local adapter = is_live and redis.call('HGET', key, 'adapter')
+  local is_shared = adapter and cjson.decode(string.match(adapter, '^%d+ (.*)$')).visibility > 1
+  for name, is_listed in pairs({names = is_live, shared = is_shared}) do
+    if is_listed then
+      redis.call('ZADD', ns .. name, 0, scope)
+    else
+      redis.call('ZREM', ns .. name, scope)
+    end
+  end
+end
+
+-- The newest live version leads the list of an adapter's versions.
 local function refresh_newest(scope)
   local key = ns .. 'a:' .. scope
   local newest = -1
@@ -51,10 +66,9 @@ local function refresh_newest(scope)
   end
   if newest < 0 then
     redis.call('HDEL', key, 'newest')
-    redis.call('ZREM', ns .. 'names', scope)
+    list(scope)
   else
     redis.call('HSET', key, 'newest', newest)
-    redis.call('ZADD', ns .. 'names', 0, scope)
   end
 end
 
@@ -75,7 +89,7 @@ local function apply(change)
           local newest = tonumber(redis.call('HGET', key, 'newest') or '-1')
           if item.number > newest then
             redis.call('HSET', key, 'newest', item.number)
-            redis.call('ZADD', ns .. 'names', 0, change.scope)
+            if newest < 0 then list(change.scope) end
           end
         else
           if have == 1 then count_use(item, -1) end
@@ -84,13 +98,7 @@ local function apply(change)
           if item.number >= newest then refresh_newest(change.scope) end
         end
       end
-      if item.visibility then
-        if item.visibility > 1 then
-          redis.call('ZADD', ns .. 'shared', 0, change.scope)
-        else
-          redis.call('ZREM', ns .. 'shared', change.scope)
-        end
-      end
+      if item.visibility then list(change.scope) end
       if item.staged_until_s then
         local staged = item.field .. ' ' .. change.scope
         if item.staged_until_s > 0 then

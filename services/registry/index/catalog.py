@@ -12,7 +12,7 @@ empty or behind. All keys, without their prefix `loraplex:`:
     <epoch>:seq              number of the last event
     <epoch>:events           STREAM of events, ids `<seq>-0`, field e = JSON {kind, doc}
     <epoch>:names            ZSET of scopes with a live version, ordered by name
-    <epoch>:shared           ZSET of scopes that other tenants may see
+    <epoch>:shared           ZSET of those of them that other tenants may see
     <epoch>:a:<scope>        HASH v<number> -> version, d:<digest> -> number, newest, adapter, and
                              lasting if a version is or was not ephemeral
     <epoch>:t:<scope>        HASH tag -> tag

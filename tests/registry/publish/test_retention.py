@@ -15,11 +15,12 @@ from loraplex_services.common import documents
 from loraplex_services.common.documents import decode
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.access.sharing import SharingChange
 from loraplex_services.registry.api.publish_options import options_from_proto
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import catalog
 from loraplex_services.registry.publish import claims, retention
-from loraplex_services.registry.records import PRIVATE, VersionRecord
+from loraplex_services.registry.records import PRIVATE, PUBLIC, VersionRecord
 from tests.registry.house import publish
 
 ROOT = Access("default", "", frozenset({"root", "admin"}))
@@ -168,6 +169,23 @@ async def test_an_adapter_whose_ephemeral_versions_ended_leaves_the_index_and_ke
     await raw.aclose()
 
 
+async def test_an_adapter_is_listed_for_other_tenants_only_while_it_has_a_version(
+    registry: Registry, metadata_url: str
+) -> None:
+    raw = redis.asyncio.Redis.from_url(metadata_url)
+    listed = f"{catalog.PREFIX}{await registry.catalog.epoch()}:shared"
+    await publish(registry, "doc-1", 1, ttl_s=60.0)
+    await registry.sharing.set("default", "doc-1", SharingChange(PUBLIC), "tester")
+    assert await raw.zrange(listed, 0, -1) == [b"default/doc-1"]
+    await registry.deletion.end([("default/doc-1", 1)], "tester")
+    assert await raw.zrange(listed, 0, -1) == []
+    await publish(registry, "doc-1", 2, ttl_s=60.0)
+    assert await raw.zrange(listed, 0, -1) == [b"default/doc-1"]
+    await registry.sharing.set("default", "doc-1", SharingChange(PRIVATE), "tester")
+    assert await raw.zrange(listed, 0, -1) == []
+    await raw.aclose()
+
+
 async def test_a_rebuilt_index_knows_when_ephemeral_versions_end(registry: Registry) -> None:
     done = await publish(registry, "doc-1", 1, ttl_s=60.0)
     await registry.indexer.rebuild()
@@ -219,16 +237,20 @@ async def test_ephemeral_versions_of_one_moment_share_entries_in_the_audit_log(
     registry: Registry,
 ) -> None:
     names = [f"doc-{seed}" for seed in range(6)]
-    publishing = (publish(registry, name, seed, ttl_s=60.0) for seed, name in enumerate(names))
+    shown = [f"Doc-{seed}" for seed in range(6)]
+    publishing = (
+        publish(registry, name, seed, ttl_s=60.0, spelling=shown[seed])
+        for seed, name in enumerate(names)
+    )
     done = await asyncio.gather(*publishing)
     assert await registry.deletion.end([(f"default/{name}", 1) for name in names], "tester") == 6
     entries, _ = await registry.audit.page("default", 100)
     published = [entry for entry in entries if entry.action == "version.publish"]
     assert {version for entry in published for version in entry.details["versions"].split()} == {
-        f"{each.version.name}:v1@{each.version.digest}" for each in done
+        f"{name}:v1@{each.version.digest}" for name, each in zip(shown, done, strict=True)
     }
     [entry] = [entry for entry in entries if entry.action == "version.expire"]
-    assert entry.details["versions"].split() == [f"{name}:v1" for name in names]
+    assert entry.details["versions"].split() == [f"{name}:v1" for name in shown]
 
 
 async def test_a_version_that_is_damaged_does_not_keep_others_from_their_end(
