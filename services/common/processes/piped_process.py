@@ -1,7 +1,7 @@
 """Child processes that answer over pipes, for work on untrusted bytes.
 
 They get no credentials, and only the environment variables that Python needs. They end when stdin
-closes. They have a lower priority than the server.
+closes. Most have a lower priority than the server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ NICE = 5
 
 
 async def start_module(
-    module: str, *, max_line_bytes: int = DEFAULT_MAX_LINE_BYTES, shows_errors: bool = False
+    module: str,
+    *,
+    max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
+    shows_errors: bool = False,
+    nice: int = NICE,
 ) -> asyncio.subprocess.Process:
     """Run `python -m module` with pipes as stdin and stdout.
 
@@ -26,6 +30,7 @@ async def start_module(
         module: full name of the module.
         max_line_bytes: longest line of an answer.
         shows_errors: whether its stderr is this process's; otherwise it is discarded.
+        nice: what is added to this process's.
     """
     environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -38,7 +43,7 @@ async def start_module(
         env=environ,
     )
     with contextlib.suppress(OSError):  # it has ended, or may not get a lower priority
-        os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+        os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
     return process
 
 
