@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +57,11 @@ class AdapterLoads:
         """Why adapters that were to be loaded ahead of requests could not be."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when a pack or a copy has ended."""
+        self.prefetched: Callable[[str], None] = lambda digest: None
+        """Called from any thread when an adapter that is loaded ahead of requests was copied. The
+        next step can use it; the step that runs meanwhile may take longer than the copy."""
+        self._prefetches: set[str] = set()
+        """Adapters to be loaded ahead of requests, until they are copied."""
 
     def awaited(self, digest: str, now: float) -> None:
         """Note that a request has arrived for an adapter that may not be on disk yet."""
@@ -84,6 +90,7 @@ class AdapterLoads:
         """Drop the result of packing an adapter whose files are about to be deleted."""
         self._packing.pop(digest, None)
         self._pins.pop(digest, None)
+        self._prefetches.discard(digest)
 
     def prefetch(self, digest: str, pin: bool, now: float) -> None:
         """Load an adapter ahead of requests, once it is packed."""
@@ -95,6 +102,8 @@ class AdapterLoads:
             if pin:
                 self._cache.pin(digest, now)
             self._cache.prefetch(digest)
+            if not self._cache.ready([digest]):
+                self._prefetches.add(digest)
         except ResourceExhausted as error:
             self.refused[digest] = error
 
@@ -111,11 +120,17 @@ class AdapterLoads:
         for action in actions:
             if isinstance(action, Load):
                 pending = self._runner.copy_adapter(action.path, action.extents, step_s)
-                pending.add_done_callback(lambda _: self.wake())
+                pending.add_done_callback(partial(self._copy_ended, action.digest))
                 self._copying.append((action, pending))
             else:
                 self._runner.unload_adapter(action.slot)
         return bool(actions)
+
+    def _copy_ended(self, digest: str, pending: Pending[Copied]) -> None:
+        """On the thread of the copy."""
+        if digest in self._prefetches and not isinstance(_result(pending), Exception):
+            self.prefetched(digest)
+        self.wake()
 
     def await_copies(self, num_rows: int, num_wanted: int, step_s: float) -> bool:
         """Wait for the copies under way if that gains more than it costs: all rows of the step
@@ -211,6 +226,7 @@ class AdapterLoads:
             if not pending.done():
                 self._copying.append((load, pending))
                 continue
+            self._prefetches.discard(load.digest)
             try:
                 copied = pending.result()
                 self._note_host(load, copied)

@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -35,6 +36,7 @@ from loraplex_services.worker.types.messages import (
     EngineRefused,
     Entered,
     FrameBuffer,
+    PrefetchCopied,
     WireError,
     decode_config,
     decode_input,
@@ -64,6 +66,7 @@ class ServerSocket:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._frames = FrameBuffer()
+        self._sending = threading.Lock()
         self._wake_reader, self._wake_writer = socket.socketpair()
         for side in (self._wake_reader, self._wake_writer):
             side.setblocking(False)
@@ -100,9 +103,10 @@ class ServerSocket:
         return commands
 
     def send(self, message: EngineMessage) -> None:
-        """Write one frame. Raises ServerGone."""
+        """Write one frame. From any thread. Raises ServerGone."""
         try:
-            self._socket.sendall(frame(message))
+            with self._sending:
+                self._socket.sendall(frame(message))
         except OSError as error:
             raise ServerGone from error
 
@@ -120,6 +124,7 @@ def run(engine: Engine, server: ServerSocket) -> NoReturn:
     """Serve until the API server process closes its end, then raise ServerGone."""
     is_checked = True
     engine.adapter_loads.wake = server.wake
+    engine.adapter_loads.prefetched = lambda digest: server.send(PrefetchCopied(digest))
     engine.announce = lambda request_ids: server.send(Entered(request_ids))
     while True:
         patience_s = _patience_s(engine, is_checked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 from loraplex.api.residency import AdapterResidency, Tier
@@ -67,7 +68,7 @@ class AdapterFetcher:
             if pin:
                 self._pins.add(digest)
             self._client.send(_fetched(adapter), Prefetch(digest, pin))
-            return await self._status.arrival(digest)
+            return replace(await self._status.arrival(digest), pinned=digest in self._pins)
         except LoraplexError as error:
             if not (was_pinned and isinstance(error, Unavailable)):
                 self._pins.discard(digest)

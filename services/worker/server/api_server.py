@@ -228,6 +228,10 @@ class ApiServer:
             if (request := self._live.get(request_id)) is not None:
                 request.has_entered = True
 
+    def prefetch_copied(self, digest: str) -> None:
+        """Tell those who wait for an adapter, before the step that runs has ended."""
+        self.status.arrived(digest)
+
     def engine_crashed(self) -> None:
         """Suspect the requests that the engine was computing when it crashed."""
         logger.error("engine crashed", extra={"num_suspects": len(self._suspects)})

@@ -25,6 +25,7 @@ from loraplex_services.worker.types.messages import (
     Entered,
     FrameBuffer,
     Ping,
+    PrefetchCopied,
     StepInput,
     StepOutput,
     decode_message,
@@ -61,6 +62,10 @@ class EngineListener(Protocol):
 
     def engine_entered(self, request_ids: list[str]) -> None:
         """These requests are about to be computed for the first time."""
+        ...
+
+    def prefetch_copied(self, digest: str) -> None:
+        """The next step can use an adapter that was loaded ahead of requests."""
         ...
 
     def engine_down(self, error: LoraplexError) -> None:
@@ -190,6 +195,8 @@ class EngineClient:
             self._listener.engine_output(message)
         elif isinstance(message, Entered):
             self._listener.engine_entered(message.request_ids)
+        elif isinstance(message, PrefetchCopied):
+            self._listener.prefetch_copied(message.digest)
         elif isinstance(message, EngineReady):
             self._is_up = True
             self._listener.engine_up(message, time.time_ns() // 1_000_000)

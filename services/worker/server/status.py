@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex.api.residency import AdapterResidency, Tier, WorkerLoad
 from loraplex.errors import Conflict, LoraplexError
@@ -109,6 +109,11 @@ class StatusBoard:
             f"adapter {digest} was unloaded or unpinned before it was on the device: load it again"
         )
         _settle(self._waiters.pop(digest, []), Conflict(why, reason="UNLOADED"))
+
+    def arrived(self, digest: str) -> None:
+        """Resolve what waits for an adapter that requests can use from now on."""
+        entry = replace(self.adapter(digest), tier=Tier.DEVICE)
+        _settle(self._waiters.pop(digest, []), entry)
 
     def close(self) -> None:
         """End all watches."""

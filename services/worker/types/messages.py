@@ -2,7 +2,7 @@
 
     server -> engine  one EngineConfig, then StepInput: commands in the order they were given
     engine -> server  EngineReady or EngineRefused, then one StepOutput a step that has any news,
-                      and Entered before the first step of a request
+                      Entered before the first step of a request, and PrefetchCopied
 
 A frame is its length (4 bytes, little endian) and a msgpack body. Nothing is ever pickled.
 """
@@ -203,6 +203,13 @@ class Entered(msgspec.Struct, frozen=True, tag="entered"):
     request_ids: list[str]
 
 
+class PrefetchCopied(msgspec.Struct, frozen=True, tag="prefetch_copied"):
+    """An adapter that was asked for with `Prefetch` can be used in the next step. Sent while the
+    step before may still run, after which a `StepOutput` says so, too."""
+
+    digest: str
+
+
 class StepOutput(msgspec.Struct, frozen=True, tag="output"):
     """The results of one step."""
 
@@ -223,7 +230,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="output"):
     """Seconds for which steps have waited for copies of adapters since the engine started."""
 
 
-EngineMessage = EngineReady | EngineRefused | Entered | StepOutput
+EngineMessage = EngineReady | EngineRefused | Entered | PrefetchCopied | StepOutput
 
 _encoder = msgspec.msgpack.Encoder()
 decode_config = msgspec.msgpack.Decoder(EngineConfig).decode

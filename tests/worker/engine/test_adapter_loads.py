@@ -6,6 +6,9 @@ compute with an adapter that has not been entered.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,3 +180,33 @@ def test_where_steps_overlap_the_running_ones_do_not_keep_a_step_from_waiting(
     sampling = SamplingParams(max_tokens=1, seed=0, ignore_eos=True)
     stage.step(make_submit("x", [1], sampling, [DIGESTS[0]]), *stage.fetched((DIGESTS[0],)))
     assert (DIGESTS[0] in stage.engine.cache.in_use) == overlaps
+
+
+def test_who_asked_for_an_adapter_ahead_hears_of_it_as_soon_as_it_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage(load_s=0.0)
+    loads, copy = stage.engine.adapter_loads, stage.runner.copy_adapter
+    copies: list[tuple[Future[Any], Any]] = []
+    told: list[str] = []
+
+    def held(*args: Any) -> Future[Any]:
+        copies.append((Future(), copy(*args).result()))
+        return copies[-1][0]
+
+    monkeypatch.setattr(stage.runner, "copy_adapter", held)
+    loads.prefetched = told.append
+    stage.submit({DIGESTS[0]}, 4)
+    for digest in DIGESTS[1:3]:
+        stage.step(*stage.fetched((digest,)), Prefetch(digest, pin=False))
+    [(demanded, first), (good, second), (bad, _)] = copies
+    demanded.set_result(first)
+    assert told == [], "the request itself waits for the first one"
+    good.set_result(second)
+    bad.set_exception(OSError("the disk is gone"))
+    assert told == [DIGESTS[1]]
+    stage.step()
+    assert stage.engine.cache.ready(DIGESTS[:2]) and not stage.engine.cache.ready([DIGESTS[2]])
+    stage.step(Prefetch(DIGESTS[1], pin=False))
+    stage.step()
+    assert told == [DIGESTS[1]] and not loads._prefetches

@@ -80,6 +80,15 @@ async def test_waiting_for_an_adapter_ends_when_it_arrives_or_fails() -> None:
         await lost
 
 
+async def test_waiting_for_an_adapter_may_end_before_the_step_that_runs() -> None:
+    board = StatusBoard()
+    waiting = board.arrival("a")
+    board.update([at("a", Tier.LOADING)], LOAD)
+    board.arrived("a")
+    assert (await waiting).tier == Tier.DEVICE
+    assert board.adapter("a").tier == Tier.LOADING, "watchers hear of it after the step"
+
+
 async def test_adapters_gone_from_disk_are_forgotten_unless_they_are_on_the_device() -> None:
     board = StatusBoard()
     board.new_epoch(1, [on_disk("a"), on_disk("b")])
