@@ -148,8 +148,7 @@ async def _show(args: argparse.Namespace) -> None:
         version = (await client.signatures(found.version.ref)).version
         certificates = await client.admin.certificates(found.version.ref)
     if args.json:
-        tags = [dataclasses.replace(tag, name=version.name) for tag in found.tags]
-        others = {"adapter_tags": tags, "certificates": certificates}
+        others = {"adapter_tags": found.tags, "certificates": certificates}
         print_json({**dataclasses.asdict(version), **others})
         return
     print_fields(

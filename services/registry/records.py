@@ -122,6 +122,12 @@ class TagRecord:
     """What it waits for, or why the last staged move failed."""
     pending_until_s: float = 0.0
     pending_mover: str = ""
+    spelling: str = ""
+    """The adapter's name as people see it; "" = in lower case."""
+
+    @property
+    def shown_name(self) -> str:
+        return self.spelling or self.name
 
     @property
     def is_shown(self) -> bool:

@@ -75,7 +75,7 @@ class RegistrySnapshot:
         self._for_others: set[Adapter] = set()
         """Adapters with a version that is or was public or shared."""
         self.pending: dict[tuple[str, str, str], Tag] = {}
-        """Tags with a staged move, by tenant, name and tag."""
+        """Tags with a staged move, by tenant, name in lower case and tag."""
 
     def put_version(self, version: Version) -> None:
         """Record a version or its tombstone."""
@@ -93,7 +93,7 @@ class RegistrySnapshot:
         known = tags.get(tag.tag)
         if known is None or not tag.is_older_than(known):
             tags[tag.tag] = tag
-            key = (tag.tenant, tag.name, tag.tag)
+            key = (tag.tenant, tag.name.lower(), tag.tag)
             if tag.pending:
                 self.pending[key] = tag
             else:

@@ -295,9 +295,8 @@ async def _shown(
 def _gone(kind: str, doc: dict[str, Any]) -> dict[str, Any]:
     """What a caller is told about a version or tag that it may no longer see: that it ended."""
     if kind == "tag":
-        return to_fields(
-            TagRecord(doc["tenant"], doc["name"], doc["tag"], (), doc["generation"], 0.0)
-        )
+        tag = TagRecord(doc["tenant"], doc["name"], doc["tag"], (), doc["generation"], 0.0)
+        return {**to_fields(tag), "spelling": doc.get("spelling", "")}
     version = VersionRecord(
         tenant=doc["tenant"],
         name=doc["name"],
@@ -309,4 +308,5 @@ def _gone(kind: str, doc: dict[str, Any]) -> dict[str, Any]:
         files=(),
         generation=max(2, doc["generation"]),
     )
-    return {**to_fields(version), "visibility": PRIVATE, "shared_with": []}
+    spelling = doc.get("spelling", "")
+    return {**to_fields(version), "visibility": PRIVATE, "shared_with": [], "spelling": spelling}

@@ -112,7 +112,7 @@ def resolved_to_proto(resolved: ResolvedVersion) -> pb.AdapterVersion:
 def tag_to_proto(record: TagRecord) -> pb.Tag:
     message = pb.Tag(
         tenant=record.tenant,
-        name=record.name,
+        name=record.shown_name,
         tag=record.tag,
         generation=record.generation,
         updated_unix_s=record.updated_s,

@@ -90,9 +90,7 @@ class RegistryService(PublishService):
                 )
             else:
                 record = await tags.set(address, targets, expect, access.actor, reason)
-        tag = convert.tag_to_proto(record)
-        tag.name = address.shown_name
-        return pb.SetTagResponse(tag=tag)
+        return pb.SetTagResponse(tag=convert.tag_to_proto(record))
 
     async def ListTagHistory(
         self, request: pb.ListTagHistoryRequest, context: Any

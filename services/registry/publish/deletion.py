@@ -97,7 +97,7 @@ class Deletion:
         """
         slots = asyncio.Semaphore(_NUM_ENDED_AT_ONCE)
 
-        async def end(scope: str, number: int) -> bool:
+        async def end(scope: str, number: int) -> VersionRecord | None:
             async with slots:
                 return await self._end(scope, number, mover)
 
@@ -108,18 +108,19 @@ class Deletion:
         if failures:
             fields = {"versions": len(failures), "problem": str(failures[0])}
             logger.warning("versions not ended", extra=fields)
-        ended = [each for each, outcome in zip(versions, found, strict=True) if outcome is True]
-        owned = [(scope.partition("/"), number) for scope, number in ended]
+        ended = [each for each in found if isinstance(each, VersionRecord)]
         await asyncio.gather(
             *(
-                self.audit.write_shared(mover, tenant, "version.expire", f"{name}:v{number}")
-                for (tenant, _, name), number in owned
+                self.audit.write_shared(
+                    mover, each.tenant, "version.expire", f"{each.shown_name}:v{each.version}"
+                )
+                for each in ended
             )
         )
         return len(ended)
 
-    async def _end(self, scope: str, number: int, mover: str) -> bool:
-        """Returns False if another registry was first."""
+    async def _end(self, scope: str, number: int, mover: str) -> VersionRecord | None:
+        """The tombstone; None if another registry was first."""
         tenant, _, name = scope.partition("/")
         operation = await self.catalog.note_pending(scope)
         found = await self.catalog.find(scope, "version", str(number))
@@ -131,10 +132,10 @@ class Deletion:
             raise
         if buried is None:
             await self.catalog.forget_pending([operation])
-            return False
+            return None
         failpoint("delete.tombstone")
         await self._withdraw([buried], mover, operation, found.adapter)
-        return True
+        return buried
 
     async def _delete(
         self, tenant: str, name: str, numbers: Sequence[int], mover: str, *, purge: bool
@@ -228,7 +229,7 @@ class Deletion:
             held = current.targets if current is not None else ()
             return None if all(target.version in live for target in held) else fallback
 
-        address = TagAddress(tag.tenant, tag.name, tag.tag)
+        address = TagAddress(tag.tenant, tag.name, tag.tag, tag.shown_name)
         durable = not all(record.expires_s for record in deleted)
         move_id = secrets.token_hex(8)
         return await self.tags.move(address, choose, mover, move_id, durable=durable)

@@ -299,7 +299,7 @@ class Publisher:
         tenant = version.tenant
         action = "version.publish" if claim.created else "version.republish"
         if session.options.ttl_s:
-            subject = f"{version.name}:v{version.version}@{version.digest}"
+            subject = f"{version.shown_name}:v{version.version}@{version.digest}"
             return await self.audit.write_shared(creator, tenant, action, subject)
         details = {"tags": " ".join(session.options.tags), "base": version.base_id}
         if session.options.visibility:

@@ -35,7 +35,7 @@ class TagAddress:
     """In lower case."""
     tag: str
     shown_name: str = ""
-    """The name for messages and the audit log; "" = in lower case."""
+    """The name as people see it; "" = that of the tag if there is one, else in lower case."""
 
     @property
     def key(self) -> str:
@@ -294,5 +294,15 @@ def moved(
     time_s = now_s()
     move = Move(generation, targets, time_s, mover, move_id)
     moves = (*(current.moves if current is not None else ()), move)[-MAX_TAG_MOVES:]
+    shown = address.shown_name or (current.shown_name if current is not None else address.name)
     # A direct move cancels a staged one: the last request wins.
-    return TagRecord(address.tenant, address.name, address.tag, targets, generation, time_s, moves)
+    return TagRecord(
+        address.tenant,
+        address.name,
+        address.tag,
+        targets,
+        generation,
+        time_s,
+        moves,
+        spelling="" if shown == address.name else shown,
+    )

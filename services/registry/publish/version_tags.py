@@ -90,7 +90,7 @@ class VersionTags:
                 return None
             return [target]
 
-        address = TagAddress(version.tenant, version.name, tag)
+        address = TagAddress(version.tenant, version.name, tag, version.shown_name)
         move_id = f"{session.upload_id}:v{version.version}"
         if seen is None and created and version.version == 1 and recovering is None:
             seen = Seen()  # There is probably no such tag yet.
@@ -108,7 +108,7 @@ class VersionTags:
         self, session: UploadSession, tag: str, version: VersionRecord, recovering: Intent | None
     ) -> None:
         """Stage a tag until workers have loaded the version, unless the tag is deleted."""
-        address = TagAddress(version.tenant, version.name, tag)
+        address = TagAddress(version.tenant, version.name, tag, version.shown_name)
         if recovering is not None:
             current = await self.tags.read(address)
             generation = current.generation if current is not None else 0

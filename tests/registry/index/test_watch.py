@@ -277,6 +277,27 @@ async def test_watch_shows_nothing_of_an_adapter_after_it_was_unshared(registry:
                 assert not (shown.files or shown.labels or shown.creator or shown.shared_with)
 
 
+async def test_events_name_an_adapter_as_it_was_first_published(registry: Registry) -> None:
+    stranger = Access("acme", "key", frozenset({"reader"}))
+    await publish(registry, "sql", 1, "prod", visibility=PUBLIC, spelling="SQL")
+    names: set[str] = set()
+
+    async def recorded() -> AsyncIterator[Batch]:
+        async for batch in visible_batches(registry.catalog, stranger, ""):
+            events = [event_to_proto(event) for event in batch.events]
+            names.update(e.tag.name or e.version.name for e in events if not e.HasField("base"))
+            yield batch
+
+    mirror = Mirror(recorded())
+    await mirror.snapshot()
+    await registry.tags.set(PROD, [], None, "tester")
+    await mirror.until("sql:prod", [])
+    await publish(registry, "sql", 2, visibility=PRIVATE)
+    await mirror.until("sql:v1", "deleted")
+    await mirror.until("sql:latest", [])
+    assert names == {"SQL"}
+
+
 @pytest.mark.hostile
 async def test_watchers_that_wait_hold_no_connections_of_their_own(
     registry: Registry, metadata_url: str
