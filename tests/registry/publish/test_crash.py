@@ -5,7 +5,10 @@ Real processes, really ended; the next one starts on what is left.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import random
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
 from loraplex.errors import LoraplexError
-from loraplex_services.common.objects import open_store
+from loraplex_services.common.objects import ObjectStore, open_store
 from loraplex_services.registry import layout
 from loraplex_services.registry.maintenance.gc import Collector
 from loraplex_services.registry.publish.failpoint import EXIT_CODE
@@ -45,6 +48,9 @@ SENDING = ("upload.session", "upload.part", "upload.part:2")
 """Steps that an upload in one call does not have."""
 INVISIBLE = set(STEPS[: STEPS.index("publish.intent") + 1])
 """Steps at which nothing may have become visible."""
+
+NUM_KILLS = 6
+"""Times of the test that kills a registry at random moments; the first one daily."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -121,6 +127,72 @@ async def test_a_crash_leaves_the_old_state_or_the_new_one(
     await _check_no_orphans(objects_url)
 
 
+@pytest.mark.parametrize(
+    ("seed", "metadata"),
+    [
+        pytest.param(seed, kind, marks=[] if seed == 0 else [pytest.mark.long])
+        for seed in range(NUM_KILLS)
+        for kind in ("embedded", "surviving")
+        if seed or kind == "surviving"
+    ],
+)
+async def test_a_kill_at_any_time_loses_nothing_that_was_acknowledged(
+    process: RegistryProcess,
+    objects_url: str,
+    metadata_url: str,
+    tmp_path: Path,
+    seed: int,
+    metadata: str,
+) -> None:
+    """Several trainers publish to two adapters, and the registry is killed, three times in turn."""
+    shared = {} if metadata == "embedded" else {"LORAPLEX_METADATA": metadata_url}
+    chance, seeds = random.Random(seed), itertools.count(1)
+    acknowledged: dict[str, dict[int, str]] = defaultdict(dict)
+
+    async def train(client: RegistryClient, name: str) -> None:
+        for number in seeds:
+            files = adapter_files(number, lora_alpha=number)
+            folder = write_folder(tmp_path / str(number), files)
+            done = await client.upload(folder, Publication(name, tags=["prod"]))
+            acknowledged[name][done.version.version] = done.version.digest
+
+    for _ in range(3):
+        await process.start(**shared)
+        async with RegistryClient(process.address, Credentials()) as client:
+            await register_base(client)
+            names = ("sql", "sql", "mail")
+            trainers = [asyncio.create_task(train(client, name)) for name in names]
+            await asyncio.sleep(chance.uniform(0.1, 0.7))
+            await process.kill()
+            for trainer in trainers:
+                trainer.cancel()
+            await asyncio.gather(*trainers, return_exceptions=True)
+        await process.start(**shared)
+        async with RegistryClient(process.address, Credentials()) as client:
+            await _check_acknowledged(client, acknowledged, tmp_path / "pulled")
+        await process.kill()
+    assert acknowledged.keys() == {"sql", "mail"}, "no trainer got an answer before the kill"
+    await _collect(objects_url)
+    await process.start(**shared)
+    async with RegistryClient(process.address, Credentials()) as client:
+        await _check_acknowledged(client, acknowledged, tmp_path / "pulled again")
+
+
+async def _check_acknowledged(
+    client: RegistryClient, acknowledged: dict[str, dict[int, str]], folder: Path
+) -> None:
+    """All that was acknowledged is there, tags are not behind it, and all bytes can be read."""
+    found = {v.ref: v.digest async for v in client.list(all_versions=True)}
+    for ref in found:
+        await client.pull(ref, folder / ref.replace("/", "-"), force=True)
+    for name, versions in acknowledged.items():
+        assert {f"default/{name}:v{n}": digest for n, digest in versions.items()}.items() <= (
+            found.items()
+        )
+        for tag in ("latest", "prod"):
+            assert (await client.get(f"{name}:{tag}")).version.version >= max(versions)
+
+
 def _second(step: str) -> str:
     """Arm a step for the second upload: the first one passes each as often as it lists it."""
     name, _, count = step.partition(":")
@@ -128,12 +200,17 @@ def _second(step: str) -> str:
     return f"{name}:{per_upload + int(count or 1)}"
 
 
-async def _check_no_orphans(objects_url: str) -> None:
+async def _collect(objects_url: str) -> ObjectStore:
     """A collection that finds everything old enough leaves what versions need, and nothing else."""
     store = open_store(objects_url)
     collector = Collector(store, min_age_s=ANY_AGE_S, session_max_age_s=ANY_AGE_S)
     await collector.collect()
     assert await orphans_of(store) == set()
     assert [info.key async for info in store.list_objects(layout.UPLOADS)] == []
+    return store
+
+
+async def _check_no_orphans(objects_url: str) -> None:
+    store = await _collect(objects_url)
     blobs = [info.key async for info in store.list_objects(layout.BLOBS)]
     assert len(blobs) == 6, "two versions of manifest, config and tensors"
