@@ -78,6 +78,7 @@ async def _client(
         begin_s = time.perf_counter()
         try:
             name = f"once-{number}"
+            trainer.step()
             digest = await trainer.publish(registry, name, ttl_s=TTL_S)
             published_s = time.perf_counter()
             stream = gateway.generate(name, PROMPT, Sampling(max_tokens=1))

@@ -79,8 +79,7 @@ class Trainer:
 
     async def publish(self, registry: RegistryClient, name: str = NAME, **options: Any) -> str:
         """The digest of a new version."""
-        tensors = await asyncio.to_thread(self.step)
-        done = await registry.publish(tensors, self._config, Publication(name, **options))
+        done = await registry.publish(self._tensors, self._config, Publication(name, **options))
         return done.version.digest
 
 
@@ -131,6 +130,7 @@ async def drive(
     async with RegistryClient(registry_address) as registry, InferenceClient(grpc) as gateway:
         trainer = Trainer(adapter)
         await trainer.publish(registry, STEADY)
+        trainer.step()
         seen = [await trainer.publish(registry)]
         neighbour = Neighbour(grpc, others)
         await neighbour.begin()
@@ -142,6 +142,7 @@ async def drive(
         await asyncio.sleep(still_s)
         times_s.append(time.perf_counter())
         for _ in range(updates):
+            await asyncio.to_thread(trainer.step)
             begin_s = time.perf_counter()
             seen.append(await trainer.publish(registry, keep_versions=1000))
             tally.publish_s.append(time.perf_counter() - begin_s)
@@ -280,13 +281,15 @@ async def first_tokens(
     grpc: str, registry_address: str, rounds: int, adapter: Path = ADAPTER
 ) -> dict[str, list[float]]:
     """Milliseconds from the call of `publish` to the first token of the new weights: of a request
-    that is sent after it, and of one that runs and follows the tag."""
+    that is sent after it, and of one that runs and follows the tag. The trainer's step is made
+    before."""
     new_ms: list[float] = []
     follow_ms: list[float] = []
     async with RegistryClient(registry_address) as registry, InferenceClient(grpc) as gateway:
         trainer = Trainer(adapter, seed=1)
         await trainer.publish(registry)
         for _ in range(rounds):
+            await asyncio.to_thread(trainer.step)
             begin_s = time.perf_counter()
             digest = await trainer.publish(registry, keep_versions=8)
             stream = gateway.generate(f"{NAME}@{digest}", PROMPT, Sampling(max_tokens=1))
@@ -308,6 +311,7 @@ async def _followed_ms(
     publishing: asyncio.Task[str] | None = None
     begin_s = 0.0
     first = ""
+    await asyncio.to_thread(trainer.step)
     sampling = Sampling(max_tokens=400, ignore_eos=True)
     stream = gateway.generate(NAME, PROMPT, sampling, on_update="follow")
     with suppress(GeneratorExit):
