@@ -60,6 +60,13 @@ async def house(store: ObjectStore, metadata_url: str) -> AsyncIterator[Registry
         yield assembled
 
 
+async def test_a_bucket_that_is_missing_is_named_with_the_way_out(store: ObjectStore) -> None:
+    missing = open_store("s3://no-such-bucket/house")
+    with pytest.raises(ObjectStoreError, match=r"no-such-bucket/house: .*create it, or correct"):
+        await missing.put("x", b"1")
+    await missing.close()
+
+
 async def test_versions_tags_deletion_and_collection(house: Registry) -> None:
     first = await publish(house, "sql", 1, "prod")
     second = await publish(house, "sql", 2)

@@ -23,7 +23,7 @@ from typing import IO, Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from loraplex_services.common.objects.s3_client import code_of, connect_s3, status_of
+from loraplex_services.common.objects.s3_client import code_of, connect_s3, explained, status_of
 from loraplex_services.common.objects.store import (
     BLOBS,
     After,
@@ -159,10 +159,8 @@ class S3Store:
         def guarded() -> T:
             try:
                 return work(*args)
-            except ClientError as error:
-                raise ObjectStoreError(f"{self.url}: {error}") from error
-            except (BotoCoreError, OSError) as error:
-                raise ObjectStoreError(f"{self.url}: {error}") from error
+            except (ClientError, BotoCoreError, OSError) as error:
+                raise ObjectStoreError(f"{self.url}: {explained(error)}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, guarded)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import boto3
 import botocore.session
 from botocore.config import Config
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 from botocore.loaders import Loader, create_loader
 from botocore.utils import parse_timestamp
 
@@ -47,6 +47,21 @@ def _timestamp(value: Any) -> datetime:
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(value)
     return parse_timestamp(value)
+
+
+_CREDENTIALS = "the server refuses the credentials; check the AWS variables or files"
+_EXPLANATIONS = {
+    "NoSuchBucket": "there is no such bucket; create it, or correct the address",
+    "AccessDenied": "access is denied; check what the credentials may do",
+    "InvalidAccessKeyId": _CREDENTIALS,
+    "SignatureDoesNotMatch": _CREDENTIALS,
+}
+
+
+def explained(error: ClientError | BotoCoreError | OSError) -> str:
+    """What went wrong, with the way out for the mistakes of a first start."""
+    code = code_of(error) if isinstance(error, ClientError) else ""
+    return f"{_EXPLANATIONS[code]} ({code})" if code in _EXPLANATIONS else str(error)
 
 
 def code_of(error: ClientError) -> str:
