@@ -100,7 +100,7 @@ def screen(status: Status, key: str, num_columns: int, num_lines: int) -> list[s
     """
     head = [*_summary(status), "", *_workers(status.workers, max(2, num_lines // 3))]
     if status.recent is None:
-        tail = ["", "Use an admin key to see rates, errors and the adapters in use."]
+        tail = ["", "Use the first admin key to see rates, errors and the adapters in use."]
     else:
         space = max(2, num_lines - len(head) - 3)
         tail = ["", *_models(status.recent, key, space), "", _KEYS]

@@ -71,6 +71,6 @@ def test_what_is_wrong_stands_in_the_first_line() -> None:
     assert "NOT READY: no worker is ready" in first and "REGISTRY UNREACHABLE" in first
 
 
-def test_without_an_admin_key_it_says_what_is_missing() -> None:
+def test_without_the_first_admin_key_it_says_what_is_missing() -> None:
     lines = screen(dataclasses.replace(_status(), recent=None), "t", 0, 30)
-    assert lines[-1] == "Use an admin key to see rates, errors and the adapters in use."
+    assert lines[-1] == "Use the first admin key to see rates, errors and the adapters in use."
