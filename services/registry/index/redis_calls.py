@@ -6,7 +6,13 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+)
 
 from loraplex.errors import Unavailable
 from loraplex_services.common.redis_url import is_closed_transport
@@ -14,6 +20,10 @@ from loraplex_services.common.redis_url import is_closed_transport
 _STATES = ("BUSY", "MISCONF", "NOREPLICAS")
 """First words of errors without a type in redis-py that concern the server, not the command."""
 _FULL = "its memory is full; raise its maxmemory"
+_CLUSTER = (
+    "it is a node of a cluster that does not hold all keys; use a server without cluster mode, "
+    "or Sentinel"
+)
 
 
 class CatalogDown(Unavailable):
@@ -34,7 +44,11 @@ async def translated() -> AsyncIterator[None]:
     except (RedisError, OSError) as error:
         if type(error) is ResponseError and not str(error).startswith(_STATES):
             raise  # What no server would take is a bug here.
-        problem = _FULL if isinstance(error, OutOfMemoryError) else str(error)
+        problem = str(error)
+        if isinstance(error, OutOfMemoryError):
+            problem = _FULL
+        elif isinstance(error, (AskError, ClusterDownError)):  # MovedError is an AskError
+            problem = f"{_CLUSTER} ({error})"
         raise CatalogDown(f"metadata server: {problem}", retry_after_s=1.0) from error
     except RuntimeError as error:
         if not is_closed_transport(error):

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import redis.asyncio
+from redis.exceptions import ClusterDownError, MovedError
 
 from loraplex_services.common.redis_url import connect_redis
 from loraplex_services.registry.assembly import Registry
-from loraplex_services.registry.index.redis_calls import CatalogDown
+from loraplex_services.registry.index.redis_calls import CatalogDown, translated
 from tests.registry.house import publish
 
 
@@ -65,6 +66,13 @@ async def test_a_server_that_may_drop_keys_is_refused(
     await metadata.config_set("maxmemory", 1 << 30)
     with pytest.raises(CatalogDown, match="noeviction"):
         await registry.indexer.start()
+
+
+@pytest.mark.parametrize("kind", [MovedError, ClusterDownError])
+async def test_a_node_of_a_cluster_is_said_to_be_one(kind: type[MovedError]) -> None:
+    with pytest.raises(CatalogDown, match=r"cluster.*without cluster mode, or Sentinel"):
+        async with translated():
+            raise kind("1234 127.0.0.1:7001")
 
 
 async def test_who_finds_a_replica_asks_the_address_again(metadata: redis.asyncio.Redis) -> None:
