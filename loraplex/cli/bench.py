@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from loraplex.cli.parsing import Commands, credentials_of, seconds
-from loraplex.cli.workload_flags import Trace, add_workload, print_summary, trace_of
+from loraplex.cli.workload_flags import add_workload, print_summary, trace_of
 from loraplex.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from loraplex.client.inference_client import InferenceClient
     from loraplex.client.registry_client import RegistryClient
     from loraplex.workload import RequestOutcome, TracedRequest
 
@@ -66,14 +65,15 @@ def add(commands: Commands) -> None:
 async def _trace(args: argparse.Namespace) -> None:
     from loraplex.client.inference_client import InferenceClient
     from loraplex.workload import summarize
+    from loraplex.workload.driving import check_lengths, drive, targets
 
     trace = trace_of(args)
     file = _opened(args.outcomes)
-    async with (
-        _prepared(args, trace.num_adapters) as prefix,
-        InferenceClient(args.gateway, credentials_of(args)) as client,
-    ):
-        outcomes = await _drive(client, trace, args.seed, prefix, args.first_token)
+    async with InferenceClient(args.gateway, credentials_of(args)) as client:
+        await check_lengths(client, trace.max_tokens)
+        async with _prepared(args, trace.num_adapters) as prefix:
+            models = await targets(client, trace.num_adapters, prefix)
+            outcomes = await drive(client, trace.requests, models, args.seed, args.first_token)
     if file is not None:
         with file:
             _write(file, trace.requests, outcomes)
@@ -131,13 +131,3 @@ async def _clean_up(registry: RegistryClient, before: Set[str], count: int) -> N
             await registry.delete(name, every=True, purge=True)
             num_deleted += 1
     print(f"deleted {num_deleted} adapters", file=sys.stderr)
-
-
-async def _drive(
-    client: InferenceClient, trace: Trace, seed: int, prefix: str, first_token_s: float | None
-) -> list[RequestOutcome]:
-    from loraplex.workload.driving import check_lengths, drive, targets
-
-    models = await targets(client, trace.num_adapters, prefix)
-    check_lengths(models[0], trace.max_tokens)
-    return await drive(client, trace.requests, models, seed, first_token_s)

@@ -38,13 +38,15 @@ async def targets(client: InferenceClient, num_adapters: int, prefix: str) -> li
     return [bases[0], *adapters[:num_adapters]]
 
 
-def check_lengths(base: Model, max_tokens: int) -> None:
+async def check_lengths(client: InferenceClient, max_tokens: int) -> None:
     """Raises InvalidRequest when the workload's longest request could not be served."""
+    base = (await targets(client, 0, ""))[0]
     if base.max_model_len and max_tokens > base.max_model_len:
         raise InvalidRequest.field(
             "--lengths",
             max_tokens,
-            f"prompt and output together may have {base.max_model_len} tokens on {base.id}",
+            f"prompt and output together may have {base.max_model_len} tokens on {base.id}; choose "
+            f"shorter ones, such as {base.max_model_len // 4},{base.max_model_len // 4}",
         )
 
 
