@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -97,6 +98,17 @@ async def test_a_bad_setting_stops_the_start_and_is_named(
     await process.start(wait=False, **variables)
     assert await process.wait() == 2
     assert named in process.log()
+
+
+async def test_a_taken_port_for_metrics_is_named_and_nothing_else(
+    process: RegistryProcess,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        await process.start(wait=False, LORAPLEX_METRICS_LISTEN=listen)
+        assert await process.wait() == 2
+    last = process.log().splitlines()[-1]
+    assert last.startswith(f"registry: LORAPLEX_METRICS_LISTEN: cannot listen on {listen}")
 
 
 async def test_a_store_of_another_layout_is_refused(

@@ -65,6 +65,7 @@ async def serve() -> None:
             service_listener=_service_listener(config),
             setting="LORAPLEX_REGISTRY_LISTEN",
         )
+        stack.push_async_callback(running.stop, 0.0)  # it has stopped already, unless a start fails
         state = RegistryState(registry, running)
         if config.metrics_listen:
             metrics = MetricsServer(
