@@ -5,7 +5,7 @@ This guards against errors of compilers and processors that we have not tested.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,54 +15,13 @@ from loraplex_services.worker.native.codes import CodeKind, PackedCodes
 from loraplex_services.worker.native.elementwise import Operation
 from loraplex_services.worker.sampling.drawing import draw
 
+if TYPE_CHECKING:  # it imports this module
+    from loraplex_services.worker.native.bindings import Native
+
 TOLERANCE = 1e-4
 
 
-class Kernels(Protocol):
-    """What is checked of a library."""
-
-    has_tiles: bool
-
-    def pack(self, weight: Tensor) -> Tensor:
-        """See Native."""
-        ...
-
-    def pack_tiles(self, weight: Tensor) -> Tensor:
-        """See Native."""
-        ...
-
-    def linear_tiles(self, x: Tensor, packed: Tensor, num_outputs: int) -> Tensor:
-        """See Native."""
-        ...
-
-    def linear(self, x: Tensor, packed: Tensor, num_outputs: int) -> Tensor:
-        """See Native."""
-        ...
-
-    def pack_codes(self, codes: Tensor, kind: CodeKind) -> Tensor:
-        """See Native."""
-        ...
-
-    def linear_codes(self, x: Tensor, weight: PackedCodes) -> Tensor:
-        """See Native."""
-        ...
-
-    def norm(
-        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, in_float32: bool
-    ) -> Tensor:
-        """See Native."""
-        ...
-
-    def elementwise(self, operation: Operation, a: Tensor, b: Tensor) -> Tensor:
-        """See Native."""
-        ...
-
-    def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
-        """See Native."""
-        ...
-
-
-def computes_right(kernels: Kernels) -> bool:
+def computes_right(native: Native) -> bool:
     """Whether products, norms, gates and draws agree with torch on odd shapes."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(13, 37, generator=generator)
@@ -70,28 +29,28 @@ def computes_right(kernels: Kernels) -> bool:
     pairs = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         stored = weight.to(dtype)
-        product = kernels.linear(x, kernels.pack(stored), len(weight))
+        product = native.linear(x, native.pack(stored), len(weight))
         pairs.append((product, _product(x, stored.float())))
     half = x.bfloat16()
-    product = kernels.linear(half, kernels.pack(weight), len(weight)).float()
+    product = native.linear(half, native.pack(weight), len(weight)).float()
     pairs.append((product, _product(half.float(), weight).bfloat16().float()))
-    if kernels.has_tiles:
-        tiled = kernels.linear_tiles(half, kernels.pack_tiles(weight.bfloat16()), len(weight))
+    if native.has_tiles:
+        tiled = native.linear_tiles(half, native.pack_tiles(weight.bfloat16()), len(weight))
         expected = _product(half.float(), weight.bfloat16().float())
         pairs.append((tiled.float(), expected.bfloat16().float()))
-    pairs += _products_of_codes(kernels, x, generator)
+    pairs += _products_of_codes(native, x, generator)
     scale = x.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
-    pairs.append((kernels.norm(x, None, weight[0], 1e-5, True), x * scale * weight[0]))
-    gated = kernels.elementwise(Operation.SILU, product, product)
+    pairs.append((native.norm(x, None, weight[0], 1e-5, True), x * scale * weight[0]))
+    gated = native.elementwise(Operation.SILU, product, product)
     pairs.append((gated, F.silu(product) * product))
     keys = torch.arange(39).view(13, 3)
-    if not kernels.draw(x, keys).equal(draw(x, keys)):
+    if not native.draw(x, keys).equal(draw(x, keys)):
         return False
     return all(_agree(actual, expected) for actual, expected in pairs)
 
 
 def _products_of_codes(
-    kernels: Kernels, x: Tensor, generator: torch.Generator
+    native: Native, x: Tensor, generator: torch.Generator
 ) -> list[tuple[Tensor, Tensor]]:
     """(found, expected) of weights in each kind of codes, with a scale for each output."""
     pairs, (num_panels, num_outputs, num_inputs) = [], (3, 70, x.shape[1])
@@ -102,13 +61,13 @@ def _products_of_codes(
         values = codes.float() - zero
         if kind is CodeKind.FLOAT8:
             values = codes.view(torch.float8_e4m3fn).float()
-        packed = kernels.pack_codes(codes, kind)
+        packed = native.pack_codes(codes, kind)
         weight = PackedCodes(
             num_outputs, num_inputs, kind, packed, scales, None, zero, num_inputs, 128
         )
         dense = values * scales.flatten()[:num_outputs, None]
-        pairs.append((kernels.linear_codes(x, weight), _product(x, dense)))
-        half = kernels.linear_codes(x.bfloat16(), weight).float()
+        pairs.append((native.linear_codes(x, weight), _product(x, dense)))
+        half = native.linear_codes(x.bfloat16(), weight).float()
         pairs.append((half, _product(x.bfloat16().float(), dense).bfloat16().float()))
     return pairs
 
