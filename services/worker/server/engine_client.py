@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from loraplex.errors import InvalidRequest, LoraplexError, Unavailable, Unsupported
 from loraplex_services.common.settings import variables
@@ -32,6 +32,9 @@ from loraplex_services.worker.types.messages import (
     frame,
 )
 
+if TYPE_CHECKING:  # it imports this module
+    from loraplex_services.worker.server.api_server import ApiServer
+
 logger = logging.getLogger(__name__)
 
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -49,40 +52,11 @@ STABLE_S = 30.0
 """Seconds that an engine must have lived for to reset the count of failures."""
 
 
-class EngineListener(Protocol):
-    """Receives what the engine reports; called on the event loop."""
-
-    def engine_up(self, ready: EngineReady, epoch: int) -> None:
-        """The model is loaded, and commands may be sent."""
-        ...
-
-    def engine_output(self, output: StepOutput) -> None:
-        """The output of one step."""
-        ...
-
-    def engine_entered(self, request_ids: list[str]) -> None:
-        """These requests are about to be computed for the first time."""
-        ...
-
-    def prefetch_copied(self, digest: str) -> None:
-        """The next step can use an adapter that was loaded ahead of requests."""
-        ...
-
-    def engine_down(self, error: LoraplexError) -> None:
-        """The engine has ended, and every request in it is lost."""
-        ...
-
-    def engine_crashed(self) -> None:
-        """The last engine crashed or hung; it was not stopped deliberately."""
-        ...
-
-
 class EngineClient:
     """Keeps one engine process running."""
 
-    def __init__(
-        self, config: EngineConfig, listener: EngineListener, *, step_timeout_s: float
-    ) -> None:
+    def __init__(self, config: EngineConfig, listener: ApiServer, *, step_timeout_s: float) -> None:
+        """`listener` is told on the event loop what the engine reports."""
         self._config = config
         self._listener = listener
         self._step_timeout_s = step_timeout_s
