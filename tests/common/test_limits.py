@@ -218,6 +218,27 @@ async def test_streams_beyond_the_limit_of_a_connection_are_refused_before_they_
         await running.stop(0)
 
 
+async def test_a_server_does_not_receive_what_a_refused_call_sends(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, channel = server
+    monkeypatch.setattr(call_rates, "CALL_BURST", 0)
+    monkeypatch.setattr(call_rates, "CALLS_PER_S", 1e-6)
+    part = pb.UploadPartRequest(data=bytes(limits.MAX_UNREAD_BYTES // 4))
+    num_sent = 0
+
+    async def parts() -> AsyncIterator[pb.UploadPartRequest]:
+        nonlocal num_sent
+        for _ in range(400):
+            yield part
+            num_sent += 1
+
+    upload = registry_pb2_grpc.RegistryServiceStub(channel).UploadPart
+    await _refusal(upload(parts(), metadata=_key("globex")))
+    assert servicer.num_calls == 0
+    assert 0 < num_sent < 8, "the window of a call takes four"
+
+
 def test_counts_of_open_calls_do_not_outlive_the_calls() -> None:
     calls = OpenCalls()
     watch = f"/{NAME}/WatchAdapters"

@@ -20,7 +20,11 @@ from loraplex_services.common.callers import Auth
 from loraplex_services.common.grpc.interceptor import CallInterceptor
 from loraplex_services.common.grpc.open_calls import OpenCalls
 from loraplex_services.common.grpc.waiting_calls import COUNTED, WaitingCalls
-from loraplex_services.common.limits import MAX_STREAMS_PER_CONNECTION, max_receive_bytes
+from loraplex_services.common.limits import (
+    MAX_STREAMS_PER_CONNECTION,
+    MAX_UNREAD_BYTES,
+    max_receive_bytes,
+)
 from loraplex_services.common.processes.signals import stop_event
 from loraplex_services.common.security.rotation import Rotation
 
@@ -42,6 +46,10 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     COUNTED,
+    # By default, the window of a call grows to all that its client sends, read or not: a refused
+    # call would cost as much as one that is served.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", MAX_UNREAD_BYTES),
 ]
 
 Service = tuple[Callable[[Any, grpc.aio.Server], None], object, str]
