@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from loraplex.adapter_format import File
 from loraplex.api.registry import MAX_ONE_CALL_BYTES
 from loraplex.errors import DataLoss, InvalidRequest
-from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry.publish.metrics import RECEIVED_BYTES
 
 _SMALL_BYTES = 64 << 10
@@ -26,11 +25,15 @@ def check_request_id(text: str) -> str:
 
 
 async def contents_of(
-    first: pb.PublishAdapterRequest,
-    rest: AsyncIterator[pb.PublishAdapterRequest],
+    first: bytes,
+    rest: AsyncIterator[bytes],
     files: Sequence[File],
 ) -> dict[str, bytes]:
     """The bytes of each file by its path.
+
+    Args:
+        first: the bytes in the first message.
+        rest: the bytes in each message after it.
 
     Raises:
         InvalidRequest: the files are too large for one call, or have another size than declared.
@@ -40,12 +43,12 @@ async def contents_of(
     if num_bytes > MAX_ONE_CALL_BYTES:
         description = f"at most {MAX_ONE_CALL_BYTES} in one call; use CreateUpload"
         raise InvalidRequest.field("files", f"{num_bytes} bytes", description)
-    data = bytearray(first.data)
+    data = bytearray(first)
     while len(data) <= num_bytes:
-        part = await anext(rest, None)
-        if part is None:
+        more = await anext(rest, None)
+        if more is None:
             break
-        data += part.data
+        data += more
     if len(data) != num_bytes:
         description = f"the files that were declared have {num_bytes}"
         raise InvalidRequest.field("data", f"{len(data)} bytes", description)

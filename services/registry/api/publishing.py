@@ -93,13 +93,14 @@ class PublishService(AdminService):
     ) -> pb.UploadPartResponse:
         async with self._upload_streams.held(caller_access().tenant, "uploads"):
             parts = self._paced(_not_idle(request_iterator))
-            first = await anext(parts, None)
-            if first is None:
+            opening = await anext(parts, None)
+            if opening is None:
                 raise InvalidRequest.field(
                     "upload_id", "", "the first message must name the upload"
                 )
+            first = opening[0]
             session = await self._session(first.upload_id)
-            chunks = _chunks(first, parts)
+            chunks = _chunks(opening, parts)
             state = await self._registry.uploads.receive(session, first.path, first.offset, chunks)
         return pb.UploadPartResponse(progress=convert.progress_to_proto(state))
 
@@ -137,10 +138,11 @@ class PublishService(AdminService):
         access = caller_access()
         async with self._upload_streams.held(access.tenant, "uploads"):
             parts = self._paced(_not_idle(request_iterator))
-            first = await anext(parts, None)
-            if first is None:
+            opening = await anext(parts, None)
+            if opening is None:
                 description = "the first message must have the options"
                 raise InvalidRequest.field("options", "", description)
+            first, data = opening
             with refusals_counted():
                 asked = await self._checked(first.options, first.files, access)
                 has_room = await self._has_room(asked, access)
@@ -148,7 +150,8 @@ class PublishService(AdminService):
                     asked.options, asked.files, access.actor, check_request_id(first.request_id)
                 )
                 session = dataclasses.replace(session, has_room=has_room)
-                contents = await contents_of(first, parts, asked.files)
+                rest = (data async for _, data in parts)
+                contents = await contents_of(data, rest, asked.files)
                 done = await self._registry.publisher.publish(session, contents, asked.bases)
         return pb.PublishAdapterResponse(
             version=await self._published(done, asked.options),
@@ -215,11 +218,13 @@ class PublishService(AdminService):
             max_rank=report.max_rank,
         )
 
-    async def _paced(self, parts: AsyncIterator[Part]) -> AsyncIterator[Part]:
-        """Pass on messages at the pace of all uploads."""
+    async def _paced(self, parts: AsyncIterator[Part]) -> AsyncIterator[tuple[Part, bytes]]:
+        """Pass on messages and their data at the pace of all uploads. Each look at `part.data` is
+        a copy, and `ByteSize` is two: it serializes the message."""
         async for part in parts:
-            await self._upload_pace.wait(current_caller.get(), part.ByteSize())
-            yield part
+            data = part.data
+            await self._upload_pace.wait(current_caller.get(), len(data))
+            yield part, data
 
     async def _session(self, upload_id: str) -> UploadSession:
         """An upload of the caller's tenant."""
@@ -263,15 +268,15 @@ async def _not_idle(parts: AsyncIterator[Part]) -> AsyncGenerator[Part]:
 
 
 async def _chunks(
-    first: pb.UploadPartRequest, rest: AsyncIterator[pb.UploadPartRequest]
+    first: tuple[pb.UploadPartRequest, bytes],
+    rest: AsyncIterator[tuple[pb.UploadPartRequest, bytes]],
 ) -> AsyncIterator[tuple[bytes, int]]:
-    data = first.data
-    yield data, first.crc32
-    offset = first.offset + len(data)
-    async for part in rest:
+    part, data = first
+    yield data, part.crc32
+    offset = part.offset + len(data)
+    async for part, data in rest:
         if part.offset != offset:
             description = f"chunks must be contiguous: the next offset is {offset}"
             raise InvalidRequest.field("offset", part.offset, description)
-        data = part.data  # Each look at it is a copy.
         offset += len(data)
         yield data, part.crc32
