@@ -40,6 +40,7 @@ async def test_a_request_whose_end_two_headers_put_in_different_places_is_refuse
     writer.close()
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize(
     ("host", "allowed"),
     [

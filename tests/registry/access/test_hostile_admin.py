@@ -24,7 +24,7 @@ from loraplex_services.common.limits import MAX_DESCRIPTION_CHARS, MAX_UPLOAD_ST
 from loraplex_services.registry import layout
 from loraplex_services.registry.access import keys
 from loraplex_services.registry.access.auth import KeyAuth
-from loraplex_services.registry.api import publishing, server
+from loraplex_services.registry.api import publish_options, publishing, server
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.index import open_uploads
 from loraplex_services.registry.records import TenantRecord
@@ -184,6 +184,12 @@ async def test_upload_streams_of_one_tenant_leave_others_their_own_and_idle_ones
             call.cancel()
         monkeypatch.setattr(publishing, "MAX_UPLOAD_IDLE_S", 0.5)
         assert await upload(tokens[0], nothing()).code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_an_upload_that_moves_thousands_of_tags_is_refused() -> None:
+    options = pb.PublishOptions(name="a", tags=[f"t{number}" for number in range(20_000)])
+    with pytest.raises(InvalidRequest, match=f"at most {publish_options.MAX_TAGS} tags"):
+        publish_options.options_from_proto(options, "globex")
 
 
 @pytest.fixture
