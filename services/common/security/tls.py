@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles:
     """TLS files that LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY name.
 
     Raises:
-        InvalidRequest: a file is missing, or one of certificate and key is.
+        InvalidRequest: a file is missing or cannot be used, or one of certificate and key is
+            missing.
     """
     cert, key = _file(environ, env.CERT), _file(environ, env.KEY)
     if (cert is None) != (key is None):
@@ -71,7 +73,16 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles:
         raise InvalidRequest.field(
             missing.name, "", "a certificate and its key go together; set both"
         )
-    return TlsFiles(_file(environ, env.CA), cert, key)
+    ca = _file(environ, env.CA)
+    # gRPC would only say that it cannot listen.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if ca is not None:
+        with _named(env.CA, ca, "must be a PEM certificate"):
+            context.load_verify_locations(ca)
+    if cert is not None and key is not None:
+        with _named(env.CERT, cert, f"must be a PEM certificate, and {key} its unencrypted key"):
+            context.load_cert_chain(cert, key, password="")
+    return TlsFiles(ca, cert, key)
 
 
 def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
@@ -87,16 +98,20 @@ def http_tls_files(environ: Mapping[str, str]) -> TlsFiles:
         return PLAIN
     key_file = cert.with_suffix(".key")
     key = key_file if key_file.is_file() else cert
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
-    except ssl.SSLError as error:
-        raise InvalidRequest.field(
-            env.HTTP_CERT.name,
-            str(cert),
-            f"must be a PEM certificate whose key is in the same file or in {key_file} "
-            f"({error.reason or error})",
-        ) from None
+    needed = f"must be a PEM certificate whose unencrypted key is in the same file or in {key_file}"
+    with _named(env.HTTP_CERT, cert, needed):
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
     return TlsFiles(cert=cert, key=key)
+
+
+@contextmanager
+def _named(setting: Setting[Path | None], path: Path, needed: str) -> Iterator[None]:
+    """Raises InvalidRequest naming the setting for a file that cannot be read or used."""
+    try:
+        yield
+    except OSError as error:  # ssl.SSLError is one
+        why = getattr(error, "reason", None) or error.strerror or error
+        raise InvalidRequest.field(setting.name, str(path), f"{needed} ({why})") from None
 
 
 def _file(environ: Mapping[str, str], setting: Setting[Path | None]) -> Path | None:

@@ -168,6 +168,14 @@ def test_half_a_certificate_and_a_service_api_without_a_ca_are_refused_by_name(
         tls_files({"LORAPLEX_CERT": str(own.cert)})
     with pytest.raises(InvalidRequest, match="LORAPLEX_CA"):
         tls_files({"LORAPLEX_CA": str(tmp_path / "missing.pem")})
+    other = house.issue("other")
+    ours = {"LORAPLEX_CERT": str(own.cert), "LORAPLEX_KEY": str(own.key)}
+    with pytest.raises(InvalidRequest, match=r"LORAPLEX_CERT: .*KEY_VALUES_MISMATCH"):
+        tls_files({**ours, "LORAPLEX_KEY": str(other.key)})
+    with pytest.raises(InvalidRequest, match="LORAPLEX_CERT: must be a PEM certificate"):
+        tls_files({**ours, "LORAPLEX_CERT": str(own.key)})
+    with pytest.raises(InvalidRequest, match="LORAPLEX_CA: must be a PEM certificate"):
+        tls_files({**ours, "LORAPLEX_CA": str(own.key)})
     for listen, reason in (
         ("127.0.0.1:1,mtls:127.0.0.1:2", "needs LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY"),
         ("127.0.0.1:1,127.0.0.1:2", "ADDRESS,mtls:HOST:PORT"),
