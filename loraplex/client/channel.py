@@ -101,9 +101,11 @@ class Channel:
         if has_details(error) or typed.reason == STATUS_LOST:
             return typed
         if isinstance(typed, Unavailable):
+            is_refused = "Socket closed" in typed.message and not self._credentials.uses_tls
+            hint = " If it uses TLS, name its CA with --ca." if is_refused else ""
             return Unavailable(
                 f"no {self._server} answers at {self.address}: is it running, and is the address "
-                f"right? ({typed.message})",
+                f"right?{hint} ({typed.message})",
                 reason="UNREACHABLE",
             )
         if type(typed) is LoraplexError:

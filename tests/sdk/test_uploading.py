@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from loraplex.client.settings import Credentials
 from loraplex.client.uploading import PAUSES_S, LocalFile, hash_files, upload
 from loraplex.errors import InvalidAdapter, LoraplexError, Unavailable
 from loraplex.v1 import registry_pb2 as pb
+from loraplex.v1.registry_pb2_grpc import RegistryServiceStub
 from tests.sdk.servers import FlakyRegistry, serving
 
 OPTIONS = pb.PublishOptions(name="a")
@@ -117,6 +119,21 @@ async def test_nobody_there_fails_at_once_naming_the_address(files: list[LocalFi
         await upload(channel, OPTIONS, files, await hash_files(files, ignore_progress))
     assert caught.value.reason == "UNREACHABLE"
     assert "127.0.0.1:1" in caught.value.message
+    await channel.close()
+
+
+async def test_who_calls_a_server_with_tls_in_plain_is_told_of_the_flag() -> None:
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read the beginning of HTTP/2, as a server with TLS does, and close."""
+        await reader.read(1 << 16)
+        writer.close()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    channel = Channel(f"127.0.0.1:{port}", Credentials(), "registry")
+    async with server:
+        with pytest.raises(Unavailable, match="If it uses TLS, name its CA with --ca"):
+            await channel.call(channel.stub(RegistryServiceStub).ListBases, pb.ListBasesRequest())
     await channel.close()
 
 
