@@ -53,6 +53,7 @@ class SimulatedCopy:
     elapsed_s: float
     end_s: float
     clock: VirtualClock
+    failure: BaseException | None = None
     is_on_host: bool = False
     left_host: tuple[Path, ...] = ()
 

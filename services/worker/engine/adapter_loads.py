@@ -128,8 +128,10 @@ class AdapterLoads:
 
     def _copy_ended(self, digest: str, pending: Pending[Copied]) -> None:
         """On the thread of the copy."""
-        if digest in self._prefetches and not isinstance(_result(pending), Exception):
-            self.prefetched(digest)
+        if digest in self._prefetches:
+            copied = _result(pending)
+            if not isinstance(copied, Exception) and copied.failure is None:
+                self.prefetched(digest)
         self.wake()
 
     def await_copies(self, num_rows: int, num_wanted: int, step_s: float) -> bool:

@@ -96,6 +96,11 @@ class Copied(Protocol):
         ...
 
     @property
+    def failure(self) -> BaseException | None:
+        """Why another rank could not copy it, so that it cannot be entered."""
+        ...
+
+    @property
     def is_on_host(self) -> bool:
         """Whether its image is in pinned host memory now, from where it is copied sooner."""
         ...

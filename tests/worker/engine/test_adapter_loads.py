@@ -7,6 +7,7 @@ compute with an adapter that has not been entered.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,6 +181,26 @@ def test_where_steps_overlap_the_running_ones_do_not_keep_a_step_from_waiting(
     sampling = SamplingParams(max_tokens=1, seed=0, ignore_eos=True)
     stage.step(make_submit("x", [1], sampling, [DIGESTS[0]]), *stage.fetched((DIGESTS[0],)))
     assert (DIGESTS[0] in stage.engine.cache.in_use) == overlaps
+
+
+def test_an_adapter_that_another_rank_could_not_copy_is_not_said_to_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage, told, copies = Stage(load_s=0.0), list[str](), list[Future[Any]]()
+    copy = stage.runner.copy_adapter
+
+    def held(*args: Any) -> Future[Any]:
+        copies.append(Future())
+        return copies[-1]
+
+    monkeypatch.setattr(stage.runner, "copy_adapter", held)
+    stage.engine.adapter_loads.prefetched = told.append
+    stage.step(*stage.fetched((DIGESTS[0],)), Prefetch(DIGESTS[0], pin=False))
+    [(load, _)] = stage.engine.adapter_loads._copying
+    monkeypatch.undo()
+    whole = copy(load.path, load.extents, 0.0).result()
+    copies[0].set_result(replace(whole, failure=OSError("the other rank's disk is full")))
+    assert told == []
 
 
 def test_who_asked_for_an_adapter_ahead_hears_of_it_as_soon_as_it_is_copied(
