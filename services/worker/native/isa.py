@@ -36,7 +36,7 @@ class Level(NamedTuple):
 _FASTER = "dot products or float32 vectors, whichever are faster"
 LEVELS = {
     "amx": Level(
-        (*_BF16, "-mamx-tile", "-mamx-bf16"),
+        (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         "Intel Sapphire Rapids and later Xeons",
         half_wins=True,
         products="AMX tiles",
@@ -74,6 +74,7 @@ _LINUX_NAMES = {
     "avx512bf16": "avx512_bf16",
     "amx-tile": "amx_tile",
     "amx-bf16": "amx_bf16",
+    "amx-int8": "amx_int8",
 }
 
 

@@ -5,7 +5,12 @@
 namespace lpx {
 
 constexpr int64_t kPanel = 32, kQuad = 4;
+// How far ahead of their use codes are prefetched.
+#if defined(__AMX_INT8__)
+constexpr int64_t kAheadBytes = 2048;
+#else
 constexpr int64_t kAheadBytes = 8192;
+#endif
 
 enum class Code : int64_t { kInt4, kInt8, kFloat8 };  // `CodeKind` of native/codes.py
 constexpr int bits_of(Code kind) { return kind == Code::kInt4 ? 4 : 8; }
@@ -22,26 +27,30 @@ struct CodedProduct {
     int64_t dtype;  // of y
     int64_t num_rows, num_inputs, num_outputs;
     int64_t group_size, block_size;
+    // Kept, because divisions take a noticeable part of the time of a block.
+    int64_t num_groups = ceil_div(num_inputs, group_size);
+    int64_t num_blocks = ceil_div(num_inputs, block_size);
+    int64_t group_blocks = ceil_div(group_size, block_size);
 
     int64_t num_quads() const { return ceil_div(num_inputs, kQuad); }
-    int64_t num_blocks() const { return ceil_div(num_inputs, block_size); }
-    int64_t num_groups() const { return ceil_div(num_inputs, group_size); }
+    int64_t group_of(int64_t block) const { return group_blocks == 1 ? block : block / group_blocks; }
 };
 
 // One block of a panel.
 template <Code Kind>
 struct Block {
+    alignas(64) float scales[kPanel], zeros[kPanel];
     const uint8_t* codes;
-    float scales[kPanel], zeros[kPanel];
-    int64_t first, num_inputs;  // inputs
+    int64_t index, first, num_inputs;  // among a panel's blocks; of its inputs
 
     static constexpr int64_t kQuadBytes = kPanel * kQuad * bits_of(Kind) / 8;
 
-    Block(const CodedProduct& g, int64_t panel, int64_t block) {
+    void read(const CodedProduct& g, int64_t panel, int64_t block) {
+        index = block;
         first = block * g.block_size;
         num_inputs = smaller(g.block_size, g.num_inputs - first);
         codes = g.codes + (panel * g.num_quads() + first / kQuad) * kQuadBytes;
-        const int64_t at = (panel * g.num_groups() + first / g.group_size) * kPanel;
+        const int64_t at = (panel * g.num_groups + g.group_of(block)) * kPanel;
         with_weight(g.scale_dtype, [&](auto s) {
             const auto* from = static_cast<const decltype(s)*>(g.scales) + at;
             for (int64_t i = 0; i < kPanel; i += kLanes) {
@@ -58,6 +67,13 @@ struct Block {
         });
     }
 };
+
+// Prefetches what follows a quad in memory some time later.
+template <Code Kind>
+inline void prefetch_after(const uint8_t* quad) {
+    __builtin_prefetch(quad + kAheadBytes, 0, 3);
+    if (bits_of(Kind) == 8) __builtin_prefetch(quad + kAheadBytes + 64, 0, 3);
+}
 
 // The lower or the upper bytes of 16-bit words.
 #if defined(__AVX512F__)

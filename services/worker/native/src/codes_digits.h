@@ -16,11 +16,12 @@ struct DigitRows {
     int32_t* starts;  // [row][block], otherwise: what subtracts the zero point from a sum of products
     int64_t padded, num_blocks;
 
-    DigitRows(const CodedProduct& g, const bf16* x, int64_t ldx) {
+    // Up to num_more rows after the last may be read.
+    DigitRows(const CodedProduct& g, const bf16* x, int64_t ldx, int64_t num_more = 0) {
         padded = ceil_div(g.num_inputs, 128) * 128;
-        num_blocks = g.num_blocks();
+        num_blocks = g.num_blocks;
         const int64_t row_words = padded / 2 + 2 * num_blocks;
-        factors = scratch(3, g.num_rows * row_words);
+        factors = scratch(3, (g.num_rows + num_more) * row_words);
         sums = factors + g.num_rows * num_blocks;
         starts = reinterpret_cast<int32_t*>(sums);
         digits = reinterpret_cast<int8_t*>(sums + g.num_rows * num_blocks);
@@ -42,24 +43,19 @@ struct DigitRows {
 
     template <int R, Code Kind>
     void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
-        const int64_t at = row * num_blocks + block.first / g.block_size;
-        const bool has_zeros = g.zeros != nullptr;
         // Loops over these arrays are unrolled, so that they stay in registers.
         __m512i high[R][2], low[R][2];
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            const int32_t* start = starts + at + r * num_blocks;
-            high[r][0] = high[r][1] = _mm512_setzero_si512();
-            low[r][0] = low[r][1] = has_zeros ? _mm512_setzero_si512() : _mm512_set1_epi32(*start);
+            high[r][0] = high[r][1] = low[r][0] = low[r][1] = _mm512_setzero_si512();
         }
         const int8_t* in = digits + row * 2 * padded + block.first;
         const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
         for (int64_t quad = 0; quad < num_quads; ++quad) {
             const uint8_t* from = block.codes + quad * block.kQuadBytes;
-            _mm_prefetch(from + kAheadBytes, _MM_HINT_T0);
+            prefetch_after<Kind>(from);
             __m512i codes[2];
             if constexpr (Kind == Code::kInt8) {
-                _mm_prefetch(from + kAheadBytes + 64, _MM_HINT_T0);
                 codes[0] = _mm512_loadu_si512(from);
                 codes[1] = _mm512_loadu_si512(from + 64);
             } else {
@@ -82,14 +78,26 @@ struct DigitRows {
             const Vec scale = load(block.scales + v * 16), zero = load(block.zeros + v * 16);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
-                const int64_t own = at + r * num_blocks;
-                const __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]);
-                Vec sum{_mm512_cvtepi32_ps(product)};
-                if (has_zeros) sum = sub(sum, mul(zero, set1(sums[own])));
-                float* total = totals + r * kPanel + v * 16;
-                store(total, fma(mul(scale, set1(factors[own])), sum, load(total)));
+                add_sum(g, row + r, block.index, {high[r][v], low[r][v]}, scale, zero,
+                        totals + r * kPanel + v * 16);
             }
         }
+    }
+
+    // Sums of products of codes for 16 outputs and each digit.
+    struct Sums {
+        __m512i high, low;
+    };
+
+    // totals[16] += a row's product with a block of 16 outputs.
+    void add_sum(const CodedProduct& g, int64_t row, int64_t block, const Sums& own, Vec scale, Vec zero,
+                 float* totals) const {
+        const int64_t at = row * num_blocks + block;
+        __m512i product = _mm512_add_epi32(_mm512_slli_epi32(own.high, 8), own.low);
+        if (g.zeros == nullptr) product = _mm512_add_epi32(product, _mm512_set1_epi32(starts[at]));
+        Vec sum{_mm512_cvtepi32_ps(product)};
+        if (g.zeros != nullptr) sum = sub(sum, mul(zero, set1(sums[at])));
+        store(totals, fma(mul(scale, set1(factors[at])), sum, load(totals)));
     }
 
 private:

@@ -50,52 +50,69 @@ inline void decode_pairs<Code::kInt4>(const uint8_t* quad, int, QuadPairs& pairs
 
 #endif
 
-// Rows of bfloat16, as they are. An output is added up in one sum, or in two: of the pairs of inputs 0 and 1
-// of each quad, and of those of inputs 2 and 3. Two hide the latency of additions with few rows, and each
-// block takes one addition more.
-template <Code Kind, int Sums>
-struct PairRows {
-    // As many as hide the widening of eight-bit codes; four-bit codes need less for it.
-    static constexpr int kMaxRows = kLanes < 16 ? 4 : bits_of(Kind) == 8 ? 12 : 8 - 2 * (Sums - 1);
-    static constexpr float kZero = pair_zero_of(Kind);
+// Rows of bfloat16, as they are or copied.
+struct HalfRows {
     const bf16* x;
     int64_t ldx, num_blocks;
     const float* sums = nullptr;  // [row][block]: of the inputs, where zero points need them
 
-    PairRows(const CodedProduct& g, const bf16* rows, int64_t stride)
-        : x(rows), ldx(stride), num_blocks(g.num_blocks()) {
-        const bool has_zeros = Kind != Code::kFloat8;
+    // Rows of `padded` inputs, zeros after the last. Up to num_more rows after the last may be read.
+    HalfRows(const CodedProduct& g, Code kind, const bf16* rows, int64_t stride, int64_t padded,
+             int64_t num_more)
+        : x(rows), ldx(stride), num_blocks(g.num_blocks) {
+        const bool has_zeros = kind != Code::kFloat8;
         const bool needs_sums =
-            has_zeros && (g.zeros != nullptr || static_cast<float>(g.zero) != kZero);
-        const int64_t padded = g.num_quads() * kQuad;
-        const bool copies = padded != g.num_inputs;
+            has_zeros && (g.zeros != nullptr || static_cast<float>(g.zero) != pair_zero_of(kind));
+        const bool copies = padded != g.num_inputs || num_more > 0;
         if (!needs_sums && !copies) return;
-        const int64_t num_sums = g.num_rows * num_blocks;
-        float* own = scratch(3, num_sums + (copies ? g.num_rows * padded / 2 : 0));
-        if (copies) {
-            bf16* copy = reinterpret_cast<bf16*>(own + num_sums);
-            for (int64_t row = 0; row < g.num_rows; ++row) {
-                std::memcpy(copy + row * padded, x + row * ldx, g.num_inputs * sizeof(bf16));
-                std::memset(copy + row * padded + g.num_inputs, 0,
-                            (padded - g.num_inputs) * sizeof(bf16));
-            }
-            x = copy;
-            ldx = padded;
-        }
-        if (!needs_sums) return;
-        sums = own;
+        const int64_t num_sums = needs_sums ? g.num_rows * num_blocks : 0;
+        const int64_t num_copied = copies ? ceil_div((g.num_rows + num_more) * padded, 2) : 0;
+        float* own = scratch(3, num_sums + num_copied);
+        bf16* copy = reinterpret_cast<bf16*>(own + num_sums);
         parallel_for(g.num_rows, [&](int64_t row) {
+            if (copies) {
+                bf16* out = copy + row * padded;
+                std::memcpy(out, rows + row * stride, g.num_inputs * sizeof(bf16));
+                std::memset(out + g.num_inputs, 0, (padded - g.num_inputs) * sizeof(bf16));
+            }
+            if (!needs_sums) return;
             for (int64_t block = 0; block < num_blocks; ++block) {
                 const int64_t first = block * g.block_size;
                 own[row * num_blocks + block] =
-                    sum_of(x + row * ldx + first, smaller(g.block_size, g.num_inputs - first));
+                    sum_of(rows + row * stride + first, smaller(g.block_size, g.num_inputs - first));
             }
         });
+        if (needs_sums) sums = own;
+        if (copies) {
+            x = copy;
+            ldx = padded;
+        }
     }
+
+private:
+    static float sum_of(const bf16* from, int64_t n) {
+        Vec partial = lpx::zero();
+        for (int64_t i = 0; i < n; i += kLanes) {
+            partial = lpx::add(partial, load_n(from + i, n - i));
+        }
+        return lpx::sum(partial);
+    }
+};
+
+// An output is added up in one sum, or in two: of the pairs of inputs 0 and 1 of each quad, and of those of
+// inputs 2 and 3. Two hide the latency of additions with few rows, and each block takes one addition more.
+template <Code Kind, int Sums>
+struct PairRows : HalfRows {
+    // As many as hide the widening of eight-bit codes; four-bit codes need less for it.
+    static constexpr int kMaxRows = kLanes < 16 ? 4 : bits_of(Kind) == 8 ? 12 : 8 - 2 * (Sums - 1);
+    static constexpr float kZero = pair_zero_of(Kind);
+
+    PairRows(const CodedProduct& g, const bf16* rows, int64_t stride)
+        : HalfRows(g, Kind, rows, stride, g.num_quads() * kQuad, 0) {}
 
     template <int R>
     void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
-        const int64_t at = row * num_blocks + block.first / g.block_size;
+        const int64_t at = row * num_blocks + block.index;
         for (int first = 0; first < kPanel; first += 2 * kLanes) {
             add_part<R>(block, row, at, first, totals + first);
         }
@@ -114,8 +131,7 @@ private:
         const int64_t num_quads = ceil_div(block.num_inputs, kQuad);
         for (int64_t quad = 0; quad < num_quads; ++quad) {
             const uint8_t* from = block.codes + quad * block.kQuadBytes;
-            __builtin_prefetch(from + kAheadBytes, 0, 3);
-            if (bits_of(Kind) == 8) __builtin_prefetch(from + kAheadBytes + 64, 0, 3);
+            prefetch_after<Kind>(from);
             QuadPairs codes;
             decode_pairs<Kind>(from, first, codes);
 #pragma GCC unroll 2
@@ -140,14 +156,6 @@ private:
                 store(total, fma(sum, scale, load(total)));
             }
         }
-    }
-
-    static float sum_of(const bf16* from, int64_t n) {
-        Vec partial = lpx::zero();
-        for (int64_t i = 0; i < n; i += kLanes) {
-            partial = lpx::add(partial, load_n(from + i, n - i));
-        }
-        return lpx::sum(partial);
     }
 };
 

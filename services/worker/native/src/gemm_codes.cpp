@@ -8,19 +8,21 @@
 // of the 16 outputs come before those for the other two. Scales and zero points are [panel][group][32].
 //
 // Inputs are taken in blocks that lie within one group. In float32, a block is summed in the order of
-// its inputs and then multiplied with the scale. There are two other ways for rows in bfloat16:
+// its inputs and then multiplied with the scale. There are three other ways for rows in bfloat16:
 //
 // - Processors with VNNI take a block's inputs as 16-bit integers with one factor, in two digits of eight
 //   bits; the sum of products over a block is then exact, and the factor's rounding 2^-16 of the block's
-//   largest input.
+//   largest input. AMX multiplies the same digits in tiles.
+// - AMX multiplies float8 in tiles of bfloat16, which is exact.
 // - Codes become bfloat16 in registers, which is exact, and a block is summed in float32 by dot products of
-//   pairs: where these are fast (see pairs.h), for float8 and four-bit codes, and for all codes without
-//   VNNI.
+//   pairs: without AMX where these are fast (see pairs.h), for float8 and four-bit codes, and for all codes
+//   without VNNI.
 //
 // In all of them a row's result does not depend on the other rows.
 #include "codes.h"
 #include "codes_digits.h"
 #include "codes_pairs.h"
+#include "codes_tiles.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -71,10 +73,7 @@ private:
         };
         const int64_t num_whole = block.num_inputs / kQuad;
         for (int64_t quad = 0; quad < num_whole; ++quad) {
-            __builtin_prefetch(block.codes + quad * block.kQuadBytes + kAheadBytes, 0, 3);
-            if (bits_of(Kind) == 8) {
-                __builtin_prefetch(block.codes + quad * block.kQuadBytes + kAheadBytes + 64, 0, 3);
-            }
+            prefetch_after<Kind>(block.codes + quad * block.kQuadBytes);
 #pragma GCC unroll 4
             for (int j = 0; j < kQuad; ++j) step(quad, j);
         }
@@ -115,29 +114,58 @@ void store_totals(const CodedProduct& g, const float* totals, int64_t row, int64
     });
 }
 
+// Products of a block and as many rows as registers hold.
 template <Code Kind, class Rows>
-void multiply(const CodedProduct& g, const Rows& rows) {
+struct RegisterPanels {
+    const CodedProduct& g;
+    const Rows& rows;
+
+    // totals[end - begin][32] += the product of rows [begin, end) and a panel.
+    void add(int64_t panel, int64_t begin, int64_t end, float* totals) const {
+        Block<Kind> block;
+        for (int64_t b = 0; b < g.num_blocks; ++b) {
+            block.read(g, panel, b);
+            int64_t row = begin;
+            for (int64_t left = ceil_div(end - begin, Rows::kMaxRows); left > 0; --left) {
+                const int64_t n = ceil_div(end - row, left);
+                add_rows<Rows::kMaxRows>(n, g, block, rows, row, totals + (row - begin) * kPanel);
+                row += n;
+            }
+        }
+    }
+};
+
+// `Panels` is made of g and rows by each thread.
+template <class Panels, class Rows>
+void multiply_panels(const CodedProduct& g, const Rows& rows) {
     const int64_t num_panels = ceil_div(g.num_outputs, kPanel);
     const int64_t num_row_tasks = ceil_div(g.num_rows, kTaskRows);
-    parallel_shares(ceil_div(num_panels, kTaskPanels) * num_row_tasks, [&](int64_t task) {
+    const auto make = [&] { return Panels{g, rows}; };
+    parallel_shares(ceil_div(num_panels, kTaskPanels) * num_row_tasks, make, [&](Panels& own, int64_t task) {
         const int64_t first = task / num_row_tasks * kTaskPanels;
         const int64_t begin = task % num_row_tasks * kTaskRows;
         const int64_t end = smaller(begin + kTaskRows, g.num_rows);
         float* totals = scratch(0, (end - begin) * kPanel);
         for (int64_t panel = first; panel < smaller(first + kTaskPanels, num_panels); ++panel) {
             std::memset(totals, 0, (end - begin) * kPanel * sizeof(float));
-            for (int64_t b = 0; b < g.num_blocks(); ++b) {
-                const Block<Kind> block(g, panel, b);
-                int64_t row = begin;
-                for (int64_t left = ceil_div(end - begin, Rows::kMaxRows); left > 0; --left) {
-                    const int64_t n = ceil_div(end - row, left);
-                    add_rows<Rows::kMaxRows>(n, g, block, rows, row, totals + (row - begin) * kPanel);
-                    row += n;
-                }
-            }
+            own.add(panel, begin, end, totals);
             store_totals(g, totals, begin, end, panel);
         }
     });
+}
+
+template <Code Kind, class Rows>
+void multiply(const CodedProduct& g, const Rows& rows) {
+    multiply_panels<RegisterPanels<Kind, Rows>>(g, rows);
+}
+
+template <Code Kind, class T>
+void multiply_wide(const CodedProduct& g, const T* x, int64_t ldx) {
+    const bool copies = sizeof(T) != sizeof(float);
+    float* buffer = copies ? scratch(3, g.num_rows * g.num_inputs) : nullptr;
+    const WideRows rows{widen(x, ldx, g.num_rows, g.num_inputs, buffer),
+                        widened_stride(x, ldx, g.num_inputs)};
+    multiply<Kind>(g, rows);
 }
 
 // Whether products of pairs, where they are fast, are preferred to products of digits: always, if there are
@@ -151,26 +179,43 @@ constexpr bool prefers_pairs([[maybe_unused]] Code kind) {
 #endif
 }
 
-template <Code Kind, class T>
-void multiply_rows(const CodedProduct& g, const T* x, int64_t ldx) {
-    if constexpr (std::is_same<T, bf16>::value) {
+#if defined(__AMX_INT8__)
+
+// Fewer rows of digits, and those of smaller blocks, are multiplied in registers, with the same bits.
+constexpr int64_t kMinTileRows = 3, kMinTileBlock = 64;
+
+template <Code Kind>
+void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx) {
+    const auto rows = TilePanels<Kind>::rows_of(g, x, ldx);
+    if constexpr (Kind != Code::kFloat8) {
+        if (g.num_rows < kMinTileRows || g.block_size < kMinTileBlock) return multiply<Kind>(g, rows);
+    }
+    multiply_panels<TilePanels<Kind>>(g, rows);
+}
+
+#else
+
+template <Code Kind>
+void multiply_rows(const CodedProduct& g, const bf16* x, int64_t ldx) {
 #if defined(LPX_HAS_PAIRS)
-        if (uses_pairs() && prefers_pairs(Kind)) {
-            if constexpr (Kind == Code::kInt4 && kLanes == 16) {
-                if (g.block_size >= 64) return multiply<Kind>(g, PairRows<Kind, 2>(g, x, ldx));
-            }
-            return multiply<Kind>(g, PairRows<Kind, 1>(g, x, ldx));
+    if (uses_pairs() && prefers_pairs(Kind)) {
+        if constexpr (Kind == Code::kInt4 && kLanes == 16) {
+            if (g.block_size >= 64) return multiply<Kind>(g, PairRows<Kind, 2>(g, x, ldx));
         }
+        return multiply<Kind>(g, PairRows<Kind, 1>(g, x, ldx));
+    }
 #endif
 #if defined(__AVX512VNNI__)
-        if constexpr (Kind != Code::kFloat8) return multiply<Kind>(g, DigitRows(g, x, ldx));
+    if constexpr (Kind != Code::kFloat8) return multiply<Kind>(g, DigitRows(g, x, ldx));
 #endif
-    }
-    const bool copies = sizeof(T) != sizeof(float);
-    float* buffer = copies ? scratch(3, g.num_rows * g.num_inputs) : nullptr;
-    const WideRows rows{widen(x, ldx, g.num_rows, g.num_inputs, buffer),
-                        widened_stride(x, ldx, g.num_inputs)};
-    multiply<Kind>(g, rows);
+    multiply_wide<Kind>(g, x, ldx);
+}
+
+#endif
+
+template <Code Kind>
+void multiply_rows(const CodedProduct& g, const float* x, int64_t ldx) {
+    multiply_wide<Kind>(g, x, ldx);
 }
 
 }  // namespace
@@ -212,7 +257,8 @@ LPX_EXPORT void lpx_pack_codes(const void* codes, int64_t num_outputs, int64_t n
 }
 
 // y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T. Scales and zero points (null = all are `zero`)
-// as [panel][group][32]. Blocks divide groups, and hold at most 128 inputs.
+// as [panel][group][32]. Blocks divide groups, and hold at most
+// 256 inputs: more could overflow a sum of digits.
 LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed, int64_t kind,
                                  const void* scales, int64_t scale_dtype, const void* zeros,
                                  int64_t zero_dtype, int64_t zero, int64_t group_size, int64_t block_size, void* y, int64_t dtype,
