@@ -18,7 +18,7 @@ IN_TILES, IN_CODES = -1, -2
 KINDS = {"int4": CodeKind.INT4, "int8": CodeKind.INT8, "fp8": CodeKind.FLOAT8}
 PANEL, QUAD = 32, 4
 BLOCK_SIZES = (128, 64, 32, 16)
-"""Inputs that the kernel may sum before it scales."""
+"""Inputs that the kernel may sum before it scales; of int8 also 256."""
 
 
 def as_published(weight: Tensor) -> Tensor:
@@ -144,9 +144,10 @@ class CodedLinear(BaseLinear):
 
 def _block_size(weight: CodedWeight) -> int | None:
     """Number of inputs that are summed before they are scaled; None = none divides the groups."""
+    sizes = (256, *BLOCK_SIZES) if weight.kind == "int8" else BLOCK_SIZES
     if weight.group_size >= weight.in_features:
-        return BLOCK_SIZES[0]
-    return next((size for size in BLOCK_SIZES if weight.group_size % size == 0), None)
+        return sizes[0]
+    return next((size for size in sizes if weight.group_size % size == 0), None)
 
 
 def _in_panels(values: Tensor) -> Tensor:
