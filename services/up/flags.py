@@ -123,7 +123,7 @@ def _listener(flag: str, args: argparse.Namespace, environ: Mapping[str, str]) -
     host, _, port = _no_socket(LISTENERS[flag], environ).rpartition(":")
     given = getattr(args, flag.removeprefix("--").replace("-", "_"))
     return Listener(
-        args.host or host.strip("[]"),
+        (args.host or host).strip("[]"),
         int(port) if given is None else _parsed(flag, given, integer(0, 65535)),
     )
 

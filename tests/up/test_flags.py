@@ -48,6 +48,11 @@ def test_listen_variables_stand_in_for_host_and_ports() -> None:
     assert list(listeners.values()) == [Listener("localhost", p) for p in (8, 0, 50052)]
 
 
+def test_an_address_of_ipv6_may_have_brackets() -> None:
+    listeners = parse([*MODEL, "--host", "[::1]"], {}).listeners
+    assert {listener.host for listener in listeners.values()} == {"::1"}
+
+
 @pytest.mark.parametrize("url", ["nonsense", "http://x", "redis+sentinel://a:1"])
 def test_a_metadata_server_that_cannot_be_one_is_refused_with_all_forms(url: str) -> None:
     with pytest.raises(InvalidRequest, match="LORAPLEX_METADATA: must be embedded, redis://HOST"):
