@@ -149,6 +149,9 @@ async def test_a_kill_at_any_time_loses_nothing_that_was_acknowledged(
     chance, seeds = random.Random(seed), itertools.count(1)
     acknowledged: dict[str, dict[int, str]] = defaultdict(dict)
 
+    def num_acknowledged() -> int:
+        return sum(map(len, acknowledged.values()))
+
     async def train(client: RegistryClient, name: str) -> None:
         for number in seeds:
             files = adapter_files(number, lora_alpha=number)
@@ -162,7 +165,10 @@ async def test_a_kill_at_any_time_loses_nothing_that_was_acknowledged(
             await register_base(client)
             names = ("sql", "sql", "mail")
             trainers = [asyncio.create_task(train(client, name)) for name in names]
-            await asyncio.sleep(chance.uniform(0.1, 0.7))
+            num_before, num_more = num_acknowledged(), chance.randint(1, 6)
+            while num_acknowledged() < num_before + num_more:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(chance.uniform(0.0, 0.05))
             await process.kill()
             for trainer in trainers:
                 trainer.cancel()
@@ -171,7 +177,6 @@ async def test_a_kill_at_any_time_loses_nothing_that_was_acknowledged(
         async with RegistryClient(process.address, Credentials()) as client:
             await _check_acknowledged(client, acknowledged, tmp_path / "pulled")
         await process.kill()
-    assert acknowledged.keys() == {"sql", "mail"}, "no trainer got an answer before the kill"
     await _collect(objects_url)
     await process.start(**shared)
     async with RegistryClient(process.address, Credentials()) as client:
