@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from loraplex.client.registry_client import RegistryClient
-from loraplex.errors import AdapterNotFound, PermissionDenied, Unavailable
+from loraplex.errors import AdapterNotFound, InvalidRequest, PermissionDenied, Unavailable
 from loraplex.refs import check_name
 from loraplex_services.common.callers import Caller
 from loraplex_services.gateway.http.answering import json_response
@@ -149,7 +149,9 @@ def parse_load(fields: dict[str, Any], *, in_place: bool = False) -> tuple[str, 
     Raises: InvalidRequest, Unsupported.
     """
     body = Body(fields)
-    name, folder = _name(body), body.text("lora_path") or ""
+    name, folder = _name(body), body.text("lora_path")
+    if not folder:
+        raise InvalidRequest.field("lora_path", "", "must name a folder in LORAPLEX_LORA_ROOT")
     in_place = body.flag("load_inplace", default=in_place)
     body.integer("lora_int_id")
     body.flag("is_3d_lora_weight")
