@@ -2,8 +2,8 @@
 
 The record of an adapter is a vector of 64-bit words: number of sites; for each site its entry's
 word offset, or 0. An entry is rank, address of the float32 scales, numbers of tiles of each kind,
-then the tiles, six words each. `native/src/lora.cpp` declares the same. Addresses point into the
-arena and into tensors that the table keeps.
+then the tiles, six words each. `native/src/lora_segments.h` declares the same. Addresses point into
+the arena and into tensors that the table keeps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+// The adapters of a step's rows at a site, as C++ reads them, and how rows are divided into tasks.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "abi.h"
+#include "pool.h"
+
+namespace lpx {
+
+// Rows of one task: enough to outweigh reading the adapter again, few enough for all threads to have some.
+constexpr int64_t kMinTaskRows = 8, kTaskRows = 48;
+
+// As `records.py` writes them, in int64 words.
+struct Tile {
+    int64_t address, row_begin, row_end, col_begin, col_end, dtype;
+};
+struct Entry {
+    int64_t rank, scales, num_a, num_b, num_lora_biases, num_gains, num_biases;
+    const float* scale() const { return reinterpret_cast<const float*>(scales); }
+    const Tile* a() const { return reinterpret_cast<const Tile*>(this + 1); }
+    const Tile* b() const { return a() + num_a; }
+    const Tile* lora_biases() const { return b() + num_b; }
+    const Tile* gains() const { return lora_biases() + num_lora_biases; }
+    const Tile* biases() const { return gains() + num_gains; }
+};
+struct Run {
+    int64_t record, begin, end;
+    double coef;
+};
+static_assert(sizeof(Entry) == 7 * 8 && sizeof(Tile) == 6 * 8 && sizeof(Run) == 4 * 8, "layout");
+
+// Word 0 of a record is its number of sites; words 1.. are each site's entry as a word offset, or 0.
+inline const Entry* entry_of(const Run& run, int64_t site) {
+    const int64_t* record = reinterpret_cast<const int64_t*>(run.record);
+    if (site >= record[0] || record[1 + site] == 0) return nullptr;
+    return reinterpret_cast<const Entry*>(record + record[1 + site]);
+}
+
+struct Use {
+    const Entry* entry;
+    int64_t begin, end;
+    float coef;
+};
+
+// Rows [begin, end) and the adapters that all of them use: uses[first, first + count).
+struct Segment {
+    int64_t begin, end, first, count;
+};
+
+struct Work {
+    std::vector<Use> uses;
+    std::vector<Use> used;
+    std::vector<Segment> segments;
+};
+
+// Of one task, if all runs together have `num_rows`.
+inline int64_t task_rows(int64_t num_rows) {
+    const int64_t share = ceil_div(num_rows, 2 * num_threads());
+    return smaller(kTaskRows, ceil_div(share, kMinTaskRows) * kMinTaskRows);
+}
+
+// Cuts at every begin and end of a run, in order, so each segment has one set of adapters.
+inline void cut(Work& work) {
+    work.used.clear();
+    work.segments.clear();
+    int64_t row = 0, num_rows = 0;
+    for (const Use& use : work.uses) num_rows += use.end - use.begin;
+    const int64_t most = task_rows(num_rows);
+    for (;;) {
+        int64_t next = INT64_MAX;
+        const int64_t first = static_cast<int64_t>(work.used.size());
+        for (const Use& use : work.uses) {
+            if (use.begin > row) {
+                if (use.begin < next) next = use.begin;
+            } else if (use.end > row) {
+                work.used.push_back(use);
+                if (use.end < next) next = use.end;
+            }
+        }
+        if (next == INT64_MAX) return;
+        const int64_t count = static_cast<int64_t>(work.used.size()) - first;
+        for (int64_t begin = row; count > 0 && begin < next; begin += most) {
+            work.segments.push_back({begin, smaller(begin + most, next), first, count});
+        }
+        row = next;
+    }
+}
+
+// A rough estimate of a segment's bytes and arithmetic.
+inline int64_t cost_of(const Segment& segment, const Use* used) {
+    int64_t rank = 0;
+    for (int64_t i = 0; i < segment.count; ++i) rank += used[segment.first + i].entry->rank;
+    return rank * (kTaskRows + segment.end - segment.begin);
+}
+
+// Large segments first: the other threads would wait for a large one that began last.
+inline void sort(Work& work) {
+    const Use* used = work.used.data();
+    std::sort(work.segments.begin(), work.segments.end(),
+              [used](const Segment& a, const Segment& b) {
+                  return cost_of(a, used) > cost_of(b, used);
+              });
+}
+
+}  // namespace lpx
