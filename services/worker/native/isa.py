@@ -40,7 +40,7 @@ LEVELS = {
         "Intel Sapphire Rapids and later Xeons",
         half_wins=True,
         products="AMX tiles",
-        updates=_FASTER,
+        updates="AMX tiles",
         attention="AMX tiles",
     ),
     "avx512_bf16": Level(

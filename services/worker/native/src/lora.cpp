@@ -5,19 +5,62 @@
 // rows. A task computes A x of its rows, scales it and adds B times it: the adapter's tiles are read
 // from memory once and stay in cache for the task's other rows and for its neighbours. Sums run in
 // one order whatever the segments are, so a row's result does not depend on the batch. Rows and matrices
-// in bfloat16 are multiplied in pairs where the processor has fast dot products of them; A x is then
-// rounded to bfloat16 as well.
+// in bfloat16 are multiplied on tiles where the processor has them, and in pairs where it has fast dot
+// products of them; A x is then rounded to bfloat16 as well.
 #include <algorithm>
 
 #include "kernels.h"
 #include "lora_pairs.h"
 #include "lora_segments.h"
+#include "lora_tiles.h"
 #include "lora_vectors.h"
 #include "pool.h"
 #include "vec.h"
 
 namespace lpx {
 namespace {
+
+static_assert(kTaskRows <= TileUpdates::kMaxRows, "tiles");
+
+// What a thread keeps from task to task.
+struct Thread {
+    explicit Thread(bool uses_tiles) : tiles(uses_tiles) {}
+
+    TileUpdates tiles;
+    const Tile* after = nullptr;  // what is read after the adapter at hand, or null
+};
+
+// The rows of a tile that are read first.
+Following beginning_of(const Tile* tile) {
+    if (tile == nullptr) return {nullptr, 0};
+    const int64_t num_rows = smaller(tile->row_end - tile->row_begin, kTileRows);
+    int64_t num_bytes = num_rows * (tile->col_end - tile->col_begin);
+    with_tile(tile->dtype, [&](auto w) { num_bytes *= sizeof w; });
+    return {reinterpret_cast<const void*>(tile->address), num_bytes};
+}
+
+// The first rows of the next task, which others have pushed out of the second-level cache.
+template <class T>
+void prefetch_rows(const T* rows, int64_t ld, int64_t num_columns, const Segment& segment) {
+    constexpr int64_t kRows = 4, kLineItems = 64 / sizeof(T);
+    for (int64_t row = 0; row < smaller(segment.end - segment.begin, kRows); ++row) {
+        for (int64_t k = 0; k < num_columns; k += kLineItems) {
+            __builtin_prefetch(rows + row * ld + k, 0, 2);
+        }
+    }
+}
+
+// What a task reads first, or null.
+const Tile* first_tile(const Work& work, int64_t segment) {
+    const Entry& entry = *work.used[work.segments[segment].first].entry;
+    return entry.num_a + entry.num_b > 0 ? entry.a() : nullptr;
+}
+
+// What is read after a tile of A or B.
+Following following(const Entry& entry, const Tile& tile, const Thread& thread) {
+    const bool is_last = &tile + 1 == entry.b() + entry.num_b;
+    return beginning_of(is_last ? thread.after : &tile + 1);
+}
 
 // shrunk[row][rank] += x[row] . A[rank] over the tile.
 template <class W>
@@ -62,9 +105,15 @@ private:
     const float* wide_ = nullptr;
 };
 
-// Whether rows of T may be multiplied in pairs, and whether they are with this matrix.
+// Whether rows of T may be multiplied on tiles or in pairs, and whether they are with this matrix.
 template <class T>
-constexpr bool kMayPair = kHasPairs && std::is_same<T, bf16>::value;
+constexpr bool kMayTile = kHasUpdateTiles && std::is_same<T, bf16>::value;
+template <class T>
+constexpr bool kMayPair = kHasPairs && !kHasUpdateTiles && std::is_same<T, bf16>::value;
+template <class T>
+bool on_tiles(const Tile& tile) {
+    return kMayTile<T> && tile.dtype == kBfloat16;
+}
 template <class T>
 bool in_pairs(const Tile& tile) {
     if constexpr (kMayPair<T>) return tile.dtype == kBfloat16 && uses_pairs();
@@ -74,7 +123,15 @@ bool in_pairs(const Tile& tile) {
 inline const bf16* matrix_of(const Tile& tile) { return reinterpret_cast<const bf16*>(tile.address); }
 
 template <class T>
-void shrink(Inputs<T>& in, const Tile& tile, float* shrunk, int64_t ld) {
+void shrink(Inputs<T>& in, const Tile& tile, float* shrunk, int64_t ld, TileUpdates& tiles,
+            const Following& next) {
+    if constexpr (kMayTile<T>) {
+        if (on_tiles<T>(tile)) {
+            return tiles.shrink(in.x + tile.col_begin, in.ldx, in.num_rows, matrix_of(tile),
+                                tile.row_end - tile.row_begin, tile.col_end - tile.col_begin,
+                                shrunk + tile.row_begin, ld, next);
+        }
+    }
     if constexpr (kMayPair<T>) {
         if (in_pairs<T>(tile)) {
             return shrink_pairs(in.x + tile.col_begin, in.ldx, in.num_rows, matrix_of(tile),
@@ -89,10 +146,20 @@ void shrink(Inputs<T>& in, const Tile& tile, float* shrunk, int64_t ld) {
 
 // y += shrunk B for all tiles of B.
 template <class T>
-void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const float* shrunk) {
+void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const float* shrunk,
+            Thread& thread) {
     const int64_t ld = entry.rank, num_items = num_rows * entry.rank;
     bf16* narrow = nullptr;
     for (const Tile* tile = entry.b(); tile < entry.b() + entry.num_b; ++tile) {
+        if constexpr (kMayTile<T>) {
+            if (on_tiles<T>(*tile)) {
+                thread.tiles.expand(y + tile->col_begin, ldy, num_rows, matrix_of(*tile),
+                                    tile->row_end - tile->row_begin,
+                                    tile->col_end - tile->col_begin, shrunk + tile->row_begin, ld,
+                                    following(entry, *tile, thread));
+                continue;
+            }
+        }
         if (!in_pairs<T>(*tile)) {
             with_tile(tile->dtype, [&](auto w) {
                 expand_tile<decltype(w)>(y, ldy, num_rows, *tile, shrunk, ld);
@@ -114,9 +181,11 @@ void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const f
 }
 
 template <class T>
-void shrink(Inputs<T>& in, const Entry& entry, float* shrunk) {
+void shrink(Inputs<T>& in, const Entry& entry, float* shrunk, Thread& thread) {
     std::memset(shrunk, 0, in.num_rows * entry.rank * sizeof(float));
-    for (int64_t i = 0; i < entry.num_a; ++i) shrink(in, entry.a()[i], shrunk, entry.rank);
+    for (const Tile* tile = entry.a(); tile < entry.b(); ++tile) {
+        shrink(in, *tile, shrunk, entry.rank, thread.tiles, following(entry, *tile, thread));
+    }
 }
 
 // Rows of a segment at the embedding, whose A x is a column of A for each token.
@@ -127,20 +196,20 @@ struct Columns {
 };
 
 template <class T>
-void shrink(Columns<T>& in, const Entry& entry, float* shrunk) {
+void shrink(Columns<T>& in, const Entry& entry, float* shrunk, Thread&) {
     std::memcpy(shrunk, in.values, in.num_rows * entry.rank * sizeof(float));
 }
 
 template <template <class> class In, class T>
-void add_product(const Use& use, In<T>& in, float* y, int64_t ldy) {
+void add_product(const Use& use, In<T>& in, float* y, int64_t ldy, Thread& thread) {
     const Entry& entry = *use.entry;
     const int64_t rank = entry.rank, num_rows = in.num_rows;
     float* shrunk = scratch(0, num_rows * rank);
-    shrink(in, entry, shrunk);
+    shrink(in, entry, shrunk, thread);
     for (int64_t row = 0; row < num_rows; ++row) {
         for (int64_t r = 0; r < rank; ++r) shrunk[row * rank + r] *= entry.scale()[r] * use.coef;
     }
-    expand<T>(entry, y, ldy, num_rows, shrunk);
+    expand<T>(entry, y, ldy, num_rows, shrunk, thread);
 }
 
 // Calls f(y, value) for each output that the one-row float32 tiles cover, in every row.
@@ -159,11 +228,12 @@ void each_output(const Tile* tiles, int64_t num_tiles, float* y, int64_t ldy, in
 }
 
 template <template <class> class In, class T>
-void add_segment(const Segment& segment, const Use* used, In<T>& in, float* y, int64_t ldy) {
+void add_segment(const Segment& segment, const Use* used, In<T>& in, float* y, int64_t ldy,
+                 Thread& thread) {
     const Use* begin = used + segment.first;
     const Use* end = begin + segment.count;
     for (const Use* use = begin; use < end; ++use) {
-        add_product(*use, in, y, ldy);
+        add_product(*use, in, y, ldy, thread);
         each_output(use->entry->lora_biases(), use->entry->num_lora_biases, y, ldy, in.num_rows,
                     [use](float& out, float bias) { out += use->coef * bias; });
     }
@@ -178,22 +248,22 @@ void add_segment(const Segment& segment, const Use* used, In<T>& in, float* y, i
 }
 
 template <template <class> class In>
-void add_rows(const Segment& segment, const Use* used, In<float>& in, float* y, int64_t ldy,
-              int64_t) {
-    add_segment(segment, used, in, y, ldy);
+void add_rows(const Segment& segment, const Use* used, In<float>& in, float* y, int64_t ldy, int64_t,
+              Thread& thread) {
+    add_segment(segment, used, in, y, ldy, thread);
 }
 
 // bfloat16 rows are summed as floats and rounded once.
 template <template <class> class In>
 void add_rows(const Segment& segment, const Use* used, In<bf16>& in, bf16* y, int64_t ldy,
-              int64_t num_outputs) {
+              int64_t num_outputs, Thread& thread) {
     // No power of two, at which lines of all rows would push each other out of the cache.
     const int64_t stride = (ceil_div(num_outputs, kLanes) | 1) * kLanes;
     float* out = scratch(2, in.num_rows * stride);
     for (int64_t row = 0; row < in.num_rows; ++row) {
         widen(y + row * ldy, ldy, 1, num_outputs, out + row * stride);
     }
-    add_segment(segment, used, in, out, stride);
+    add_segment(segment, used, in, out, stride, thread);
     for (int64_t row = 0; row < in.num_rows; ++row) {
         for (int64_t c = 0; c < num_outputs; c += kLanes) {
             const int64_t n = num_outputs - c;
@@ -210,25 +280,29 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
                              const void* runs, int64_t num_runs) {
     using namespace lpx;
     static thread_local Work work;
-    work.uses.clear();
-    for (int64_t i = 0; i < num_runs; ++i) {
-        const Run& run = static_cast<const Run*>(runs)[i];
-        const Entry* entry = run.begin < run.end ? entry_of(run, site) : nullptr;
-        if (entry == nullptr) continue;
-        work.uses.push_back({entry, run.begin, run.end, static_cast<float>(run.coef)});
-    }
+    list_uses(work, static_cast<const Run*>(runs), num_runs, site);
     if (work.uses.empty()) return;
     cut(work);
     sort(work);
     const Work& plan = work;
     with_activation(activation_dtype, [&](auto t) {
         using T = decltype(t);
-        parallel_for(static_cast<int64_t>(plan.segments.size()), [&](int64_t i) {
+        const int64_t num_segments = plan.segments.size();
+        const auto make = [] { return Thread(kMayTile<T>); };
+        parallel_shares(num_segments, make, [&](Thread& thread, int64_t i) {
             const Segment& segment = plan.segments[i];
+            const Tile* first = first_tile(plan, i);
+            if (first != thread.after) prefetch_all(beginning_of(first));
+            thread.after = i + 1 < num_segments ? first_tile(plan, i + 1) : nullptr;
+            if (i + 1 < num_segments) {
+                const Segment& next = plan.segments[i + 1];
+                prefetch_rows(static_cast<const T*>(x) + next.begin * ldx, ldx, num_inputs, next);
+                prefetch_rows(static_cast<T*>(y) + next.begin * ldy, ldy, num_outputs, next);
+            }
             Inputs<T> in(static_cast<const T*>(x) + segment.begin * ldx, ldx,
                          segment.end - segment.begin, num_inputs);
             add_rows(segment, plan.used.data(), in, static_cast<T*>(y) + segment.begin * ldy, ldy,
-                     num_outputs);
+                     num_outputs, thread);
         });
     });
 }
@@ -246,9 +320,10 @@ LPX_EXPORT void lpx_add_lora_embedding(const void* columns, int64_t rank, void* 
         using T = decltype(t);
         parallel_for((run.end + kTaskRows - 1) / kTaskRows, [&](int64_t i) {
             const int64_t begin = i * kTaskRows, end = std::min(begin + kTaskRows, run.end);
+            Thread thread(kMayTile<T>);
             Columns<T> in{static_cast<const float*>(columns) + begin * rank, end - begin};
             add_rows(Segment{begin, end, 0, 1}, &use, in, static_cast<T*>(y) + begin * ldy, ldy,
-                     num_outputs);
+                     num_outputs, thread);
         });
     });
 }

@@ -54,6 +54,28 @@ struct Work {
     std::vector<Segment> segments;
 };
 
+// Sets the uses of a site. Records are scattered in memory, so all are prefetched before any is read.
+inline void list_uses(Work& work, const Run* runs, int64_t num_runs, int64_t site) {
+    constexpr int64_t kEntryLines = 5, kLineWords = 8;
+    work.uses.clear();
+    for (int64_t i = 0; i < num_runs; ++i) {
+        const int64_t* record = reinterpret_cast<const int64_t*>(runs[i].record);
+        __builtin_prefetch(record, 0, 3);
+        __builtin_prefetch(record + 1 + site, 0, 3);
+    }
+    for (int64_t i = 0; i < num_runs; ++i) {
+        const Run& run = runs[i];
+        const Entry* entry = run.begin < run.end ? entry_of(run, site) : nullptr;
+        if (entry == nullptr) continue;
+        const int64_t* words = reinterpret_cast<const int64_t*>(entry);
+        for (int64_t line = 0; line < kEntryLines; ++line) {
+            __builtin_prefetch(words + line * kLineWords, 0, 3);
+        }
+        work.uses.push_back({entry, run.begin, run.end, static_cast<float>(run.coef)});
+    }
+    for (const Use& use : work.uses) __builtin_prefetch(use.entry->scale(), 0, 3);
+}
+
 // Of one task, if all runs together have `num_rows`.
 inline int64_t task_rows(int64_t num_rows) {
     const int64_t share = ceil_div(num_rows, 2 * num_threads());

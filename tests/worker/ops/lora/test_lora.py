@@ -185,6 +185,32 @@ def test_a_row_does_not_depend_on_its_neighbours_bit_for_bit(compiled, dtype):
             assert alone.equal(together[row : row + 1])
 
 
+@pytest.mark.parametrize("smallest", [0, 28], ids=["ordinary", "tiny"])
+def test_a_row_has_the_same_bits_in_runs_of_any_length(compiled, smallest):
+    rng = random.Random(5)
+    torch.manual_seed(5)
+    lengths = [1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 48, 60]
+    ends = list(itertools.accumulate(lengths))
+    deltas = [random_delta(rng, 200, 150, torch.bfloat16) for _ in lengths]
+    deltas = [replace(delta, lora_biases=(), biases=()) for delta in deltas]
+    table = {(slot, SITE): delta for slot, delta in enumerate(deltas)}
+    # Products of tiny numbers, their sums, or both are too small for the usual precision.
+    sizes = 10.0 ** -(smallest + torch.arange(float(ends[-1])) % 12)[:, None]
+    x = (torch.randn(ends[-1], 200) * sizes).bfloat16()
+    y = (torch.randn(ends[-1], 150) * sizes / 100).bfloat16()
+    begins = [0, *ends[:-1]]
+    runs = [RowRun(slot, 0.5, *run) for slot, run in enumerate(zip(begins, ends, strict=True))]
+    together = y.clone()
+    compiled(together, x, SITE, batch_of(runs, table))
+    assert not together.equal(y)
+    for run in runs:
+        for row in range(run.begin, run.end):
+            alone = y[row : row + 1].clone()
+            own = batch_of([RowRun(run.slot, run.coef, 0, 1)], table)
+            compiled(alone, x[row : row + 1], SITE, own)
+            assert alone.view(torch.int16).equal(together[row : row + 1].view(torch.int16)), run
+
+
 def test_rows_outside_of_every_run_are_not_touched(fast):
     rng = random.Random(1)
     table = {(0, SITE): random_delta(rng, 8, 8, torch.float32)}
