@@ -41,30 +41,51 @@ struct QueryTask {
     int64_t sequence, head, first, last;  // queries [first, last)
 };
 
-void write_token(const AttentionCall<bf16>& call, const Sequence& sequence, int64_t token) {
+// A head's key, or its value, of the token in a slot of a block.
+void write_key(const bf16* key, int64_t slot, int64_t head_dim, bf16* block) {
+    for (int64_t d = 0; d < head_dim; d += 2) {
+        std::memcpy(block + (d / 2 * kTokens + slot) * 2, key + d, 2 * sizeof(bf16));
+    }
+}
+void write_value(const bf16* value, int64_t slot, int64_t head_dim, bf16* block) {
+    for (int64_t d = 0; d < head_dim; ++d) {
+        block[(slot / 2 * head_dim + d) * 2 + slot % 2] = value[d];
+    }
+}
+
+// Writes a token, or two whose values are pairs; returns how many.
+int64_t write_tokens(const AttentionCall<bf16>& call, const Sequence& sequence, int64_t token) {
     const Layout& l = call.layout;
     const int64_t position = sequence.start + token, row = sequence.row + token;
     const int64_t slot = position % kTokens;
-    bf16* block = nullptr;
+    const int64_t n = slot % 2 == 0 && token + 1 < sequence.num_tokens ? 2 : 1;
     for (int64_t head = 0; head < l.num_kv_heads; ++head) {
         const int64_t offset = block_of(sequence, position / kTokens) * l.block_stride +
                               head * kTokens * l.head_dim;
         const bf16* key = call.k + row * l.ldk + head * l.head_dim;
         const bf16* value = call.v + row * l.ldv + head * l.head_dim;
-        block = call.keys + offset;
-        for (int64_t d = 0; d < l.head_dim; d += 2) {
-            std::memcpy(block + (d / 2 * kTokens + slot) * 2, key + d, 2 * sizeof(bf16));
+        for (int64_t i = 0; i < n; ++i) {
+            write_key(key + i * l.ldk, slot + i, l.head_dim, call.keys + offset);
         }
-        block = call.values + offset;
+        bf16* block = call.values + offset;
         if (slot == 0) std::memset(block, 0, kTokens * l.head_dim * sizeof(bf16));
-        for (int64_t d = 0; d < l.head_dim; ++d) {
-            block[(slot / 2 * l.head_dim + d) * 2 + slot % 2] = value[d];
+        if (n == 1) {
+            write_value(value, slot, l.head_dim, block);
+            continue;
+        }
+        block += slot * l.head_dim;
+        for (int64_t d = 0; d < l.head_dim; d += 2 * kLanes) {
+            Pairs first, last;
+            interleave(load_pairs(value + d), load_pairs(value + l.ldv + d), first, last);
+            store_pairs(block + 2 * d, first);
+            store_pairs(block + 2 * d + 2 * kLanes, last);
         }
     }
+    return n;
 }
 
 template <class Stored>
-void write_token(const AttentionCall<bf16, Stored>& call, const Sequence& sequence, int64_t token) {
+int64_t write_tokens(const AttentionCall<bf16, Stored>& call, const Sequence& sequence, int64_t token) {
     const Layout& l = call.layout;
     const int64_t position = sequence.start + token, row = sequence.row + token;
     const int64_t block = block_of(sequence, position / kTokens), slot = position % kTokens;
@@ -78,6 +99,7 @@ void write_token(const AttentionCall<bf16, Stored>& call, const Sequence& sequen
              call.values + offset + slot * l.head_dim,
              scale_at(l, l.value_scales, block, head, slot));
     }
+    return 1;
 }
 
 // Blocks that were codes.
@@ -133,6 +155,21 @@ void copy_scales(const Layout& l, int64_t scales, const Blocks<Stored>& blocks, 
     }
 }
 
+Vec capped(Vec s, float cap) {
+    float lanes[kLanes];
+    store(lanes, s);
+    for (float& lane : lanes) lane = std::tanh(lane / cap) * cap;
+    return load(lanes);
+}
+
+// -infinity in the lanes outside [begin, end).
+Vec hidden_outside(Vec s, int64_t begin, int64_t end) {
+    static constexpr float kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Vec lane = load(kNumbers), nothing = set1(-INFINITY);
+    s = select_greater(set1(static_cast<float>(end)), lane, s, nothing);
+    return select_greater(lane, set1(static_cast<float>(begin - 1)), s, nothing);
+}
+
 // Softmax of scores[begin, end) and the sink of a query head, zeros elsewhere, as bfloat16; returns
 // 1 / sum. Scores of codes lack the scales of keys, and get weights that have those of values.
 template <class Stored>
@@ -144,18 +181,8 @@ float weigh(const Layout& l, int64_t query_head, const bf16* key_scales, const b
     for (int64_t j = begin / kLanes * kLanes; j < end; j += kLanes) {
         Vec s = mul(load(scores + j), scale);
         if constexpr (kHasCodes<Stored>) s = mul(s, load(key_scales + j));
-        if (l.softcap != 0 || j < begin || j + kLanes > end) {
-            float lanes[kLanes];
-            store(lanes, s);
-            for (int64_t i = 0; i < kLanes; ++i) {
-                if (l.softcap != 0) {
-                    const float cap = static_cast<float>(l.softcap);
-                    lanes[i] = std::tanh(lanes[i] / cap) * cap;
-                }
-                if (j + i < begin || j + i >= end) lanes[i] = -INFINITY;
-            }
-            s = load(lanes);
-        }
+        if (l.softcap != 0) s = capped(s, static_cast<float>(l.softcap));
+        if (j < begin || j + kLanes > end) s = hidden_outside(s, begin - j, end - j);
         store(scores + j, s);
         most = max(most, s);
     }
@@ -198,8 +225,8 @@ Blocks<Stored> blocks_of(const Layout& l, const Stored* plane, const Sequence& s
 
 // `next`: the keys of the task that probably follows.
 template <class Stored>
-void attend(const AttentionCall<bf16, Stored>& call, const Sequence& sequence, const QueryTask& task,
-            const Blocks<Stored>* next) {
+void attend(RowProducts& products, const AttentionCall<bf16, Stored>& call, const Sequence& sequence,
+            const QueryTask& task, const Blocks<Stored>* next) {
     const Layout& l = call.layout;
     const int64_t group = l.num_heads / l.num_kv_heads, head = task.head, dim = l.head_dim;
     const int64_t num_rows = (task.last - task.first) * group;
@@ -225,12 +252,13 @@ void attend(const AttentionCall<bf16, Stored>& call, const Sequence& sequence, c
     }
     const auto each_tile = [&](const auto& f) {
         for (int64_t row = 0; row < num_rows; row += kTileRows) {
-            f(RowProducts(smaller(num_rows - row, kTileRows)), row);
+            products.set_rows(smaller(num_rows - row, kTileRows));
+            f(row);
         }
     };
     each_part(keys, kTokens, [&](const auto& part) {
         float* own = scores + (part.first - first) * kTokens;
-        each_tile([&](const RowProducts& products, int64_t row) {
+        each_tile([&](int64_t row) {
             products.score(queries + row * dim, part, dim, own + row * width, width);
         });
     });
@@ -244,7 +272,7 @@ void attend(const AttentionCall<bf16, Stored>& call, const Sequence& sequence, c
     }
     each_part(values, dim, [&](const auto& part) {
         const bf16* own = weights + (part.first - first) * kTokens;
-        each_tile([&](const RowProducts& products, int64_t row) {
+        each_tile([&](int64_t row) {
             products.gather(own + row * width, part, dim, out + row * dim, width, part.first > first);
         });
     });
@@ -272,16 +300,19 @@ void run(const AttentionCall<bf16, Stored>& call, const Sequence* all, int64_t n
             }
         }
     }
-    parallel_for(num_sequences, [&](int64_t i) {
-        for (int64_t t = 0; t < all[i].num_tokens; ++t) write_token(call, all[i], t);
+    // A decode step's threads mostly attend to the sequences that they write to.
+    parallel_shares(num_sequences, [&](int64_t i) {
+        for (int64_t t = 0; t < all[i].num_tokens;) t += write_tokens(call, all[i], t);
     });
     const std::vector<QueryTask>& plan = tasks;
     const int64_t num_tasks = static_cast<int64_t>(plan.size());
-    parallel_shares(num_tasks, [&](int64_t i) {
+    // A thread's tasks share the tile registers, whose configuration waits for all instructions before it.
+    const auto make = [] { return RowProducts(); };
+    parallel_shares(num_tasks, make, [&](RowProducts& products, int64_t i) {
         const QueryTask& after = plan[i + 1 < num_tasks ? i + 1 : i];
         const Blocks<Stored> next =
             blocks_of<Stored>(l, call.keys, all[after.sequence], after, nullptr);
-        attend(call, all[plan[i].sequence], plan[i], &next);
+        attend(products, call, all[plan[i].sequence], plan[i], &next);
     });
 }
 

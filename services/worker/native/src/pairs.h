@@ -55,6 +55,10 @@ inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 inline Vec where_greater(Vec a, Vec b, Vec value) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), value.v)};
 }
+// `value` in the lanes where a > b, `other` elsewhere.
+inline Vec select_greater(Vec a, Vec b, Vec value, Vec other) {
+    return {_mm512_mask_mov_ps(other.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), value.v)};
+}
 // Makes the compiler assume that `a` has changed.
 inline void touch(Vec& a) { asm volatile("" : "+v"(a.v)); }
 
@@ -117,6 +121,10 @@ inline float32x4_t where_greater(float32x4_t a, float32x4_t b, float32x4_t value
 }
 inline Vec where_greater(Vec a, Vec b, Vec value) {
     return {where_greater(a.low, b.low, value.low), where_greater(a.high, b.high, value.high)};
+}
+inline Vec select_greater(Vec a, Vec b, Vec value, Vec other) {
+    return {vbslq_f32(vcgtq_f32(a.low, b.low), value.low, other.low),
+            vbslq_f32(vcgtq_f32(a.high, b.high), value.high, other.high)};
 }
 inline void touch(Vec& a) { asm volatile("" : "+w"(a.low), "+w"(a.high)); }
 

@@ -127,10 +127,13 @@ private:
 };
 
 // Tiles: 0 to 3 sums, 4 left operand of scores (32 dimensions), 5 left operand of values (16
-// tokens), 6 keys, 7 values. In use from construction to destruction.
+// tokens), 6 keys, 7 values. In use until destruction.
 class RowProducts {
 public:
-    explicit RowProducts(int64_t num_rows) {
+    // How many rows the next calls have.
+    void set_rows(int64_t num_rows) {
+        if (num_rows == configured_) return;
+        configured_ = num_rows;
         TileConfig config;
         const uint8_t rows = static_cast<uint8_t>(num_rows);
         for (int i = 0; i < 4; ++i) config.set(i, rows, 64);
@@ -201,6 +204,9 @@ public:
             }
         }
     }
+
+private:
+    int64_t configured_ = 0;
 };
 
 }  // namespace lpx

@@ -83,7 +83,8 @@ private:
 // Rows go through the blocks in groups of up to four, and each group's sums stay in registers.
 class RowProducts {
 public:
-    explicit RowProducts(int64_t num_rows) : num_rows_(num_rows) {}
+    // How many rows the next calls have.
+    void set_rows(int64_t num_rows) { num_rows_ = num_rows; }
 
     // scores[row][16 * (block - first) ...] = q . k
     template <class Keys>
@@ -204,7 +205,7 @@ private:
         }
     }
 
-    int64_t num_rows_;
+    int64_t num_rows_ = 0;
 };
 
 }  // namespace lpx
