@@ -46,6 +46,8 @@ class SelfAttention:
         self._rotate = rotate
         self._scales_queries = scales_queries
         self._gated = gated
+        are_final = head_norms is None and not scales_queries
+        self._rotates_together = are_final and not self._backend_rotates
         changes_heads = head_norms is not None or scales_queries or gated is not None
         self._takes_fused = self._backend_rotates and not changes_heads
 
@@ -58,7 +60,10 @@ class SelfAttention:
         gates = None
         if self._gated is not None:
             qkv, gates = self._without_gates(qkv)
-        q, k, v = qkv.split((self._q_size, self._kv_size, self._kv_size), dim=-1)
+        heads, v = qkv.split((self._q_size + self._kv_size, self._kv_size), dim=-1)
+        if self._rotates_together:
+            heads = self._rotate(heads, cos_sin, self._head_dim)
+        q, k = heads.split((self._q_size, self._kv_size), dim=-1)
         if self._head_norms is not None:
             q, k = (
                 self._normed(x, n, batch) for x, n in zip((q, k), self._head_norms, strict=True)
@@ -66,7 +71,7 @@ class SelfAttention:
         if self._scales_queries:
             assert batch.query_scales is not None, "set before the first layer"
             q = q * batch.query_scales
-        if not self._backend_rotates:
+        if not (self._backend_rotates or self._rotates_together):
             q, k = (self._rotate(x, cos_sin, self._head_dim) for x in (q, k))
         attended = self._backend.forward(q, k, v, batch.attention)
         if self._gated is not None and gates is not None:
