@@ -88,6 +88,7 @@ def main() -> None:
         names = ["llama.cpp"]
         base, served = quantised(base, args.file, args.peers)
     ours = OurEngine(served, args.dtype, args.cpu_isa, ARENA_BYTES)
+    ours.touch()  # as vLLM does, which writes zeros to its cache when it starts
     ours.load(folders)
     for name in names:
         for count, num_adapters in cases:
