@@ -31,5 +31,8 @@ class ForwardBatch:
     own."""
     query_scales: Tensor | None = None
     """`[T, 1]`: set by the model before its first layer, if queries are scaled by position."""
+    read_rows: Tensor | None = None
+    """int64 `[n]`, ascending: the only rows whose hidden states after the last layer are read;
+    None = others may be read, too."""
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values of this pass by layer, for layers that share them. Layers fill it."""

@@ -96,14 +96,21 @@ class DecoderLayer:
             x: `[T, H]`, the residual stream. Mutated: `update`, then the attention's, is added.
             update: what the layer before adds; None before the first.
         """
-        lora = batch.lora
-        normed = self.norms[0].forward(x, lora, update)
+        return self.transform(x, self.mix(x, update, cos_sin, batch), batch)
+
+    def mix(self, x: Tensor, update: Tensor | None, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
+        """The first half: what the mixer adds. Mutates x as `forward` does."""
+        normed = self.norms[0].forward(x, batch.lora, update)
         update = self.mixer.forward(normed, cos_sin, batch)
         if self.post_norms is not None:
-            update = self.post_norms[0].forward(update, lora)
-        update = self.mlp.forward(self.norms[1].forward(x, lora, update), batch)
+            update = self.post_norms[0].forward(update, batch.lora)
+        return update
+
+    def transform(self, x: Tensor, update: Tensor, batch: ForwardBatch) -> Tensor:
+        """The second half, in which each row is on its own: what the MLP adds. Mutates x."""
+        update = self.mlp.forward(self.norms[1].forward(x, batch.lora, update), batch)
         if self.post_norms is not None:
-            update = self.post_norms[1].forward(update, lora)
+            update = self.post_norms[1].forward(update, batch.lora)
         return update
 
 
@@ -196,14 +203,30 @@ class Decoder:
             x: `[T, H]`, what the first layer reads. Mutated.
             rotations: by layer.
 
-        Returns: fresh `[T, H]`.
+        Returns: fresh `[T, H]`. Rows that nothing reads may be zeros.
         """
         assert self._norm is not None, "subclasses without one have a pass of their own"
         batch.attention.rotations = rotations
         update = None
-        for layer, cos_sin in zip(self._layers, rotations, strict=True):
+        *layers, last = zip(self._layers, rotations, strict=True)
+        for layer, cos_sin in layers:
             update = layer.forward(x, update, cos_sin, batch)
+        layer, cos_sin = last
+        if batch.read_rows is not None and isinstance(layer, DecoderLayer) and not self.draft_head:
+            update = layer.mix(x, update, cos_sin, batch)
+            return self._end_of_rows(layer, x, update, batch, batch.read_rows)
+        update = layer.forward(x, update, cos_sin, batch)
         return self._norm.forward(x, batch.lora, update)
+
+    def _end_of_rows(
+        self, layer: DecoderLayer, x: Tensor, update: Tensor, batch: ForwardBatch, rows: Tensor
+    ) -> Tensor:
+        """The rest of `forward_layers` after the last mixer, for some rows only."""
+        assert self._norm is not None
+        own = replace(batch, lora=batch.lora.select(rows.tolist()))
+        own_x, own_update = x.index_select(0, rows), update.index_select(0, rows)
+        hidden = self._norm.forward(own_x, own.lora, layer.transform(own_x, own_update, own))
+        return torch.zeros_like(x).index_copy_(0, rows, hidden)
 
     def foresee(self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states of the draft head `[T, H]`, given those of `forward` and the token after

@@ -60,7 +60,10 @@ class BatchMaker:
         rope_rows = None
         if step.rope_rows is not None:
             rope_rows = torch.from_numpy(step.per_token(step.rope_rows))
-        lora = LoraBatch(step.runs, self.deltas, self.records)
+        lora, read_rows = LoraBatch(step.runs, self.deltas, self.records), None
+        if self.records is not None and not step.is_decode:
+            # With compiled kernels, the bits of a row do not depend on which others are computed.
+            read_rows = step.read_rows()
         if self.gpu is not None:
             lora = self.gpu.lora_batch(step.runs, step.num_token_rows)
         return ForwardBatch(
@@ -70,6 +73,7 @@ class BatchMaker:
             lora=lora,
             rope_rows=None if rope_rows is None else to_device(rope_rows, self.device),
             states=self._states(step.plan),
+            read_rows=None if read_rows is None else torch.from_numpy(read_rows),
         )
 
     def _states(self, plan: StepPlan) -> StateBatch | None:

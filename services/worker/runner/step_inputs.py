@@ -13,8 +13,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from loraplex.api.pooling import Pooling
 from loraplex_services.worker.layers.ropes import Ropes
 from loraplex_services.worker.ops.lora.runs import RowRun, row_runs
+from loraplex_services.worker.types.request import Request
 from loraplex_services.worker.types.step_plan import StepPlan
 
 Int64s: TypeAlias = NDArray[np.int64]
@@ -69,6 +71,23 @@ class StepInputs:
         positions: Int64s = np.repeat(self.starts - begins, self.num_tokens)
         positions += np.arange(self.num_token_rows)
         return positions
+
+    def read_rows(self) -> Int64s | None:
+        """The only token rows whose hidden states are read: the last of each planned row, and those
+        that drafts are compared with. None = others may be read, too, or these are all rows."""
+        rows = self.plan.rows
+        if any(_reads_prompt(row.request) for row in rows):
+            return None
+        ends = np.cumsum(self.num_tokens).tolist()
+        spans = [
+            np.arange(end - 1 - len(row.drafts), end) for end, row in zip(ends, rows, strict=True)
+        ]
+        found = np.concatenate(spans)
+        return found if len(found) < self.num_token_rows else None
+
+
+def _reads_prompt(request: Request) -> bool:
+    return request.pooling is Pooling.MEAN or request.sampling.prompt_logprobs is not None
 
 
 def read_plan(plan: StepPlan, ropes: Ropes) -> StepInputs:

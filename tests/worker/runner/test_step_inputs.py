@@ -58,6 +58,9 @@ def test_a_plan_is_read_into_arrays_by_token_row(ropes: Ropes) -> None:
     assert step.rope_rows is not None
     assert step.per_token(step.rope_rows).tolist() == [0] * 11 + [10]
     assert not step.is_decode
+    read = step.read_rows()
+    assert read is not None
+    assert read.tolist() == [3, 8, 9, 10, 11]
 
 
 def test_neighbours_with_one_adapter_share_a_run_where_it_acts(ropes: Ropes) -> None:

@@ -147,8 +147,8 @@ def test_a_step_sends_two_sums_a_layer_and_adapters_send_nothing(group, num_toke
     """N = 2: a sum of B x h sends 2 (N - 1) B h / N numbers, the gather of the best of a row N - 1
     pairs of numbers."""
     sums = 2 * tiny.NUM_LAYERS + 1  # and one for the embedding
-    sum_bytes = 2 * 1 / 2 * num_tokens * tiny.HIDDEN * FLOAT_BYTES
-    expected = sums * sum_bytes + 1 * PAIR_BYTES
+    num_rows = (sums - 1) * num_tokens + 1  # the last MLP computes the row that is read
+    expected = num_rows * 2 * 1 / 2 * tiny.HIDDEN * FLOAT_BYTES + 1 * PAIR_BYTES
     assert sent_bytes(group, num_tokens) == expected
     driver = Driver(group.runner)
     driver.load(3, group.adapter("all", 8))
@@ -202,7 +202,10 @@ def test_divided_pairs_send_what_the_paper_says(full, num_tokens, targets, facto
         sent = sent_bytes(full, num_tokens, ((slot, 1.0),)) - base
         full.runner.unload_adapter(slot)
         others = full.num_ranks - 1
-        expected = tiny.NUM_LAYERS * factor * others * num_tokens * rank / full.num_ranks
+        num_rows = tiny.NUM_LAYERS * factor * num_tokens
+        if targets is ALL_LINEAR:  # the last MLP computes the row that is read
+            num_rows -= 4 * (num_tokens - 1)
+        expected = others * num_rows * rank / full.num_ranks
         assert sent == expected * FLOAT_BYTES
 
 
@@ -215,7 +218,10 @@ def test_each_site_sends_what_its_own_division_does(by_site, targets, factor):
     sent = sent_bytes(by_site, 7, ((1, 1.0),)) - base
     by_site.runner.unload_adapter(1)
     others = by_site.num_ranks - 1
-    expected = tiny.NUM_LAYERS * factor * others * 7 * 8 / by_site.num_ranks
+    num_rows = tiny.NUM_LAYERS * factor * 7
+    if targets is ALL_LINEAR:  # the last MLP computes the row that is read
+        num_rows -= 2 * 6
+    expected = num_rows * others * 8 / by_site.num_ranks
     assert sent == expected * FLOAT_BYTES
 
 
