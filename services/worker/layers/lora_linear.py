@@ -70,6 +70,9 @@ class LoraLinear:
         """`forward` with a float32 result, which is not rounded to x's dtype on the way if the
         device allows that. Adapters are then added in torch: kernels want y to have x's dtype."""
         if not keeps_float32(x):
+            is_base_alone = self._joined is None and self.bias is None and not lora.runs
+            if is_base_alone and num_outputs <= self.base.out_features:
+                return self.base.apply_float32(x)
             return self.forward(x, lora, num_outputs).float()
         y = self._widened(self.base.apply_float32(x), num_outputs)
         lora.await_site(self.site_id)

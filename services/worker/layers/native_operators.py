@@ -18,13 +18,16 @@ from loraplex_services.worker.layers.native_experts import (
 )
 from loraplex_services.worker.layers.operators import AddLora, Operators
 from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.native.isa import AMX
 from loraplex_services.worker.ops.activation.torch import Activation, Gate, Gated, stacked_gate
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.cpu import NativeAttention
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.cpu import (
     CodedLinear,
+    GateLinear,
     PackedLinear,
+    PlainLinear,
     TiledLinear,
     as_published,
     is_readable,
@@ -46,6 +49,7 @@ class NativeOperators(Operators):
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
         super().__init__()
         self._in_tiles = dtype is torch.bfloat16 and native.prefers_tiles
+        self._on_amx = self._in_tiles and native.isa == AMX
         widens = dtype is torch.bfloat16 and native.has_tiles and not native.uses_pairs
         self.name = f"native-{native.isa}" + "-widened" * widens
         self.native = native
@@ -64,11 +68,20 @@ class NativeOperators(Operators):
         self.native.rotate(x, *cos_sin, head_dim)
         return x
 
-    def linear(self, weight: Tensor) -> BaseLinear:
+    def linear(self, weight: Tensor, activation: Activation | None = None) -> BaseLinear:
         """See Operators."""
+        operation = operation_of(activation) if isinstance(activation, str) else None
+        if self._on_amx and operation in GateLinear.operations and GateLinear.fits(weight):
+            return GateLinear(self.native, weight, operation)
         if self._in_tiles:
             return TiledLinear(self.native, weight)
         return PackedLinear(self.native, as_published(weight))
+
+    def head(self, weight: Tensor) -> BaseLinear:
+        """See Operators."""
+        if self._on_amx and PlainLinear.fits(weight):
+            return PlainLinear(self.native, weight)
+        return self.linear(weight)
 
     def reads_codes(self, weight: CodedWeight) -> bool:
         """See Operators."""

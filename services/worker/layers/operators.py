@@ -63,9 +63,14 @@ class Operators:
         self.division: Division = ONE_MATRIX
         """How they divide adapters."""
 
-    def linear(self, weight: Tensor) -> BaseLinear:
-        """A base product; the weight `[out, in]` is not needed afterwards."""
+    def linear(self, weight: Tensor, activation: Activation | None = None) -> BaseLinear:
+        """A base product; the weight `[out, in]` is not needed afterwards. If its outputs go to the
+        `gate` of an activation, it may be a `JoinedGate`."""
         return DenseLinear(weight)
+
+    def head(self, weight: Tensor) -> BaseLinear:
+        """The product of the head, whose weight may be that of the embedding."""
+        return self.linear(weight)
 
     def reads_codes(self, weight: CodedWeight) -> bool:
         """Whether products read the codes; otherwise the weight is dequantised once."""

@@ -31,6 +31,7 @@ from loraplex_services.worker.model.decoder import (
 )
 from loraplex_services.worker.model.load import Weights, parts_of, take_rows
 from loraplex_services.worker.model.own_weights import OwnWeights
+from loraplex_services.worker.ops.activation.torch import Activation
 from loraplex_services.worker.ops.linear.coded import CodedWeight, joined
 from loraplex_services.worker.ops.linear.stacked import StackedLinear
 from loraplex_services.worker.ops.linear.torch import BaseLinear, DenseLinear, WeightRows
@@ -130,14 +131,8 @@ class Builder:
         for (scheme, is_kept), count in sorted(self._codes.items()):
             how = "kept in codes" if is_kept else "dequantised, as no kernel here reads them"
             logger.info("quantised weights: %d linears of %s are %s", count, scheme, how)
-        sites = SiteWeights(
-            self.sites.build(),
-            self.linears,
-            self.biases,
-            self.norm_offsets,
-            self.shard,
-            self.published,
-        )
+        facts = self.biases, self.norm_offsets, self.shard, self.published
+        sites = SiteWeights(self.sites.build(), self.linears, *facts)
         return Decoder(config, embedding, layers, norm, head, score, sites, layer_inputs)
 
     @property
@@ -187,6 +182,7 @@ class Builder:
         cut: Cut = WHOLE,
         *,
         is_addend: bool = False,
+        activation: Activation | None = None,
     ) -> LoraLinear:
         """A site of stacked projections.
 
@@ -194,8 +190,9 @@ class Builder:
             num_inputs: inputs of the complete weight, whose outputs `modules` has.
             cut: how ranks divide it.
             is_addend: if ranks divide the inputs, leave the sum over the ranks to the caller.
+            activation: of the gates, if the projections are gates and what they multiply.
         """
-        base = self.base(modules, num_inputs, cut)
+        base = self.base(modules, num_inputs, cut, activation)
         both = self.operators.division.divides_both(num_inputs, [n for _, n in modules], cut)
         site_id = self.sites.add(layer, LINEAR, num_inputs, modules, cut, divides_both=both)
         self.linears[site_id] = self._rows_of(base, modules, num_inputs)
@@ -216,7 +213,9 @@ class Builder:
         codes = self.weights.take_codes(f"{name}.weight", (rows, num_inputs))
         return codes is not None and self.operators.reads_expert_codes(codes)
 
-    def base(self, modules: Modules, num_inputs: int, cut: Cut) -> BaseLinear:
+    def base(
+        self, modules: Modules, num_inputs: int, cut: Cut, activation: Activation | None = None
+    ) -> BaseLinear:
         """The stacked weights of `modules`, in codes where the files have codes that a kernel
         reads."""
         window = self.own.window(sum(rows for _, rows in modules), cut)
@@ -224,7 +223,7 @@ class Builder:
         found = [self.own.codes(name, (rows, num_inputs), own) for name, rows, own in names]
         codes = [part for part in found if part is not None]
         if not codes:
-            return self.operators.linear(self.weight(modules, num_inputs, cut))
+            return self.operators.linear(self.weight(modules, num_inputs, cut), activation)
         if len(codes) == len(found) and (stack := joined(codes)) is not None:
             return self._coded_linear(stack, len(codes))
         parts = [
@@ -360,7 +359,7 @@ class Builder:
             return self._coded_linear(self.own.token_codes(codes))
         if table is None:
             table = self._token_rows(f"{name}.weight")
-        return self.operators.linear(table)
+        return self.operators.head(table)
 
 
 def dense_mlp(builder: Builder, layer: int) -> GatedMlp:
@@ -374,16 +373,16 @@ def gated_mlp(
 ) -> GatedMlp:
     """gate, up and down projections under a prefix; `is_addend`: see `Builder.linear`."""
     config, hidden = builder.config, builder.config.hidden_size
+    has_bias, outputs, inputs = config.mlp_bias, inner_outputs(width), inner_inputs(width)
+    activation = config.activation
     gate_up = [(f"{prefix}.gate_proj", width), (f"{prefix}.up_proj", width)]
     if builder.names.fused_qkv:
         gate_up = [(f"{prefix}.gate_up_proj", 2 * width)]
     down = [(f"{prefix}.down_proj", hidden)]
     return GatedMlp(
-        builder.linear(layer, hidden, gate_up, config.mlp_bias, inner_outputs(width)),
-        builder.linear(
-            layer, width, down, config.mlp_bias, inner_inputs(width), is_addend=is_addend
-        ),
-        builder.operators.gate(config.activation),
+        builder.linear(layer, hidden, gate_up, has_bias, outputs, activation=activation),
+        builder.linear(layer, width, down, has_bias, inputs, is_addend=is_addend),
+        builder.operators.gate(activation),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from loraplex_services.worker.layers.lora_linear import LoraLinear
 from loraplex_services.worker.layers.ranks import GatheredLinear
 from loraplex_services.worker.layers.ropes import Ropes
 from loraplex_services.worker.layers.score import ScoreHead
-from loraplex_services.worker.ops.linear.torch import WeightRows, keeps_float32
+from loraplex_services.worker.ops.linear.torch import ChoosesBest, WeightRows, keeps_float32
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.norm.torch import Norm
 from loraplex_services.worker.ops.rope.torch import CosSin
@@ -296,6 +297,19 @@ class Decoder:
     def _capped(self, logits: Tensor) -> Tensor:
         softcap = self.config.logit_softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    @cached_property
+    def finds_best(self) -> bool:
+        """Whether the base's best tokens can be found without storing logits."""
+        has_cap = self.config.logit_softcap is not None
+        return isinstance(self._head.base, ChoosesBest) and not has_cap
+
+    def best_tokens(self, hidden: Tensor, lora: LoraBatch) -> Tensor | None:
+        """The first largest of `logits`, int64 `[n]`, where `finds_best`; None if an adapter of
+        these rows changes the head."""
+        base = self._head.base
+        assert isinstance(base, ChoosesBest), type(base)
+        return None if self.rows_with_heads(lora) else base.best(hidden)
 
     def logits(self, hidden: Tensor, lora: LoraBatch) -> Tensor:
         """Fresh logits, float32 `[n, V]`, of hidden rows `[n, H]`; `lora` runs over these rows.

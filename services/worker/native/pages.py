@@ -42,6 +42,8 @@ class WeightMemory:
         """The rest of the last chunk."""
         self._written: list[Tensor] = []
         """Chunks in small pages."""
+        self._whole: list[Tensor] = []
+        """Weights that were added, from their first huge page on."""
 
     def take(self, num_items: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised `[num_items]`, aligned to 64 bytes."""
@@ -52,15 +54,22 @@ class WeightMemory:
         taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
         return taken.view(dtype)[:num_items]
 
+    def add(self, weight: Tensor) -> None:
+        """Move a dense weight with the others, except for the parts of huge pages at its ends."""
+        data = weight.view(-1).view(torch.uint8)
+        self._whole.append(data[-data.data_ptr() % PAGE_BYTES :])
+
     def use_huge_pages(self) -> None:
-        """Move what has been taken into huge pages, in a thread."""
+        """Move what has been taken or added into huge pages, in a thread."""
         chunks, self._written = self._written, []
+        others, self._whole = self._whole, []
         if not chunks or sys.platform != "linux":
             return
         sizes = [len(chunk) for chunk in chunks]
         sizes[-1] -= len(self._free)
         self._free = self._free[:0]
-        arguments = (chunks, sizes)
+        sizes += [len(other) // PAGE_BYTES * PAGE_BYTES for other in others]
+        arguments = (chunks + others, sizes)
         threading.Thread(None, _collapse, "huge pages", arguments, daemon=True).start()
 
 

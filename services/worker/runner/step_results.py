@@ -96,6 +96,11 @@ def choose(
             shared.announce(token_rows)
         return model.logits(*select_rows(hidden, lora, token_rows))
 
+    def best_of(token_rows: Tensor) -> Tensor | None:
+        if not model.finds_best:
+            return None
+        return model.best_tokens(*select_rows(hidden, lora, token_rows))
+
     rows = step.plan.rows
     choosing = [row for row in rows if row.chooses]
     tokens = [token for row in choosing for token in next_tokens(row, before)]
@@ -112,7 +117,7 @@ def choose(
     scores = _score_prompts(rows[: step.plan.num_contexts], logits_of)
     token_rows = torch.from_numpy(last_rows)
     if shared is None:
-        choices = sample(token_rows, tokens, logits_of, eos_ids, draws)
+        choices = sample(token_rows, tokens, logits_of, eos_ids, draws, best_of)
     else:
         choices = shared.choose(token_rows, tokens, hidden, lora, logits_of, eos_ids)
     pooled = pool(rows, hidden, lora, model.scores) if step.plan.num_contexts else None

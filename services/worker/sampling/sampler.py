@@ -45,6 +45,9 @@ LogitsOf = Callable[[Tensor], Tensor]
 """Maps token rows of the batch, int64 `[n]`, to fresh logits, float32 `[n, V]`. The rows are on the
 host: asking a device for them would wait for the step."""
 
+BestOf = Callable[[Tensor], Tensor | None]
+"""Maps token rows to the first best of their logits, int64 `[n]`; None if that is not faster."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -97,12 +100,17 @@ def needs_best_only(token: NextToken, num_tokens: int) -> bool:
     return not is_drawn(token) or limits_of((params,), num_tokens) is None
 
 
+def _takes_best(token: NextToken) -> bool:
+    return not is_drawn(token) and needs_best_only(token, 0)
+
+
 def sample(
     token_rows: Tensor,
     tokens: Sequence[NextToken],
     logits_of: LogitsOf,
     eos_ids: Sequence[int],
     operators: DrawOperators = TORCH_DRAWS,
+    best_of: BestOf = lambda _: None,
 ) -> Choices:
     """Choose each of `tokens`.
 
@@ -110,12 +118,19 @@ def sample(
         token_rows: int64 `[N]`, each request's last token in the batch.
         eos_ids: masked, like stop tokens, until a request's `min_tokens` are there.
         operators: what rows with a temperature are truncated and drawn by.
+        best_of: used where the best logit of each row is all that is needed.
     """
     token_ids, chunks = [], []
     for begin in range(0, len(tokens), MAX_LOGIT_ROWS):
         end = begin + MAX_LOGIT_ROWS
-        logits = logits_of(token_rows[begin:end])
-        ids, chunk = _sample_chunk(logits, tokens[begin:end], eos_ids, operators)
+        ids = None
+        if all(map(_takes_best, tokens[begin:end])):
+            ids = best_of(token_rows[begin:end])
+        if ids is not None:
+            chunk = ChosenChunk(to_host(ids), (), None, (), None)
+        else:
+            logits = logits_of(token_rows[begin:end])
+            ids, chunk = _sample_chunk(logits, tokens[begin:end], eos_ids, operators)
         token_ids.append(ids)
         chunks.append(chunk)
     if not chunks:

@@ -45,3 +45,19 @@ def test_memory_begins_with_a_page_and_ends_as_asked():
     memory = huge_pages(PAGE_BYTES + 3)
     assert memory.data_ptr() % PAGE_BYTES == 0
     assert memory.fill_(7).sum() == 7 * (PAGE_BYTES + 3)
+
+
+def test_weights_that_are_added_move_too_and_small_ones_stay():
+    memory = WeightMemory()
+    sizes = (3, 5 << 20)
+    taken = [torch.full((size,), value) for value, size in enumerate(sizes)]
+    for weight in taken:
+        memory.add(weight)
+    filled(memory, (7,))
+    addresses = [weight.data_ptr() for weight in taken]
+    memory.use_huge_pages()
+    for thread in threading.enumerate():
+        if thread.name == "huge pages":
+            thread.join()
+    assert all((weight == value).all() for value, weight in enumerate(taken))
+    assert [weight.data_ptr() for weight in taken] == addresses

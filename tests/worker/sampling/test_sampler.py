@@ -53,6 +53,32 @@ def test_temperature_zero_takes_the_argmax_and_ties_go_to_the_lowest_id():
     assert chosen_ids(logits, [make_request(), make_request()]) == [0, 12]
 
 
+def best_from(known, requests):
+    """Chosen tokens where the best ones are known; logits are all equal."""
+    tokens = [token_of(request) for request in requests]
+    logits = torch.zeros(len(requests), VOCAB)
+    choices = sample(
+        torch.arange(len(requests)), tokens, lambda rows: logits[rows], (3,), best_of=known
+    )
+    assert choices.token_ids.tolist() == [sampled.token_id for sampled in choices.read()]
+    return choices.token_ids.tolist()
+
+
+def test_known_best_tokens_are_taken_where_nothing_else_is_needed(monkeypatch):
+    monkeypatch.setattr(sampler, "MAX_LOGIT_ROWS", 2)
+    plain = [make_request() for _ in range(3)]
+    assert best_from(lambda rows: rows + 40, plain) == [40, 41, 42]
+    assert best_from(lambda _: None, plain) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1.0}, {"logprobs": 0}, {"bad_token_ids": (5,)}, {"min_tokens": 2}]
+)
+def test_known_best_tokens_are_not_taken_where_a_neighbour_needs_logits(params):
+    found = best_from(lambda rows: rows + 40, [make_request(), make_request(**params)])
+    assert found[0] == 0
+
+
 @pytest.mark.parametrize("seed", [0, 3, 2**63 + 5, 2**64 - 1])
 def test_a_draw_is_the_argmax_of_tempered_logits_plus_published_noise(seed):
     logits = random_logits(1, seed=2)

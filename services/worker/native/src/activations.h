@@ -16,4 +16,18 @@ inline Vec gelu_tanh(Vec z) {
     return sigmoid_product(z, mul(z, cubic));
 }
 
+// As torch rounds: to T and back.
+inline Vec rounded(Vec a, float) { return a; }
+inline Vec rounded(Vec a, bf16) {
+    bf16 lanes[kLanes];
+    store(lanes, a);
+    return load(lanes);
+}
+
+// activation(a) * b, where the activation is rounded to T.
+template <class T, class Activation>
+inline Vec gated(const Activation& activation, Vec a, Vec b) {
+    return mul(rounded(activation(a), T()), b);
+}
+
 }  // namespace lpx

@@ -26,14 +26,6 @@ void each_head(int64_t num_rows, int64_t num_heads, const Body& body) {
     each_row(num_rows * num_heads, [&](int64_t i) { body(i / num_heads, i % num_heads); });
 }
 
-// As torch rounds: to T and back.
-inline Vec rounded(Vec a, float) { return a; }
-inline Vec rounded(Vec a, bf16) {
-    bf16 lanes[kLanes];
-    store(lanes, a);
-    return load(lanes);
-}
-
 // y = x / rms(x) * weight; `update` (or null) is added to x first.
 template <class T>
 void norm_row(T* x, const T* update, const float* weight, T* y, int64_t n, float eps,
@@ -170,7 +162,7 @@ LPX_EXPORT void lpx_elementwise(int64_t operation, void* y, int64_t y_dtype, int
             with_activation(b_dtype, [&](auto of_b) { each(T(), of_b, function); });
         };
         const auto gate = [&](const auto& activation) {
-            each(T(), T(), [&](Vec x, Vec z) { return mul(rounded(activation(x), T()), z); });
+            each(T(), T(), [&](Vec x, Vec z) { return gated<T>(activation, x, z); });
         };
         switch (operation) {
             case kCopy:

@@ -8,6 +8,7 @@
 // a row's result does not depend on its neighbours.
 #include <utility>
 
+#include "activations.h"
 #include "kernels.h"
 #include "pairs.h"
 #include "pool.h"
@@ -41,7 +42,7 @@ struct TileProduct {
     const bf16* x;
     int64_t ldx;
     const bf16* packed;
-    int64_t num_rows, num_tiles, num_outputs, ldy;
+    int64_t num_rows, num_tiles, num_panels;
 };
 
 // A row's outputs of a panel. In bfloat16 they are one cache line, which is written at once.
@@ -56,20 +57,61 @@ inline void store_panel(bf16* out, const float* sums) {
 }
 #endif
 
+// What becomes of the sums of a panel's outputs in rows [row, row + num_rows): they are stored ...
 template <class T>
-void store_sums(const TileProduct& g, const float* sums, T* y, int64_t row, int64_t num_rows,
-                int64_t panel) {
-    const int64_t first = panel * kTilePanel;
-    const int64_t left = smaller(g.num_outputs - first, kTilePanel);
-    T* out = y + row * g.ldy + first;
-    for (int64_t r = 0; r < num_rows; ++r, out += g.ldy, sums += kTilePanel) {
-        if (left == kTilePanel) {
-            store_panel(out, sums);
-        } else {
-            for (int64_t i = 0; i < left; i += kLanes) store_n(out + i, load(sums + i), left - i);
+struct Outputs {
+    T* y;
+    int64_t ldy, num_outputs;
+
+    void take(const float* sums, int64_t row, int64_t num_rows, int64_t panel) const {
+        const int64_t first = panel * kTilePanel;
+        const int64_t left = smaller(num_outputs - first, kTilePanel);
+        T* out = y + row * ldy + first;
+        for (int64_t r = 0; r < num_rows; ++r, out += ldy, sums += kTilePanel) {
+            if (left == kTilePanel) {
+                store_panel(out, sums);
+            } else {
+                for (int64_t i = 0; i < left; i += kLanes) store_n(out + i, load(sums + i), left - i);
+            }
         }
     }
-}
+};
+
+// ... or, where a panel's tiles are 16 gates and the 16 outputs that they multiply, the gates are stored
+// side by side, and the other outputs after all gates ...
+struct GatesAndOthers {
+    bf16* y;
+    int64_t ldy, width;
+
+    void take(const float* sums, int64_t row, int64_t num_rows, int64_t panel) const {
+        bf16* out = y + row * ldy + panel * kTileRows;
+        for (int64_t r = 0; r < num_rows; ++r, out += ldy, sums += kTilePanel) {
+            for (int64_t i = 0; i < kTileRows; i += kLanes) {
+                store(out + i, load(sums + i));
+                store(out + width + i, load(sums + kTileRows + i));
+            }
+        }
+    }
+};
+
+// ... or their products are, with the bits that `lpx_elementwise` gives.
+template <class Activation>
+struct Gated {
+    bf16* y;
+    int64_t ldy;
+    Activation activation;
+
+    void take(const float* sums, int64_t row, int64_t num_rows, int64_t panel) const {
+        bf16* out = y + row * ldy + panel * kTileRows;
+        for (int64_t r = 0; r < num_rows; ++r, out += ldy, sums += kTilePanel) {
+            for (int64_t i = 0; i < kTileRows; i += kLanes) {
+                const Vec gate = rounded(load(sums + i), bf16());
+                const Vec other = rounded(load(sums + kTileRows + i), bf16());
+                store(out + i, gated<bf16>(activation, gate, other));
+            }
+        }
+    }
+};
 
 // What the block of rows number `block` of `num_blocks` prefetches. A single block prefetches what
 // follows in memory a few tiles later. Of several blocks, the first two prefetch half of the next panel
@@ -96,11 +138,11 @@ struct TileTask {
     int64_t row, num_rows, begin, end;
 };
 
-// Adds the products with a panel's tiles [tile, end) to `sums`, or begins them; the last go to y. These tiles
-// stay in the first-level cache while the blocks of rows pass by.
-template <class T>
+// Adds the products with a panel's tiles [tile, end) to `sums`, or begins them; the last are taken by `to`.
+// These tiles stay in the first-level cache while the blocks of rows pass by.
+template <class To>
 void multiply_part(PanelProduct& product, const TileProduct& g, const TileTask& task, int64_t panel,
-                   int64_t tile, int64_t end, float* sums, T* y) {
+                   int64_t tile, int64_t end, float* sums, const To& to) {
     const int64_t num_blocks = ceil_div(task.num_rows, PanelProduct::kMaxRows);
     const bf16* weights = g.packed + (panel * g.num_tiles + tile) * 2 * kTileItems;
     const bf16* next = weights + g.num_tiles * 2 * kTileItems;
@@ -112,14 +154,14 @@ void multiply_part(PanelProduct& product, const TileProduct& g, const TileTask& 
         product.multiply(n, g.x + (task.row + done) * g.ldx + tile * kTileInputs, g.ldx, weights,
                          end - tile, out, tile > 0,
                          ahead_of(weights, next, end - tile, block, num_blocks), [](int64_t) {});
-        if (end == g.num_tiles) store_sums(g, out, y, task.row + done, n, panel);
+        if (end == g.num_tiles) to.take(out, task.row + done, n, panel);
     }
 }
 
 // Long inputs are taken in chunks. The sums are kept in float32 in between, so that chunks do not change the
 // result.
-template <class T>
-void multiply_panels(PanelProduct& product, const TileProduct& g, T* y, const TileTask& task) {
+template <class To>
+void multiply_panels(PanelProduct& product, const TileProduct& g, const To& to, const TileTask& task) {
     const int64_t chunk = chunk_of(g, task.num_rows), panel_sums = task.num_rows * kTilePanel;
     const bool is_whole = chunk == g.num_tiles;
     float* const all_sums = scratch(0, (is_whole ? 1 : task.end - task.begin) * panel_sums);
@@ -129,7 +171,7 @@ void multiply_panels(PanelProduct& product, const TileProduct& g, T* y, const Ti
             float* sums = is_whole ? all_sums : all_sums + (panel - task.begin) * panel_sums;
             for (int64_t tile = first, next; tile < end; tile = next) {
                 next = tile + smaller(PanelProduct::kPartTiles, end - tile);
-                multiply_part(product, g, task, panel, tile, next, sums, y);
+                multiply_part(product, g, task, panel, tile, next, sums, to);
             }
         }
     }
@@ -137,10 +179,10 @@ void multiply_panels(PanelProduct& product, const TileProduct& g, T* y, const Ti
 
 // A thread's panels of a product of a single block of rows. A panel's sums are rounded and stored while the
 // next panel is multiplied, because the memory would wait for the processor otherwise.
-template <class T>
+template <class To>
 class FewRows {
 public:
-    FewRows(const TileProduct& g, T* y) : g_(g), y_(y) {
+    FewRows(const TileProduct& g, const To& to) : g_(g), to_(to) {
         for (float*& sums : sums_) sums = scratch(0, 2 * kPanelSums);
         sums_[1] += kPanelSums;
     }
@@ -161,33 +203,32 @@ private:
     static constexpr int64_t kPanelSums = PanelProduct::kMaxRows * kTilePanel;
 
     void store(int64_t row, int64_t num_rows) const {
-        if (stored_ >= 0) store_sums(g_, sums_[0] + row * kTilePanel, y_, row, num_rows, stored_);
+        if (stored_ >= 0) to_.take(sums_[0] + row * kTilePanel, row, num_rows, stored_);
     }
 
     const TileProduct& g_;
-    T* const y_;
+    const To& to_;
     PanelProduct product_;
     float* sums_[2];       // of the panel that is stored, and of the one that is multiplied
     int64_t stored_ = -1;  // a panel
 };
 
-template <class T>
-void multiply(const TileProduct& g, T* y) {
-    const int64_t num_panels = ceil_div(g.num_outputs, kTilePanel);
+template <class To>
+void multiply(const TileProduct& g, const To& to) {
     if (g.num_rows <= PanelProduct::kMaxRows) {
-        const auto make = [&] { return FewRows<T>(g, y); };
-        return parallel_shares(num_panels, make,
-                               [](FewRows<T>& rows, int64_t panel) { rows.multiply(panel); });
+        const auto make = [&] { return FewRows<To>(g, to); };
+        return parallel_shares(g.num_panels, make,
+                               [](FewRows<To>& rows, int64_t panel) { rows.multiply(panel); });
     }
     const int64_t num_row_tasks = ceil_div(g.num_rows, PanelProduct::kTaskRows);
     const int64_t num_blocks = ceil_div(g.num_rows, PanelProduct::kMaxRows);
     const int64_t rows = ceil_div(num_blocks, num_row_tasks) * PanelProduct::kMaxRows;
     int64_t panels = 1;
     if (num_row_tasks > 1 || chunk_of(g, g.num_rows) < g.num_tiles) {
-        panels = num_panels * num_row_tasks / (num_threads() * kTasksPerThread);
+        panels = g.num_panels * num_row_tasks / (num_threads() * kTasksPerThread);
         panels = panels < 1 ? 1 : smaller(panels, PanelProduct::kMaxTaskPanels);
     }
-    const int64_t num_panel_tasks = ceil_div(num_panels, panels);
+    const int64_t num_panel_tasks = ceil_div(g.num_panels, panels);
     // A thread's tasks share the tile registers, whose configuration waits for all instructions before it.
     const auto make = [] { return PanelProduct(); };
     parallel_shares(num_panel_tasks * num_row_tasks, make, [&](PanelProduct& product, int64_t task) {
@@ -196,8 +237,8 @@ void multiply(const TileProduct& g, T* y) {
         const int64_t begin =
             (keeps_rows ? task % num_panel_tasks : task / num_row_tasks) * panels;
         if (row >= g.num_rows) return;
-        multiply_panels(product, g, y, {row, smaller(g.num_rows - row, rows), begin,
-                               smaller(begin + panels, num_panels)});
+        multiply_panels(product, g, to, {row, smaller(g.num_rows - row, rows), begin,
+                                smaller(begin + panels, g.num_panels)});
     });
 }
 
@@ -211,6 +252,17 @@ const bf16* padded(const bf16* x, int64_t ldx, int64_t num_rows, int64_t num_inp
                     (padded_inputs - num_inputs) * sizeof(bf16));
     }
     return copy;
+}
+
+TileProduct product_of(const void* x, int64_t ldx, const void* packed, int64_t num_rows,
+                       int64_t num_inputs, int64_t num_panels) {
+    TileProduct g{static_cast<const bf16*>(x), ldx, static_cast<const bf16*>(packed), num_rows,
+                  tiles_of(num_inputs),        num_panels};
+    if (num_inputs % kTileInputs != 0) {
+        g.ldx = g.num_tiles * kTileInputs;
+        g.x = padded(g.x, ldx, num_rows, num_inputs, g.ldx);
+    }
+    return g;
 }
 
 // One tile of a weight, of which num_rows outputs and num_inputs inputs are left; zeros for the rest.
@@ -263,13 +315,31 @@ LPX_EXPORT void lpx_linear_tiles(const void* x, int64_t ldx, const void* packed,
                                  int64_t ldy, int64_t dtype, int64_t num_rows, int64_t num_inputs,
                                  int64_t num_outputs) {
     using namespace lpx;
-    TileProduct g{static_cast<const bf16*>(x), ldx, static_cast<const bf16*>(packed), num_rows,
-                  tiles_of(num_inputs),        num_outputs, ldy};
-    if (num_inputs % kTileInputs != 0) {
-        g.ldx = g.num_tiles * kTileInputs;
-        g.x = padded(g.x, ldx, num_rows, num_inputs, g.ldx);
+    const TileProduct g =
+        product_of(x, ldx, packed, num_rows, num_inputs, ceil_div(num_outputs, kTilePanel));
+    with_activation(dtype, [&](auto t) {
+        using T = decltype(t);
+        multiply(g, Outputs<T>{static_cast<T*>(y), ldy, num_outputs});
+    });
+}
+
+// The product with a weight of `width` gates and as many other outputs, packed in groups of 16 gates and the
+// 16 outputs that they multiply; x and y in bfloat16. y[num_rows, width] = activation(gates) * others; if the
+// operation is kCopy, y[num_rows, 2 * width] = gates and others.
+LPX_EXPORT void lpx_linear_gates(int64_t operation, const void* x, int64_t ldx, const void* packed,
+                                 void* y, int64_t ldy, int64_t num_rows, int64_t num_inputs,
+                                 int64_t width) {
+    using namespace lpx;
+    const TileProduct g = product_of(x, ldx, packed, num_rows, num_inputs, width / kTileRows);
+    bf16* out = static_cast<bf16*>(y);
+    const auto multiply_gated = [&](auto activation) {
+        multiply(g, Gated<decltype(activation)>{out, ldy, activation});
+    };
+    switch (operation) {
+        case kCopy: return multiply(g, GatesAndOthers{out, ldy, width});
+        case kSilu: return multiply_gated([](Vec z) { return silu(z); });
+        default: return multiply_gated([](Vec z) { return gelu_tanh(z); });
     }
-    with_activation(dtype, [&](auto t) { multiply(g, static_cast<decltype(t)*>(y)); });
 }
 
 #else
@@ -279,6 +349,8 @@ LPX_EXPORT int64_t lpx_prefers_tiles() { return 0; }
 LPX_EXPORT int64_t lpx_tile_items(int64_t, int64_t) { return 0; }
 LPX_EXPORT void lpx_pack_tiles(const void*, int64_t, int64_t, void*) {}
 LPX_EXPORT void lpx_linear_tiles(const void*, int64_t, const void*, void*, int64_t, int64_t, int64_t,
+                                 int64_t, int64_t) {}
+LPX_EXPORT void lpx_linear_gates(int64_t, const void*, int64_t, const void*, void*, int64_t, int64_t,
                                  int64_t, int64_t) {}
 
 #endif

@@ -20,9 +20,15 @@ LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed,
                                  int64_t block_size, void* y, int64_t dtype, int64_t num_rows,
                                  int64_t num_inputs, int64_t num_outputs);
 // gemm_tiles.cpp
+LPX_EXPORT int64_t lpx_tile_items(int64_t num_outputs, int64_t num_inputs);
+LPX_EXPORT void lpx_pack_tiles(const void* weight, int64_t num_outputs, int64_t num_inputs,
+                               void* packed);
 LPX_EXPORT void lpx_linear_tiles(const void* x, int64_t ldx, const void* packed, void* y,
                                  int64_t ldy, int64_t dtype, int64_t num_rows, int64_t num_inputs,
                                  int64_t num_outputs);
+LPX_EXPORT void lpx_linear_gates(int64_t operation, const void* x, int64_t ldx, const void* packed,
+                                 void* y, int64_t ldy, int64_t num_rows, int64_t num_inputs,
+                                 int64_t width);
 // lora.cpp
 LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, void* y, int64_t ldy,
                              int64_t num_outputs, int64_t activation_dtype, int64_t site,

@@ -49,6 +49,7 @@ constexpr Kernel kKernels[] = {
     describe<lpx_linear>("lpx_linear"),
     describe<lpx_linear_codes>("lpx_linear_codes"),
     describe<lpx_linear_tiles>("lpx_linear_tiles"),
+    describe<lpx_linear_gates>("lpx_linear_gates"),
     describe<lpx_add_lora>("lpx_add_lora"),
     describe<lpx_choose_experts>("lpx_choose_experts"),
     describe<lpx_experts>("lpx_experts"),

@@ -6,8 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.native.bindings import (
+    TILE_INPUTS,
+    TILE_ROWS,
+    Native,
+    row_stride,
+)
 from loraplex_services.worker.native.codes import CodeKind, PackedCodes
+from loraplex_services.worker.native.elementwise import Operation
 from loraplex_services.worker.native.library import DTYPE_CODES
 from loraplex_services.worker.ops.linear.coded import FLOAT8, CodedWeight, scaled
 from loraplex_services.worker.ops.linear.torch import BaseLinear
@@ -17,6 +23,8 @@ IN_TILES, IN_CODES = -1, -2
 """Stand for the type of a weight in tiles or codes (`native/src/experts.cpp`)."""
 KINDS = {"int4": CodeKind.INT4, "int8": CodeKind.INT8, "fp8": CodeKind.FLOAT8}
 PANEL, QUAD = 32, 4
+MAX_PLAIN_OUTPUTS = 1 << 24
+"""The kernel counts outputs in float32."""
 BLOCK_SIZES = (128, 64, 32, 16)
 """Inputs that the kernel may sum before it scales; of int8 also 256."""
 
@@ -76,6 +84,113 @@ class TiledLinear(BaseLinear):
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
         return self._native.unpack_tile_rows(self._packed, self.in_features, begin, end).float()
+
+
+class GateLinear(BaseLinear):
+    """Gates and as many outputs that they multiply, `[2 * width, in]`, packed in tiles of 16 gates
+    and their 16 outputs, so that one pass makes the products of both."""
+
+    operations = frozenset({Operation.SILU, Operation.GELU_TANH})
+    """What the kernel computes of them."""
+
+    def __init__(self, native: Native, weight: Tensor, operation: Operation) -> None:
+        assert self.fits(weight) and operation in self.operations, (weight.shape, operation)
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        self._operation = operation
+        groups = weight.view(2, -1, TILE_ROWS, self.in_features).transpose(0, 1)
+        self._packed = native.pack_tiles(groups.reshape(weight.shape))
+
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        """Whether there are as many gates as whole tiles have."""
+        return len(weight) % (2 * TILE_ROWS) == 0
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, 2 * width]`, all gates first."""
+        return self._product(Operation.COPY, x, self.out_features)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """See `JoinedGate`."""
+        return self._product(self._operation, x, self.out_features // 2)
+
+    def _product(self, operation: Operation, x: Tensor, num_outputs: int) -> Tensor:
+        y = torch.empty(len(x), num_outputs, dtype=x.dtype)
+        self._native.kernel("linear_gates")(
+            operation,
+            x.data_ptr(),
+            row_stride(x),
+            self._packed.data_ptr(),
+            y.data_ptr(),
+            num_outputs,
+            len(x),
+            self.in_features,
+            self.out_features // 2,
+        )
+        return y
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        numbers, width = torch.arange(begin, end), self.out_features // 2
+        half, number = numbers // width, numbers % width
+        places = (number // TILE_ROWS * 2 + half) * TILE_ROWS + number % TILE_ROWS
+        first, last = int(places.min()), int(places.max())
+        rows = self._native.unpack_tile_rows(self._packed, self.in_features, first, last + 1)
+        return rows[places - first].float()
+
+
+class PlainLinear(BaseLinear):
+    """A bfloat16 weight in the order of its rows, for products of few rows on AMX. A head that is
+    tied to the embedding needs no copy of it."""
+
+    def __init__(self, native: Native, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        assert self.fits(weight), (weight.dtype, weight.shape)
+        self._native = native
+        self._weight = weight.contiguous()
+        native.weights.add(self._weight)
+
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        """Whether the kernel reads a weight of this dtype and shape."""
+        is_whole = weight.shape[1] % TILE_INPUTS == 0 and len(weight) < MAX_PLAIN_OUTPUTS
+        return weight.dtype is torch.bfloat16 and is_whole
+
+    def apply(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]`."""
+        return self._product(x, x.dtype)
+
+    def apply_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> float32 `[T, out]`, rounded to bfloat16."""
+        return self._product(x, torch.float32)
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        y = torch.empty(len(x), self.out_features, dtype=dtype)
+        self._call("linear_plain", x, y, DTYPE_CODES[dtype])
+        return y
+
+    def best(self, x: Tensor) -> Tensor:
+        """See `ChoosesBest`."""
+        outputs = torch.empty(len(x), dtype=torch.int64)
+        self._call("best_plain", x, outputs)
+        return outputs
+
+    def _call(self, kernel: str, x: Tensor, result: Tensor, *dtype: int) -> None:
+        assert x.dtype is torch.bfloat16, x.dtype
+        x, weight = x.contiguous(), self._weight
+        self._native.kernel(kernel)(
+            x.data_ptr(),
+            weight.data_ptr(),
+            result.data_ptr(),
+            *dtype,
+            len(x),
+            self.in_features,
+            self.out_features,
+        )
+
+    def weight_rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), float32."""
+        return self._weight[begin:end].float()
 
 
 def is_readable(weight: CodedWeight) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,25 @@ class BaseLinear(WeightRows, Protocol):
         """`[T, in]` -> fresh float32 `[T, out]`, not rounded to x's dtype where
         `keeps_float32(x)`."""
         return self.apply(x).float()
+
+
+@runtime_checkable
+class ChoosesBest(Protocol):
+    """A base weight whose largest output is found without storing all of them."""
+
+    def best(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> fresh int64 `[T]`: the index of each row's largest output as `apply` rounds
+        it, the lowest among equals."""
+        ...
+
+
+@runtime_checkable
+class JoinedGate(Protocol):
+    """A base weight of stacked gates and outputs that they multiply, `[2 * width, in]`."""
+
+    def gated(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> fresh `[T, width]`: act(gates) * outputs, both rounded as `apply` does."""
+        ...
 
 
 def keeps_float32(x: Tensor) -> bool:
