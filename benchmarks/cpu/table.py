@@ -95,6 +95,7 @@ def main() -> None:
     args = parse_args()
     levels = args.levels.split(",") if args.levels else default_levels()
     table: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Rows]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for level in levels:
             results = Path(scratch) / level
@@ -104,11 +105,12 @@ def main() -> None:
             if args.peers:
                 measured["peers"] = run_peers(args, level, results)
             table += [line(goal, level, measured.get(goal.benchmark)) for goal in GOALS]
+            rows[level] = measured
     print_table(table)
     options = {"model": args.model, "repetitions": args.repetitions, "new_tokens": args.new_tokens}
     name = "cpu_table" if args.model == "135m" else f"cpu_table_{args.model}"
     facts = {"options": options, "load_average_at_end": os.getloadavg()}
-    print("wrote", write_results(name, {**facts, "table": table}))
+    print("wrote", write_results(name, {**facts, "table": table, "rows": rows}))
 
 
 def default_levels() -> list[str]:
