@@ -47,6 +47,25 @@ def test_the_lowest_of_equally_good_outputs_is_the_best(amx):
     assert found.tolist() == (x.float() @ weight.float().T).bfloat16().argmax(-1).tolist()
 
 
+def test_the_lowest_is_the_best_whichever_thread_finds_it(amx):
+    """Threads help each other, so one may find the later of two equals first: here the last output
+    of the first thread's share, and one of the second's."""
+    weight = torch.zeros(5000, 64).bfloat16()
+    weight[2495] = weight[4000] = 1.0
+    head, x = PlainLinear(amx, weight), torch.ones(1, 64).bfloat16()
+    assert {int(head.best(x)) for _ in range(300)} == {2495}
+
+
+def test_nan_is_better_than_numbers_as_where_all_logits_are_stored(amx):
+    weight = torch.zeros(5000, 32).bfloat16()
+    weight[:70, 0] = 1.0
+    x = torch.ones(3, 32).bfloat16()
+    x[[0, 2], 0] = INF
+    head = PlainLinear(amx, weight)
+    assert head.apply_float32(x).numpy().argmax(axis=-1).tolist() == [70, 0, 70]
+    assert head.best(x).tolist() == [70, 0, 70]
+
+
 def test_the_best_is_that_of_rounded_outputs(amx):
     """Both outputs are 1 in bfloat16, and the second is larger before it is rounded."""
     weight = torch.zeros(2, 32).bfloat16()

@@ -82,26 +82,46 @@ struct Best {
         }
     }
 
-    // The lowest among equals, because later outputs must be greater.
+    // Outputs of a block ascend, so the first of equals stays. A thread that helps with the shares of others
+    // may get lower blocks later.
     void add(int64_t panel, const float* sums, int64_t first, int64_t n) {
         for (int64_t row = 0; row < kTilePanel; row += kLanes) {
-            float* const own = scores + panel * kTilePanel + row;
-            float* const own_outputs = outputs + panel * kTilePanel + row;
-            __m512 best = _mm512_loadu_ps(own), output = _mm512_loadu_ps(own_outputs);
+            __m512 best = _mm512_set1_ps(-INFINITY), output = _mm512_setzero_ps();
             for (int64_t i = 0; i < n; ++i) {
                 const __m512 sum = _mm512_loadu_ps(sums + i * kTilePanel + row);
                 const __m256i half = (__m256i)_mm512_cvtneps_pbh(sum);
                 const __m512 score =
                     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-                const __mmask16 wins = _mm512_cmp_ps_mask(score, best, _CMP_GT_OQ);
+                // Not less or equal: NaN is better than any number.
+                const __mmask16 is_number = _mm512_cmp_ps_mask(best, best, _CMP_ORD_Q);
+                const __mmask16 wins = _mm512_mask_cmp_ps_mask(is_number, score, best, _CMP_NLE_UQ);
                 best = _mm512_mask_mov_ps(best, wins, score);
                 output = _mm512_mask_mov_ps(output, wins, _mm512_set1_ps(static_cast<float>(first + i)));
             }
-            _mm512_storeu_ps(own, best);
-            _mm512_storeu_ps(own_outputs, output);
+            float* const own = scores + panel * kTilePanel + row;
+            float* const own_outputs = outputs + panel * kTilePanel + row;
+            const __m512 before = _mm512_loadu_ps(own), before_output = _mm512_loadu_ps(own_outputs);
+            const __mmask16 was_number = _mm512_cmp_ps_mask(before, before, _CMP_ORD_Q);
+            const __mmask16 is_nan = _mm512_cmp_ps_mask(best, best, _CMP_UNORD_Q);
+            const __mmask16 is_greater = _mm512_mask_cmp_ps_mask(was_number, best, before, _CMP_NLE_UQ);
+            const __mmask16 is_equal =
+                _mm512_mask_cmp_ps_mask(_kor_mask16(was_number, is_nan), best, before, _CMP_EQ_UQ);
+            const __mmask16 is_lower =
+                _mm512_mask_cmp_ps_mask(is_equal, output, before_output, _CMP_LT_OQ);
+            const __mmask16 wins = _kor_mask16(is_greater, is_lower);
+            _mm512_mask_storeu_ps(own, wins, best);
+            _mm512_mask_storeu_ps(own_outputs, wins, output);
         }
     }
 };
+
+// As numpy orders scores: NaN first, then the largest, and the lowest output among equals.
+inline bool is_better(float score, int64_t output, float other_score, int64_t other) {
+    const bool is_nan = std::isnan(score), other_is_nan = std::isnan(other_score);
+    const bool is_equal = score == other_score || (is_nan && other_is_nan);
+    if (is_equal) return output < other;
+    return is_nan || score > other_score;
+}
 
 // Collects the best outputs of all threads.
 class Merged {
@@ -117,8 +137,7 @@ public:
         std::lock_guard<std::mutex> lock(mutex_);
         for (int64_t row = 0; row < num_rows_; ++row) {
             const int64_t output = static_cast<int64_t>(best.outputs[row]);
-            const bool is_lower = best.scores[row] == scores_[row] && output < outputs_[row];
-            if (best.scores[row] > scores_[row] || is_lower) {
+            if (is_better(best.scores[row], output, scores_[row], outputs_[row])) {
                 scores_[row] = best.scores[row];
                 outputs_[row] = output;
             }
@@ -177,7 +196,7 @@ LPX_EXPORT void lpx_linear_plain(const void* x, const void* weight, void* y, int
 }
 
 // outputs[num_rows] = the index of each row's largest output, as `lpx_linear_plain` rounds it; the lowest
-// among equals, and 0 if there is none above -inf.
+// among equals. As numpy has it, NaN is larger than any number.
 LPX_EXPORT void lpx_best_plain(const void* x, const void* weight, void* outputs, int64_t num_rows,
                                int64_t num_inputs, int64_t num_outputs) {
     using namespace lpx;
