@@ -87,7 +87,10 @@ class GatheredLinear:
         return self._ranks.gather(self._own.apply(x), self.out_features)
 
     def apply_float32(self, x: Tensor) -> Tensor:
-        """`[T, in]` -> float32 `[T, out]` on rank 0."""
+        """`[T, in]` -> float32 `[T, out]` on rank 0. Other ranks may call `apply` instead unless
+        `keeps_float32(x)`: ranks must gather one dtype."""
+        if not keeps_float32(x):
+            return self.apply(x).float()
         return self._ranks.gather(self._own.apply_float32(x), self.out_features)
 
     def own_columns(self, x: Tensor) -> Tensor:

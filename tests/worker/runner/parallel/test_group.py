@@ -59,10 +59,9 @@ class Group:
         self.runner = build_runner(
             self.root / "base",
             device="cpu",
-            dtype="float32",
             arena_bytes=1 << 20,
             num_ranks=self.num_ranks,
-            **self.settings,
+            **{"dtype": "float32", **self.settings},
             on_rank_end=self.note_end,
         )
 
@@ -170,6 +169,14 @@ def test_logits_are_gathered_of_rows_that_need_them(group, sampling, is_gathered
     logit_bytes = 1 * padded_share(tiny.VOCAB, 2) * FLOAT_BYTES
     expected = best - 1 * PAIR_BYTES + logit_bytes if is_gathered else best
     assert sent_bytes(group, 4, **sampling) == expected
+
+
+def test_ranks_gather_logits_in_the_dtype_that_all_of_them_compute(tmp_path):
+    group = Group(tmp_path, {"dtype": "bfloat16"})
+    best = sent_bytes(group, 4)
+    logit_bytes = 1 * padded_share(tiny.VOCAB, 2) * torch.bfloat16.itemsize
+    assert sent_bytes(group, 4, logprobs=0) == best - 1 * PAIR_BYTES + logit_bytes
+    group.runner.close()
 
 
 def test_each_rank_holds_the_share_of_an_adapter_that_the_partition_says(group):
