@@ -60,10 +60,9 @@ class BatchMaker:
         rope_rows = None
         if step.rope_rows is not None:
             rope_rows = torch.from_numpy(step.per_token(step.rope_rows))
-        lora, read_rows = LoraBatch(step.runs, self.deltas, self.records), None
-        if self.records is not None and not step.is_decode:
-            # With compiled kernels, the bits of a row do not depend on which others are computed.
-            read_rows = step.read_rows()
+        lora = LoraBatch(step.runs, self.deltas, self.records)
+        # With compiled kernels, the bits of a row do not depend on which others are computed.
+        read_rows = None if self.records is None else step.read_rows
         if self.gpu is not None:
             lora = self.gpu.lora_batch(step.runs, step.num_token_rows)
         return ForwardBatch(

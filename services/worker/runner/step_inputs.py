@@ -41,6 +41,9 @@ class StepInputs:
     """`[n]`: see `Ropes.row`; None if every row uses the base's row for short sequences."""
     follows: Int64s
     """`[2, f]`: token rows whose token is an output of the step before, and which output it is."""
+    read_rows: Int64s | None = None
+    """int64, ascending: the only token rows whose hidden states are read. None = others may be
+    read, too, or these are all rows."""
 
     @property
     def num_rows(self) -> int:
@@ -72,22 +75,25 @@ class StepInputs:
         positions += np.arange(self.num_token_rows)
         return positions
 
-    def read_rows(self) -> Int64s | None:
-        """The only token rows whose hidden states are read: the last of each planned row, and those
-        that drafts are compared with. None = others may be read, too, or these are all rows."""
-        rows = self.plan.rows
-        if any(_reads_prompt(row.request) for row in rows):
-            return None
-        ends = np.cumsum(self.num_tokens).tolist()
-        spans = [
-            np.arange(end - 1 - len(row.drafts), end) for end, row in zip(ends, rows, strict=True)
-        ]
-        found = np.concatenate(spans)
-        return found if len(found) < self.num_token_rows else None
-
 
 def _reads_prompt(request: Request) -> bool:
     return request.pooling is Pooling.MEAN or request.sampling.prompt_logprobs is not None
+
+
+def _read_rows(plan: StepPlan, counts: Sequence[int]) -> Int64s | None:
+    """See `StepInputs.read_rows`: the last of each planned row, and those that drafts are compared
+    with."""
+    if plan.num_contexts == 0 or any(_reads_prompt(row.request) for row in plan.rows):
+        return None
+    ends = np.cumsum(counts, dtype=np.int64)
+    found = ends - 1
+    if any(row.drafts for row in plan.rows):
+        spans = [
+            np.arange(end - 1 - len(row.drafts), end)
+            for end, row in zip(ends.tolist(), plan.rows, strict=True)
+        ]
+        found = np.concatenate(spans)
+    return found if len(found) < ends[-1] else None
 
 
 def read_plan(plan: StepPlan, ropes: Ropes) -> StepInputs:
@@ -131,4 +137,5 @@ def read_plan(plan: StepPlan, ropes: Ropes) -> StepInputs:
         np.array(counts, dtype=np.int64),
         np.array(rope_rows, dtype=np.int64) if any(rope_rows) else None,
         np.array((followers, sources), dtype=np.int64),
+        _read_rows(plan, counts),
     )

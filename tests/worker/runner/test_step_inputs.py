@@ -58,7 +58,7 @@ def test_a_plan_is_read_into_arrays_by_token_row(ropes: Ropes) -> None:
     assert step.rope_rows is not None
     assert step.per_token(step.rope_rows).tolist() == [0] * 11 + [10]
     assert not step.is_decode
-    read = step.read_rows()
+    read = step.read_rows
     assert read is not None
     assert read.tolist() == [3, 8, 9, 10, 11]
 

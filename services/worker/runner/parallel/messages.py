@@ -119,6 +119,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     rope_rows: bytes | None
     follows: bytes
     """See `StepInputs`; int64."""
+    read_rows: bytes | None
+    """See `StepInputs`; int64. Other ranks do not know what requests ask for."""
 
 
 class LogitRows(msgspec.Struct, frozen=True, tag="logits"):

@@ -53,6 +53,7 @@ class StepWriter:
             token_ids=step.token_ids.tobytes(),
             rope_rows=rope_rows,
             follows=step.follows.tobytes(),
+            read_rows=None if step.read_rows is None else step.read_rows.tobytes(),
         )
 
     def _row(self, row: PlannedRow, states: Sequence[StateSpan]) -> RowMessage:
@@ -102,6 +103,7 @@ class StepReader:
             np.array([row.num_tokens for row in rows], dtype=np.int64),
             None if message.rope_rows is None else _int64s(message.rope_rows),
             _int64s(message.follows).reshape(2, -1),
+            None if message.read_rows is None else _int64s(message.read_rows),
         )
 
     def _row(self, row: RowMessage) -> PlannedRow:

@@ -171,6 +171,13 @@ def test_logits_are_gathered_of_rows_that_need_them(group, sampling, is_gathered
     assert sent_bytes(group, 4, **sampling) == expected
 
 
+def test_all_ranks_compute_all_rows_where_a_prompt_is_read(group):
+    num_rows = (2 * tiny.NUM_LAYERS + 1) * 4
+    logit_bytes = 3 * padded_share(tiny.VOCAB, 2) * FLOAT_BYTES
+    expected = num_rows * tiny.HIDDEN * FLOAT_BYTES + logit_bytes + 1 * PAIR_BYTES
+    assert sent_bytes(group, 4, prompt_logprobs=0) == expected
+
+
 def test_ranks_gather_logits_in_the_dtype_that_all_of_them_compute(tmp_path):
     group = Group(tmp_path, {"dtype": "bfloat16"})
     best = sent_bytes(group, 4)

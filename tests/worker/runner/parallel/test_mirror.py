@@ -108,6 +108,14 @@ def test_ropes_and_tokens_that_follow_a_step_arrive():
     assert read.rope_rows is not None and read.rope_rows.tolist() == [3]
 
 
+def test_the_rows_that_are_read_arrive_although_what_requests_ask_for_does_not():
+    pair, request = Pair(), make_request("a", 4)
+    read_rows = np.array([1, 3], dtype=np.int64)
+    read = pair.send(make_step([(request, 0, 4)], read_rows=read_rows)).read_rows
+    assert read is not None and read.tolist() == [1, 3]
+    assert pair.send(make_step([(request, 0, 4)])).read_rows is None
+
+
 def test_states_arrive_and_one_that_stays_where_it_is_is_known_to_stay():
     pair, decoding, starting = Pair(), make_request("a", 4), make_request("b", 48)
     blocks = [7, 9]
