@@ -50,7 +50,8 @@ class NativeOperators(Operators):
         super().__init__()
         self._in_tiles = dtype is torch.bfloat16 and native.prefers_tiles
         self._on_amx = self._in_tiles and native.isa == AMX
-        widens = dtype is torch.bfloat16 and native.has_tiles and not native.uses_pairs
+        has_choice = dtype is torch.bfloat16 and native.has_tiles and native.isa != AMX
+        widens = has_choice and not native.uses_pairs
         self.name = f"native-{native.isa}" + "-widened" * widens
         self.native = native
         self.loops_experts = False

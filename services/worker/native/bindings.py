@@ -48,7 +48,8 @@ class Native:
         self.has_tiles: bool = self._library.lpx_tile_items(1, 1) > 0
         """Whether bfloat16 dot products, and so products of tiles, are compiled in."""
         self.uses_pairs = self.choose_pairs(None)
-        """Whether low-rank updates and products of codes in bfloat16 use dot products."""
+        """Whether low-rank updates and products of codes in bfloat16 use dot products, at levels
+        without AMX."""
         self.prefers_tiles: bool = self._library.lpx_prefers_tiles() > 0
         """Whether `linear_tiles` is faster than `linear` of bfloat16."""
 
