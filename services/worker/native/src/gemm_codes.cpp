@@ -257,8 +257,8 @@ LPX_EXPORT void lpx_pack_codes(const void* codes, int64_t num_outputs, int64_t n
 }
 
 // y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T. Scales and zero points (null = all are `zero`)
-// as [panel][group][32]. Blocks divide groups, and hold at most
-// 256 inputs: more could overflow a sum of digits.
+// as [panel][group][32]. Blocks divide groups, and hold at most 128 inputs, as much as buffers of tiles have
+// room for. Those of int8 hold 256: more could overflow a sum of digits.
 LPX_EXPORT void lpx_linear_codes(const void* x, int64_t ldx, const void* packed, int64_t kind,
                                  const void* scales, int64_t scale_dtype, const void* zeros,
                                  int64_t zero_dtype, int64_t zero, int64_t group_size, int64_t block_size, void* y, int64_t dtype,
