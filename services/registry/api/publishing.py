@@ -219,11 +219,14 @@ class PublishService(AdminService):
         )
 
     async def _paced(self, parts: AsyncIterator[Part]) -> AsyncIterator[tuple[Part, bytes]]:
-        """Pass on messages and their data at the pace of all uploads. Each look at `part.data` is
-        a copy, and `ByteSize` is two: it serializes the message."""
+        """Pass on messages without their data, and the data, at the pace of all uploads. Each look
+        at `part.data` is a copy, and `ByteSize` serializes the message, which would be two more.
+        The other fields count as well: a message may be large without data."""
         async for part in parts:
             data = part.data
-            await self._upload_pace.wait(current_caller.get(), len(data))
+            part.ClearField("data")
+            num_bytes = len(data) + part.ByteSize()
+            await self._upload_pace.wait(current_caller.get(), num_bytes)
             yield part, data
 
     async def _session(self, upload_id: str) -> UploadSession:

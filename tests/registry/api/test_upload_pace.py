@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from loraplex.client import uploading
 from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
 from loraplex.client.settings import Credentials
-from loraplex_services.common.callers import LOCAL, Caller
+from loraplex.v1 import registry_pb2 as pb
+from loraplex_services.common.callers import LOCAL, Caller, current_caller
 from loraplex_services.common.grpc import server as grpc_server
 from loraplex_services.common.limits import MIB
 from loraplex_services.registry.access.auth import KeyAuth
@@ -102,6 +105,26 @@ async def test_every_message_of_an_upload_waits_for_its_time(
         await client.upload(other, Publication("b"))
     await running.stop(0)
     assert len(rests) == 1 + len(files), "one call, then a part of each file"
+
+
+async def test_a_message_rests_for_all_of_its_bytes_whatever_they_are(registry: Registry) -> None:
+    rests = list[float]()
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+
+    async def parts() -> AsyncIterator[pb.UploadPartRequest]:
+        yield pb.UploadPartRequest(data=bytes(MIB))
+        yield pb.UploadPartRequest(path="x" * MIB)
+
+    _, served, _ = server.service(registry)
+    assert isinstance(served, server.RegistryService)
+    served._upload_pace = UploadPace(itertools.count(0.0, 1e6).__next__, lambda: 0.0, rest)
+    token = current_caller.set(GLOBEX)
+    data = [data async for _, data in served._paced(parts())]
+    current_caller.reset(token)
+    assert list(map(len, data)) == [MIB, 0]
+    assert rests == pytest.approx([MIB / MIN_BYTES_PER_S] * 2, rel=1e-3)
 
 
 async def test_tenants_pass_in_rotation_however_many_messages_one_has() -> None:
