@@ -29,6 +29,7 @@ from loraplex_services.registry.publish.uploads import (
     Options,
     UploadSession,
     fingerprint,
+    no_upload,
 )
 from loraplex_services.registry.records import BaseRecord, TenantRecord
 
@@ -230,9 +231,12 @@ class PublishService(AdminService):
             yield part, data
 
     async def _session(self, upload_id: str) -> UploadSession:
-        """An upload of the caller's tenant."""
+        """An upload of the caller's tenant. Raises NotFound, also for an upload of another tenant:
+        whose it is, is not revealed."""
         access = caller_access()
         session = await self._registry.uploads.get(upload_id)
+        if not access.owns(session.options.tenant):
+            raise no_upload(upload_id)
         access.require("publisher", session.options.tenant)
         return session
 

@@ -174,9 +174,7 @@ class Uploads:
                 self._store, layout.upload_session(upload_id), UploadSession
             )
         if session is None:
-            raise NotFound(
-                f"no upload {upload_id!r}: it does not exist or has expired; start it again"
-            )
+            raise no_upload(upload_id)
         return session
 
     async def state(self, session: UploadSession) -> list[FileState]:
@@ -335,6 +333,11 @@ def _scan_of(file: File) -> ArrivingScan | None:
     """A scan to feed while the file arrives, where it may arrive as one part."""
     one_part = file.path == TENSOR_FILE and file.size <= MAX_PART_BYTES
     return ArrivingScan(file.size) if one_part else None
+
+
+def no_upload(upload_id: str) -> NotFound:
+    """The error for an id without an upload that the caller may see."""
+    return NotFound(f"no upload {upload_id!r}: it does not exist or has expired; start it again")
 
 
 def fingerprint(options: Options, files: Sequence[File], creator: str) -> str:

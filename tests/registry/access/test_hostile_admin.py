@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -92,6 +93,34 @@ async def test_keys_of_other_tenants_are_revoked_as_if_there_were_none(
     assert told[0] == told[1] and "acme" not in told[0]
     assert not (await registry.keys.get(theirs.key_id)).revoked_s
     assert (await registry.keys.get(mine.key_id)).revoked_s
+
+
+async def test_uploads_of_other_tenants_are_answered_as_if_there_were_none(
+    registry: Registry, address: str
+) -> None:
+    theirs, mine = [
+        (await registry.keys.create(tenant, ["admin"], 0.0, ""))[1] for tenant in ("acme", "globex")
+    ]
+    request = pb.CreateUploadRequest(options=pb.PublishOptions(name="sql"))
+    for path, data in adapter_files(1).items():
+        request.files.add(path=path, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = registry_pb2_grpc.RegistryServiceStub(channel)
+        as_owner = [("authorization", f"Bearer {theirs}")]
+        known = (await stub.CreateUpload(request, metadata=as_owner)).upload_id
+        unknown = known[:-16] + known[:-17:-1]
+
+        async def told(method: Any, message: Any) -> str:
+            with pytest.raises(grpc.RpcError) as refused:
+                await method(message, metadata=[("authorization", f"Bearer {mine}")])
+            assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+            return str(refused.value.details()).replace(known, "").replace(unknown, "")
+
+        for name in ("GetUpload", "FinishUpload"):
+            kind, method = getattr(pb, f"{name}Request"), getattr(stub, name)
+            assert len({await told(method, kind(upload_id=each)) for each in (known, unknown)}) == 1
+        parts = [iter([pb.UploadPartRequest(upload_id=each)]) for each in (known, unknown)]
+        assert len({await told(stub.UploadPart, part) for part in parts}) == 1
 
 
 @pytest.mark.parametrize(
