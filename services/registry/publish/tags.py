@@ -263,11 +263,12 @@ def _previous(
     address: TagAddress, current: TagRecord | None, live: Set[int]
 ) -> Sequence[TagTarget]:
     """The last targets before the present ones whose versions are all `live`."""
-    if current is not None:
-        for targets in reversed(_not_undone(current)):
-            wanted = {target.version for target in targets}
-            if wanted and wanted <= live and targets != current.targets:
-                return targets
+    if current is None:
+        raise AdapterNotFound(str(address), "there is no such tag")
+    for targets in reversed(_not_undone(current)):
+        wanted = {target.version for target in targets}
+        if wanted and wanted <= live and targets != current.targets:
+            return targets
     raise AdapterNotFound(str(address), "the tag has no earlier target to go back to")
 
 

@@ -146,6 +146,12 @@ async def test_rollback_without_a_past_is_refused(registry: Registry) -> None:
         await registry.tags.rollback(PROD, 0, None, "me")
 
 
+async def test_rollback_of_a_tag_that_never_was_says_so(registry: Registry) -> None:
+    await _versions(registry, 1)
+    with pytest.raises(AdapterNotFound, match="there is no such tag"):
+        await registry.tags.rollback(PROD, 0, None, "me")
+
+
 async def test_history_keeps_the_last_moves_oldest_first(registry: Registry) -> None:
     await _versions(registry, 2)
     for turn in range(MAX_TAG_MOVES + 4):
