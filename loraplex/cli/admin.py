@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
         type=count,
         metavar="N",
         default=100,
-        help="largest number of entries (default: 100)",
+        help="largest number of entries, 0 for all (default: 100)",
     )
 
     parser = commands.add(
@@ -108,9 +108,9 @@ async def _audit(args: argparse.Namespace) -> None:
     shown: list[AuditEntry] = []
     async with client_of(args) as client:
         async for entry in client.admin.audit(args.tenant):
-            if len(shown) >= args.limit:
-                break
             shown.append(entry)
+            if len(shown) == args.limit:
+                break
         is_named = not args.json and any(entry.actor for entry in shown)
         keys = await client.admin.keys(args.tenant) if is_named else ()
     names = {key.key_id: f"{key.key_id} ({key.description})" for key in keys if key.description}

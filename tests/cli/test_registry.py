@@ -262,6 +262,8 @@ def test_tenants_bases_audit_and_upkeep(registry: Any, adapter: Path) -> None:
     assert (base["name"], base["digest"]) == ("loraplex-demo", base["fingerprint"])
     entries = [json.loads(line) for line in registry("audit", "--json").stdout.splitlines()]
     assert any(entry["subject"].startswith("default/audited") for entry in entries)
+    everything = registry("audit", "--json", "--limit", "0").stdout.splitlines()
+    assert len(everything) >= len(entries)
     assert registry("audit", "--limit", "1").stdout.split()[:4] == [
         "TIME",
         "BY",
