@@ -76,6 +76,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.step_s = step_s
         self.files = tokenizer_files() if files is None else files
         self.max_model_len = max_model_len
+        self.max_lora_rank = 256
         self.generation_config_json = ""
         self.quantization = ""
         self.ready = True
@@ -131,7 +132,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[EOS_ID],
             bos_token_id=BOS_ID,
-            max_lora_rank=256,
+            max_lora_rank=self.max_lora_rank,
             dtype="float32",
             kernels="torch",
             quantization=self.quantization,

@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
@@ -163,12 +164,8 @@ class Fleet:
 
 
 def _same(known: ServedModel, seen: ServedModel) -> bool:
-    return (known.fingerprint, known.tokenizer_digest, known.max_model_len, known.caps_context) == (
-        seen.fingerprint,
-        seen.tokenizer_digest,
-        seen.max_model_len,
-        seen.caps_context,
-    )
+    """Whether a base is as it was: only the time at which it was seen may differ."""
+    return replace(seen, created_unix_s=known.created_unix_s) == known
 
 
 def _tokenizer(message: worker_pb2.GetModelResponse, pool: TemplatePool) -> BaseTokenizer | IdsOnly:

@@ -116,6 +116,16 @@ async def test_worker_that_returns_with_another_context_is_taken_as_it_is(stack:
     assert models.data[0].model_extra["max_model_len"] == 32
 
 
+async def test_worker_that_returns_with_larger_adapters_is_registered_again(stack: Stack) -> None:
+    await stack.start()
+    await stack.stop_server("w0")
+    await stack.until_ready(0)
+    changed = ScriptedWorker()
+    changed.max_lora_rank = 512
+    await stack.start_worker(changed)
+    await eventually(lambda: stack.registry.bases[-1].max_lora_rank == 512)
+
+
 async def test_bases_stay_known_while_their_workers_are_away(stack: Stack) -> None:
     await stack.start()
     await stack.stop_server("w0")
