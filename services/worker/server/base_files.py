@@ -76,10 +76,12 @@ async def fetch_model(store: ObjectStore, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     finished = folder / ".finished"
+    copied: list[ObjectInfo] = []
     try:
-        # Objects may be replaced during the copy, so it ends once another listing shows no change.
-        while await _copy_changes(store, folder, finished):
-            pass
+        # Objects may be replaced during the copy, so it ends once another listing shows no change,
+        # or the same one again, which is so where the folder does not keep times of files.
+        while (changed := await _copy_changes(store, folder, finished)) and changed != copied:
+            copied = changed
     except ObjectStoreError as error:
         if not finished.exists():
             raise
@@ -92,10 +94,10 @@ async def fetch_model(store: ObjectStore, folder: Path) -> Path:
     return folder
 
 
-async def _copy_changes(store: ObjectStore, folder: Path, finished: Path) -> bool:
+async def _copy_changes(store: ObjectStore, folder: Path, finished: Path) -> list[ObjectInfo]:
     """Copy the model files that differ from those in `folder`, and remove others from it.
 
-    Returns whether anything was copied. Before a change, `finished` is deleted.
+    Returns what was copied. Before a change, `finished` is deleted.
     """
     found = {info.key: info async for info in store.list_objects("") if _is_read(info.key)}
     gone = [path for path in folder.iterdir() if path != finished and path.name not in found]
@@ -111,7 +113,7 @@ async def _copy_changes(store: ObjectStore, folder: Path, finished: Path) -> boo
                 await asyncio.to_thread(file.write, chunk)
         os.utime(partial, (info.modified_s, info.modified_s))
         partial.replace(folder / info.key)
-    return bool(changed)
+    return changed
 
 
 def _is_read(key: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -145,6 +147,15 @@ async def test_a_model_that_is_replaced_while_it_is_copied_is_copied_as_it_is_th
     reversed_weights = files["model.safetensors"][::-1]
     expected = files | {"model.safetensors": reversed_weights, "config.json": b"[]"}
     assert visible(tmp_path / "copy") == expected
+
+
+async def test_a_copy_ends_in_a_folder_that_does_not_keep_the_times_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, files = await stored_base(tmp_path)
+    monkeypatch.setattr(os, "utime", lambda path, times: None)
+    await asyncio.wait_for(fetch_model(store, tmp_path / "copy"), 60)
+    assert visible(tmp_path / "copy") == files
 
 
 async def test_only_files_that_are_read_are_copied_from_a_store(tmp_path: Path) -> None:
