@@ -108,12 +108,18 @@ class AdapterFetcher:
             self._spawn(self._pin_again(digest))
 
     def residency_changed(self, changes: Iterable[ResidencyChange]) -> None:
-        """Load again what the engine has dropped and requests still need."""
+        """Load again what the engine has dropped and requests still need. Forget the pins of
+        adapters that it could not load, perhaps after `load` has returned: a copied adapter may
+        still be refused before the next step."""
         for change in changes:
-            digest = change.residency.digest
-            is_dropped = change.residency.tier == Tier.NONE and change.error is None
-            if is_dropped and self._disk.is_leased(digest):
-                self.ensure_loaded(digest)
+            digest, tier = change.residency.digest, change.residency.tier
+            if change.error is None:
+                if tier == Tier.NONE and self._disk.is_leased(digest):
+                    self.ensure_loaded(digest)
+            elif tier in (Tier.DISK, Tier.HOST):
+                # As in `load`, the next engine gets a pin that only this one could not keep.
+                if not isinstance(change.error.to_error(), Unavailable):
+                    self._pins.discard(digest)
 
     async def _fetch(self, digest: str) -> None:
         try:
