@@ -69,8 +69,9 @@ class WaitingCalls:
         """Calls that had arrived and that Python will not take, because they are malformed."""
         self._with_key: Recent[str, bool] = Recent(_MAX_PEERS)
         self._folder = ""
-        """A private folder with the socket for the server's own calls. It is removed when the
-        process ends, however far the server came, unless it is killed."""
+        """A private folder with the socket for the server's own calls. It is removed when this
+        object is collected or the process ends, however far the server came, unless it is
+        killed."""
         self._server_id = 0
 
     def take(self) -> None:
