@@ -57,7 +57,7 @@ class AdapterLoads:
         """Why adapters that were to be loaded ahead of requests could not be."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when a pack or a copy has ended."""
-        self.prefetched: Callable[[str], None] = lambda digest: None
+        self.prefetched: Callable[[str, int], None] = lambda digest, num_pages: None
         """Called from any thread when an adapter that is loaded ahead of requests was copied. The
         next step can use it; the step that runs meanwhile may take longer than the copy."""
         self._prefetches: set[str] = set()
@@ -120,18 +120,18 @@ class AdapterLoads:
         for action in actions:
             if isinstance(action, Load):
                 pending = self._runner.copy_adapter(action.path, action.extents, step_s)
-                pending.add_done_callback(partial(self._copy_ended, action.digest))
+                pending.add_done_callback(partial(self._copy_ended, action))
                 self._copying.append((action, pending))
             else:
                 self._runner.unload_adapter(action.slot)
         return bool(actions)
 
-    def _copy_ended(self, digest: str, pending: Pending[Copied]) -> None:
+    def _copy_ended(self, load: Load, pending: Pending[Copied]) -> None:
         """On the thread of the copy."""
-        if digest in self._prefetches:
+        if load.digest in self._prefetches:
             copied = _result(pending)
             if not isinstance(copied, Exception) and copied.failure is None:
-                self.prefetched(digest)
+                self.prefetched(load.digest, load.extents.num_pages)
         self.wake()
 
     def await_copies(self, num_rows: int, num_wanted: int, step_s: float) -> bool:

@@ -152,6 +152,11 @@ class Engine:
         return self._loads
 
     @property
+    def page_bytes(self) -> int:
+        """Size of a page of the arena."""
+        return self._runner.block_bytes // self._arena.pages_per_block
+
+    @property
     def ready(self) -> EngineReady:
         """What the API server process receives when the engine is ready."""
         sizes = self._arena.num_blocks, self._runner.block_bytes
@@ -337,12 +342,11 @@ class Engine:
         for digest in self._loads.take_moved_on_host():
             if (adapter := self.cache.get(digest)) is not None:
                 changes.setdefault(digest, adapter)
-        page_bytes = self._runner.block_bytes // self._arena.pages_per_block
         return [
             residency_change(
                 digest,
                 adapter,
-                page_bytes,
+                self.page_bytes,
                 self._loads.host_bytes.get(digest, 0),
                 errors.get(digest),
             )

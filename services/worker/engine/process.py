@@ -124,7 +124,12 @@ def run(engine: Engine, server: ServerSocket) -> NoReturn:
     """Serve until the API server process closes its end, then raise ServerGone."""
     is_checked = True
     engine.adapter_loads.wake = server.wake
-    engine.adapter_loads.prefetched = lambda digest: server.send(PrefetchCopied(digest))
+
+    def prefetched(digest: str, num_pages: int) -> None:
+        with contextlib.suppress(ServerGone):  # this loop notices it as well
+            server.send(PrefetchCopied(digest, num_pages * engine.page_bytes))
+
+    engine.adapter_loads.prefetched = prefetched
     engine.announce = lambda request_ids: server.send(Entered(request_ids))
     while True:
         patience_s = _patience_s(engine, is_checked)

@@ -228,9 +228,9 @@ class ApiServer:
             if (request := self._live.get(request_id)) is not None:
                 request.has_entered = True
 
-    def prefetch_copied(self, digest: str) -> None:
+    def prefetch_copied(self, digest: str, device_bytes: int) -> None:
         """Tell those who wait for an adapter, before the step that runs has ended."""
-        self.status.arrived(digest)
+        self.status.arrived(digest, device_bytes)
 
     def engine_crashed(self) -> None:
         """Suspect the requests that the engine was computing when it crashed."""

@@ -170,7 +170,7 @@ class EngineClient:
         elif isinstance(message, Entered):
             self._listener.engine_entered(message.request_ids)
         elif isinstance(message, PrefetchCopied):
-            self._listener.prefetch_copied(message.digest)
+            self._listener.prefetch_copied(message.digest, message.device_bytes)
         elif isinstance(message, EngineReady):
             self._is_up = True
             self._listener.engine_up(message, time.time_ns() // 1_000_000)

@@ -110,9 +110,9 @@ class StatusBoard:
         )
         _settle(self._waiters.pop(digest, []), Conflict(why, reason="UNLOADED"))
 
-    def arrived(self, digest: str) -> None:
+    def arrived(self, digest: str, device_bytes: int) -> None:
         """Resolve what waits for an adapter that requests can use from now on."""
-        entry = replace(self.adapter(digest), tier=Tier.DEVICE)
+        entry = replace(self.adapter(digest), tier=Tier.DEVICE, device_bytes=device_bytes)
         _settle(self._waiters.pop(digest, []), entry)
 
     def close(self) -> None:

@@ -208,6 +208,7 @@ class PrefetchCopied(msgspec.Struct, frozen=True, tag="prefetch_copied"):
     step before may still run, after which a `StepOutput` says so, too."""
 
     digest: str
+    device_bytes: int
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="output"):

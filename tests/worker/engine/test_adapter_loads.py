@@ -194,7 +194,7 @@ def test_an_adapter_that_another_rank_could_not_copy_is_not_said_to_be_copied(
         return copies[-1]
 
     monkeypatch.setattr(stage.runner, "copy_adapter", held)
-    stage.engine.adapter_loads.prefetched = told.append
+    stage.engine.adapter_loads.prefetched = lambda digest, num_pages: told.append(digest)
     stage.step(*stage.fetched((DIGESTS[0],)), Prefetch(DIGESTS[0], pin=False))
     [(load, _)] = stage.engine.adapter_loads._copying
     monkeypatch.undo()
@@ -216,7 +216,7 @@ def test_who_asked_for_an_adapter_ahead_hears_of_it_as_soon_as_it_is_copied(
         return copies[-1][0]
 
     monkeypatch.setattr(stage.runner, "copy_adapter", held)
-    loads.prefetched = told.append
+    loads.prefetched = lambda digest, num_pages: told.append(digest)
     stage.submit({DIGESTS[0]}, 4)
     for digest in DIGESTS[1:3]:
         stage.step(*stage.fetched((digest,)), Prefetch(digest, pin=False))

@@ -84,8 +84,9 @@ async def test_waiting_for_an_adapter_may_end_before_the_step_that_runs() -> Non
     board = StatusBoard()
     waiting = board.arrival("a")
     board.update([at("a", Tier.LOADING)], LOAD)
-    board.arrived("a")
-    assert (await waiting).tier == Tier.DEVICE
+    board.arrived("a", 4096)
+    entry = await waiting
+    assert (entry.tier, entry.device_bytes) == (Tier.DEVICE, 4096)
     assert board.adapter("a").tier == Tier.LOADING, "watchers hear of it after the step"
 
 
