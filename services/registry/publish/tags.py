@@ -295,7 +295,9 @@ def moved(
     time_s = now_s()
     move = Move(generation, targets, time_s, mover, move_id)
     moves = (*(current.moves if current is not None else ()), move)[-MAX_TAG_MOVES:]
-    shown = address.shown_name or (current.shown_name if current is not None else address.name)
+    # An address may lack the spelling: the index forgets the first version of an ephemeral adapter.
+    known = current.spelling if current is not None else ""
+    shown = known or address.shown_name or address.name
     # A direct move cancels a staged one: the last request wins.
     return TagRecord(
         address.tenant,

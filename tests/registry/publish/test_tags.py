@@ -152,6 +152,15 @@ async def test_rollback_of_a_tag_that_never_was_says_so(registry: Registry) -> N
         await registry.tags.rollback(PROD, 0, None, "me")
 
 
+async def test_a_tag_keeps_the_name_of_its_adapter_though_a_move_does_not_spell_it(
+    registry: Registry,
+) -> None:
+    await publish(registry, "sql", 1, "prod", spelling="SQL")
+    await publish(registry, "sql", 2, spelling="SQL")
+    unspelled = TagAddress("default", "sql", "prod", "sql")
+    assert (await registry.tags.set(unspelled, [TagTarget(2, "")], None, "me")).shown_name == "SQL"
+
+
 async def test_history_keeps_the_last_moves_oldest_first(registry: Registry) -> None:
     await _versions(registry, 2)
     for turn in range(MAX_TAG_MOVES + 4):
