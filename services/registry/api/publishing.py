@@ -220,9 +220,11 @@ class PublishService(AdminService):
         )
 
     async def _paced(self, parts: AsyncIterator[Part]) -> AsyncIterator[tuple[Part, bytes]]:
-        """Pass on messages without their data, and the data, at the pace of all uploads. Each look
-        at `part.data` is a copy, and `ByteSize` serializes the message, which would be two more.
-        The other fields count as well: a message may be large without data."""
+        """Pass on each message without its data, and its data, at the pace of all uploads.
+
+        The data is taken out once, because reading `part.data` copies it, and `ByteSize` copies the
+        message twice. The other fields count as well: a message may be large without data.
+        """
         async for part in parts:
             data = part.data
             part.ClearField("data")
@@ -231,8 +233,11 @@ class PublishService(AdminService):
             yield part, data
 
     async def _session(self, upload_id: str) -> UploadSession:
-        """An upload of the caller's tenant. Raises NotFound, also for an upload of another tenant:
-        whose it is, is not revealed."""
+        """An upload of the caller's tenant.
+
+        Raises:
+            NotFound: there is none with this id, or another tenant has it, which is not told.
+        """
         access = caller_access()
         session = await self._registry.uploads.get(upload_id)
         if not access.owns(session.options.tenant):

@@ -24,9 +24,9 @@ IN_TILES, IN_CODES = -1, -2
 KINDS = {"int4": CodeKind.INT4, "int8": CodeKind.INT8, "fp8": CodeKind.FLOAT8}
 PANEL, QUAD = 32, 4
 MAX_PLAIN_OUTPUTS = 1 << 24
-"""The kernel counts outputs in float32."""
+"""The most outputs of a plain weight: the kernel numbers them in float32."""
 BLOCK_SIZES = (128, 64, 32, 16)
-"""Inputs that the kernel may sum before it scales; of int8 also 256."""
+"""Numbers of inputs that the kernel may sum before it scales the sum. For int8, also 256."""
 
 
 def as_published(weight: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class GateLinear(BaseLinear):
     and their 16 outputs, so that one pass makes the products of both."""
 
     operations = frozenset({Operation.SILU, Operation.GELU_TANH})
-    """What the kernel computes of them."""
+    """Activations that the kernel can apply to the gates."""
 
     def __init__(self, native: Native, weight: Tensor, operation: Operation) -> None:
         assert self.fits(weight) and operation in self.operations, (weight.shape, operation)
@@ -103,7 +103,7 @@ class GateLinear(BaseLinear):
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
-        """Whether there are as many gates as whole tiles have."""
+        """Whether the gates fill whole tiles."""
         return len(weight) % (2 * TILE_ROWS) == 0
 
     def apply(self, x: Tensor) -> Tensor:
