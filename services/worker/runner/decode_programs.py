@@ -1,7 +1,7 @@
-"""Decode steps on CPUs as programs of kernel calls: see `native/program.py`.
+"""Decode steps and short prompts on CPUs as programs of kernel calls: see `native/program.py`.
 
-There is one program for each number of rows, with adapters and without. Steps that are not recorded
-give the same results, more slowly.
+There is one program for each number of rows and of sequences, with adapters and without. Steps that
+are not recorded give the same results, more slowly.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from loraplex_services.common.recent import Recent
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import LayersPass
 from loraplex_services.worker.native.bindings import Native
@@ -22,8 +23,15 @@ from loraplex_services.worker.ops.lora.records import RUN_WORDS
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.rope.torch import CosSin
 
+Shape = tuple[int, int, bool]
+"""Rows and sequences of a step, and whether it has adapters."""
+
 MAX_ROWS = 64
 """Rows of a step up to which Python takes a share of it that is worth saving."""
+MAX_PROGRAMS = 512
+"""Programs that are kept. That of 30 layers takes about 30 KB."""
+MAX_SEEN = 4096
+"""Shapes that are remembered."""
 
 
 class DecodePrograms:
@@ -35,40 +43,54 @@ class DecodePrograms:
         self._compute = compute
         self._memory = ProgramMemory(min(max_rows, MAX_ROWS))
         self._inputs = _Inputs(self._memory.max_rows)
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: Recent[Shape, Program] = Recent(MAX_PROGRAMS)
+        self._seen: Recent[Shape, bool] = Recent(MAX_SEEN)
+        """Shapes of steps with prompts that were computed in Python."""
         self._uses_torch: set[bool] = set()
         """Whether steps with adapters, and those without, cannot be recorded."""
 
     def forward(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> Tensor:
         """See `Decoder.forward_layers`."""
-        has_adapters = bool(batch.lora.runs)
-        if has_adapters in self._uses_torch or not self._can_record(len(x), batch):
+        shape = len(x), len(batch.attention.seq_lens), bool(batch.lora.runs)
+        if shape[2] in self._uses_torch or not self._can_record(shape, batch):
+            return self._compute(x, rotations, batch)
+        program = self._programs.get(shape)
+        if program is None and self._is_first(shape):
             return self._compute(x, rotations, batch)
         self._inputs.write(x, rotations, batch)
-        program = self._programs.get((len(x), has_adapters))
         if program is not None:
             program.run()
             return program.result.clone()
-        return self._record(len(x), has_adapters, rotations, batch)
+        return self._record(shape, rotations, batch)
 
-    def _can_record(self, num_rows: int, batch: ForwardBatch) -> bool:
-        """Whether each row is a sequence with one new token, and programs have all the inputs."""
+    def _is_first(self, shape: Shape) -> bool:
+        """Whether a shape has prompts and was not seen lately. Mutates: what was seen. There are
+        many such shapes, and most are not worth the time to record them."""
+        num_rows, num_sequences, _ = shape
+        if num_rows == num_sequences or shape in self._seen:
+            return False
+        self._seen.put(shape, True)
+        return True
+
+    def _can_record(self, shape: Shape, batch: ForwardBatch) -> bool:
+        """Whether programs have all the inputs."""
         metadata, lora = batch.attention, batch.lora
+        num_rows, num_sequences, _ = shape
         return (
             num_rows <= self._memory.max_rows
-            and len(metadata.seq_lens) == num_rows
             and isinstance(metadata, NativeAttentionMetadata)
             and metadata.kv_cache_params.use_cache
             and not metadata.is_dummy_attention
-            and (batch.states is None or len(batch.states.words) == num_rows)
+            and (batch.states is None or len(batch.states.words) == num_rows == num_sequences)
             and len(lora.runs) <= num_rows
             and lora.adds_only
         )
 
-    def _record(
-        self, num_rows: int, has_adapters: bool, rotations: Sequence[CosSin], batch: ForwardBatch
-    ) -> Tensor:
-        x, fixed_rotations, fixed_batch = self._inputs.read(num_rows, rotations, batch)
+    def _record(self, shape: Shape, rotations: Sequence[CosSin], batch: ForwardBatch) -> Tensor:
+        num_rows, num_sequences, has_adapters = shape
+        x, fixed_rotations, fixed_batch = self._inputs.read(
+            num_rows, num_sequences, rotations, batch
+        )
         self._memory.begin(num_rows)
         result, program = self._native.record(
             lambda: self._compute(x, fixed_rotations, fixed_batch), self._memory
@@ -76,7 +98,7 @@ class DecodePrograms:
         if program is None:
             self._uses_torch.add(has_adapters)
         else:
-            self._programs[num_rows, has_adapters] = program
+            self._programs.put(shape, program)
         return result.clone()
 
 
@@ -97,7 +119,7 @@ class _Inputs:
         if not self._tensors:
             self._tensors = [new.new_empty(self._max_rows, *new.shape[1:]) for new in varying]
         for ours, new in zip(self._tensors, varying, strict=True):
-            ours[: len(x)] = new
+            ours[: len(new)] = new
         self._write_runs(len(x), batch.lora)
 
     def _write_runs(self, num_rows: int, lora: LoraBatch) -> None:
@@ -108,7 +130,11 @@ class _Inputs:
             self._runs[len(runs) : num_rows] = 0
 
     def read(
-        self, num_rows: int, rotations: Sequence[CosSin], batch: ForwardBatch
+        self,
+        num_rows: int,
+        num_sequences: int,
+        rotations: Sequence[CosSin],
+        batch: ForwardBatch,
     ) -> tuple[Tensor, Sequence[CosSin], ForwardBatch]:
         """The inputs that were written last, as a pass takes them. The batch's metadata is
         mutated."""
@@ -117,9 +143,9 @@ class _Inputs:
         of_kind = {id(kind): (next(ours), next(ours)) for kind in _kinds(rotations)}
         metadata, lora, states = batch.attention, batch.lora, batch.states
         assert isinstance(metadata, NativeAttentionMetadata)
-        metadata.task_ends = self._ends[:num_rows]
+        metadata.task_ends = next(ours)[:num_sequences]
         metadata.groups = tuple(
-            GroupSequences(next(ours), group.block_ids) for group in metadata.groups
+            GroupSequences(next(ours)[:num_sequences], group.block_ids) for group in metadata.groups
         )
         if states is not None:
             states = replace(
@@ -135,6 +161,7 @@ class _Inputs:
             batch,
             lora=lora,
             states=states,
+            read_rows=None,
             layer_inputs=None if batch.layer_inputs is None else next(ours),
             query_scales=None if batch.query_scales is None else next(ours),
         )
@@ -148,9 +175,11 @@ def _varying(x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> lis
     assert isinstance(metadata, NativeAttentionMetadata)
     of_states = () if states is None else (states.sources, states.targets)
     others = (*of_states, batch.layer_inputs, batch.query_scales)
+    assert metadata.task_ends is not None
     return [
         x,
         *chain.from_iterable(_kinds(rotations)),
+        metadata.task_ends,
         *(group.words for group in metadata.groups),
         *(tensor for tensor in others if tensor is not None),
     ]
