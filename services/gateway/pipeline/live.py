@@ -2,7 +2,8 @@
 
 A request that follows its tag continues with the new version as soon as the workers that run it
 have loaded that; until then it continues with the old one. Nothing else waits for the load. It
-begins when the version is published, while the registry still moves the tag."""
+begins when the version is published, while the registry still moves the tag. New versions of an
+adapter that was just used are loaded in the same way, so that new requests need not wait either."""
 
 from __future__ import annotations
 
@@ -37,6 +38,9 @@ LOADED_S = 5.0
 """How long a worker need not be asked again to load an adapter. If it has dropped it since, the
 request waits for it there like any other."""
 _MAX_LOADED = 1000
+IN_USE_S = 60.0
+"""How long after its last request an adapter counts as in use."""
+_MAX_IN_USE = 1000
 SWITCHES_AT_ONCE = 16
 """Requests that begin to follow a moved tag before the event loop does other work."""
 
@@ -98,6 +102,9 @@ class LiveRequests:
         """Loads in progress, by worker and digest."""
         self._loaded_s: Recent[tuple[str, str], float] = Recent(_MAX_LOADED)
         """When loads ended, on the clock of the event loop."""
+        self._used: Recent[tuple[Adapter, str], tuple[float, set[str]]] = Recent(_MAX_IN_USE)
+        """When the last request of an adapter ended, and which workers had run it, by adapter and
+        base."""
         self._ahead: set[Adapter] = set()
         """Adapters of which a version is being loaded before its tag moves."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,6 +142,13 @@ class LiveRequests:
                 self._live.discard(live)
                 self._following.discard(live)
                 live.ended.set()
+                self._note_use(live)
+
+    def _note_use(self, live: LiveRequest) -> None:
+        """Remember where an ended request has run."""
+        if addresses := live.steering.used_addresses:
+            for scope in live.scopes - {EVERYTHING}:
+                self._used.put((scope, live.prepared.base.base_id), (now_s(), addresses))
 
     async def pause(self, scope: Adapter, mode: PauseMode) -> None:
         """Keep new requests of a scope waiting. Returns when its running requests have done what
@@ -183,15 +197,19 @@ class LiveRequests:
             self._held_up.discard(live)
 
     def _published(self, versions: Sequence[Version]) -> None:
-        """Load new versions of adapters whose tags are followed, where these requests run. Of one
-        adapter, only one at a time is loaded like this."""
+        """Load new versions of adapters whose tags are followed, where these requests run, and of
+        adapters in use, where their last request has run. Of one adapter, only one at a time is
+        loaded like this."""
         running = defaultdict[tuple[Adapter, str], set[str]](set)
         for live in self._following:
             for scope in live.scopes:
                 running[scope, live.prepared.base.base_id].update(live.steering.addresses)
         for version in versions:
             scope = version.tenant, version.name.lower()
-            addresses = running.get((scope, version.base_id))
+            addresses = running[scope, version.base_id]
+            used_s, used_at = self._used.get((scope, version.base_id)) or (0.0, set())
+            if now_s() - used_s < IN_USE_S:
+                addresses = addresses | used_at
             if addresses and scope not in self._ahead:
                 self._ahead.add(scope)
                 self._run(self._load_ahead(scope, addresses, version.digest))

@@ -45,6 +45,8 @@ class Steering:
         self._may_run.set()
         self._attempts: dict[Callable[[LoraplexError], None], str] = {}
         """Functions that end an attempt, with the address of its worker."""
+        self.used_addresses: set[str] = set()
+        """Addresses of all workers that have run the request."""
         self.used: Counter[str] = Counter()
         """Digests of adapters that have computed tokens, or may still do so in an attempt. No
         zeros."""
@@ -65,6 +67,7 @@ class Steering:
         if self.is_aborted or not self._may_run.is_set() or adapters != self.adapters:
             raise Interrupted("interrupted")
         self._attempts[end] = address
+        self.used_addresses.add(address)
         attempt = Attempt()
         self.used.update(adapters.digests)
         try:

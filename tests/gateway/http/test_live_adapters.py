@@ -12,6 +12,7 @@ import pytest
 from loraplex import InferenceClient, Sampling
 from loraplex.errors import DataLoss
 from loraplex.v1 import registry_pb2
+from loraplex_services.gateway.pipeline import live as pipeline_live
 from tests.gateway.conftest import Stack, eventually
 from tests.gateway.http.live import (
     NUM_TOKENS,
@@ -85,6 +86,25 @@ async def test_a_version_is_loaded_for_its_followers_before_its_tag_moves(live: 
     worker.stands_at = None
     assert check_labels((await running).json()["choices"][0]) == [1, 2]
     assert worker.loads == [digest_of("policy", 2)]
+
+
+async def test_a_version_of_an_adapter_in_use_is_loaded_before_a_request_needs_it(
+    live: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = live.workers[0]
+    await start(live)
+    live.registry.put("other", 2)  # nobody has used it
+    live.registry.put("policy", 2)
+    await eventually(lambda: worker.loads == [digest_of("policy", 2)])
+    monkeypatch.setattr(pipeline_live, "IN_USE_S", 0.0)
+    live.registry.put("policy", 3)
+    worker.stands_at = NUM_TOKENS // 2
+    running = start(live, model="other", on_update="follow")
+    await until_running(live)
+    live.registry.put("other", 3)
+    await eventually(lambda: worker.loads == [digest_of("policy", 2), digest_of("other", 3)])
+    worker.stands_at = None
+    await running
 
 
 @pytest.mark.hostile
