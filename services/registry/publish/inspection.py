@@ -136,7 +136,7 @@ class Inspector:
         for source in sources:
             await _verify(self.store, source, scan.feed if scan and source is tensors else None)
         if scan is not None:
-            zero_tensors = await _run(scan.finish, is_small=tensors.file.size <= _SMALL_BYTES)
+            zero_tensors = scan.finish()
         warnings = (*warnings, *warnings_of_zeros(report, zero_tensors or frozenset()))
         _refuse_if_strict(warnings, wanted.strict)
         manifest = core_manifest(report, files, base.geometry.fingerprint)

@@ -104,13 +104,14 @@ class Publisher:
         """Publish an adapter that came in one call. Safe to repeat, also after a crash.
 
         Args:
-            contents: the bytes of each file by its path, as they were declared.
+            contents: the bytes of each file by its path, of the sizes that were declared.
             bases: what `Bases.check_upload` has just returned.
 
         Raises:
             InvalidAdapter, ResourceExhausted, Unavailable: as `finish`.
+            DataLoss: a file is not what was declared.
         """
-        sources = [FileSource(file, (), file.sha256, contents[file.path]) for file in session.files]
+        sources = [FileSource(file, (), "", contents[file.path]) for file in session.files]
         return await self._publish(session, sources, bases)
 
     async def _forget(self, session: UploadSession) -> None:
