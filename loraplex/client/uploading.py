@@ -78,12 +78,14 @@ class Summed:
     """The checksums of a file that was read."""
 
     spec: pb.FileSpec
-    crc32s: Sequence[int]
-    """CRC-32 of each chunk of CHUNK_BYTES; the last one is shorter."""
+    crc32s: Sequence[int] = ()
+    """CRC-32 of each chunk of CHUNK_BYTES, of which the last one is shorter; none if they were not
+    computed."""
 
 
 async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summed]:
-    """Read the files and compute their checksums. Raises DataLoss if one is damaged."""
+    """Read the files and compute their checksums; those of chunks only if they are sent in more
+    than one call. Raises DataLoss if a file is damaged."""
     loop = asyncio.get_running_loop()
     total_bytes = sum(file.size_bytes for file in files)
     done_bytes = 0
@@ -93,8 +95,11 @@ async def hash_files(files: Sequence[SentFile], progress: Progress) -> list[Summ
         def report(num_bytes: int, before: int = done_bytes) -> None:
             loop.call_soon_threadsafe(progress, "hash", before + num_bytes, total_bytes)
 
+        crc32s: Sequence[int] = ()
         if _is_small(file):
-            (num_bytes, sha256), crc32s = _hash_file(file, report), _sum_chunks(file)
+            num_bytes, sha256 = _hash_file(file, report)
+        elif total_bytes <= MAX_ONE_CALL_BYTES:
+            num_bytes, sha256 = await asyncio.to_thread(_hash_file, file, report)
         else:
             # Nothing is being sent yet, so a second core can compute the sums of chunks without
             # delaying the upload.
@@ -177,8 +182,8 @@ async def _publish_in_one_call(
     progress: Progress,
 ) -> pb.PublishAdapterResponse:
     """Send a small adapter with its options."""
-    is_small = all(map(_is_small, files))
-    data = _joined(files) if is_small else await asyncio.to_thread(_joined, files)
+    is_read = all(isinstance(file, MemoryFile) for file in files)
+    data = _joined(files) if is_read else await asyncio.to_thread(_joined, files)
     first = pb.PublishAdapterRequest(
         options=options,
         files=[each.spec for each in summed],
@@ -210,11 +215,10 @@ async def _publish_in_one_call(
 
 def _joined(files: Sequence[SentFile]) -> bytes:
     """The bytes of all files, one after another."""
-    joined = bytearray()
-    for file in files:
-        with file.open() as content:
-            joined += content.read()
-    return bytes(joined)
+    return b"".join(
+        file.content if isinstance(file, MemoryFile) else file.location.read_bytes()
+        for file in files
+    )
 
 
 async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateUploadResponse:
