@@ -65,7 +65,7 @@ def prepare(folder: Path, sha256: str, packer: Packer) -> int:
         raise DataLoss("the disk cache has neither a good image nor the tensors") from None
     with tensors as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != sha256.removeprefix("sha256:"):
-            raise DataLoss(f"{TENSOR_FILE} in the disk cache does not match its digest")
+            raise DataLoss(f"{TENSOR_FILE} does not match its sha256 {sha256}")
     try:
         return packer.write(folder)
     except NeedsBase:

@@ -259,7 +259,7 @@ async def test_damaged_tensors_are_quarantined(stage: Stage) -> None:
     digest = await stage.publish("one")
     blob = stage.tensor_blob("one")
     blob.write_bytes(blob.read_bytes()[:-1] + b"\0")
-    with pytest.raises(DataLoss, match="do not match"):
+    with pytest.raises(DataLoss, match="does not match"):
         await stage.source.ensure(digest)
     kept = stage.root / "cache/quarantine" / digest.removeprefix("sha256:")
     assert (kept / "adapter_model.safetensors").read_bytes() == blob.read_bytes()
