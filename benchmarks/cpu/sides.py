@@ -105,7 +105,6 @@ class OurEngine:
             model_impl=model_impl,
         )
         self.dtype = runner.model_info().dtype
-        self.model = runner._model
         self._threads = torch.get_num_threads()
         self._timed = TimedRunner(runner)
         self._engine = Engine(self._timed, config, time.monotonic)

@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trials", type=int, default=2000)
     args = parser.parse_args()
-    result: dict[str, object] = {"options": vars(args)}
+    result: dict[str, object] = {"simulated": True, "options": vars(args)}
     result["regression of log-probabilities"] = regression(logprobs(-REGRESSION), args.trials)
     result["equal log-probabilities"] = equal(logprobs(0.0), args.trials)
     for won in WON:
