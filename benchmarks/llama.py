@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from loraplex.adapter_format.config import CONFIG_FILE
+from loraplex.adapter_format.safetensors_header import DTYPE_BYTES, TENSOR_FILE, encode_header
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
@@ -65,6 +68,11 @@ class Shape:
         return 2 * itemsize * self.num_layers * self.kv_size * num_tokens
 
 
+LLAMA_2_7B = Shape("llama-2-7b", 32000, 4096, 11008, 32, 32, 32)
+LLAMA_2_13B = Shape("llama-2-13b", 32000, 5120, 13824, 40, 40, 40)
+LLAMA_3_8B = Shape("llama-3-8b", 128256, 4096, 14336, 32, 32, 8)
+
+
 def write_base_config(shape: Shape, folder: Path, max_model_len: int) -> Path:
     """A base without weights: what `load_format="dummy"` needs."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,6 +96,11 @@ def write_base_config(shape: Shape, folder: Path, max_model_len: int) -> Path:
     return folder
 
 
+def module_name(layer: int, name: str) -> str:
+    """The module of a projection in a base."""
+    return f"model.layers.{layer}.{'self_attn' if name in ATTENTION else 'mlp'}.{name}"
+
+
 def adapter_matrices(
     shape: Shape, rank: int, targets: Sequence[str] = ALL_SEVEN
 ) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -95,8 +108,7 @@ def adapter_matrices(
     for layer in range(shape.num_layers):
         for name in targets:
             num_inputs, num_outputs = shape.linears[name]
-            block = "self_attn" if name in ATTENTION else "mlp"
-            module = f"base_model.model.model.layers.{layer}.{block}.{name}"
+            module = f"base_model.model.{module_name(layer, name)}"
             yield f"{module}.lora_A.weight", (rank, num_inputs)
             yield f"{module}.lora_B.weight", (num_outputs, rank)
 
@@ -111,16 +123,38 @@ def write_adapter(
     targets: Sequence[str] = ALL_SEVEN,
 ) -> Path:
     """An adapter as PEFT writes it, with small values; one that is there already stays."""
-    if (folder / "adapter_config.json").exists():
+    if (folder / CONFIG_FILE).exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, size in adapter_matrices(shape, rank, targets):
         factor = size[1] ** -0.5 if ".lora_A." in name else 0.02
         tensors[name] = (torch.randn(size, generator=generator) * factor).to(dtype)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / TENSOR_FILE, metadata={"format": "pt"})
     write_adapter_config(folder, shape, rank, targets)
     return folder
+
+
+def write_hollow_adapter(
+    shape: Shape, folder: Path, rank: int, dtype: str, targets: Sequence[str] = ALL_SEVEN
+) -> int:
+    """An adapter as long as a real one, whose values are zero and take no space on the disk.
+
+    Args:
+        folder: a new one.
+        dtype: as safetensors names it.
+
+    Returns: the position of the first value in `TENSOR_FILE`.
+    """
+    folder.mkdir(parents=True)
+    matrices = adapter_matrices(shape, rank, targets)
+    header = encode_header((name, dtype, size) for name, size in matrices)
+    with (folder / TENSOR_FILE).open("xb") as file:
+        file.write(header)
+        num_weights = shape.num_adapter_weights(rank, targets)
+        file.truncate(len(header) + DTYPE_BYTES[dtype] * num_weights)
+    write_adapter_config(folder, shape, rank, targets)
+    return len(header)
 
 
 def write_adapter_config(folder: Path, shape: Shape, rank: int, targets: Sequence[str]) -> None:
@@ -133,4 +167,4 @@ def write_adapter_config(folder: Path, shape: Shape, rank: int, targets: Sequenc
         "lora_alpha": 2 * rank,
         "target_modules": list(targets),
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / CONFIG_FILE).write_text(json.dumps(config))

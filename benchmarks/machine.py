@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,10 @@ def write_results(name: str, results: dict[str, Any]) -> Path:
 
 
 def rounded(value: Any) -> Any:
-    """The same document with floats rounded to six significant digits. JSON has no infinity and no
-    NaN: they become null, which stands for what never came."""
+    """The same document with dataclasses as objects, and floats rounded to six significant digits.
+    JSON has no infinity and no NaN: they become null, which stands for what never came."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

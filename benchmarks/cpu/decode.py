@@ -22,7 +22,6 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +206,7 @@ def report(
         "load_average_at_end": os.getloadavg(),
         "limits": limits,
     }
-    runs = {
-        case: {name: [asdict(run) for run in rs] for name, rs in sides.items()}
-        for case, sides in results.items()
-    }
-    path = write_results(args.name, {**facts, "table": rows, "load_ms": load_ms, "runs": runs})
+    path = write_results(args.name, {**facts, "table": rows, "load_ms": load_ms, "runs": results})
     print(f"wrote {path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else path)
 
 

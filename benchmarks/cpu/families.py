@@ -17,15 +17,14 @@ import argparse
 import gc
 import os
 import random
-import statistics
 import tempfile
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.cpu.sides import OurEngine, PeftMixed, Run
+from benchmarks.cpu.sides import OurEngine, PeftMixed, alternated, median_ratio_of
 from benchmarks.machine import RESULTS, cpu_facts, machine_kind, read_results, write_results
 
 VOCAB_SIZE = 32000
@@ -157,44 +156,29 @@ def measured(family: Family, args: argparse.Namespace) -> dict[str, Any]:
             "loraplex": OurEngine(base, args.dtype, "auto", 1 << 30, model_impl=family.model_impl),
             "transformers": PeftMixed(base, args.dtype, torch.get_num_threads()),
         }
-        runs = {"base": alternated(sides, 0, args)}
+        amounts = args.new_tokens, args.repetitions
+        prompts_of = partial(random_prompts, args.requests, args.prompt_tokens)
+        runs = {"base": alternated(sides, prompts_of, 0, *amounts)}
         for side in sides.values():
             side.load(adapters)
-        runs["adapters"] = alternated(sides, len(adapters), args)
-    ratios = {f"{case} {key}": ratio(own, key) for case, own in runs.items() for key in RATIOS}
+        runs["adapters"] = alternated(sides, prompts_of, len(adapters), *amounts)
+    ratios = {
+        f"{case} {key}": median_ratio_of(own["transformers"], own["loraplex"], key)
+        for case, own in runs.items()
+        for key in RATIOS
+    }
     return {
         "model_impl": family.model_impl,
         "load_average_at_end": os.getloadavg(),
         "ratios": ratios,
-        "runs": {
-            case: {name: [asdict(run) for run in own] for name, own in by_side.items()}
-            for case, by_side in runs.items()
-        },
+        "runs": runs,
     }
 
 
-def alternated(
-    sides: dict[str, Any], num_adapters: int, args: argparse.Namespace
-) -> dict[str, list[Run]]:
-    """Runs of each side in turns, after one that is not counted."""
-    runs: dict[str, list[Run]] = {name: [] for name in sides}
-    for repetition in range(-1, args.repetitions):
-        rng = random.Random(repetition)
-        prompts = [
-            [rng.randrange(3, VOCAB_SIZE) for _ in range(args.prompt_tokens)]
-            for _ in range(args.requests)
-        ]
-        for name, side in sides.items():
-            run = side.run(prompts, num_adapters, args.new_tokens)
-            if repetition >= 0:
-                runs[name].append(run)
-    return runs
-
-
-def ratio(runs: dict[str, list[Run]], key: str) -> float:
-    """Transformers over ours, each turn by itself; the median."""
-    pairs = zip(runs["transformers"], runs["loraplex"], strict=True)
-    return statistics.median(getattr(theirs, key) / getattr(ours, key) for theirs, ours in pairs)
+def random_prompts(num_prompts: int, num_tokens: int, repetition: int) -> list[list[int]]:
+    """Of one repetition."""
+    rng = random.Random(repetition)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)] for _ in range(num_prompts)]
 
 
 def make_files(family: Family, folder: Path, num_adapters: int) -> tuple[Path, list[Path]]:

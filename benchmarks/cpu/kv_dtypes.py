@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import random
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.cpu.sides import OurEngine, Run
+from benchmarks.cpu.sides import OurEngine, Run, alternated, median_ratio_of
 from benchmarks.cpu_model import FIRST_ORDINARY_TOKEN, SHAPES, make_base
 from benchmarks.machine import write_results
-from benchmarks.measuring import median_ratio
 from loraplex_services.worker.native.isa import choose_isa
 
 DTYPES = ("auto", "int8", "fp8")
@@ -47,24 +45,20 @@ def main() -> None:
     }
     results: dict[str, dict[str, list[Run]]] = {}
     for num_tokens in map(int, args.contexts.split(",")):
-        runs: dict[str, list[Run]] = {dtype: [] for dtype in DTYPES}
-        for repetition in range(args.repetitions + 1):  # the first warms up
+
+        def prompts_of(repetition: int, num_tokens: int = num_tokens) -> list[list[int]]:
             rng = random.Random(1000 * num_tokens + repetition)
             ids = range(FIRST_ORDINARY_TOKEN, shape.vocab_size)
-            prompts = [rng.choices(ids, k=num_tokens) for _ in range(args.requests)]
-            for dtype, side in sides.items():
-                run = side.run(prompts, 0, args.new_tokens)
-                runs[dtype] += [run] if repetition else []
+            return [rng.choices(ids, k=num_tokens) for _ in range(args.requests)]
+
+        runs = alternated(sides, prompts_of, 0, args.new_tokens, args.repetitions)
         results[str(num_tokens)] = runs
         report(num_tokens, runs)
     facts = {
         "options": {key: value for key, value in vars(args).items() if key != "work_dir"},
         "isa": choose_isa("auto"),
         "load_average_at_end": os.getloadavg(),
-        "runs": {
-            context: {dtype: [asdict(run) for run in own] for dtype, own in runs.items()}
-            for context, runs in results.items()
-        },
+        "runs": results,
     }
     print(write_results("cpu_kv_dtypes", facts))
 
@@ -73,10 +67,7 @@ def report(num_tokens: int, runs: dict[str, list[Run]]) -> None:
     """One line for each type: how many times as long a step and all work are over it."""
     for kept in DTYPES[1:]:
         step, step_cpu, cpu = (
-            median_ratio(
-                [getattr(run, field) for run in runs[kept]],
-                [getattr(run, field) for run in runs["auto"]],
-            )
+            median_ratio_of(runs[kept], runs["auto"], field)
             for field in ("step_s", "step_cpu_s", "cpu_s")
         )
         print(

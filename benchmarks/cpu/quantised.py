@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from benchmarks.cpu.sides import OurEngine, Run, median
+from benchmarks.cpu.sides import OurEngine, Run, alternated, median
 from benchmarks.cpu_model import (
     FILES,
     SHAPES,
@@ -68,13 +68,9 @@ def main() -> None:
             sides[scheme].load(folders)
         results = {}
         for count, adapters in cases:
-            runs: Runs = {scheme: [] for scheme in sides}
-            for repetition in range(-1, args.repetitions):
-                prompts = make_prompts(count, shape.vocab_size, seed=1000 * count + repetition)
-                for scheme, side in sides.items():
-                    run = side.run(prompts, adapters, args.new_tokens)
-                    if repetition >= 0:
-                        runs[scheme].append(run)
+            prompts_of = partial(seeded_prompts, count, shape.vocab_size)
+            amounts = args.new_tokens, args.repetitions
+            runs = alternated(sides, prompts_of, adapters, *amounts)
             results[f"{count}x{adapters}"] = runs
             report(f"{count}x{adapters}", runs)
     facts = {
@@ -82,11 +78,12 @@ def main() -> None:
         "isa": choose_isa("auto"),
         "load_average_at_end": os.getloadavg(),
     }
-    runs_by_case = {
-        case: {scheme: [asdict(run) for run in own] for scheme, own in runs.items()}
-        for case, runs in results.items()
-    }
-    print(write_results(args.name, {**facts, "runs": runs_by_case}))
+    print(write_results(args.name, {**facts, "runs": results}))
+
+
+def seeded_prompts(count: int, vocab_size: int, repetition: int) -> list[list[int]]:
+    """Of one repetition of a case."""
+    return make_prompts(count, vocab_size, seed=1000 * count + repetition)
 
 
 def report(case: str, runs: Runs) -> None:

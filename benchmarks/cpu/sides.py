@@ -1,11 +1,11 @@
-"""The two sides of `cpu.decode`: the engine in process, and transformers with PEFT."""
+"""The sides of benchmarks on CPUs: the engine in process, and transformers with PEFT."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measuring import median_ratio
 from loraplex.api.request import AdapterSet, WorkerRequest
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.worker.config import MAX_STEP_S
@@ -191,6 +192,29 @@ def median_or_nan(values: list[float]) -> float:
 def median(runs: Sequence[Run], field: str) -> float:
     """Of one field."""
     return float(statistics.median(getattr(run, field) for run in runs))
+
+
+def median_ratio_of(over: Sequence[Run], under: Sequence[Run], field: str) -> float:
+    """The median of the ratios of one field, of runs that alternated."""
+    return median_ratio(*([getattr(run, field) for run in runs] for runs in (over, under)))
+
+
+def alternated(
+    sides: Mapping[str, Any],
+    prompts_of: Callable[[int], list[list[int]]],
+    num_adapters: int,
+    num_tokens: int,
+    repetitions: int,
+) -> dict[str, list[Run]]:
+    """Runs of each side in turns, after one that is not counted. `prompts_of`: a repetition."""
+    runs: dict[str, list[Run]] = {name: [] for name in sides}
+    for repetition in range(-1, repetitions):
+        prompts = prompts_of(repetition)
+        for name, side in sides.items():
+            run = side.run(prompts, num_adapters, num_tokens)
+            if repetition >= 0:
+                runs[name].append(run)
+    return runs
 
 
 def digest_of(adapter: int) -> str:

@@ -20,7 +20,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.sides import OurEngine, Run
+from benchmarks.cpu.sides import OurEngine, Run, median_ratio_of
 from benchmarks.cpu_model import SHAPES, make_adapter, make_base, make_prompts
 from benchmarks.machine import write_results
 from benchmarks.measuring import median_ratio
@@ -87,8 +87,8 @@ def compare(
     plain, drafted = runs
     facts = {
         "tokens_per_step": statistics.median(num_tokens / run.num_steps for run in drafted),
-        "cpu": median_ratio([run.cpu_s for run in drafted], [run.cpu_s for run in plain]),
-        "wall": median_ratio([run.wall_s for run in drafted], [run.wall_s for run in plain]),
+        "cpu": median_ratio_of(drafted, plain, "cpu_s"),
+        "wall": median_ratio_of(drafted, plain, "wall_s"),
     }
     print(
         f"{num_requests} requests, {kind}: {facts['tokens_per_step']:.2f} tokens a step; with "

@@ -13,18 +13,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.llama import Shape
+from benchmarks.llama import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, Shape
 
 RESULTS = Path(__file__).parents[1] / "results"
 COPY_BYTES = 1 << 30
-
-
-SHAPES = {
-    "llama-3-8b": Shape("llama-3-8b", 128256, 4096, 14336, 32, 32, 8),
-    "llama-2-7b": Shape("llama-2-7b", 32000, 4096, 11008, 32, 32, 32),
-    "llama-2-13b": Shape("llama-2-13b", 32000, 5120, 13824, 40, 40, 40),
-    "tiny": Shape("tiny", 128, 64, 96, 2, 4, 2),
-}
+TINY = Shape("tiny", 128, 64, 96, 2, 4, 2)
+SHAPES = {shape.name: shape for shape in (LLAMA_3_8B, LLAMA_2_7B, LLAMA_2_13B, TINY)}
 
 
 def floor_s(

@@ -25,16 +25,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.cpu_model import SHAPES
 from benchmarks.llama import (
     ALL_SEVEN,
     ATTENTION,
+    LLAMA_2_7B,
+    LLAMA_3_8B,
     Shape,
-    adapter_matrices,
-    write_adapter_config,
     write_base_config,
+    write_hollow_adapter,
 )
 from benchmarks.machine import write_results
-from loraplex.adapter_format.safetensors_header import encode_header
 from loraplex.cli.output import print_table
 from loraplex_services.worker.adapters.pack.contents import AdapterReader, base_geometry
 from loraplex_services.worker.adapters.pack.site_plan import ItemBytes, plan_sites
@@ -59,13 +60,10 @@ KV_EVERY = 10
 KV_OWNER = "kv"
 TARGETS = {"q, v": ("q_proj", "v_proj"), "attention": ATTENTION, "every linear": ALL_SEVEN}
 BASES = {
-    shape.name: shape
-    for shape in (
-        Shape("135M", 49152, 576, 1536, 30, 9, 3),
-        Shape("Llama-3.2-1B", 128256, 2048, 8192, 16, 32, 8),
-        Shape("Llama-2-7B", 32000, 4096, 11008, 32, 32, 32),
-        Shape("Llama-3-8B", 128256, 4096, 14336, 32, 32, 8),
-    )
+    "135M": SHAPES["135m"],
+    "Llama-3.2-1B": Shape("llama-3.2-1b", 128256, 2048, 8192, 16, 32, 8),
+    "Llama-2-7B": LLAMA_2_7B,
+    "Llama-3-8B": LLAMA_3_8B,
 }
 
 
@@ -100,17 +98,6 @@ class NoWeights:
         """Nothing is left over."""
 
 
-def write_empty_adapter(folder: Path, shape: Shape, targets: Sequence[str], rank: int) -> None:
-    """A float16 file of the right length with a header and no values."""
-    folder.mkdir()
-    matrices = adapter_matrices(shape, rank, targets)
-    header = encode_header((name, "F16", size) for name, size in matrices)
-    with (folder / "adapter_model.safetensors").open("wb") as file:
-        file.write(header)
-        file.truncate(len(header) + HALF_BYTES * shape.num_adapter_weights(rank, targets))
-    write_adapter_config(folder, shape, rank, targets)
-
-
 def adapters(
     root: Path, base: str, targets: Sequence[str], ranks: Sequence[int]
 ) -> tuple[int, list[Adapter]]:
@@ -123,8 +110,9 @@ def adapters(
     geometry = base_geometry(root / "base", config, sites)
     made = []
     for rank in ranks:
-        write_empty_adapter(root / f"rank-{rank}", shape, targets, rank)
-        modules = AdapterReader(geometry, sites, max(ranks)).read(root / f"rank-{rank}").modules
+        folder = root / f"rank-{rank}"
+        write_hollow_adapter(shape, folder, rank, "F16", targets)
+        modules = AdapterReader(geometry, sites, max(ranks)).read(folder).modules
         plans = plan_sites(modules, sites, ItemBytes(lambda info, kind: HALF_BYTES, HALF_BYTES), {})
         matrices = [part.matrix for plan in plans for part in plan.parts]
         num_bytes = sum(m.num_rows * m.num_columns * m.itemsize for m in matrices)

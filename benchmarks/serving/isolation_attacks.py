@@ -28,6 +28,7 @@ import grpc
 
 from benchmarks.serving.http2_flood import opening
 from benchmarks.serving.isolation_traffic import Target, post
+from loraplex.adapter_format.safetensors_header import encode_header
 from loraplex.api.error_wire import from_rpc_error
 from loraplex.client.publishing import Publication
 from loraplex.client.registry_client import RegistryClient
@@ -132,16 +133,12 @@ async def validations(target: Target) -> None:
 
 @functools.cache
 def _crowded() -> pb.ValidateAdapterRequest:
-    tensors = {
-        f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.weight": {
-            "dtype": "F32", "shape": [1, 1], "data_offsets": [4 * n, 4 * n + 4],
-        }
-        for n in range(45_000)
-    }  # fmt: skip
-    head = json.dumps(tensors).encode()
-    header = len(head).to_bytes(8, "little") + head
+    names = (
+        f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.weight" for n in range(45_000)
+    )
+    header = encode_header((name, "F32", (1, 1)) for name in names)
     config = b'{"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"]}'
-    size = len(header) + 4 * len(tensors)
+    size = len(header) + 4 * 45_000
     files = [
         pb.FileSpec(path="adapter_config.json", size=len(config), sha256=_sha256(config)),
         pb.FileSpec(path="adapter_model.safetensors", size=size, sha256="0" * 64),

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.llama import ALL_SEVEN, Shape, adapter_matrices, write_adapter_config
-from loraplex.adapter_format.safetensors_header import LENGTH_BYTES, encode_header
+from benchmarks.llama import Shape, write_hollow_adapter
+from loraplex.adapter_format.safetensors_header import TENSOR_FILE
 from loraplex_services.common.objects.file import FileStore
 
 PAGE_BYTES = 4096
-BFLOAT16_BYTES = 2
 NUM_FILLED = 16
 """Pages of an adapter that are not zero."""
 
@@ -53,19 +52,12 @@ def dig_holes(path: Path) -> None:
 
 def write_sparse_adapter(shape: Shape, folder: Path, rank: int, seed: int) -> Path:
     """An adapter on all linears in bfloat16, as long as a real one."""
-    folder.mkdir(parents=True)
-    matrices = adapter_matrices(shape, rank)
-    header = encode_header((name, "BF16", size) for name, size in matrices)
-    text = header[LENGTH_BYTES:] + b" " * (-len(header) % PAGE_BYTES)
-    begin = LENGTH_BYTES + len(text)
-    num_bytes = BFLOAT16_BYTES * shape.num_adapter_weights(rank)
+    first = write_hollow_adapter(shape, folder, rank, "BF16")
     rng = np.random.default_rng(seed)
-    with (folder / "adapter_model.safetensors").open("xb") as file:
-        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-        file.truncate(begin + num_bytes)
-        for page in rng.choice(num_bytes // PAGE_BYTES, NUM_FILLED, replace=False):
-            values = rng.standard_normal(PAGE_BYTES // BFLOAT16_BYTES, np.float32) * 0.02
-            file.seek(begin + int(page) * PAGE_BYTES)
+    with (folder / TENSOR_FILE).open("r+b") as file:
+        pages = np.arange(-(-first // PAGE_BYTES), os.fstat(file.fileno()).st_size // PAGE_BYTES)
+        for page in rng.choice(pages, NUM_FILLED, replace=False):
+            values = rng.standard_normal(PAGE_BYTES // 2, np.float32) * 0.02
+            file.seek(int(page) * PAGE_BYTES)
             file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
-    write_adapter_config(folder, shape, rank, ALL_SEVEN)
     return folder

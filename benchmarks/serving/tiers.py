@@ -37,7 +37,7 @@ from unittest.mock import patch
 import psutil
 import torch
 
-from benchmarks.llama import Shape, write_adapter, write_base_config
+from benchmarks.llama import LLAMA_2_7B, write_adapter, write_base_config
 from benchmarks.machine import write_results
 from benchmarks.serving.many_adapters import make_config
 from benchmarks.serving.sparse_files import SparseStore, dig_holes, write_sparse_adapter
@@ -57,7 +57,7 @@ from tests.worker import tiny
 
 T = TypeVar("T")
 
-SHAPE = Shape("llama-7b", 32000, 4096, 11008, 32, 32, 32)
+SHAPE = LLAMA_2_7B
 RANK, NUM_PROMPT = 16, 16
 CACHE_BYTES = 1 << 40
 """Files with holes count with their lengths."""
