@@ -5,8 +5,8 @@
 #
 # Part 1: the kernels' tests, decode steps of an 8B model (uneven contexts and the tax on the base among
 # them), one cold load, and an engine (overlap, first tokens, thousands of adapters).
-# Part 2: operators compared with those of other engines, other tilings, prefill, and where a step's time goes,
-# with four tokens a row as speculation verifies them.
+# Part 2: operators compared with those of other engines, prefill, and where a step's time goes, with four
+# tokens a row as speculation verifies them.
 # Part 3: sampling, mixtures of experts and attention alone; quantised bases; the demo, if the libraries of the
 # servers are installed; some of the parity suite.
 # `parity` runs the parity suite and writes its table, compares rows alone and among others, and times a
@@ -101,15 +101,14 @@ case "$PART" in
     gpu 110 gpu_engine ""
     ;;
 2)
-    gpu 240 gpu_lora_ops "$PEERS"
-    gpu 120 gpu_lora_ops "--tune --tune-s 80"
+    gpu 300 gpu_lora_ops "$PEERS"
     KERNELS=""
     gpu 100 prefill ""
-    gpu 70 profile_step "--cases decode.64,.base|verify"
+    gpu 100 profile_step "--cases decode.64,.base|verify"
     ;;
 3)
     gpu 60 sampling_moe ""
-    gpu 75 attention_ops "--tune --quick --only decode"
+    gpu 75 attention_ops ""
     device=cuda
     [ "$KERNELS" ] && device=cpu
     KERNELS=""

@@ -1,28 +1,24 @@
 """Paged attention of one layer on a GPU: generations against copy bandwidth, contexts in TFLOP/s.
 
-    python -m benchmarks.gpu.attention_ops [--tune] [--quick] [--only decode|prefill]
+    python -m benchmarks.gpu.attention_ops [--only decode|prefill]
                                            [--device cpu --tiny, with TRITON_INTERPRET=1]
 
 Heads are those of Llama-3-8B. The layers of one cache are captured one after the other in a graph,
 so that keys and values come from memory. Uneven cases have one or several long sequences next to
-short ones. Before a case is timed, its result is compared with a float32 softmax. `--tune` times
-other tiles, and for generations other sizes of items; with `--quick`, a few of generations in less
-than a minute.
+short ones. Before a case is timed, its result is compared with a float32 softmax.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu import common
-from benchmarks.gpu.bench_runner import DoesNotFit
 from benchmarks.gpu.results import Results
 from loraplex_services.worker.arena_buffer import ArenaBuffer, KvBuffer
 from loraplex_services.worker.cache.kv_layout import TOKENS_PER_BLOCK, plan_kv_groups
@@ -31,7 +27,6 @@ from loraplex_services.worker.ops.attention import work_items
 from loraplex_services.worker.ops.attention.metadata import KvCacheParams
 from loraplex_services.worker.ops.attention.shapes import (
     HeadShape,
-    Tiling,
     context_tiling,
     generation_tiling,
 )
@@ -42,7 +37,8 @@ from loraplex_services.worker.types.model_config import KvHeads
 HEADS = HeadShape(32, 8, 128, 128**-0.5, None, None)
 TINY_HEADS = HeadShape(4, 2, 16, 0.25, None, None)
 MAX_DIFFERENCE = 2e-2
-SPLITS = (128, 256, 512, 1024)
+NUM_LAYERS = 32
+"""Of the cache: enough that none of it stays in the L2 cache of a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,44 +75,7 @@ CASES = (
     Case("512 after 8k", ((8192, 512),)),
     Case("2k after 30k", ((30720, 2048),)),
 )
-QUICK_CASES = ("1 x 1k", "64 x 1k", "63 x 1k, 1 x 32k", "256 x 1k")
 TINY_CASES = (decode("tiny", [700, 5]), Case("tiny prefill", ((40, 70), (0, 5))))
-
-
-def context_tilings(default: Tiling) -> Iterator[Tiling]:
-    """Alternatives for half precision and heads of 128."""
-    for queries, keys, warps, stages, registers in (
-        (64, 64, 4, 2, None),
-        (64, 64, 4, 3, None),
-        (64, 32, 4, 3, None),
-        (128, 64, 8, 2, 128),
-        (128, 64, 8, 3, None),
-        (256, 64, 16, 3, None),
-    ):
-        tiling = Tiling(queries, keys, warps, stages, max_registers=registers)
-        if tiling != default:
-            yield tiling
-
-
-def generation_tilings(default: Tiling) -> Iterator[Tiling]:
-    """Alternatives for half precision and heads of 128."""
-    for keys, warps, stages, programs, registers in (
-        (64, 4, 2, 4, 128),
-        (64, 4, 3, 3, None),
-        (64, 2, 2, 4, None),
-        (32, 2, 3, 5, None),
-        (32, 2, 4, 4, None),
-        (128, 4, 2, 2, None),
-    ):
-        yield Tiling(default.block_queries, keys, warps, stages, programs, registers)
-
-
-def quick_settings(default: Tiling, limit: int) -> Iterator[tuple[Tiling, int]]:
-    """Generations: the default, other sizes of items, and the two best tiles of four warps."""
-    yield default, limit
-    yield from ((default, split) for split in (128, 512, 2048) if split != limit)
-    for stages, programs, registers in ((3, 3, None), (2, 4, 128)):
-        yield Tiling(default.block_queries, 64, 4, stages, programs, registers), limit
 
 
 class Bench:
@@ -162,12 +121,14 @@ class Bench:
         metadata.prepare()
         return metadata
 
-    def run(self, tiling: Tiling, split: int) -> Callable[[], None]:
+    def run(self) -> Callable[[], None]:
         """Attention of all layers."""
         if not self.case.is_decode:
-            return self._contexts(tiling)
+            return self._contexts()
         metadata, device = self.metadata, self.q.device
+        tiling = generation_tiling(self.shape, 2)
         keys = [start + 1 for start, _ in self.case.pieces]
+        split = work_items.split_limit(len(keys), self.shape.num_kv_heads, device)
         num_items = sum(work_items.max_splits(num, split) for num in keys)
         items = work_items.empty_items(num_items, device)
         rows, positions = (0, len(keys)), metadata.position_ids
@@ -187,7 +148,9 @@ class Bench:
 
         return run
 
-    def _contexts(self, tiling: Tiling) -> Callable[[], None]:
+    def _contexts(self) -> Callable[[], None]:
+        num_tokens = sum(num for _, num in self.case.pieces)
+        tiling = context_tiling(self.shape, 2, shared_bytes(self.q.device), num_tokens)
         tiles = self.metadata.context_tiles(tiling.block_queries // self.shape.block_shared)
 
         def run() -> None:
@@ -235,51 +198,16 @@ def main() -> int:
     for case in TINY_CASES if args.tiny else CASES:
         if args.only and (args.only == "decode") != case.is_decode:
             continue
-        if args.quick and not (args.tiny or case.name in QUICK_CASES):
-            continue
-        bench = Bench(shape, case, num_layers(case, args), device)
-        default = generation_tiling(shape, 2)
-        if not case.is_decode:
-            num_tokens = sum(num for _, num in case.pieces)
-            default = context_tiling(shape, 2, shared_bytes(device), num_tokens)
-        is_quick = args.quick and args.tune and case.is_decode
-        heads = shape.num_kv_heads
-        limit = work_items.split_limit(len(case.pieces), heads, device)
-        chosen = (quick_settings if is_quick else settings_of(case, args.tune))(default, limit)
-        for tiling, split in chosen:
-            with results.setting(f"{case.name}, {tiling}"):
-                try:
-                    results.add("rows", measure(bench, tiling, split, bytes_per_s))
-                except OutOfResources as error:
-                    raise DoesNotFit from error
-        del bench
+        with results.setting(case.name):
+            bench = Bench(shape, case, 2 if args.tiny else NUM_LAYERS, device)
+            results.add("rows", measure(bench, bytes_per_s))
+            del bench
     return results.end()
 
 
-def num_layers(case: Case, args: argparse.Namespace) -> int:
-    """Layers of the cache: enough that none of it stays in the L2 cache of a device."""
-    if args.tiny:
-        return 2
-    return 8 if args.quick and len(case.pieces) > 64 else 32
-
-
-def settings_of(case: Case, tunes: bool) -> Callable[[Tiling, int], Iterator[tuple[Tiling, int]]]:
-    """From the default to the settings to time: itself, then one thing changed at a time."""
-
-    def settings(default: Tiling, limit: int) -> Iterator[tuple[Tiling, int]]:
-        yield default, limit
-        if not tunes:
-            return
-        for tiling in (generation_tilings if case.is_decode else context_tilings)(default):
-            yield tiling, limit
-        yield from ((default, n) for n in SPLITS if case.is_decode and n != limit)
-
-    return settings
-
-
-def measure(bench: Bench, tiling: Tiling, split: int, bytes_per_s: float) -> dict[str, Any]:
+def measure(bench: Bench, bytes_per_s: float) -> dict[str, Any]:
     """One row of the table."""
-    run = bench.run(tiling, split)
+    run = bench.run()
     run()
     bench.check()
     if INTERPRETING:
@@ -288,9 +216,7 @@ def measure(bench: Bench, tiling: Tiling, split: int, bytes_per_s: float) -> dic
         replay = common.captured(run)
         replay()
         seconds = common.device_median_s(replay, 10)
-    facts = bench.row(seconds / bench.num_layers, bytes_per_s)
-    facts |= asdict(tiling)
-    return facts | ({"split": split} if bench.case.is_decode else {})
+    return bench.row(seconds / bench.num_layers, bytes_per_s)
 
 
 def parse_args() -> argparse.Namespace:
@@ -298,8 +224,6 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", choices=("decode", "prefill"))
-    parser.add_argument("--tune", action="store_true", help="other tiles and items")
-    parser.add_argument("--quick", action="store_true", help="fewer cases and alternatives")
     parser.add_argument("--tiny", action="store_true", help="small heads: does it run at all")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     return parser.parse_args()

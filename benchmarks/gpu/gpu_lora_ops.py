@@ -1,13 +1,13 @@
 """The low-rank update of one site on a GPU: microseconds, and adapter bytes over copy bandwidth.
 
-    python -m benchmarks.gpu.gpu_lora_ops [--tune] [--vllm DIR] [--sglang DIR]
+    python -m benchmarks.gpu.gpu_lora_ops [--vllm DIR] [--sglang DIR]
                                           [--device cpu --tiny, with TRITON_INTERPRET=1]
 
 Sites with weights of their own are captured one after the other in a graph until they exceed the
 L2 cache, so that every byte comes from memory. `shrink_us` and `expand_us` time the two launches
 apart and `microseconds` both, one after the other. `base_us` is the library's base product, and
 `product_us` the base product with its update as the worker computes them, which overlap or share a
-launch. `--tune` times other sizes of both launches.
+launch.
 
 `distinct-int8` has adapters of half the bytes. The mix `s2` deals ranks 64, 32, 16, 8; `s2-padded`
 gives all of them 64 rows. `--vllm` and `--sglang` name folders that hold the package `vllm` or
@@ -21,9 +21,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from loraplex_services.worker.ops.lora import torch as portable
 from loraplex_services.worker.ops.lora import triton as lora
 from loraplex_services.worker.ops.lora.device_records import OutputRange
 from loraplex_services.worker.ops.lora.device_tables import DeviceTables, SiteShape
-from loraplex_services.worker.ops.lora.plan import LaunchPlan, expand_plan
 from loraplex_services.worker.ops.lora.runs import RowRun
 from loraplex_services.worker.ops.lora.side_stream import SideStream
 from loraplex_services.worker.ops.lora.step_work import StepWork
@@ -141,7 +139,6 @@ class OpBench:
         *,
         shrinks: bool = True,
         expands: bool = True,
-        plan: LaunchPlan | None = None,
         num_sites: int | None = None,
     ) -> Callable[[], None]:
         """One pass of the two launches over the first `num_sites` sites; None = all."""
@@ -150,7 +147,7 @@ class OpBench:
             for site_id in range(num_sites or self.num_sites):
                 for first, second in ((shrinks, False), (False, expands)):
                     if first or second:
-                        lora.launch(y, x, site_id, work, None, first, second, plan)
+                        lora.launch(y, x, site_id, work, None, first, second)
 
         return all_sites
 
@@ -205,46 +202,26 @@ def even_runs(num_rows: int, num_adapters: int) -> list[RowRun]:
     return [RowRun(i, 1.0, edges[i], edges[i + 1]) for i in range(num_adapters)]
 
 
-def alternatives(plan: LaunchPlan) -> Iterator[tuple[bool, LaunchPlan]]:
-    """(whether they are of the first launch, other sizes worth timing)."""
-    for block_shrink, stages in ((128, 4), (256, 3), (512, 2), (1024, 1)):
-        for num_warps in (2, 4):
-            sizes = {"block_shrink": block_shrink, "shrink_stages": stages}
-            yield True, replace(plan, **sizes, num_warps=num_warps)
-    for outputs, ranks, num_warps in itertools.product((64, 128, 256), (16, 32, 64), (4, 8)):
-        if outputs * ranks <= 8192:
-            sizes = {"block_outputs": outputs, "block_ranks": ranks}
-            yield False, replace(plan, **sizes, num_warps=num_warps)
-
-
 def main() -> int:
     """Measure, print, write; returns how many rows failed or were wrong, and are not timed."""
     args = parse_args()
     device = torch.device(args.device)
     bandwidth = common.copy_bytes_per_s(device, 1 << 20 if args.tiny else common.COPY_BYTES)
-    name = "gpu_lora_tuning" if args.tune else "gpu_lora_ops"
     facts = {"copy_bytes_per_s": bandwidth, "peers": peer_revisions(args)}
-    results = Results(name, args, unprinted=("tuning",), **facts)
-    end_s = time.monotonic() + args.tune_s if args.tune_s else float("inf")
+    results = Results("gpu_lora_ops", args, **facts)
     for site in TINY_SITES if args.tiny else SITES:
-        for mix, num_rows, ranks in mixes(args.tiny, args.tune):
-            if time.monotonic() > end_s:
-                break
+        for mix, num_rows, ranks in mixes(args.tiny):
             with results.setting(f"{site.name}, {mix}, {num_rows} rows"):
                 row = measure(site, mix, num_rows, ranks, device, bandwidth, args)
                 results.add("rows", row)
     return results.end()
 
 
-def mixes(tiny: bool, is_tuning: bool) -> Iterator[tuple[str, int, list[int]]]:
+def mixes(tiny: bool) -> Iterator[tuple[str, int, list[int]]]:
     """(name, token rows, rank of each adapter)."""
     if tiny:
         yield "distinct", 2, [16, 16]
         yield "distinct-int8", 2, [16, 16]
-        return
-    if is_tuning:
-        yield from (("distinct", 64, [16] * 64), ("distinct", 8, [16] * 8))
-        yield from (("identical", num_rows, [16]) for num_rows in (64, 256, 2048))
         return
     for num_rows in BATCHES:
         yield "distinct", num_rows, [16] * min(num_rows, 64)
@@ -285,14 +262,6 @@ def measure(
         "shrink_us": microseconds(bench.run_of(work, y, x, expands=False)),
         "expand_us": microseconds(bench.run_of(work, y, x, shrinks=False)),
     }
-    if args.tune:
-        default = expand_plan(num_rows, bench.num_outputs, bench.dtype.itemsize)
-        row["tuning"] = []
-        for is_shrink, plan in alternatives(default):
-            flags = {"shrinks": is_shrink, "expands": not is_shrink}
-            run = bench.run_of(work, y, x, **flags, plan=plan)
-            row["tuning"].append([is_shrink, repr(plan), microseconds(run)])
-        return row
     if device.type == "cuda":
         weights = bench.weights()
 
@@ -380,8 +349,6 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repetitions", type=int, default=50)
-    parser.add_argument("--tune", action="store_true", help="time alternatives of each plan")
-    parser.add_argument("--tune-s", type=float, default=0, help="begin no row after these seconds")
     parser.add_argument("--vllm", type=Path, help="folder that holds vllm/")
     parser.add_argument("--sglang", type=Path, help="folder that holds sglang/")
     parser.add_argument("--out", type=Path, default=common.RESULTS)

@@ -136,7 +136,6 @@ def launch(
     base_weight: Tensor | None,
     shrinks: bool,
     expands: bool,
-    plan: LaunchPlan | None = None,
 ) -> None:
     """One launch of `update_site`. Together, those that shrink and expand compute
 
@@ -149,7 +148,6 @@ def launch(
         base_weight: `[out, in]`; None = y holds the base's product.
         shrinks: compute the intermediate.
         expands: add B times the intermediate.
-        plan: sizes; None = those of `plan.py`.
     """
     tables = work.tables
     shape = tables.shapes[site_id]
@@ -158,7 +156,7 @@ def launch(
     assert x.stride(1) == outputs.stride(1) == 1, (x.stride(), outputs.stride())
     assert num_inputs == shape.num_inputs, (num_inputs, shape)
     ends = [part.end for part in shape.parts]
-    plan = plan or _plan(x, ends[-1], base_weight)
+    plan = _plan(x, ends[-1], base_weight)
     num_row_tiles = -(-num_rows // TILE_ROWS)
     assert num_row_tiles <= work.max_tiles, (num_rows, work.max_tiles)
     num_items = len(ends) * num_splits(num_inputs, len(ends))
