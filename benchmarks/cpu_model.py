@@ -22,7 +22,7 @@ FIRST_ORDINARY_TOKEN = 300
 FILES = {"Q8_0": ("Q8_0", "Q8_0", "Q8_0"), "Q4_K_M": ("Q4_K", "Q6_K", "Q6_K")}
 """Types of most linears, of some, and of the table of tokens, in files of llama.cpp."""
 FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
-"""Of rows whose length is no multiple of 256."""
+"""The types of rows whose length is not a multiple of 256."""
 FACTORS_AT = {"Q8_0": (0,), "Q5_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
 """Where half-precision factors are in a block."""
 SHAPES = {

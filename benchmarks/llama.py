@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def num_layer_weights(self) -> int:
-        """The same without the head, which a captured step does not hold."""
+        """Weights of all linears, without the head, which is not in a captured step."""
         return self.num_weights - self.vocab_size * self.hidden_size
 
     def num_adapter_weights(self, rank: int, targets: Sequence[str] = ALL_SEVEN) -> int:

@@ -46,7 +46,7 @@ CASES = "8x0,32x0,8x1,32x1,32x8,8x8,32x32"
 """Requests x distinct adapters. The peer runs where both numbers are equal, and on the base."""
 
 Results = dict[str, dict[str, list[Run]]]
-"""By case, by side."""
+"""Runs by case and by side."""
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ class Family(NamedTuple):
     config: str
     """Class of the transformers library."""
     changes: dict[str, Any]
-    """Over `COMMON`."""
+    """Fields of the config that differ from `COMMON`."""
     model_impl: str = NATIVE
     target_modules: str | list[str] = "all-linear"
 
@@ -140,7 +140,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def known_lines() -> dict[str, Any]:
-    """Those that a run on a machine of this kind wrote."""
+    """The lines that an earlier run on a machine of this kind wrote."""
     if not (RESULTS / machine_kind(cpu_facts()) / "cpu_families.json").exists():
         return {}
     lines: dict[str, Any] = read_results("cpu_families")["families"]
@@ -176,7 +176,7 @@ def measured(family: Family, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def random_prompts(num_prompts: int, num_tokens: int, repetition: int) -> list[list[int]]:
-    """Of one repetition."""
+    """The prompts of one repetition."""
     rng = random.Random(repetition)
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)] for _ in range(num_prompts)]
 

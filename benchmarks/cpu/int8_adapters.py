@@ -117,7 +117,7 @@ def _differences(
 
 
 def summary_of(rows: Sequence[dict[str, float | str]]) -> dict[str, float]:
-    """Over all adapters."""
+    """The errors over all adapters."""
     found = {}
     for part in ("prompts", "answers"):
         weights = [float(row[f"{part}_tokens"]) for row in rows]

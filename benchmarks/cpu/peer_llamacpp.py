@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def convert_base(folder: Path) -> Path:
-    """By llama.cpp's converter, with a made-up vocabulary: requests carry token ids."""
+    """Convert a base with llama.cpp's converter and a made-up vocabulary."""
     target = folder.with_name(f"{folder.name}.gguf")
     if not target.exists():
         sys.path[:0] = [str(SOURCE), str(SOURCE / "gguf-py")]
@@ -73,7 +73,7 @@ def convert_base(folder: Path) -> Path:
             model_arch = kind.model_arch
 
             def set_vocab(self) -> None:
-                """As many names as tokens."""
+                """Write a made-up name for each token."""
                 names = ["a", "b", "ab", *(f"t{i}" for i in range(3, hparams["vocab_size"]))]
                 self.gguf_writer.add_tokenizer_model("gpt2")
                 self.gguf_writer.add_tokenizer_pre("gpt-2")
@@ -88,7 +88,7 @@ def convert_base(folder: Path) -> Path:
 
 
 def quantise(base: Path, file: str) -> Path:
-    """By llama.cpp's own program."""
+    """Quantise a base with llama.cpp's own program."""
     target = base.with_name(f"{base.name}.{file}.gguf")
     if not target.exists():
         partial = target.with_suffix(".tmp")
@@ -100,7 +100,7 @@ def quantise(base: Path, file: str) -> Path:
 
 
 def convert_adapter(folder: Path, base: Path) -> Path:
-    """By llama.cpp's converter."""
+    """Convert an adapter with llama.cpp's converter."""
     target = folder.with_name(f"{folder.name}.gguf")
     if not target.exists():
         partial = target.with_suffix(".tmp")

@@ -28,11 +28,11 @@ ROTATED_BYTES = 128 << 20
 TURNS = 5
 
 Product = Callable[[torch.Tensor, int], torch.Tensor]
-"""Of bfloat16 rows with the weight of a number."""
+"""Multiplies bfloat16 rows by the weight with the given index."""
 
 
 def sides_of(weights: list[torch.Tensor]) -> dict[str, Product]:
-    """By name."""
+    """The products to compare, by name."""
     num_outputs = len(weights[0])
     sides: dict[str, Product] = {"onednn": lambda x, i: F.linear(x, weights[i])}
     float32 = next(isa for isa in host_isas() if not LEVELS[isa].half_wins)

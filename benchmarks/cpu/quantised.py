@@ -34,7 +34,7 @@ PLAIN, SCHEMES = "none", "int8,int4,fp8"
 CASES = "1x0,2x0,4x0,8x0,8x8,32x0,32x32"
 """Requests x distinct adapters."""
 Runs = dict[str, list[Run]]
-"""By scheme."""
+"""Runs by scheme."""
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def seeded_prompts(count: int, vocab_size: int, repetition: int) -> list[list[int]]:
-    """Of one repetition of a case."""
+    """The prompts of one repetition of a case."""
     return make_prompts(count, vocab_size, seed=1000 * count + repetition)
 
 

@@ -82,7 +82,7 @@ class OurEngine:
         model_impl: str = "auto",
         max_step_s: float = MAX_STEP_S,
     ) -> None:
-        """Without drafts, so that a step is a token of each request, unless asked for."""
+        """By default without drafts, so that a step computes one token of each request."""
         config = EngineConfig(
             model_dir=str(base),
             device="cpu",
@@ -190,7 +190,7 @@ def median_or_nan(values: list[float]) -> float:
 
 
 def median(runs: Sequence[Run], field: str) -> float:
-    """Of one field."""
+    """The median of one field."""
     return float(statistics.median(getattr(run, field) for run in runs))
 
 
@@ -218,7 +218,7 @@ def alternated(
 
 
 def digest_of(adapter: int) -> str:
-    """Stands for an adapter's digest."""
+    """A made-up digest of an adapter."""
     return f"sha256:{adapter:064x}"
 
 

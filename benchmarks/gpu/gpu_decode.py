@@ -56,7 +56,7 @@ CASES = (
     Case(256, 64, 16, ALL_SEVEN),
     *(Case(256, 256, 16, targets) for targets in (ATTENTION, ALL_SEVEN)),
 )
-"""Those with a bar to reach first: a run may be cut short."""
+"""Cases with a target come first, because a run may be cut short."""
 TINY_CASES = (Case(2, 2, 8, ATTENTION), Case(3, 1, 4, ALL_SEVEN))
 
 

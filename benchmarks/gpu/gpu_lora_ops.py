@@ -97,7 +97,7 @@ class OpBench:
         self.tables = DeviceTables(arena, self._stored, shapes, len(ranks), 1 << 20)
         self._position = 0
         self.deltas: list[dict[int, SiteDelta]] = []
-        """By adapter, then by site."""
+        """The deltas of each adapter by site."""
         for slot, rank in enumerate(ranks):
             deltas = {site_id: self._delta(rank) for site_id in range(self.num_sites)}
             enter_deltas(self.tables, slot, deltas)
@@ -180,7 +180,7 @@ class OpBench:
         x: Tensor,
         num_sites: int | None = None,
     ) -> Callable[[], None]:
-        """The same of another engine's kernels, with copies of the same weights."""
+        """One pass of another engine's kernels, over copies of the same weights."""
         from benchmarks.gpu import peers  # needs Triton
 
         update = peers.load(engine, path, runs, len(x))

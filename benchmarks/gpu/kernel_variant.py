@@ -31,7 +31,7 @@ class Variant:
     divisible: Sequence[str] = field(default=())
     """Integer arguments that are multiples of 16."""
     max_registers: int | None = None
-    """Of each thread; None = the compiler's choice."""
+    """The most registers of a thread; None = the compiler's choice."""
 
     def compile(self, capability: int) -> Any:
         """Triton's compiled kernel for sm_`capability`; `asm["ptx"]`, `asm["cubin"]`."""
@@ -59,7 +59,7 @@ class Resources:
     """What one program takes."""
 
     num_registers: int
-    """Of each thread."""
+    """Registers of each thread."""
     spill_bytes: int
     """Stack of each thread."""
     shared_bytes: int

@@ -47,7 +47,7 @@ CASES = (
     Case(1, 32768, 1, 16, ALL_SEVEN),
     Case(1, 2048, 1, 64, ALL_SEVEN),
 )
-"""Those that matter most first: a run may be cut short."""
+"""The most important cases come first, because a run may be cut short."""
 LONG_REPETITIONS = 3
 """Of the steps of prompts that take seconds."""
 TINY_CASES = (

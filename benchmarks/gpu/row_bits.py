@@ -60,7 +60,7 @@ FEATURES = ("rank-4-attention", "rank-8-all-linear")
 DIGESTS = tuple(f"sha256:{name:0>64}" for name in "ab")
 STEP_TOKENS, RUNNING = 96, 32
 ARENA_BYTES = 1 << 20
-"""Of a tiny base: about 100 blocks."""
+"""The arena of a tiny base, about 100 blocks."""
 
 
 def main() -> int:
@@ -204,12 +204,12 @@ def serve(
 
 
 def tokens_of(said: Sequence[TokenOutput]) -> list[int]:
-    """The output."""
+    """The token ids of the output."""
     return [token_id for output in said for token_id in output.token_ids]
 
 
 def logprobs_of(said: Sequence[TokenOutput]) -> list[TokenLogprob]:
-    """Of prompt and output."""
+    """The logprobs of prompt and output."""
     prompt = said[0].prompt_logprobs
     assert prompt is not None
     known = (entry for entry in prompt.entries() if entry is not None)

@@ -72,7 +72,7 @@ class Adapter:
     """Sizes of one adapter."""
 
     num_bytes: int
-    """Of its values."""
+    """The size of its values in bytes."""
     num_pages: int
     num_blocks: int
     """That it would fill alone."""

@@ -170,7 +170,7 @@ LOOPS: dict[str, list[Removal]] = {
 
 
 def overloaded(seed: int) -> Figures:
-    """As `scheduling.overload`."""
+    """The figures of `scheduling.overload`."""
     per_s = overload.capacity(OVERLOAD_S)
     twice = overload.overload(seed, OVERLOAD_S, per_s)
     first = overload.overload(seed, OVERLOAD_S / 3, per_s, warm_up_s=0.0)
@@ -186,7 +186,7 @@ def overloaded(seed: int) -> Figures:
 
 
 def fast(seed: int) -> Figures:
-    """The same with one worker whose steps take 4 ms, with 64 slots."""
+    """The figures of `overloaded` for one worker with 64 slots, whose steps take 4 ms."""
     steps = dataclasses.replace(
         overload.STEPS, step_s=0.004, row_s=1e-5, token_s=1e-5, request_s=0.004, request_p90_s=0.008
     )

@@ -47,14 +47,14 @@ WARM_UP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """Of requests that arrived after the warm-up."""
+    """Figures of the requests that arrived after the warm-up."""
 
     capacity_per_s: float
     offered_over_capacity: float
     goodput_over_capacity: float
     """Requests finished within their deadline, over what the workers can do."""
     accepted_in_time: float
-    """Of those that a worker was given."""
+    """The share in time of the requests that a worker received."""
     refusals_over_excess: float
     """Refused requests over those offered beyond capacity."""
 
@@ -106,7 +106,7 @@ def capacity(seconds: float) -> float:
 def poisson(
     rates: Mapping[str, float], seed: int, seconds: float, warm_up_s: float
 ) -> list[tuple[TracedRequest, RequestOutcome]]:
-    """What came of the arrivals of several tenants; the warm-up's are left out."""
+    """Requests of several tenants and their outcomes, without those of the warm-up."""
 
     def arrivals(tenant: str, rate: float) -> list[TracedRequest]:
         rng, now_s, requests = random.Random(f"{seed}/{tenant}"), 0.0, []

@@ -42,7 +42,7 @@ from loraplex_services.worker.types.residency import Load
 NUM_RUNNING, NUM_ADAPTERS, NUM_TENANTS, NUM_PROMPT, MAX_TOKENS = 256, 100, 100, 64, 512
 NUM_BLOCKS, TOKENS_PER_BLOCK, BLOCKS_PER_ADAPTER = 16_000, 16, 4
 NUM_ENDING = 1
-"""In a step: as of 256 that have 256 tokens to generate."""
+"""Requests that end in a step, as if 256 ran that generate 256 tokens each."""
 FIRST_TOKEN_S = 60.0
 STEP_S = 0.05
 NUM_WAITING = (0, 100, 1_000)

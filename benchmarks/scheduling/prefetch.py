@@ -44,9 +44,9 @@ from loraplex_services.worker.types.step_plan import StepPlan
 NUM_ADAPTERS = 2000
 COPY_BYTES_PER_S = {"host": 12e9, "disk": 1e9}
 NUM_SLOTS = {"slots": 16, "memory": 256}
-"""By what bounds the batch."""
+"""The number of slots, by what limits the batch."""
 OVERLAPS = {"overlap": True, "follow": False}
-"""By how steps follow each other."""
+"""Whether steps overlap, by name."""
 RANKS = ranks_of(RANK_MIXES["S2"], NUM_ADAPTERS)
 
 

@@ -40,7 +40,7 @@ def fleet(deadline_s: float | None = None, first_token_s: float | None = None) -
 
 
 class Capacity(NamedTuple):
-    """Of one worker while far more requests wait than run."""
+    """The capacity of one worker, while far more requests wait than run."""
 
     per_s: float
     """Requests served in a second."""
@@ -49,7 +49,7 @@ class Capacity(NamedTuple):
 
 
 def capacity(fleet_: SimulatedFleet, num_adapters: int, mix: Sequence[int]) -> Capacity:
-    """For requests of U[8,512] tokens in and out."""
+    """Measure the capacity for requests of U[8,512] tokens in and out."""
     trace = generate(Workload(num_adapters, 1000.0, 1.0))
     simulation = Simulation(fleet_, ranks_of(mix, num_adapters))
     by_end = sorted(simulation.run(trace), key=lambda outcome: outcome.end_s)

@@ -42,7 +42,7 @@ VALUES: dict[str, tuple[str, tuple[float, ...]]] = {
     "rate": ("rate_per_s", (1.0, 1.5, 2.0, 2.5, 3.0)),
     "cv": ("cv", (1.0, 2.0, 4.0, 6.0, 8.0)),
 }
-"""By name: the field, and the values that it takes."""
+"""The field and its usual values, by the name of the parameter."""
 SIDES = {
     "abort": (False, SLO_S),
     "fcfs": (False, None),

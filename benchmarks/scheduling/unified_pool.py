@@ -70,9 +70,9 @@ class Split:
 
     name: str
     share: float
-    """For adapters."""
+    """The share of the blocks that adapters have."""
     counts_twice: bool = False
-    """Adapters in use take room in the cache's part, too, when requests are admitted."""
+    """Whether adapters in use also count as blocks of the cache when requests are admitted."""
 
 
 SLORA_SPLITS = (
@@ -82,13 +82,13 @@ SLORA_SPLITS = (
 
 
 def splits_of(percents: str) -> list[Split]:
-    """Those of a list with commas, then S-LoRA's."""
+    """The splits of a list with commas, then S-LoRA's two."""
     shares = [int(text) / 100 for text in percents.split(",")]
     return [*(Split(f"{share:.0%} for adapters", share) for share in shares), *SLORA_SPLITS]
 
 
 class SplitScheduler(Scheduler):
-    """Admits by the KV cache's own share; adapters fit where their cache finds room for them."""
+    """Admits requests by the KV cache's own share. The adapter cache decides which adapters fit."""
 
     adapter_blocks = 0
     counts_twice = False
@@ -160,7 +160,7 @@ def over_splits(figures: list[float]) -> dict[str, float]:
 
 
 def rounded(ratios: dict[str, float]) -> str:
-    """For reading."""
+    """The ratios as one line of text."""
     return ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
 
 

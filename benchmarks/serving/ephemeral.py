@@ -45,7 +45,7 @@ class Run:
 
     publish_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
-    """From the call of `generate` to the first token."""
+    """Seconds from the call of `generate` to the first token."""
     memory: list[Counter[str]] = field(default_factory=list)
     """Resident bytes by process, after each part of the run."""
     processor_s: list[Counter[str]] = field(default_factory=list)

@@ -81,7 +81,7 @@ class House:
                 process.wait()
 
     async def ready(self) -> None:
-        """Wait until the gateway is."""
+        """Wait until the gateway is ready."""
         while True:
             with suppress(OSError):
                 url = f"http://127.0.0.1:{self.http_port}/readyz"
@@ -95,7 +95,7 @@ class House:
         return float(times.user + times.system)
 
     def load(self, kind: str, streams: int, tokens: int) -> subprocess.Popen[bytes]:
-        """Start readers."""
+        """Start a process with clients that read streams."""
         address = self.grpc if kind == "ids" else f"127.0.0.1:{self.http_port}"
         return _python(
             str(HERE / "gateway_load.py"),
@@ -120,7 +120,7 @@ async def probe(stub: inference_pb2_grpc.InferenceServiceStub) -> float:
 
 
 async def call_worker(stub: worker_pb2_grpc.WorkerServiceStub) -> float:
-    """Milliseconds of the same call straight to the worker."""
+    """Milliseconds of the same call, sent directly to the worker."""
     request = worker_pb2.WorkerServiceGenerateRequest(
         request=worker_pb2.WorkerRequest(
             request_id="straight",
@@ -136,20 +136,20 @@ async def call_worker(stub: worker_pb2_grpc.WorkerServiceStub) -> float:
 
 
 class StraightProbe:
-    """A session of the probe's own with the worker: the same way without the gateway."""
+    """A session with the worker, over which a probe reaches it without the gateway."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call: Any = worker_pb2_grpc.WorkerServiceStub(channel).Session()
         self._number = 0
 
     async def open(self) -> None:
-        """Greet."""
+        """Open the session."""
         hello = worker_pb2.SessionHello(gateway_id="probe")
         await self._call.write(worker_pb2.SessionRequest(hello=hello))
         await self._call.read()
 
     async def probe(self) -> float:
-        """Milliseconds on the way."""
+        """The milliseconds that a message and its answer take on the way."""
         self._number += 1
         submit = worker_pb2.WorkerRequest(
             request_id=f"p{self._number}",
@@ -208,7 +208,7 @@ class Ways:
         await self._session.open()
 
     async def probe(self, num_probes: int) -> dict[str, list[float]]:
-        """Milliseconds of each, alternately; the first quarter is left out."""
+        """Milliseconds of each way, measured alternately, without the first quarter."""
         found: dict[str, list[float]] = {"gateway": [], "call": [], "session": []}
         for _ in range(num_probes + num_probes // 4):
             found["gateway"].append(await probe(self._gateway))

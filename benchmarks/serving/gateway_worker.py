@@ -20,7 +20,7 @@ HELD_S = 0.001
 
 
 class TimedWorker(ScriptedWorker):
-    """Letters for everybody, times for probes."""
+    """Answers probes with times, and all other requests with letters."""
 
     def _submit(self, peer: Any, request: worker_pb2.WorkerRequest) -> None:
         if list(request.prompt_ids) != [PROBE_ID]:
@@ -39,7 +39,7 @@ class TimedWorker(ScriptedWorker):
     async def Generate(
         self, request: Any, context: Any
     ) -> AsyncGenerator[worker_pb2.WorkerServiceGenerateResponse]:
-        """A probe's call of its own, as a gateway gets it."""
+        """Answer a probe that comes as a call of its own."""
         arrival_s = time.monotonic()
         await asyncio.sleep(HELD_S)
         yield worker_pb2.WorkerServiceGenerateResponse(event=_time(request.request, arrival_s))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 _STREAMS_PER_CONNECTION = 100
 _NUM_CONNECTIONS = 50
-"""At the same time."""
+"""The number of connections that are open at the same time."""
 _HEADERS, _RST_STREAM, _SETTINGS = 1, 3, 4
 _END_HEADERS = 4
 _CANCEL = (8).to_bytes(4, "big")

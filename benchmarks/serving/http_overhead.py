@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def ask_all(host: str, prompts: list[list[int]], names: list[str], num_tokens: int) -> float:
-    """All at once, adapters going round; seconds until the last answer."""
+    """Send all requests at once, adapters in turn. Returns the seconds to the last answer."""
     begin_s = time.perf_counter()
     with ThreadPoolExecutor(len(prompts)) as threads:
         jobs = [
@@ -85,7 +85,7 @@ def ask_all(host: str, prompts: list[list[int]], names: list[str], num_tokens: i
 
 
 def ask(host: str, prompt: list[int], name: str, num_tokens: int) -> int:
-    """One request; how many tokens came."""
+    """Send one request. Returns how many tokens came."""
     body = {
         "model": name,
         "prompt": prompt,

@@ -70,7 +70,7 @@ class Trainer:
         self._generator = torch.Generator().manual_seed(seed)
 
     def step(self) -> dict[str, torch.Tensor]:
-        """Walk a little at random."""
+        """Move the weights a little at random."""
         for name in self._changed:
             tensor = self._tensors[name]
             noise = torch.randn(tensor.shape, generator=self._generator).to(tensor.dtype)
@@ -85,7 +85,7 @@ class Trainer:
 
 @dataclass(slots=True)
 class Tally:
-    """What a run brought."""
+    """The counts and times of a run."""
 
     updates: int = 0
     requests: int = 0
@@ -100,7 +100,7 @@ class Tally:
     still_gaps_s: list[float] = field(default_factory=list)
     """Between tokens of the adapter that does not change, before the first update."""
     steady_gaps_s: list[float] = field(default_factory=list)
-    """The same during updates."""
+    """Seconds between its tokens during updates."""
     publish_s: list[float] = field(default_factory=list)
 
 

@@ -52,7 +52,7 @@ def measure(bench: Bench, max_step_s: float, num_prompts: int, num_prompt: int) 
     gaps_s: list[float] = []
     """Every step brings every stream a token."""
     firsts_s: list[list[float]] = []
-    """Of the long prompt and of the short one."""
+    """The first tokens of the long prompt and of the short one."""
     for number in range(-1, num_prompts):  # one to warm up
         if number == 0:
             gaps_s, firsts_s = [], []

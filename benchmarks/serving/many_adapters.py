@@ -60,22 +60,22 @@ BATCH, NUM_PROMPT = 32, 16
 
 
 def digest_of(index: int) -> str:
-    """A name like a digest."""
+    """A made-up digest of an adapter."""
     return "sha256:" + hashlib.sha256(str(index).encode()).hexdigest()
 
 
 def make_adapter(shape: Shape, folder: Path, rank: int, seed: int) -> Path:
-    """In float16, on every linear."""
+    """Write an adapter in float16 on every linear."""
     return write_adapter(shape, folder, rank, torch.float16, seed=seed)
 
 
 class Counting(TorchRunner):
-    """Counts what steps read."""
+    """Notes what steps read."""
 
     steps: list[tuple[int, int]]
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """(rows, arena blocks of distinct adapters) of each step."""
+        """Note the rows of the step, and the bytes of its distinct adapters."""
         slots = {slot for row in plan.rows for slot, _ in row.slots}
         self.steps.append((len(plan.rows), sum(self.slot_bytes[slot] for slot in slots)))
         return super().launch(plan)
@@ -83,7 +83,7 @@ class Counting(TorchRunner):
     slot_bytes: dict[int, int]
 
     def enter_adapter(self, slot: int, copied: Any) -> None:
-        """Notes the adapter's bytes."""
+        """Note the size of the adapter in bytes."""
         super().enter_adapter(slot, copied)
         self.slot_bytes[slot] = copied.index.num_bytes
 
@@ -102,12 +102,12 @@ class Bench:
     num_sent: int = 0
 
     def fetched(self, index: int) -> AdapterFetched:
-        """Where an adapter is."""
+        """The command that tells the engine where an adapter is."""
         path = str(self.folders[index])
         return AdapterFetched(digest_of(index), path, self.max_rank, self.num_pages[index])
 
     def request(self, adapter: int | None, max_tokens: int, num_prompt: int = NUM_PROMPT) -> Submit:
-        """A prompt of its own."""
+        """The command to start a request, with a prompt of its own."""
         self.num_sent += 1
         digests = () if adapter is None else (digest_of(adapter),)
         return Submit(
@@ -122,14 +122,14 @@ class Bench:
         )
 
     def step(self, commands: Sequence[Command] = ()) -> StepOutput:
-        """One step; waits a little where there is nothing to compute yet."""
+        """Run one step, and wait briefly if there is nothing to compute yet."""
         output = self.engine.step(commands)
         if not output.tokens and not self.engine.may_advance:
             self.runner.await_copies(0.05)
         return output
 
     def drain(self) -> None:
-        """Until nothing is left."""
+        """Step until no request is left."""
         while self.engine.has_requests:
             self.step()
 
@@ -160,7 +160,7 @@ class Bench:
         }
 
     def first_token_s(self, adapter: int) -> float:
-        """Of one request alongside those that run; ended at once."""
+        """Seconds to the first token of one request, next to those that run. It ends there."""
         submit = self.request(adapter, 1)
         begin_s = time.perf_counter()
         output = self.step([self.fetched(adapter), submit])
@@ -169,7 +169,7 @@ class Bench:
         return time.perf_counter() - begin_s
 
     def is_resident(self, adapter: int) -> bool:
-        """On the device now."""
+        """Whether an adapter is on the device now."""
         return self.engine.cache.tier(digest_of(adapter)) == Tier.DEVICE
 
 

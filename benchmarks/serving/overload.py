@@ -54,7 +54,7 @@ class Outcome:
     ended_s: float
     first_s: float | None
     reason: str
-    """Of an error; "" = it came whole."""
+    """The reason of an error; "" = the answer is complete."""
 
 
 class Clients:
@@ -70,7 +70,7 @@ class Clients:
         self._numbers = itertools.count()
 
     async def ask(self, tenant: str, timeout_s: float | None = None) -> Outcome:
-        """One request, to its end."""
+        """Send one request and wait for its end."""
         rng = random.Random(f"{self._args.seed}/{next(self._numbers)}")
         ids = [rng.randrange(300, 40_000) for _ in range(self._args.prompt)]
         sampling = pb.SamplingParams(max_tokens=self._args.output, ignore_eos=True, temperature=0)
@@ -128,7 +128,7 @@ class Clients:
 
 
 def judged(seen: list[Outcome], per_s: float, seconds: float, deadline_s: float) -> Overload:
-    """As the simulation does."""
+    """The figures of the requests, computed as in `scheduling.overload`."""
     accepted = [each for each in seen if each.first_s or each.reason not in REFUSED]
     in_time = [s for s in accepted if not s.reason and s.ended_s - s.began_s <= deadline_s]
     return Overload(

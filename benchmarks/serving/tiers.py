@@ -186,7 +186,7 @@ class Times:
         return sum(each.user + each.system for each in times)
 
     def summary(self) -> dict[str, float]:
-        """In milliseconds."""
+        """The times in milliseconds."""
         return {
             "median_ms": statistics.median(self.wall_s) * 1e3,
             "shortest_ms": min(self.wall_s) * 1e3,

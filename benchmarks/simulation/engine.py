@@ -55,7 +55,7 @@ from loraplex_services.worker.engine.step_trace import TracedRunner
 from loraplex_services.worker.types.messages import Command
 
 Played = tuple[Workload, list[RequestOutcome]]
-"""A trace, and what came of its requests."""
+"""A trace and the outcomes of its requests."""
 NUM_ADAPTERS = 400
 FIT_CV = 4.0
 """Bursts, so that the run on which costs are fitted has steps of every size."""
@@ -82,12 +82,12 @@ class ProcessorClock:
         return self._skipped_s + time.process_time()
 
     def skip_to(self, moment_s: float) -> None:
-        """Nothing is to do before `moment_s`."""
+        """Skip the time until `moment_s`, before which there is nothing to do."""
         self._skipped_s += max(0.0, moment_s - self())
 
 
 def play(bench: Bench, trace: list[TracedRequest], clock: ProcessorClock) -> list[RequestOutcome]:
-    """Every request at its moment; what came of it."""
+    """Send every request when it is due, and return the outcomes."""
     first_s: dict[str, float] = {}
     end_s: dict[str, float] = {}
     left = [(r.arrival_s, bench.request(r.adapter, r.num_output, r.num_input), r) for r in trace]
@@ -134,7 +134,7 @@ def traced_bench(args: argparse.Namespace, steps: Path, clock: ProcessorClock) -
 
 
 def simulate(costs: Costs, args: argparse.Namespace, played: Sequence[Played]) -> list[Summary]:
-    """The same traces through the simulator."""
+    """Simulate the same traces."""
     trace: list[TracedRequest] = []
     begins_s = [0.0]
     for workload, outcomes in played:

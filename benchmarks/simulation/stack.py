@@ -55,9 +55,9 @@ ARENA_BYTES = 64 << 20
 LENGTHS = UniformLengths((8, 128), (8, 64))
 NUM_ADAPTERS = 100
 BURSTS, EVEN, CROWD = "bursts", "even", "crowd"
-"""What is for fitting."""
+"""Names of the traces on which costs are fitted."""
 FIRST = [TracedRequest(index / 20.0, index, 16, 4) for index in range(NUM_ADAPTERS)]
-"""Asks for every adapter."""
+"""A trace that asks for every adapter once."""
 FIT_CV = 4.0
 """Bursts, so that the runs on which costs are fitted have steps of every size."""
 PAUSE_S = 1.0
@@ -77,7 +77,7 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One trace, and what came of its requests."""
+    """A trace and the outcomes of its requests."""
 
     name: str
     workload: Workload
@@ -91,7 +91,7 @@ def loraplex(*arguments: str) -> None:
 
 
 def flags(workload: Workload) -> list[str]:
-    """Of `bench trace`."""
+    """The flags of `bench trace`."""
     (in_min, in_max), (out_min, out_max) = LENGTHS.inputs, LENGTHS.outputs
     return [
         *("--adapters", str(workload.num_adapters), "--alpha", str(workload.alpha)),
@@ -172,7 +172,7 @@ def simulate(costs: Costs, runs: Sequence[Run]) -> list[Run]:
 
 
 def pooled(runs: Iterable[Run], name: str) -> Summary:
-    """All of one name, as if each had begun when the one before it ended."""
+    """The summary of all runs of one name, as if each had begun at the end of the one before it."""
     joined: list[RequestOutcome] = []
     begin_s = 0.0
     for run in runs:
@@ -183,7 +183,7 @@ def pooled(runs: Iterable[Run], name: str) -> Summary:
 
 
 def shifted(outcome: RequestOutcome, by_s: float) -> RequestOutcome:
-    """The same so much later."""
+    """The same outcome, `by_s` seconds later."""
     assert outcome.first_token_s is not None, outcome.reason
     return dataclasses.replace(
         outcome,

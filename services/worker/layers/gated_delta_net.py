@@ -27,12 +27,12 @@ class GatedDeltaNet:
     out_proj: LoraLinear
     net: DeltaNet
     norm: Norm
-    """Of each head."""
+    """The norm of each head."""
     split: Split
     value_dim: int
     """Width of a head."""
     gated: Gated
-    """By silu."""
+    """Multiplies by the silu of the gate."""
 
     def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""

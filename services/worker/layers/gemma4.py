@@ -138,12 +138,12 @@ class PerLayerEmbedding:
     """The input of each layer: rows of a table, added to a projection of the embedding."""
 
     table: TokenTable
-    """Of width `layers * width`."""
+    """Its rows have the inputs of all layers, `[layers * width]`."""
     projection: LoraLinear
     norm: Norm
-    """Of one layer's part."""
+    """The norm of one layer's part."""
     width: int
-    """Of one layer's part."""
+    """The width of one layer's part."""
 
     def forward(self, token_ids: Tensor, embedded: Tensor, lora: LoraBatch) -> Tensor:
         """int64 `[T]` and `[T, H]` -> `[T, layers, width]`."""
@@ -163,7 +163,7 @@ class LayerInput:
     projection: LoraLinear
     norm: Norm
     gated: Gated
-    """By the activation."""
+    """Multiplies by the activation of the gate."""
 
     def forward(self, x: Tensor, own: Tensor, lora: LoraBatch) -> Tensor:
         """What is added to `x`, `[T, H]`; `own`: `[T, width]`."""

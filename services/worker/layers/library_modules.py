@@ -54,12 +54,12 @@ class CurrentPass:
     batch: ForwardBatch | None = None
     """None while the model is asked how it calls attention."""
     lora: LoraBatch | None = None
-    """Over the rows of the pass."""
+    """The adapters of the rows of the pass."""
     num_logits: int = 0
     """Width of the logits; 0 = the base's."""
     calls: dict[int, AttentionCall] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
-    """Of the layers' calls, as long as they are noted."""
+    """The keys of the layers' calls, as long as calls are noted."""
     sinks: dict[int, Tensor] = field(default_factory=dict)
     backends: dict[int, AttentionBackend] = field(default_factory=dict)
 

@@ -48,7 +48,7 @@ class SharedExpert:
     mlp: GatedMlp
     gate: LoraLinear
     gated: Gated
-    """By the sigmoid."""
+    """Multiplies by the sigmoid of the gate."""
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """`[T, H]` -> `[T, H]`."""

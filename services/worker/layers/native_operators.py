@@ -65,7 +65,7 @@ class NativeOperators(Operators):
         self.draws = DrawOperators(native.truncate, native.draw, first_argmax)
 
     def rotate(self, x: Tensor, cos_sin: CosSin, head_dim: int) -> Tensor:
-        """In place."""
+        """Rotate x in place, and return it."""
         self.native.rotate(x, *cos_sin, head_dim)
         return x
 

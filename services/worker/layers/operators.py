@@ -77,7 +77,7 @@ class Operators:
         return False
 
     def reads_expert_codes(self, weight: CodedWeight) -> bool:
-        """The same for products of experts."""
+        """Whether products of experts can read the weight's codes."""
         return self.reads_codes(weight)
 
     def coded_linear(self, weight: CodedWeight, dtype: torch.dtype) -> BaseLinear:

@@ -37,7 +37,7 @@ _FC, _NORM, _LAYER = "mtp.fc", "mtp.norm", "mtp.layers.0"
 _INPUT_NORMS = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
 _NEEDED = (_FC, _NORM, *_INPUT_NORMS, f"{_LAYER}.self_attn.q_proj")
 _DENSE, _ROUTER = f"{_LAYER}.mlp.gate_proj", f"{_LAYER}.mlp.gate"
-"""Of its MLP, which is like those of most layers of the base: dense, or with experts."""
+"""Names of its MLP, which is dense or has experts, like those of most layers of the base."""
 _UNSERVED = ("mtp.embed_tokens", "mtp.layers.1.input_layernorm")
 """An embedding of its own, or a second layer."""
 
@@ -50,7 +50,7 @@ class DraftHead:
     """The base's, with this layer as its last."""
     fc: LoraLinear
     norms: tuple[Norm, Norm]
-    """Of the embedding and of the hidden state."""
+    """The norm of the embedding, and that of the hidden state."""
     layer: DecoderLayer
     norm: Norm
 

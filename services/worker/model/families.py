@@ -74,7 +74,7 @@ FAMILIES = {
     "qwen3_moe": Family(qwen_moe.read_qwen3_config, assemble=qwen_moe.assemble),
     "qwen3_next": Family(qwen3_5.read_next_config, assemble=qwen3_5.assemble),
 }
-"""By `model_type`."""
+"""The families by `model_type`."""
 
 
 def has_family(folder: Path) -> bool:

@@ -233,7 +233,7 @@ class Checkpoint:
         return FileRows(self._file_of, parts, num_inputs, self.dtype)
 
     def reopened(self) -> Checkpoint:
-        """The same files, which the caller closes, for tensors in the host's memory."""
+        """Open the same files again, for tensors in the host's memory. The caller closes them."""
         return Checkpoint(self._folder, self.dtype, torch.device("cpu"))
 
     def close(self) -> None:

@@ -111,7 +111,7 @@ class _Inputs:
         self._spans = torch.stack((self._ends - 1, self._ends), dim=1)
         self._runs = torch.zeros(max_rows, RUN_WORDS, dtype=torch.int64)
         self._tensors: list[Tensor] = []
-        """Those of `_varying`."""
+        """Copies of the tensors that `_varying` returns."""
 
     def write(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> None:
         """Take over the inputs of a step."""

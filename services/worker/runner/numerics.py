@@ -17,7 +17,7 @@ FLOAT_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""By their names in `--dtype` and `--kv-cache-dtype`."""
+"""The types by their names in `--dtype` and `--kv-cache-dtype`."""
 
 
 def require_ieee_float32() -> None:
@@ -62,7 +62,7 @@ def resolve_dtype(name: str, device: torch.device, half_wins: bool = False) -> t
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without the `torch.` prefix."""
+    """The name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -28,7 +28,7 @@ class BestRows(NamedTuple):
     drawn: NDArray[np.int64]
     """Which rows have a temperature, ascending; the others take the best logit."""
     draws: RowDraws
-    """Of those rows."""
+    """The draws of those rows."""
 
 
 def best_columns(logits: Tensor, first_id: int, rows: BestRows, operators: DrawOperators) -> Tensor:

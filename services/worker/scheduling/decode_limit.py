@@ -93,7 +93,7 @@ class DecodeLimit:
 
 
 def _beyond(members: list[Member], most: float, step: int) -> Collection[Member]:
-    """Those that sit out if at most `most` decode: the ones that decoded last."""
+    """The members that skip a step in which at most `most` decode: those that decoded last."""
     if len(members) <= most:
         return ()
     members.sort(key=lambda member: member.last_decode_step)

@@ -46,7 +46,7 @@ MAX_SEARCHED = 1 << 14
 FIRST_RATE = 0.5
 """Expected share of accepted drafts before any was verified."""
 FIRST_HEAD_RATE = 0.8
-"""The same of what the base's head proposes, for which it was trained."""
+"""The same share of the drafts of the base's head, which was trained to propose them."""
 NEWEST_SHARE = 0.2
 """Weight of the newest draft in the rate of a request; in that of its adapters, a fourth of it."""
 MAX_KEPT_TOKENS = 1 << 12
@@ -226,9 +226,9 @@ class Rates:
     """Shares of recent drafts that were accepted."""
 
     found: float = FIRST_RATE
-    """Of those that followed the same tokens before."""
+    """The share of drafts that followed the same tokens before."""
     proposed: float = FIRST_HEAD_RATE
-    """Of those that the base's head proposed."""
+    """The share of drafts that the base's head proposed."""
 
     def learn(self, is_right: bool, weight: float, *, was_proposed: bool) -> None:
         """Count one draft with a weight."""

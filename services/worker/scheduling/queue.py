@@ -33,7 +33,7 @@ class WaitingQueue:
         self._served_of = served_of
         self._entries: dict[str, Entry] = {}
         self._of_tenant: dict[str, list[Entry]] = {}
-        """In order. No empty entries."""
+        """Entries of each tenant, in order and not empty."""
         self._num_pushed = 0
         self.num_tokens = 0
         """Known tokens of all waiting requests; none of them is computed."""
@@ -115,7 +115,7 @@ class _Lane:
 
     @property
     def entries(self) -> list[Entry]:
-        """Those that were not visited, in reverse order; copied at the first look."""
+        """Entries that were not visited, in reverse order. They are copied at the first access."""
         if self._entries is None:
             self._entries = self._waiting[::-1]
         return self._entries

@@ -112,4 +112,4 @@ class Division:
 
 
 ONE_MATRIX = Division()
-"""Of a base that is not divided."""
+"""The division of a base that has one rank."""

@@ -119,7 +119,7 @@ class SiteTableBuilder:
         return site_id
 
     def alias(self, name: str, site_id: int) -> None:
-        """Another name: of all modules of a site together."""
+        """Add a name that stands for all modules of a site together."""
         assert name not in self._modules, name
         self._modules[name] = SiteRange(site_id, 0, self._sites[site_id].out_features)
 

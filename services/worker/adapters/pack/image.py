@@ -42,7 +42,7 @@ class PackedRole(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     """safetensors name."""
     tiles: list[ImageTile]
-    """In rows and columns of the whole matrix."""
+    """The tiles, in rows and columns of the whole matrix."""
 
 
 class PackedSite(msgspec.Struct, frozen=True, array_like=True):

@@ -145,7 +145,7 @@ class Packer:
         layouts: Sequence[tuple[AdapterLayout, str]],
         row_ids: dict[str, tuple[int, ...]],
     ) -> _Packed:
-        """As the last adapter, if that has the same description and no rows are replaced."""
+        """The plan of the last adapter, if it has the same description and no rows are replaced."""
         fingerprints, last = tuple(fingerprint for _, fingerprint in layouts), self._last
         if last is not None and last.report is report and not row_ids:
             if last.fingerprints == fingerprints:

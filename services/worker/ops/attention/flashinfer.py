@@ -34,7 +34,7 @@ from loraplex_services.worker.transfers import to_device
 
 NAME = "flashinfer"
 HEAD_DIMS = (64, 128, 256)
-"""Those that every release of FlashInfer has kernels for."""
+"""Widths of heads for which every release of FlashInfer has kernels."""
 WORKSPACE_BYTES = 384 << 20
 """Partial sums of keys that are split. FlashInfer recommends 128 MiB, but float32 values of all
 query heads, in as many tiles of 128 queries as a large GPU runs at a time, need more if 64 query

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 KV_CODES: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""By their names in `--kv-cache-dtype`."""
+"""The types of codes by their names in `--kv-cache-dtype`."""
 LARGEST: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The code of the largest magnitude of a token's head."""
 
 Scales: TypeAlias = tuple[Tensor, Tensor] | tuple[None, None]
-"""Of K and V of a layer, each `[num_blocks, Hkv, T]` in the blocks of its plane."""
+"""The scales of K and V of a layer, each `[num_blocks, Hkv, T]` in the blocks of its plane."""
 NO_SCALES: Scales = (None, None)
-"""Of planes in the model's dtype."""
+"""Planes in the model's dtype have no scales."""
 
 
 def code_bits(planes: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

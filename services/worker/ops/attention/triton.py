@@ -25,7 +25,7 @@ TILE_WORDS = kernels.TILE_WORDS.value
 
 
 def tiling_of_contexts(shape: HeadShape, q: Tensor, scales: Scales = NO_SCALES) -> Tiling:
-    """For the contexts of a step with these queries."""
+    """The tiling of the contexts of a step with these queries."""
     in_codes = scales is not NO_SCALES
     return context_tiling(shape, q.itemsize, shared_bytes(q.device), len(q), in_codes=in_codes)
 

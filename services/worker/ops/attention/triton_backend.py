@@ -207,7 +207,7 @@ class CapturedContexts(TritonAttentionMetadata):
         """Nothing: `fill` has listed the items."""
 
     def context_tiles(self, block_rows: int) -> Tensor:
-        """As many tiles as any contexts may have. Those that are not used have no rows."""
+        """As many tiles as any contexts may have. Tiles that are not used have no rows."""
         if block_rows not in self._context_tiles:
             assert self.position_ids is not None
             num_tiles = self.num_tokens // block_rows + self.num_contexts

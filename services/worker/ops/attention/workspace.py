@@ -13,7 +13,7 @@ HeadSizes = tuple[int, int, int]
 
 
 def head_sizes(shape: HeadShape) -> HeadSizes:
-    """Of a layer."""
+    """The sizes that decide whether layers can share partial sums."""
     return shape.num_heads, shape.num_kv_heads, shape.block_dim
 
 
@@ -24,7 +24,7 @@ class Workspace:
     def __init__(self) -> None:
         self._sums: dict[HeadSizes, PartialSums] = {}
         self._outputs: dict[int, Tensor] = {}
-        """By width: layers run one after another, and smaller steps use parts of the largest."""
+        """Outputs by width. Layers run in turn, and smaller steps use parts of the largest."""
 
     def partial_sums(
         self, num_items: int, num_rows: int, shape: HeadShape, device: torch.device
@@ -41,7 +41,7 @@ class Workspace:
         return known
 
     def padded_output(self, q: Tensor) -> Tensor:
-        """Of the shape of q. Rows that a captured step does not write are finite."""
+        """An output of the shape of q. Rows that a captured step does not write are finite."""
         known = self._outputs.get(q.shape[1])
         if known is None or len(known) < len(q):
             known = self._outputs[q.shape[1]] = q.new_zeros(q.shape)

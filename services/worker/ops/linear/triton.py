@@ -25,7 +25,7 @@ MAX_ROWS = 1024
 """Rows up to which products decode codes in registers. For more, decoding the weight once and a
 library's product are faster."""
 MAX_EXPANDED_BYTES = 256 << 20
-"""Of weights that exist at once to be multiplied by many rows."""
+"""The most bytes of decoded weights that exist at once, for products of many rows."""
 WIDE_OUTPUTS = 16384
 """Outputs from which larger tiles still give every processor one."""
 MIN_PROGRAMS, MAX_SPLITS, MIN_SPLIT_BLOCKS = 192, 8, 4
@@ -50,7 +50,7 @@ NARROW, WIDE = ProductTiling(64, 64, 4, 4), ProductTiling(64, 128, 4, 4)
 MANY, MOST = ProductTiling(128, 64, 3, 4), ProductTiling(256, 128, 3, 8)
 MANY_NARROW = ProductTiling(128, 128, 3, 8)
 TILINGS_SMALL = FEW, ProductTiling(64, 64, 3, 4)
-"""For half precision on GPUs with less shared memory."""
+"""The tilings for half precision on GPUs with less shared memory."""
 TILINGS_FLOAT32 = ProductTiling(16, 64, 2, 4), ProductTiling(64, 64, 2, 4)
 SPLIT_OUTPUTS = 64
 """Outputs of the smallest tile."""

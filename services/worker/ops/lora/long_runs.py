@@ -40,7 +40,7 @@ SHRINK_PROGRAMS, EXPAND_PROGRAMS = 4, 4
 GRAPH_GROUPS_OF_A_PART = 2
 """Groups of an adapter for which the first launch of captured steps is divided."""
 MAX_REGISTERS = 128
-"""Of each thread, so that a multiprocessor has four programs."""
+"""Registers of a thread, so that a multiprocessor runs four programs."""
 MAX_SPAN_BLOCKS = 4
 """Blocks of outputs that a program of the second launch computes one after another, at most."""
 GRAPH_BLOCKS = 128

@@ -24,7 +24,7 @@ from loraplex_services.worker.ops.lora.triton_lists import (
 )
 
 LONG_WORDS = tl.constexpr(8)
-"""Of a tile."""
+"""Words that describe a tile."""
 PLAIN_GROUPS = tl.constexpr(16)
 """Groups of an adapter in a part, at most, whose rank rows are counted without gaps."""
 

@@ -42,7 +42,7 @@ class Norm(Protocol):
 
 
 class RmsNorm:
-    """In plain torch."""
+    """A norm in plain torch."""
 
     def __init__(self, site_id: int, norm: NormWeight) -> None:
         self.site_id = site_id

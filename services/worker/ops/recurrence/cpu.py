@@ -27,7 +27,7 @@ class NativeDeltaNet:
         self._taps = weights.taps.T.contiguous()
         self._weights = weights
         self._shape: Tensor | None = None
-        """As the kernel reads it. Kept, because programs hold its address."""
+        """The shape as the kernel reads it. It is kept, because programs hold its address."""
 
     def forward(self, qkv: Tensor, a: Tensor, b: Tensor, states: StateBatch) -> Tensor:
         """See `DeltaNet`; rows of qkv, a, b may lie apart."""

@@ -34,7 +34,7 @@ class ChunkTiling:
     """Columns of a state that one program advances."""
     num_warps: int
     precision: str
-    """Of products of tiles: tensor cores with 10 bits of fraction, or float32."""
+    """How tiles are multiplied: on tensor cores with 10 bits of fraction, or in float32."""
 
 
 TILING_HALF = ChunkTiling(32, 16, 4, "tf32")
@@ -42,7 +42,7 @@ TILING_FLOAT32 = ChunkTiling(16, 16, 8, "ieee")
 
 
 def tiling_for(dtype: torch.dtype) -> ChunkTiling:
-    """By the model's dtype."""
+    """The tiling for a model's dtype."""
     return TILING_FLOAT32 if dtype is torch.float32 else TILING_HALF
 
 

@@ -12,14 +12,14 @@ _LENGTH_BYTES = 8
 
 
 def config_digest(folder: Path) -> str:
-    """Of config.json."""
+    """The digest of config.json."""
     return _short(hashlib.sha256((folder / "config.json").read_bytes()))
 
 
 def weights_digest(folder: Path) -> str:
-    """Of the names, shapes and types of all tensors, and of bytes at the beginning, in the middle
-    and at the end of each. Other weights of the same shapes differ there. Reading all bytes
-    would take as long as loading the base once more.
+    """The digest of the names, shapes and types of all tensors, and of bytes at the beginning, in
+    the middle and at the end of each. Other weights of the same shapes differ there. Reading all
+    bytes would take as long as loading the base once more.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):

@@ -24,7 +24,7 @@ LOCAL_TIMEOUT_S = 120.0
 """Seconds within which the ranks of one machine must start and connect, before any of them
 loads."""
 NODES_TIMEOUT_S = 600.0
-"""The same for several machines, which may have to fetch the base first."""
+"""The same limit for several machines, which may have to fetch the base first."""
 
 BuildPart = Callable[[Ranks], TorchRunner]
 """Builds the part of the base that a rank has."""

@@ -179,7 +179,7 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
 
 
 Order = RankStart | Refuse | Step | LogitRows | BestTokens | Copy | Drop | Enter | Unload
-"""To a rank."""
+"""A message to a rank."""
 Reply = Join | RankReady | RankRefused | CopyDone
 """A message from a rank."""
 

@@ -231,7 +231,7 @@ def receive(end: socket.socket, num_bytes: int) -> bytes:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of `HOST:PORT` or `[IPV6]:PORT`."""
+    """The parts of `HOST:PORT` or `[IPV6]:PORT`."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
