@@ -17,13 +17,13 @@
 # --dry-run runs a part on a CPU, on a tiny base, kernels alone interpreted: to see that it runs at all.
 # VLLM= and SGLANG= name folders that hold the package `vllm` or `sglang` (of a checkout of SGLang: its
 # folder `python`); only the folders with their Triton kernels for LoRA are read. Results name commits.
-# Needs Python 3.11 or later with torch >= 2.11, its triton, transformers, peft and what these bring; no
-# network and no virtual environment (PYTHON= names the interpreter). For msgspec and llguidance, where
-# they are missing, small files of `standins/` stand in. The tests run where pytest is, in parallel where
-# pytest-xdist is. Every step has a limit, and what is left of the nine minutes is another; a failure does
-# not stop the next step. At its limit a step is interrupted, so that tests still report those that ended.
-# Results are written after every setting, and a setting that fails does not end the others. The exit
-# status is the number of steps that failed.
+# Needs Python 3.11 or later with torch >= 2.11, its triton, transformers, peft and what these bring, msgspec
+# and llguidance; no network and no virtual environment (PYTHON= names the interpreter, and PYTHONPATH may
+# name a folder of unpacked wheels). The tests run where pytest is, in parallel where pytest-xdist is. Every
+# step has a limit, and what is left of the nine minutes is another; a failure does not stop the next step.
+# At its limit a step is interrupted, so that tests still report those that ended. Results are written after
+# every setting, and a setting that fails does not end the others. The exit status is the number of steps
+# that failed.
 set -u
 cd "$(dirname "$0")/../.." || exit 99
 PYTHON="${PYTHON:-python3}"
@@ -38,12 +38,6 @@ fi
 PART="${1:-}"
 OUT="${2:-${OUT:-benchmarks/results}}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-for library in msgspec llguidance; do
-    "$PYTHON" -c "import $library" 2>/dev/null && continue
-    mkdir -p "${TMPDIR:-/tmp}/loraplex-standins"
-    cp "benchmarks/gpu/standins/$library.py" "${TMPDIR:-/tmp}/loraplex-standins/"
-    PYTHONPATH="$PYTHONPATH:${TMPDIR:-/tmp}/loraplex-standins"
-done
 PEERS="${VLLM:+--vllm $VLLM} ${SGLANG:+--sglang $SGLANG}"
 mkdir -p "$OUT"
 began_s=$(date +%s)
