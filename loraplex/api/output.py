@@ -77,6 +77,69 @@ class PackedLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """What the layers of a mixture of experts choose for one token."""
+
+    num_layers: int
+    """All layers of the base. The numbers of a dense layer are 0."""
+    num_active: int
+    """Experts of one layer that compute a token."""
+    expert_bytes: int
+    """Bytes of an expert's number: 1, or 2 if there are more than 256 experts."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the experts of one token."""
+        return self.num_layers * self.num_active * self.expert_bytes
+
+    @property
+    def dtype(self) -> str:
+        """The numbers' type as NumPy names it."""
+        return {1: "uint8", 2: "uint16"}[self.expert_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """Which experts computed consecutive tokens of one prompt and its output."""
+
+    start: int
+    """Position of the first of these tokens, counted from the start of the prompt."""
+    routing: RoutingShape
+    experts: bytes = b""
+    """Little-endian numbers `[tokens, layers, active]`. In each layer, they are in the order of
+    their router weights, the largest first."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.experts) // self.routing.token_bytes
+
+    @property
+    def end(self) -> int:
+        """Position after the last of these tokens."""
+        return self.start + len(self)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Tokens, layers, and active experts, for `numpy.frombuffer(experts, dtype)`."""
+        return len(self), self.routing.num_layers, self.routing.num_active
+
+    def between(self, start: int, end: int) -> RoutedExperts:
+        """Those of positions [start, end), which are among these."""
+        size = self.routing.token_bytes
+        own = self.experts[(start - self.start) * size : (end - self.start) * size]
+        return RoutedExperts(start, self.routing, own)
+
+
+def joined_experts(parts: Iterable[RoutedExperts | None]) -> RoutedExperts | None:
+    """Those of consecutive tokens as one; None without any."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    experts = b"".join(part.experts for part in found)
+    return RoutedExperts(found[0].start, found[0].routing, experts)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSpan:
     """Consecutive output tokens of one choice that the same adapters computed."""
 

@@ -100,6 +100,9 @@ class GenerateRequest:
     first_token_s: float | None = None
     """Limit on the time to first token; None = only the deadline counts."""
     on_update: UpdatePolicy = UpdatePolicy.FINISH
+    routed_from: int | None = None
+    """First position of the prompt from which on the experts of each token are returned; None =
+    they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +183,6 @@ class WorkerRequest:
     """Which other adapters computed its first tokens, in order."""
     pooling: Pooling = Pooling.NONE
     """If set, the request returns a vector and no output."""
+    routed_from: int | None = None
+    """First position of prompt and output from which on the experts of each token are returned;
+    None = they are not."""

@@ -16,6 +16,8 @@ from loraplex.api.output import (
     Candidate,
     FinishReason,
     PackedLogprobs,
+    RoutedExperts,
+    RoutingShape,
     ServedBy,
     Timings,
     TokenLogprob,
@@ -203,6 +205,18 @@ def packed_logprobs_to_proto(packed: PackedLogprobs) -> worker_pb2.PackedLogprob
 def packed_logprobs_from_proto(message: worker_pb2.PackedLogprobs) -> PackedLogprobs:
     """The inverse."""
     return PackedLogprobs(message.num_top, message.token_ids, message.logprobs)
+
+
+def routed_experts_to_proto(routed: RoutedExperts) -> common_pb2.RoutedExperts:
+    """The experts of some tokens as a message."""
+    shape = same_fields(routed.routing, RoutingShape)
+    return common_pb2.RoutedExperts(start=routed.start, experts=routed.experts, **shape)
+
+
+def routed_experts_from_proto(message: common_pb2.RoutedExperts) -> RoutedExperts:
+    """The inverse."""
+    routing = RoutingShape(**same_message_fields(message, RoutingShape))
+    return RoutedExperts(message.start, routing, message.experts)
 
 
 def _prompt_logprob(message: common_pb2.TokenLogprob) -> TokenLogprob | None:

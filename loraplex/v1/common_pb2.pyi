@@ -78,6 +78,20 @@ class TokenLogprob(_message.Message):
     top: _containers.RepeatedCompositeFieldContainer[TokenCandidate]
     def __init__(self, token: _Optional[_Union[TokenCandidate, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenCandidate, _Mapping]]] = ...) -> None: ...
 
+class RoutedExperts(_message.Message):
+    __slots__ = ("start", "num_layers", "num_active", "expert_bytes", "experts")
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    num_layers: int
+    num_active: int
+    expert_bytes: int
+    experts: bytes
+    def __init__(self, start: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_active: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., experts: _Optional[bytes] = ...) -> None: ...
+
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]

@@ -111,7 +111,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., echo: bool = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., scale: _Optional[float] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "adapters", "sampling", "request_id", "cache_salt", "priority", "split_key", "first_token_s", "on_update")
+    __slots__ = ("model", "text", "token_ids", "chat", "adapters", "sampling", "request_id", "cache_salt", "priority", "split_key", "first_token_s", "on_update", "routed_from")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class GenerateRequest(_message.Message):
     SPLIT_KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     ON_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_FROM_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -136,7 +137,8 @@ class GenerateRequest(_message.Message):
     split_key: str
     first_token_s: float
     on_update: UpdatePolicy
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[WeightedAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., split_key: _Optional[str] = ..., first_token_s: _Optional[float] = ..., on_update: _Optional[_Union[UpdatePolicy, str]] = ...) -> None: ...
+    routed_from: int
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[WeightedAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., split_key: _Optional[str] = ..., first_token_s: _Optional[float] = ..., on_update: _Optional[_Union[UpdatePolicy, str]] = ..., routed_from: _Optional[int] = ...) -> None: ...
 
 class ServedBy(_message.Message):
     __slots__ = ("adapters", "digests", "worker_id", "base_id", "tokenizer_digest")
@@ -153,7 +155,7 @@ class ServedBy(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[str]] = ..., worker_id: _Optional[str] = ..., base_id: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "prompt_token_ids", "prompt_logprobs", "finish_reason", "stop_reason", "served_by", "usage", "timings", "digests", "reasoning")
+    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "prompt_token_ids", "prompt_logprobs", "finish_reason", "stop_reason", "served_by", "usage", "timings", "digests", "reasoning", "routed_experts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +170,7 @@ class GenerateResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     text: str
@@ -182,7 +185,8 @@ class GenerateResponse(_message.Message):
     timings: _common_pb2.Timings
     digests: _containers.RepeatedScalarFieldContainer[str]
     reasoning: str
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., served_by: _Optional[_Union[ServedBy, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., digests: _Optional[_Iterable[str]] = ..., reasoning: _Optional[str] = ...) -> None: ...
+    routed_experts: _common_pb2.RoutedExperts
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., served_by: _Optional[_Union[ServedBy, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., digests: _Optional[_Iterable[str]] = ..., reasoning: _Optional[str] = ..., routed_experts: _Optional[_Union[_common_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
 
 class Prompt(_message.Message):
     __slots__ = ("text", "token_ids", "chat")

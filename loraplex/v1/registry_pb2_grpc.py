@@ -247,7 +247,8 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ValidateAdapter(self, request, context):
-        """ValidateAdapter checks config and tensor headers without storing anything.
+        """ValidateAdapter checks config and tensor headers without storing anything. With a name, it is refused whenever the
+        upload would be, also for missing rights and full quotas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

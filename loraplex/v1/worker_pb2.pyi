@@ -83,7 +83,7 @@ class TokenSequence(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("request_id", "tenant", "priority", "fairness_weight", "cache_salt", "remaining_s", "trace", "prompt_ids", "output_ids", "adapters", "sampling", "sample_index", "grammar", "pools", "pooling", "grammar_tokens", "grammar_eos_ids", "remaining_first_token_s", "kept")
+    __slots__ = ("request_id", "tenant", "priority", "fairness_weight", "cache_salt", "remaining_s", "trace", "prompt_ids", "output_ids", "adapters", "sampling", "sample_index", "grammar", "pools", "pooling", "grammar_tokens", "grammar_eos_ids", "remaining_first_token_s", "kept", "routed_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class WorkerRequest(_message.Message):
     GRAMMAR_EOS_IDS_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_FROM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     priority: int
@@ -122,7 +123,8 @@ class WorkerRequest(_message.Message):
     grammar_eos_ids: _containers.RepeatedScalarFieldContainer[int]
     remaining_first_token_s: float
     kept: _containers.RepeatedCompositeFieldContainer[KeptPrefix]
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., cache_salt: _Optional[str] = ..., remaining_s: _Optional[float] = ..., trace: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., sample_index: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., pools: bool = ..., pooling: _Optional[_Union[_common_pb2.Pooling, str]] = ..., grammar_tokens: _Optional[_Iterable[_Union[GrammarToken, _Mapping]]] = ..., grammar_eos_ids: _Optional[_Iterable[int]] = ..., remaining_first_token_s: _Optional[float] = ..., kept: _Optional[_Iterable[_Union[KeptPrefix, _Mapping]]] = ...) -> None: ...
+    routed_from: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_weight: _Optional[float] = ..., cache_salt: _Optional[str] = ..., remaining_s: _Optional[float] = ..., trace: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[WorkerAdapter, _Mapping]]] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., sample_index: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., pools: bool = ..., pooling: _Optional[_Union[_common_pb2.Pooling, str]] = ..., grammar_tokens: _Optional[_Iterable[_Union[GrammarToken, _Mapping]]] = ..., grammar_eos_ids: _Optional[_Iterable[int]] = ..., remaining_first_token_s: _Optional[float] = ..., kept: _Optional[_Iterable[_Union[KeptPrefix, _Mapping]]] = ..., routed_from: _Optional[int] = ...) -> None: ...
 
 class KeptPrefix(_message.Message):
     __slots__ = ("adapters", "num_tokens")
@@ -199,7 +201,7 @@ class StepEvents(_message.Message):
     def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
-    __slots__ = ("request_id", "token_ids", "output_position", "logprobs", "finish_reason", "stop_token_id", "cached_tokens", "timings", "pooled", "prompt_logprobs")
+    __slots__ = ("request_id", "token_ids", "output_position", "logprobs", "finish_reason", "stop_token_id", "cached_tokens", "timings", "pooled", "prompt_logprobs", "routed_experts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,7 @@ class TokenEvent(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_position: int
@@ -220,7 +223,8 @@ class TokenEvent(_message.Message):
     timings: _common_pb2.Timings
     pooled: _containers.RepeatedScalarFieldContainer[float]
     prompt_logprobs: PackedLogprobs
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., pooled: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[PackedLogprobs, _Mapping]] = ...) -> None: ...
+    routed_experts: _common_pb2.RoutedExperts
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., pooled: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[PackedLogprobs, _Mapping]] = ..., routed_experts: _Optional[_Union[_common_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
 
 class PackedLogprobs(_message.Message):
     __slots__ = ("num_top", "token_ids", "logprobs")
@@ -339,7 +343,7 @@ class TokenizerFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("base_id", "geometry", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "max_lora_rank", "dtype", "device", "numerics_fingerprint", "tokenizer_digest", "tokenizer_files", "generation_config_json", "worker_id", "pad_token_id", "base_aliases", "kernels", "caps_context", "quantization")
+    __slots__ = ("base_id", "geometry", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "max_lora_rank", "dtype", "device", "numerics_fingerprint", "tokenizer_digest", "tokenizer_files", "generation_config_json", "worker_id", "pad_token_id", "base_aliases", "kernels", "caps_context", "quantization", "routing_bytes")
     BASE_ID_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -359,6 +363,7 @@ class GetModelResponse(_message.Message):
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     CAPS_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_BYTES_FIELD_NUMBER: _ClassVar[int]
     base_id: str
     geometry: _common_pb2.ModelGeometry
     max_model_len: int
@@ -378,7 +383,8 @@ class GetModelResponse(_message.Message):
     kernels: str
     caps_context: bool
     quantization: str
-    def __init__(self, base_id: _Optional[str] = ..., geometry: _Optional[_Union[_common_pb2.ModelGeometry, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_files: _Optional[_Iterable[_Union[TokenizerFile, _Mapping]]] = ..., generation_config_json: _Optional[str] = ..., worker_id: _Optional[str] = ..., pad_token_id: _Optional[int] = ..., base_aliases: _Optional[_Iterable[str]] = ..., kernels: _Optional[str] = ..., caps_context: bool = ..., quantization: _Optional[str] = ...) -> None: ...
+    routing_bytes: int
+    def __init__(self, base_id: _Optional[str] = ..., geometry: _Optional[_Union[_common_pb2.ModelGeometry, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_files: _Optional[_Iterable[_Union[TokenizerFile, _Mapping]]] = ..., generation_config_json: _Optional[str] = ..., worker_id: _Optional[str] = ..., pad_token_id: _Optional[int] = ..., base_aliases: _Optional[_Iterable[str]] = ..., kernels: _Optional[str] = ..., caps_context: bool = ..., quantization: _Optional[str] = ..., routing_bytes: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("digest", "pin")

@@ -42,6 +42,7 @@ ASKED = GenerateRequest(
     split_key="k",
     first_token_s=1.5,
     on_update=UpdatePolicy.FOLLOW_KEEP_PREFIX,
+    routed_from=0,
 )
 JOB = WorkerRequest(
     request_id="r",
@@ -61,6 +62,7 @@ JOB = WorkerRequest(
     grammar_tokens=GrammarTokens(((5, "<x>"),), (6,)),
     kept=(KeptPrefix(AdapterSet((("sha256:c", 1.0),)), 5),),
     pooling=Pooling.MEAN,
+    routed_from=0,
 )
 
 

@@ -115,8 +115,10 @@ class PrefixCache:
     def _num_cached(self, request: Request, *, needs_state: bool) -> int:
         windows, size = self._layout.windows, self._layout.tokens_per_block
         runs = [0] * len(windows)
-        best = 0
-        for count in range(1, (request.num_tokens - 1) // size + 1):
+        best, most = 0, request.num_tokens - 1
+        if request.routed_from is not None:  # the cache does not know which experts computed it
+            most = min(most, request.routed_from)
+        for count in range(1, most // size + 1):
             key = self._hash(request, count - 1)
             runs = [
                 run + 1 if (group, key) in self._by_key else 0 for group, run in enumerate(runs)

@@ -134,7 +134,9 @@ class Engine:
         tokenizer = Path(config.model_dir) / "tokenizer.json"
         self._grammars = Grammars(tokenizer, info.vocab_size, info.eos_token_ids)
         self._stats = EngineStats(config.max_num_seqs)
-        self._outputs = OutputProcessor(self.scheduler, self._grammars, self._info.eos_token_ids)
+        self._outputs = OutputProcessor(
+            self.scheduler, self._grammars, info.eos_token_ids, info.routing
+        )
         self._loads = AdapterLoads(runner, self.cache, self.scheduler.times)
         self._residency_errors: dict[str, LoraplexError] = {}
         self._may_advance = False

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loraplex.api.output import FinishReason, PackedLogprobs, TokenLogprob
+from loraplex.api.output import (
+    FinishReason,
+    PackedLogprobs,
+    RoutedExperts,
+    RoutingShape,
+    TokenLogprob,
+)
 from loraplex.api.pooling import Pooling
 from loraplex.errors import InvalidRequest, LoraplexError
 from loraplex_services.worker.engine.outputs import finish_reason, stop_token, timings
@@ -19,11 +25,17 @@ class OutputProcessor:
     """Appends sampled tokens, and removes requests that end from the scheduler."""
 
     def __init__(
-        self, scheduler: Scheduler, grammars: Grammars, eos_token_ids: Sequence[int]
+        self,
+        scheduler: Scheduler,
+        grammars: Grammars,
+        eos_token_ids: Sequence[int],
+        routing: RoutingShape | None = None,
     ) -> None:
+        """`routing`: of the base."""
         self._scheduler = scheduler
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids
+        self._routing = routing
         self._prompt_logprobs: dict[str, PackedLogprobs] = {}
         self._sums: dict[str, list[float]] = {}
         """Partial sums of the hidden states of prompts with mean pooling, by request id."""
@@ -41,7 +53,12 @@ class OutputProcessor:
             self._add_up(row, sampled)
             if row.needs_logits and self._follow(row.request, sampled, now):
                 self._scheduler.drafts.verified(row, sampled, now)
-                outputs.append(self._append(row.request, sampled, now))
+                outputs.append(self._append(row, sampled, now))
+            elif not row.needs_logits and (experts := self._take_experts(row, sampled, 0)):
+                position = len(row.request.output_ids)
+                outputs.append(
+                    TokenOutput(row.request.request_id, [], position, routed_experts=experts)
+                )
         return outputs
 
     def fail(self, request: Request, error: LoraplexError, now: float) -> None:
@@ -100,7 +117,24 @@ class OutputProcessor:
         num_tokens = len(request.prompt_ids)
         return [value / num_tokens for value in self._sums[request.request_id]]
 
-    def _append(self, request: Request, sampled: SampledRow, now: float) -> TokenOutput:
+    def _take_experts(
+        self, row: PlannedRow, sampled: SampledRow, num_further: int
+    ) -> RoutedExperts | None:
+        """The experts of positions that were computed for the first time. Mutates: the request.
+
+        Args:
+            num_further: tokens that followed accepted drafts.
+        """
+        first = row.request.routed_from
+        end = row.start + row.num_tokens - len(row.drafts) + num_further
+        if first is None or self._routing is None or end <= first:
+            return None
+        assert row.start <= first, "the experts of a position are lost"
+        row.request.routed_from = end
+        return RoutedExperts(row.start, self._routing, sampled.experts).between(first, end)
+
+    def _append(self, row: PlannedRow, sampled: SampledRow, now: float) -> TokenOutput:
+        request = row.request
         is_first = request.first_token_s is None
         if is_first:
             request.first_token_s = now
@@ -109,6 +143,7 @@ class OutputProcessor:
             self._scheduler.times.prefilled(num_tokens, now - started_s)
         position = len(request.output_ids)
         token_ids, logprobs, reason = self._take(request, sampled)
+        experts = self._take_experts(row, sampled, max(0, len(token_ids) - 1))
         prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
         vector = self._vector(request, sampled)
         if reason:
@@ -124,6 +159,7 @@ class OutputProcessor:
             cached_tokens=min(request.num_cached, len(request.prompt_ids)) if is_first else 0,
             timings=timings(request) if reason else None,
             pooled=vector,
+            routed_experts=experts,
         )
 
     def _take(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from loraplex_services.worker.layers.routing import RoutingNotes
 from loraplex_services.worker.ops.attention.metadata import AttentionMetadata
 from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.recurrence.backend import StateBatch
@@ -34,5 +35,7 @@ class ForwardBatch:
     read_rows: Tensor | None = None
     """int64 `[n]`, ascending: the only rows whose hidden states after the last layer are read;
     None = others may be read, too."""
+    routing: RoutingNotes | None = None
+    """Notes the experts of all rows, and `read_rows` is then None; None = nobody asks for them."""
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values of this pass by layer, for layers that share them. Layers fill it."""

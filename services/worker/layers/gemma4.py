@@ -103,6 +103,7 @@ class Gemma4Router:
 class SideExperts:
     """Experts that compute next to the MLP, from the residual stream."""
 
+    layer: int
     router: Gemma4Router
     experts: ExpertMlps
     mlp_norm: Norm
@@ -112,9 +113,12 @@ class SideExperts:
     sum_ranks: Callable[[Tensor], Tensor]
     """The inner width of the experts may be divided among ranks, whose outputs are summed."""
 
-    def add(self, y: Tensor, x: Tensor, lora: LoraBatch) -> Tensor:
+    def add(self, y: Tensor, x: Tensor, batch: ForwardBatch) -> Tensor:
         """The sum of both outputs. `y` is that of the MLP, `x` the residual stream: `[T, H]`."""
+        lora = batch.lora
         chosen, weights = self.router.forward(x, lora)
+        if batch.routing is not None:
+            batch.routing.add(self.layer, chosen)
         own = self.experts.forward(self.norms[0].forward(x, lora), chosen, weights, lora)
         summed = self.sum_ranks(own)
         return self.mlp_norm.forward(y, lora) + self.norms[1].forward(summed, lora)
@@ -130,7 +134,7 @@ class Gemma4Feed:
     def forward(self, normed: Tensor, x: Tensor, batch: ForwardBatch) -> Tensor:
         """What is added to the residual stream `x`, `[T, H]`, after another norm."""
         y = self.mlp.forward(normed, batch)
-        return y if self.experts is None else self.experts.add(y, x, batch.lora)
+        return y if self.experts is None else self.experts.add(y, x, batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ class LoopedExperts:
 class SparseMlp:
     """The experts that a router chooses for each token, with a float32 softmax for weights."""
 
+    layer: int
     router: LoraLinear
     experts: ExpertMlps
     num_active: int
@@ -115,6 +116,8 @@ class SparseMlp:
         """`[T, H]` -> `[T, H]`."""
         scores = self.router.forward(x, batch.lora)
         chosen, weights = self.choose_experts(scores, self.num_active, self.renormalise, None)
+        if batch.routing is not None:
+            batch.routing.add(self.layer, chosen)
         out = self.experts.forward(x, chosen, weights, batch.lora)
         if self.shared is not None:
             out += self.shared.forward(x, batch)

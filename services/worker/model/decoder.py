@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from loraplex.api.output import RoutingShape
 from loraplex_services.worker.layers.attention import query_scales
 from loraplex_services.worker.layers.embedding import LoraEmbedding
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
@@ -236,7 +237,7 @@ class Decoder:
         ids = next_ids.clamp(max=self.config.vocab_size - 1)  # adapters may have more tokens
         embedded = self._embedding.forward(ids, _NO_ADAPTERS)
         rotation = self.ropes.by_layer(batch.positions, hidden.dtype, None)[0]
-        batch = replace(batch, lora=_NO_ADAPTERS)
+        batch = replace(batch, lora=_NO_ADAPTERS, routing=None)
         return self.draft_head.forward(embedded, hidden, rotation, batch)
 
     def proposals(self, hidden: Tensor) -> Tensor:
@@ -264,6 +265,14 @@ class Decoder:
         num_items = sum(site.in_features * site.out_features for site in sites)
         active = num_items * moe.num_active / moe.num_experts * self._embedding.weight.itemsize
         return active / (active + self.weight_bytes)
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """What the layers choose for a token; None = they have no experts."""
+        moe = self.config.moe
+        if moe is None:
+            return None
+        return RoutingShape(self.config.num_layers, moe.num_active, 1 + (moe.num_experts > 256))
 
     def scores(self, hidden: Tensor, lora: LoraBatch) -> list[Tensor]:
         """Logits of each row's adapter's own head: see `ScoreHead`."""

@@ -325,7 +325,7 @@ def _feed(builder: Builder, layer: int) -> Gemma4Feed:
     own = _norms(builder, layer, "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
     experts = stacked_experts(builder, layer, f"{prefix}.experts", ExpertNames())
     sum_ranks = builder.operators.ranks.all_reduce
-    return Gemma4Feed(mlp, SideExperts(router, experts, post, own, sum_ranks))
+    return Gemma4Feed(mlp, SideExperts(layer, router, experts, post, own, sum_ranks))
 
 
 def _input(builder: Builder, layer: int) -> LayerInput:

@@ -93,7 +93,7 @@ def _mlp(builder: Builder, layer: int) -> SparseMlp:
     prefix = f"model.layers.{layer}.mlp"
     modules = [(f"{prefix}.router", moe.num_experts)]
     router = builder.linear(layer, config.hidden_size, modules, has_bias=True)
-    return routed_mlp(builder, router, _experts(builder, layer, f"{prefix}.experts", moe))
+    return routed_mlp(builder, layer, router, _experts(builder, layer, f"{prefix}.experts", moe))
 
 
 def _experts(builder: Builder, layer: int, prefix: str, moe: MoeConfig) -> ExpertMlps:

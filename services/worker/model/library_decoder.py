@@ -159,6 +159,11 @@ class LibraryDecoder(Decoder):
         hidden: Tensor = out.last_hidden_state
         return hidden[0]
 
+    @property
+    def routing(self) -> None:
+        """The library's routers say nothing."""
+        return None
+
     def _base_logits(self, hidden: Tensor, lora: LoraBatch, width: int) -> Tensor:
         """The library's own way from hidden states to logits, with its scales and caps."""
         self._of_head.lora, self._of_head.num_logits = lora, width

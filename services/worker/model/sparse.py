@@ -51,16 +51,21 @@ def sparse_mlp(builder: Builder, layer: int, names: ExpertNames) -> SparseMlp:
             builder.linear(layer, hidden, gate, has_bias=False),
             builder.operators.gated("sigmoid"),
         )
-    return routed_mlp(builder, router, experts, shared)
+    return routed_mlp(builder, layer, router, experts, shared)
 
 
 def routed_mlp(
-    builder: Builder, router: LoraLinear, experts: ExpertMlps, shared: SharedExpert | None = None
+    builder: Builder,
+    layer: int,
+    router: LoraLinear,
+    experts: ExpertMlps,
+    shared: SharedExpert | None = None,
 ) -> SparseMlp:
     """A sparse MLP of components that a family has built."""
     moe, operators = builder.config.moe, builder.operators
     assert moe is not None, builder.config.model_type
     return SparseMlp(
+        layer,
         router,
         experts,
         moe.num_active,

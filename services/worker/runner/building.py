@@ -171,6 +171,7 @@ def _build(
     info = _model_info(*facts, settings)
     is_alike = not isinstance(model, LibraryDecoder) and _are_rows_alike(config, operators)
     info = replace(info, verifies_drafts=is_alike, proposal_cost=model.proposal_cost)
+    info = replace(info, routing=model.routing)
     if is_alike and config.moe is not None:
         share = config.moe.num_active / config.moe.num_experts
         info = replace(info, expert_share=model.expert_share, active_experts=share)

@@ -81,6 +81,7 @@ class DecodePrograms:
             and isinstance(metadata, NativeAttentionMetadata)
             and metadata.kv_cache_params.use_cache
             and not metadata.is_dummy_attention
+            and batch.routing is None
             and (batch.states is None or len(batch.states.words) == num_rows == num_sequences)
             and len(lora.runs) <= num_rows
             and lora.adds_only

@@ -164,6 +164,8 @@ class GpuPath:
         """The captured step that computes `step`; None if it must run eagerly."""
         if not self._graphs or not step.num_rows or not step.plan.uses_cache:
             return None
+        if step.plan.notes_experts:
+            return None
         masks = [self._masks_of_slots[run.slot] for run in step.runs]
         known = [mask for mask in masks if mask is not None]
         if len(known) < len(masks):

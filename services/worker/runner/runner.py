@@ -39,6 +39,7 @@ from loraplex_services.worker.runner.step_results import (
 from loraplex_services.worker.runner.steps import StepOrder, StepUnderWay
 from loraplex_services.worker.sampling.best_columns import BestRows
 from loraplex_services.worker.sampling.drawing import DrawOperators
+from loraplex_services.worker.transfers import to_host
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.extents import Extents
 from loraplex_services.worker.types.runner_protocol import Copied, ModelInfo
@@ -236,6 +237,12 @@ class TorchRunner:
         hidden, _ = select_rows(passed.hidden, passed.lora, token_rows)
         self._shared_head.best(hidden, rows)
 
+    def _noted_experts(self, batch: ForwardBatch | None) -> Tensor | None:
+        """See `StepResults.experts`."""
+        if batch is None or batch.routing is None or self._info.routing is None:
+            return None
+        return to_host(batch.routing.of_tokens(self._info.routing))
+
     @torch.inference_mode()
     def _replay(self, step: StepInputs, gpu: GpuPath, graph: CapturedStep) -> Passed:
         return Passed(gpu.replay(graph, step, self._outputs), gpu.lora_batch(step.runs))
@@ -244,8 +251,9 @@ class TorchRunner:
     def _choose(self, step: StepInputs, passed: Passed) -> StepResults:
         eos_ids, before = self._info.eos_token_ids, self._outputs
         hidden, lora, batch = passed
+        shared, experts = self._leading_head, self._noted_experts(batch)
         results = choose(
-            step, hidden, lora, self._model, eos_ids, before, self._draws, self._leading_head
+            step, hidden, lora, self._model, eos_ids, before, self._draws, shared, experts
         )
         self._outputs = results.outputs
         if self._model.draft_head is None or batch is None or not step.plan.uses_cache:

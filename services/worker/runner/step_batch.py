@@ -11,6 +11,7 @@ from loraplex_services.worker.arena_buffer import KvBuffer
 from loraplex_services.worker.cache.state_layout import StateLayout
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.layers.ropes import Ropes
+from loraplex_services.worker.layers.routing import RoutingNotes
 from loraplex_services.worker.ops.attention.backend import AttentionMaker
 from loraplex_services.worker.ops.attention.metadata import (
     AttentionMetadata,
@@ -73,6 +74,7 @@ class BatchMaker:
             rope_rows=None if rope_rows is None else to_device(rope_rows, self.device),
             states=self._states(step.plan),
             read_rows=None if read_rows is None else torch.from_numpy(read_rows),
+            routing=RoutingNotes() if step.plan.notes_experts else None,
         )
 
     def _states(self, plan: StepPlan) -> StateBatch | None:
@@ -92,6 +94,7 @@ class BatchMaker:
             lora=gpu.lora_batch(step.runs, num_tokens, step.is_decode),
             rope_rows=None if step.rope_rows is None else buffer.rope_rows[:num_tokens],
             states=self._states(step.plan),
+            routing=RoutingNotes() if step.plan.notes_experts else None,
         )
 
     def _attention(

@@ -77,7 +77,9 @@ class StepInputs:
 
 
 def _reads_prompt(request: Request) -> bool:
-    return request.pooling is Pooling.MEAN or request.sampling.prompt_logprobs is not None
+    """Whether more is read of its prompt than the last hidden state, such as its experts."""
+    reads_logprobs = request.sampling.prompt_logprobs is not None
+    return reads_logprobs or request.pooling is Pooling.MEAN or request.routed_from is not None
 
 
 def _read_rows(plan: StepPlan, counts: Sequence[int]) -> Int64s | None:

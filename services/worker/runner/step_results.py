@@ -44,6 +44,8 @@ class StepResults:
     end: torch.cuda.Event | None
     proposals: Mapping[int, int] = field(default_factory=dict)
     """By index of the planned row: see `proposals`."""
+    experts: Tensor | None = None
+    """`[T, layers, k]` on the host: see `RoutingNotes`; None if no row asks for them."""
 
     @property
     def outputs(self) -> Tensor:
@@ -59,13 +61,21 @@ class StepResults:
         scores += [[]] * (len(self.plan.rows) - len(scores))
         pooled = repeat(()) if self.pooled is None else self.pooled.read()
         out: list[SampledRow] = []
+        end = 0
         for row, scored, vector in zip(self.plan.rows, scores, pooled, strict=False):
             token_id, logprobs = next(sampled) if row.chooses else (None, None)
             further = _further(row, token_id, sampled) if row.drafts else ()
             proposal = self.proposals.get(len(out))
             name, own = row.request.request_id, tuple(scored)
-            out.append(SampledRow(name, token_id, logprobs, own, vector, further, proposal))
+            begin, end = end, end + row.num_tokens
+            last = further, proposal, self._experts_of(row, begin, end)
+            out.append(SampledRow(name, token_id, logprobs, own, vector, *last))
         return out
+
+    def _experts_of(self, row: PlannedRow, begin: int, end: int) -> bytes:
+        if self.experts is None or row.request.routed_from is None:
+            return b""
+        return self.experts[begin:end].numpy().tobytes()
 
 
 def choose(
@@ -77,6 +87,7 @@ def choose(
     before: Tensor,
     draws: DrawOperators,
     shared: LeadingHead | None = None,
+    experts: Tensor | None = None,
 ) -> StepResults:
     """Choose a token for each row that is to have one.
 
@@ -89,6 +100,7 @@ def choose(
         before: the outputs of the step before.
         draws: of the model's operators.
         shared: the head, if ranks divide its tokens.
+        experts: see `StepResults`.
     """
 
     def logits_of(token_rows: Tensor) -> Tensor:
@@ -125,7 +137,7 @@ def choose(
     if hidden.is_cuda:
         end = torch.cuda.Event()
         end.record()
-    return StepResults(step.plan, choices, scores, pooled, end)
+    return StepResults(step.plan, choices, scores, pooled, end, experts=experts)
 
 
 def _further(

@@ -190,7 +190,7 @@ class ApiServer:
         metrics.observe_load(output, len(self._sessions))
         news = self._live.sort_out(output.step, output.tokens, output.failures)
         found = [(self._live.get(token.request_id), token) for token in output.tokens]
-        new = [(request, token) for request, token in found if request is not None]
+        new = [(r, t) for r, t in found if r is not None and (t.token_ids or t.finish_reason)]
         metrics.observe_step(new, time.monotonic())
         for request, token in new:
             request.first_step = request.first_step or output.step
@@ -259,7 +259,8 @@ class ApiServer:
         if self.status.is_draining:
             raise Unavailable("the worker is draining", reason="DRAINING", retry_after_s=1.0)
         info = self._running().info
-        limits = IntakeLimits(info.vocab_size, info.max_model_len, self._max_adapters)
+        routes = info.routing is not None
+        limits = IntakeLimits(info.vocab_size, info.max_model_len, self._max_adapters, routes)
         check_request(asked, limits)
         if asked.request_id in session.live:
             raise InvalidRequest.field("request_id", asked.request_id, "is already running")

@@ -10,6 +10,7 @@ from loraplex.api.wire import (
     logprob_to_proto,
     packed_logprobs_to_proto,
     residency_to_proto,
+    routed_experts_to_proto,
     timings_to_proto,
 )
 from loraplex.v1 import worker_pb2
@@ -47,6 +48,8 @@ def token_to_wire(request_id: str, output: TokenOutput) -> worker_pb2.TokenEvent
     )
     if output.prompt_logprobs is not None:
         event.prompt_logprobs.CopyFrom(packed_logprobs_to_proto(output.prompt_logprobs))
+    if output.routed_experts is not None:
+        event.routed_experts.CopyFrom(routed_experts_to_proto(output.routed_experts))
     if output.timings is not None:
         event.timings.CopyFrom(timings_to_proto(output.timings))
     return event
@@ -96,4 +99,5 @@ def model_to_wire(
         kernels=info.kernels,
         quantization=info.quantization,
         caps_context=info.caps_context,
+        routing_bytes=0 if info.routing is None else info.routing.token_bytes,
     )

@@ -16,6 +16,8 @@ from loraplex.errors import InvalidRequest
 from loraplex.refs import check_digest
 from loraplex_services.common.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 
+NO_ROUTING = "this base has no experts that it could name; leave the field out"
+
 MAX_LOGPROBS = 128
 MAX_ID_CHARS = 256
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
@@ -33,6 +35,8 @@ class IntakeLimits:
     """Prompt and output together, in tokens."""
     max_adapters: int
     """In one request."""
+    routes: bool = False
+    """Whether steps can say which experts compute a token."""
     num_added_ids: int = 0
     """Token ids above the vocabulary that an adapter may have."""
 
@@ -55,6 +59,8 @@ def check_request(request: WorkerRequest, limits: IntakeLimits) -> None:
     # Adapters may add tokens and context; the engine knows how many.
     if request.adapters.adapters:
         limits = replace(limits, num_added_ids=MAX_ADDED_TOKENS, max_model_len=MAX_CONTEXT)
+    if request.routed_from is not None:
+        _check_routed_from(request, request.routed_from, limits)
     _check_grammar_tokens(request.grammar_tokens, limits)
     _check_ids("prompt_ids", request.prompt_ids, limits)
     _check_ids("output_ids", request.output_ids, limits)
@@ -75,6 +81,14 @@ def _check_grammar_tokens(tokens: GrammarTokens, limits: IntakeLimits) -> None:
         _refuse("grammar_tokens", f"{len(tokens.added)} tokens", why)
     _check_ids("grammar_tokens", [token_id for token_id, _ in tokens.added], limits)
     _check_ids("grammar_eos_ids", tokens.eos_ids, limits)
+
+
+def _check_routed_from(request: WorkerRequest, first: int, limits: IntakeLimits) -> None:
+    num_tokens = len(request.prompt_ids) + len(request.output_ids)
+    if not limits.routes:
+        _refuse("routed_from", first, NO_ROUTING)
+    if not 0 <= first <= num_tokens:
+        _refuse("routed_from", first, f"must be a position from 0 to {num_tokens}")
 
 
 def _check_lengths(request: WorkerRequest, limits: IntakeLimits) -> None:

@@ -14,7 +14,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loraplex.api.output import FinishReason, PackedLogprobs, Timings, TokenLogprob
+from loraplex.api.output import (
+    FinishReason,
+    PackedLogprobs,
+    RoutedExperts,
+    Timings,
+    TokenLogprob,
+)
 from loraplex.api.request import WorkerRequest
 from loraplex.api.residency import AdapterResidency, WorkerLoad
 from loraplex.errors import LoraplexError, Violation, codes_of, from_wire
@@ -168,6 +174,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     token_ids: list[int]
+    """Empty if the step computed a part of a prompt whose experts are returned."""
     output_position: int
     """Position in the output of the first of `token_ids`."""
     finish_reason: FinishReason | None = None
@@ -179,6 +186,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     timings: Timings | None = None
     """Set in the last output."""
     pooled: list[float] = []
+    routed_experts: RoutedExperts | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

@@ -87,6 +87,8 @@ class Request:
     """Whether it is longer than `switch_len`: its KV is different from the first token on."""
     own_eos_ids: tuple[int, ...] = ()
     """Token ids that end the output in place of the base's EOS ids; empty = the base's."""
+    routed_from: int | None = None
+    """First position whose experts have not been returned; None = the request does not ask."""
     adapters_from: int = 0
     """First position at which its adapters act; above 0 only with an activated LoRA."""
     is_held: bool = False

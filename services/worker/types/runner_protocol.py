@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from loraplex.adapter_format.geometry import Geometry
+from loraplex.api.output import RoutingShape
 from loraplex_services.worker.types.adapter_facts import AdapterFacts
 from loraplex_services.worker.types.adapter_layout import AdapterLayout
 from loraplex_services.worker.types.extents import Extents
@@ -49,6 +50,9 @@ class ModelInfo:
     """Of the weights that a step of one token reads, the share that belongs to routed experts."""
     active_experts: float = 1.0
     """The share of a layer's experts that compute one token."""
+    routing: RoutingShape | None = None
+    """What steps can say of the experts of a token; None = the base has none, or runs through the
+    transformers library."""
 
 
 class Pending(Protocol[T_co]):

@@ -98,6 +98,11 @@ class StepPlan:
         return sum(row.num_tokens for row in self.rows)
 
     @cached_property
+    def notes_experts(self) -> bool:
+        """Whether a request asks which experts compute its tokens."""
+        return any(row.request.routed_from is not None for row in self.rows)
+
+    @cached_property
     def awaits_masks(self) -> bool:
         """Whether a row's grammar has not seen the token before the one that the step chooses."""
         return any(
@@ -139,3 +144,6 @@ class SampledRow(NamedTuple):
     """The token that was chosen after each accepted draft."""
     proposal: int | None = None
     """A draft for the token after the last of these; None = the base's head made none."""
+    experts: bytes = b""
+    """Of all positions that the step computed, if the request asked for them: see
+    `RoutedExperts`."""

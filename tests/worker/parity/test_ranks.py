@@ -9,6 +9,7 @@ import pytest
 from loraplex_services.worker.types.sites import LINEAR
 from tests.worker.parity.bases import BASES
 from tests.worker.parity.driving import Job, greedy
+from tests.worker.parity.router_choices import chosen_by
 from tests.worker.parity.suite import (
     Stage,
     check_mixed_batch,
@@ -90,3 +91,19 @@ def _folder(stage: Stage, name: str) -> Path:
 def _tokens(stage: Stage, slot: int, prompt: list[int]) -> list[int]:
     [tokens] = stage.driver.run([Job(greedy("r", prompt, 8), ((slot, 1.0),))])
     return tokens
+
+
+def test_experts_are_those_of_transformers(stage):
+    """Each rank has the whole router; the first one says what it chose."""
+    routing = stage.driver.runner.model_info().routing
+    if routing is None:
+        pytest.skip("the base has no experts")
+    name = "experts-down"
+    request = greedy("experts", random_prompt(random.Random(3)), 4)
+    request.routed_from = 0
+    job = Job(request, ((stage.slots[name], 1.0),))
+    stage.driver.run([job], chunk=23)
+    tokens = [*request.prompt_ids, *request.output_ids][:-1]
+    chosen = chosen_by(stage.reference.model(name), tokens, routing.num_layers)
+    told = b"".join(sample.experts for sample in job.samples)
+    assert told == chosen.astype(routing.dtype).tobytes()

@@ -35,6 +35,8 @@ def plan(**fields: object) -> StepPlan:
         request = Request(f"{length}", list(range(3, 3 + length)), sampling)
         if is_last and "pooling" in fields:
             request.pooling = fields["pooling"]
+        if is_last:
+            request.routed_from = fields.get("routed_from")
         rows.append(PlannedRow(request, 0, length, True, ()))
     return StepPlan(0, tuple(rows))
 
@@ -52,7 +54,9 @@ def test_only_rows_that_are_read_are_computed_and_have_the_same_bits(runner: Tor
     assert some.any(dim=-1).nonzero()[:, 0].tolist() == [4, 5, 12]
 
 
-@pytest.mark.parametrize("fields", [{"params": {"prompt_logprobs": 1}}, {"pooling": Pooling.MEAN}])
+@pytest.mark.parametrize(
+    "fields", [{"params": {"prompt_logprobs": 1}}, {"pooling": Pooling.MEAN}, {"routed_from": 0}]
+)
 def test_all_rows_are_computed_where_a_request_reads_its_prompt(runner, fields) -> None:
     batches = runner._batches
     assert batches.make(batches.read(plan(**fields))).read_rows is None

@@ -33,6 +33,15 @@ def test_a_request_that_just_fits_is_accepted() -> None:
     check_request(with_fields(adapters=AdapterSet(((DIGESTS[0], 1.0),))), LIMITS)
 
 
+def test_experts_can_be_asked_for_from_any_position_of_a_mixture() -> None:
+    limits = replace(LIMITS, routes=True)
+    continued = with_fields(output_ids=[1, 2])
+    for first in (0, 3, 5):
+        check_request(replace(continued, routed_from=first), limits)
+    with pytest.raises(InvalidRequest, match="a position from 0 to 5"):
+        check_request(replace(continued, routed_from=6), limits)
+
+
 def test_tokens_that_only_an_adapter_can_have_are_left_to_it() -> None:
     own = AdapterSet(((DIGESTS[0], 1.0),))
     check_request(with_fields(adapters=own, prompt_ids=[50]), LIMITS)
@@ -41,6 +50,7 @@ def test_tokens_that_only_an_adapter_can_have_are_left_to_it() -> None:
 
 
 BAD = [
+    (with_fields(routed_from=0), "routed_from"),
     (with_fields(request_id=""), "request_id"),
     (with_fields(prompt_ids=[]), "prompt_ids"),
     (with_fields(prompt_ids=[1, 50]), "prompt_ids[1]"),
