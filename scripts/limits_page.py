@@ -126,6 +126,8 @@ COUNTS = {
     "`bad_token_ids` and `logit_bias`, and tokens of all `bad_words` together",
     "MAX_PROMPT_LOGPROBS": "logprobs of prompt tokens for one request: tokens, times candidates "
     "and one, times `n`",
+    "MAX_ROUTED_EXPERT_BYTES": "experts of prompt tokens for one request: tokens, times bytes of "
+    "one token's experts, times `n`",
     "MAX_HELD_TOKENS": "tokens of prompts that wait or run at one gateway with keys; beyond it, "
     "requests of tenants that hold more than an equal share are refused",
     "MAX_HELD_TOKENS_PER_TENANT": "of these of one tenant",

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loraplex.api.load import RecentLoad
-from loraplex.api.output import FinishReason, ServedBy, Timings, TokenLogprob, Usage, WeightSpan
+from loraplex.api.output import (
+    FinishReason,
+    RoutedExperts,
+    ServedBy,
+    Timings,
+    TokenLogprob,
+    Usage,
+    WeightSpan,
+)
 from loraplex.api.residency import AdapterResidency, WorkerLoad
 from loraplex.api.sampling import Sampling
 
@@ -48,6 +56,8 @@ class CompletionChunk:
     usage: Usage | None = None
     """In the last chunk of the stream."""
     timings: Timings | None = None
+    routed_experts: RoutedExperts | None = None
+    """Of the tokens that no chunk had before, up to the last but one of `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,8 @@ class Choice:
     """Which adapters computed which tokens."""
     reasoning: str = ""
     """Of a chat: what the model thought before it answered."""
+    routed_experts: RoutedExperts | None = None
+    """Of all tokens of prompt and output from `routed_from` on, except the last one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from loraplex.api.wire import (
     prompt_logprobs_from_proto,
     recent_load_from_proto,
     residency_from_proto,
+    routed_experts_from_proto,
     same_message_fields,
     served_by_from_proto,
     timings_from_proto,
@@ -86,6 +87,9 @@ def chunk(message: pb.GenerateResponse) -> CompletionChunk:
         else None,
         usage=usage_from_proto(message.usage) if message.HasField("usage") else None,
         timings=timings_from_proto(message.timings) if message.HasField("timings") else None,
+        routed_experts=routed_experts_from_proto(message.routed_experts)
+        if message.HasField("routed_experts")
+        else None,
     )
 
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Self
 
 from loraplex.api.fields import same_fields
-from loraplex.api.output import ServedBy, Usage, WeightSpan, joined_spans
+from loraplex.api.output import ServedBy, Usage, WeightSpan, joined_experts, joined_spans
 from loraplex.api.request import UpdatePolicy
 from loraplex.api.sampling import Sampling
 from loraplex.client import generation_wire, settings, vectors
@@ -64,6 +64,7 @@ class InferenceClient:
         first_token_s: float | None = None,
         on_update: str = UpdatePolicy.FINISH,
         priority: int = 0,
+        routed_from: int | None = None,
     ) -> AsyncGenerator[CompletionChunk, None]:
         """Stream the output of one prompt. Closing the iterator cancels the request.
 
@@ -77,6 +78,8 @@ class InferenceClient:
                 with the same version, "follow" the tag from the next token on, or
                 "follow_keep_prefix" to follow it without computing the tokens so far again.
             priority: among the requests of the caller's tenant; lower runs first.
+            routed_from: first position of the prompt from which on each token's experts are
+                returned, if the base is a mixture of experts; None = they are not.
         """
         request = generation_wire.generate_request(
             model,
@@ -86,6 +89,7 @@ class InferenceClient:
             first_token_s=first_token_s,
             on_update=UpdatePolicy.parse(on_update),
             priority=priority,
+            routed_from=routed_from,
         )
         stub = self._channel.stub(inference_pb2_grpc.InferenceServiceStub)
         async with aclosing(self._channel.stream(stub.Generate, request)) as responses:
@@ -101,6 +105,7 @@ class InferenceClient:
         adapters: Mapping[str, float] | None = None,
         first_token_s: float | None = None,
         on_update: str = UpdatePolicy.FINISH,
+        routed_from: int | None = None,
     ) -> Completion:
         """Collect the whole output of one prompt. Arguments as for `generate`."""
         chunks = [
@@ -112,6 +117,7 @@ class InferenceClient:
                 adapters=adapters,
                 first_token_s=first_token_s,
                 on_update=on_update,
+                routed_from=routed_from,
             )
         ]
         return collect(chunks)
@@ -229,6 +235,7 @@ def _choice(chunks: list[CompletionChunk]) -> Choice:
         timings=last.timings,
         spans=_spans(chunks),
         reasoning="".join(chunk.reasoning for chunk in chunks),
+        routed_experts=joined_experts(chunk.routed_experts for chunk in chunks),
     )
 
 

@@ -302,6 +302,9 @@ most tokens of all bad_words together."""
 MAX_PROMPT_LOGPROBS = 256 * KIB
 """Logprobs of prompt tokens in the answer to one request, candidates and choices included.
 They cross a worker's and a gateway's event loop packed, 8 bytes each; as JSON each takes 100."""
+MAX_ROUTED_EXPERT_BYTES = 48 * MIB
+"""Bytes of the experts of a prompt's tokens in the answer to one request, choices included. They
+cross workers and gateways as bytes, and become a third more in JSON."""
 MAX_MIRRORED_TOKENS = 64 * KIB
 """Most tokens of the requests that wait for one reader of mirrored requests; four characters of
 their parameters count as one. Further requests are left out."""

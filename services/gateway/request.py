@@ -18,6 +18,7 @@ from loraplex.adapter_format.vocabulary import MAX_ADDED_TOKENS
 from loraplex.api.output import (
     FinishReason,
     PackedLogprobs,
+    RoutedExperts,
     Timings,
     TokenLogprob,
     WeightSpan,
@@ -157,6 +158,8 @@ class Tokens:
     worker_id: str = ""
     digests: tuple[str, ...] = ()
     """Digests of the adapters that computed `token_ids`."""
+    routed_experts: RoutedExperts | None = None
+    """Of the positions before the last of `token_ids`, from where the event before ended."""
     pooled: tuple[float, ...] = ()
     """The vector of a job that pools."""
 
@@ -179,6 +182,8 @@ class TextDelta:
     worker_id: str = ""
     spans: tuple[WeightSpan, ...] = ()
     """The adapters that computed `token_ids`."""
+    routed_experts: RoutedExperts | None = None
+    """As in `Tokens`."""
     pooled: tuple[float, ...] = ()
     """The vector that a call for one ends with."""
 
@@ -201,6 +206,8 @@ class ServedModel:
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Sampling defaults of generation_config.json, by our field names."""
     created_unix_s: int = 0
+    routing_bytes: int = 0
+    """Bytes of the experts of one token; 0 = the workers cannot return them."""
     num_more_ids: int = 0
     """Tokens that adapters may add to the vocabulary, at most."""
 

@@ -17,12 +17,17 @@ from typing import Any
 import grpc
 
 from loraplex.api.error_wire import to_status
-from loraplex.api.output import PackedLogprobs
-from loraplex.api.wire import logprobs_from_proto, packed_logprobs_to_proto
+from loraplex.api.output import PackedLogprobs, RoutedExperts, RoutingShape
+from loraplex.api.wire import (
+    logprobs_from_proto,
+    packed_logprobs_to_proto,
+    routed_experts_to_proto,
+)
 from loraplex.errors import LoraplexError
 from loraplex.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.gateway.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, tokenizer_files
 
+ROUTING = RoutingShape(num_layers=3, num_active=2, expert_bytes=1)
 Script = Callable[[worker_pb2.WorkerRequest], list[int]]
 
 
@@ -37,6 +42,13 @@ def answer_of(request: worker_pb2.WorkerRequest) -> list[int]:
 def endless(request: worker_pb2.WorkerRequest) -> list[int]:
     """As many letters as anybody may ask for."""
     return [97 + position % 26 for position in range(request.sampling.max_tokens)]
+
+
+def experts_of(start: int, end: int) -> RoutedExperts:
+    """Of positions [start, end); they depend on the position alone."""
+    size = ROUTING.token_bytes
+    numbers = bytes((position + i) % 251 for position in range(start, end) for i in range(size))
+    return RoutedExperts(start, ROUTING, numbers)
 
 
 @dataclass(slots=True)
@@ -79,6 +91,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.max_lora_rank = 256
         self.generation_config_json = ""
         self.quantization = ""
+        self.has_experts = False
         self.ready = True
         self.draining = False
         self.held: tuple[worker_pb2.AdapterResidency, ...] = ()
@@ -136,6 +149,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             dtype="float32",
             kernels="torch",
             quantization=self.quantization,
+            routing_bytes=ROUTING.token_bytes if self.has_experts else 0,
             numerics_fingerprint="scripted",
             tokenizer_digest=hashlib.sha256(b"".join(self.files.values())).hexdigest(),
             tokenizer_files=files,
@@ -273,6 +287,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             entries = [_logprob(prompt_id, num_top) for prompt_id in request.prompt_ids[1:]]
             packed = PackedLogprobs().followed_by(logprobs_from_proto(entries))
             event.prompt_logprobs.CopyFrom(packed_logprobs_to_proto(packed))
+        if request.HasField("routed_from") and self.has_experts:
+            end = len(request.prompt_ids) + live.position
+            is_first = live.position == len(request.output_ids)
+            start = request.routed_from if is_first else end - 1
+            event.routed_experts.CopyFrom(routed_experts_to_proto(experts_of(start, end)))
         live.position += 1
         if live.position == len(live.script):
             stops = token_id == EOS_ID or token_id in request.sampling.stop_token_ids

@@ -17,6 +17,7 @@ from loraplex.api.request_wire import generate_request_from_proto
 from loraplex.api.wire import (
     finish_reason_to_proto,
     logprob_to_proto,
+    routed_experts_to_proto,
     served_by_to_proto,
     timings_to_proto,
     usage_to_proto,
@@ -167,6 +168,8 @@ class ResponseWriter:
             logprobs=[logprob_to_proto(entry) for entry in text_delta.logprobs],
             digests=digests,
         )
+        if text_delta.routed_experts is not None:
+            message.routed_experts.CopyFrom(routed_experts_to_proto(text_delta.routed_experts))
         if text_delta.spans and is_other:
             self._digests[text_delta.index] = digests
             served_by = self._prepared.served_by(text_delta.worker_id, digests)

@@ -19,12 +19,14 @@ from loraplex_services.gateway.http.prompts import (
     parse_conversation,
     parse_prompts,
 )
+from loraplex_services.gateway.http.routing import RoutingAsked, read_routing
 from loraplex_services.gateway.http.tool_choice import read_tools
 from loraplex_services.gateway.registry.keyring import runs_all_adapters
 from loraplex_services.gateway.request import GenerateCall, beginning_hash
 from loraplex_services.gateway.tools.tool_use import ToolUse
 
 COMPLETION_FIELDS = {"scale": "lora_scale"}
+NO_ROUTING = RoutingAsked()
 CHAT_FIELDS = {"scale": "lora_scale", "prompt": "messages", "logprobs": "top_logprobs"}
 """Names that callers use for our fields."""
 
@@ -76,6 +78,7 @@ class OpenAICall:
     """Logprobs show tokens as `token_id:N`."""
     include_reasoning: bool = True
     """False drops thoughts from the answer."""
+    routing: RoutingAsked = NO_ROUTING
 
 
 def parse_completion(fields: dict[str, Any], origin: Origin) -> OpenAICall:
@@ -88,7 +91,8 @@ def parse_completion(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     )
     if (best_of := body.integer("best_of")) not in (None, 1, asked.n):
         raise Unsupported.field("best_of", best_of, "only best_of equal to n is served")
-    return call_of(body, fields, origin, prompts, asked, is_chat=False)
+    routing = read_routing(body)
+    return call_of(body, fields, origin, prompts, asked, is_chat=False, routing=routing)
 
 
 def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
@@ -110,7 +114,14 @@ def parse_chat(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     if asked.echo:
         raise Unsupported.field("echo", True, "only completions can echo the prompt")
     call = call_of(
-        body, fields, origin, [prompt], asked, is_chat=True, must_call=tool_use.must_call
+        body,
+        fields,
+        origin,
+        [prompt],
+        asked,
+        is_chat=True,
+        must_call=tool_use.must_call,
+        routing=read_routing(body),
     )
     call = replace(call, tool_use=tool_use, include_reasoning=include_reasoning)
     if limit is not None:
@@ -127,6 +138,7 @@ def call_of(
     *,
     is_chat: bool,
     must_call: bool = False,
+    routing: RoutingAsked = NO_ROUTING,
 ) -> OpenAICall:
     """What is common to all calls that generate. Raises: InvalidRequest, Unsupported."""
     model = model_of(body)
@@ -139,10 +151,12 @@ def call_of(
             asked.prompt_logprobs,
             "are not available in streams; leave out stream",
         )
+    routing.check_stream(stream)
     return_token_ids = body.flag("return_token_ids")
     tokens_as_ids = body.flag("return_tokens_as_token_ids")
     grammar, grammar_field = _answer_grammar(body, prompts[0], must_call=must_call)
     first = _first_call(body, origin, model, prompts[0], replace(asked, grammar=grammar))
+    first = replace(first, routed_from=routing.start)
     body.finish()
     calls = tuple(
         replace(
@@ -154,6 +168,7 @@ def call_of(
         for index, prompt in enumerate(prompts)
     )
     names = {**(CHAT_FIELDS if is_chat else COMPLETION_FIELDS), "grammar": grammar_field}
+    names["routed_from"] = routing.name
     return OpenAICall(
         model,
         calls,
@@ -165,6 +180,7 @@ def call_of(
         names,
         grammar=grammar,
         tokens_as_ids=tokens_as_ids,
+        routing=routing,
     )
 
 

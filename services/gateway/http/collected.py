@@ -11,7 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from loraplex.api.output import Candidate, TokenLogprob, WeightSpan, joined_spans
+from loraplex.api.output import (
+    Candidate,
+    TokenLogprob,
+    WeightSpan,
+    joined_experts,
+    joined_spans,
+)
 from loraplex.errors import ResourceExhausted
 from loraplex_services.common.callers import Caller
 from loraplex_services.common.limits import (
@@ -63,6 +69,7 @@ class CollectedChoice:
         self._logprobs = CollectedLogprobs()
         self._logprobs.extend(first.logprobs)
         self._spans: Iterable[WeightSpan] = first.spans
+        self._routed = [first.routed_experts]
 
     @property
     def num_deltas(self) -> int:
@@ -77,6 +84,7 @@ class CollectedChoice:
         self._offsets.extend(text_delta.offsets)
         self._logprobs.extend(text_delta.logprobs)
         self._spans = joined_spans((*self._spans, *text_delta.spans))
+        self._routed.append(text_delta.routed_experts)
 
     def sum(self) -> TextDelta:
         """The complete choice as one text delta."""
@@ -90,6 +98,7 @@ class CollectedChoice:
             stop_reason=self._last.stop_reason,
             prompt_logprobs=self._first.prompt_logprobs,
             spans=tuple(self._spans),
+            routed_experts=joined_experts(self._routed),
         )
 
 
@@ -139,4 +148,7 @@ def bytes_of(text_delta: TextDelta) -> int:
     num_logprobs = sum(1 + len(entry.top) for entry in text_delta.logprobs)
     if (prompt := text_delta.prompt_logprobs) is not None:
         num_logprobs += len(prompt) * (1 + prompt.num_top)
-    return _DELTA_BYTES + _TOKEN_BYTES * len(text_delta.token_ids) + _LOGPROB_BYTES * num_logprobs
+    num_bytes = _TOKEN_BYTES * len(text_delta.token_ids) + _LOGPROB_BYTES * num_logprobs
+    if (routed := text_delta.routed_experts) is not None:
+        num_bytes += len(routed.experts)
+    return _DELTA_BYTES + num_bytes

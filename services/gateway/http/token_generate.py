@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 from loraplex.api.output import TokenLogprob
-from loraplex.api.request import TokenPrompt
+from loraplex.api.request import Prompt, TokenPrompt
 from loraplex.errors import InvalidRequest, Unsupported
 from loraplex_services.gateway.http.body import Body, bad_type
 from loraplex_services.gateway.http.calls import OpenAICall, Origin, call_of, read_sampling
@@ -25,6 +25,7 @@ from loraplex_services.gateway.http.logprobs import (
     finite,
     prompt_logprob_maps,
 )
+from loraplex_services.gateway.http.routing import RoutedField, read_routing, routed_field
 from loraplex_services.gateway.request import TextDelta
 
 _PREFIX = "sampling_params."
@@ -47,13 +48,15 @@ def parse_generate(fields: dict[str, Any], origin: Origin) -> OpenAICall:
     )
     if asked.echo:
         raise Unsupported.field(_PREFIX + "echo", True, "prompt_logprobs cover the prompt")
+    routing = read_routing(options)
     options.finish()
-    call = call_of(body, fields, origin, [TokenPrompt(ids)], asked, is_chat=False)
+    prompts: list[Prompt] = [TokenPrompt(ids)]
+    call = call_of(body, fields, origin, prompts, asked, is_chat=False, routing=routing)
     names = {name: _PREFIX + name for name in params}
     return replace(call, field_names={**call.field_names, **names, "prompt": "token_ids"})
 
 
-class TokenChoice(WeightsField):
+class TokenChoice(WeightsField, RoutedField):
     index: int
     logprobs: ChatLogprobs | None
     finish_reason: str | None
@@ -110,6 +113,7 @@ class GenerateFormatter(Formatter):
             "stop_reason": text_delta.stop_reason,
             "token_ids": list(text_delta.token_ids),
             **self._info.weights(text_delta.index, text_delta.spans),
+            **routed_field(self._info.call.routing, text_delta.routed_experts),
         }
 
 

@@ -7,6 +7,7 @@ from loraplex_services.common.limits import (
     MAX_CACHE_SALT_CHARS,
     MAX_MODEL_CHARS,
     MAX_REQUEST_ID_CHARS,
+    MAX_ROUTED_EXPERT_BYTES,
     MAX_SPLIT_KEY_CHARS,
     MAX_TRACE_CHARS,
     check_chars,
@@ -46,3 +47,25 @@ def truncation_of(call: GenerateCall, model: ServedModel) -> Truncation | None:
         return Truncation(model.max_model_len, keeps_end=False)
     num_output = call.sampling.max_tokens
     return Truncation(max(1, model.max_model_len - (num_output or 1)), keeps_end=True)
+
+
+def check_routing(
+    call: GenerateCall, model: ServedModel, num_prompt_tokens: int, num_choices: int
+) -> None:
+    """Whether the experts of each token can be returned. Raises: InvalidRequest."""
+    if (first := call.routed_from) is None:
+        return
+    if not model.routing_bytes:
+        why = f"{model.base_id} has no experts that its workers can name; leave the field out"
+        raise InvalidRequest.field("routed_from", first, why)
+    if not 0 <= first <= num_prompt_tokens:
+        why = f"start at a position from 0 to {num_prompt_tokens}, the length of the prompt"
+        raise InvalidRequest.field("routed_from", first, why)
+    num_bytes = (num_prompt_tokens - first) * model.routing_bytes * num_choices
+    if num_bytes > MAX_ROUTED_EXPERT_BYTES:
+        why = (
+            f"{num_prompt_tokens - first} tokens of the prompt and n = {num_choices} make "
+            f"{num_bytes} bytes of experts, and one answer has at most {MAX_ROUTED_EXPERT_BYTES}; "
+            "start at a later position, or ask for fewer choices"
+        )
+        raise InvalidRequest.field("routed_from", first, why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loraplex.api.output import FinishReason, WeightSpan
+from loraplex.api.output import FinishReason, RoutedExperts, WeightSpan
 from loraplex_services.gateway.request import TextDelta, TextRules, Tokens
 from loraplex_services.gateway.text.detokenize import TokenBytes
 
@@ -152,7 +152,14 @@ class ChoiceText:
             worker_id=event.worker_id,
             spans=(WeightSpan(event.position, num_kept, event.digests),) if num_kept else (),
             pooled=event.pooled,
+            routed_experts=_experts_of(event, num_kept),
         )
+
+
+def _experts_of(event: Tokens, num_kept: int) -> RoutedExperts | None:
+    """The experts that belong to an event's first tokens."""
+    routed, num_cut = event.routed_experts, len(event.token_ids) - num_kept
+    return routed.between(routed.start, routed.end - num_cut) if routed and num_cut else routed
 
 
 def _stop_id(event: Tokens, stop_token_ids: tuple[int, ...]) -> int | None:

@@ -28,7 +28,11 @@ from loraplex_services.gateway.metrics import (
     REJECTIONS,
     REQUEST_S,
 )
-from loraplex_services.gateway.pipeline.call_limits import check_call, truncation_of
+from loraplex_services.gateway.pipeline.call_limits import (
+    check_call,
+    check_routing,
+    truncation_of,
+)
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.pipeline.history import CANCELLED, OK
 from loraplex_services.gateway.pipeline.interleaving import TextDeltas, interleaved
@@ -150,6 +154,7 @@ class Generation:
             fills_context=isinstance(call.prompt, ChatPrompt),
             draw_seed=self._draw_seed,
         )
+        check_routing(call, model, len(prompt_ids), resolved.num_choices)
         target = scaled(target, resolved.scale)
         timeout_s = min(call.timeout_s or self._max_request_s, self._max_request_s)
         return PreparedRequest(
@@ -282,7 +287,8 @@ class Generation:
         self, prepared: PreparedRequest, index: int, steering: Steering
     ) -> TextDeltas:
         sampling = prepared.resolved.sampling
-        is_silent = not prepared.resolved.emits_tokens and sampling.prompt_logprobs is None
+        of_prompt = (sampling.prompt_logprobs, prepared.call.routed_from)
+        is_silent = not prepared.resolved.emits_tokens and of_prompt == (None, None)
         if is_silent and not prepared.pooling:
             yield TextDelta(index, finish_reason=FinishReason.LENGTH)
             return
@@ -308,6 +314,7 @@ def _prompt_only(text_delta: TextDelta) -> TextDelta:
         timings=text_delta.timings,
         worker_id=text_delta.worker_id,
         pooled=text_delta.pooled,
+        routed_experts=text_delta.routed_experts,
     )
 
 

@@ -106,6 +106,7 @@ class PreparedRequest:
             grammar=grammar,
             grammar_tokens=GrammarTokens() if grammar is None else self.grammar_tokens,
             pooling=self.pooling,
+            routed_from=call.routed_from,
             fairness_weight=self.limits.fairness_weight,
         )
         return WorkerJob(request, self.base.base_id, self.deadline_s, self.first_token_due_s)

@@ -20,6 +20,7 @@ from loraplex.errors import DeadlineExceeded, LoraplexError, Unavailable
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.metrics import CONTINUATIONS, RETRIES
 from loraplex_services.gateway.request import Tokens, WorkerJob
+from loraplex_services.gateway.routing.routed_parts import RoutedParts
 from loraplex_services.gateway.routing.router import ReplicaCounts, RoutingRequest, choose
 from loraplex_services.gateway.routing.steering import Interrupted, Steering
 from loraplex_services.gateway.workers.token_stream import TokenStream
@@ -73,6 +74,7 @@ class RelayedJob:
         self._job = job
         self._request = request
         self._emitted: list[int] = []
+        self._routed = RoutedParts(job.request)
         self._failures = 0
         """Attempts that failed since the last new token."""
         self._progress_s = now_s()
@@ -150,11 +152,17 @@ class RelayedJob:
 
     def _continued(self) -> WorkerJob:
         """The job with the tokens emitted so far, then without prompt logprobs."""
+        routed_from = self._routed.restart()
         if not self._emitted:
             return self._job
         request = self._job.request
         sampling = replace(request.sampling, prompt_logprobs=None)
-        request = replace(request, output_ids=tuple(self._emitted), sampling=sampling)
+        request = replace(
+            request,
+            output_ids=tuple(self._emitted),
+            sampling=sampling,
+            routed_from=routed_from,
+        )
         return replace(self._job, request=request)
 
     def _new_part(self, tokens: Tokens) -> Tokens | None:
@@ -171,8 +179,12 @@ class RelayedJob:
                 logprobs=tokens.logprobs[seen:],
                 position=len(self._emitted),
             )
+        self._routed.add(tokens.routed_experts)
         if not tokens.token_ids and tokens.finish_reason is None:
             return None
+        if tokens.token_ids:
+            num_output = len(self._emitted) + len(tokens.token_ids)
+            tokens = replace(tokens, routed_experts=self._routed.take(num_output))
         self._emitted.extend(tokens.token_ids)
         if self._failures:
             self._failures = 0

@@ -11,6 +11,7 @@ from loraplex.api.wire import (
     finish_reason_from_proto,
     logprobs_from_proto,
     packed_logprobs_from_proto,
+    routed_experts_from_proto,
     same_message_fields,
     timings_from_proto,
 )
@@ -72,6 +73,11 @@ def tokens_from_wire(
         worker_id=worker_id,
         digests=digests,
         pooled=tuple(event.pooled),
+        routed_experts=(
+            routed_experts_from_proto(event.routed_experts)
+            if event.HasField("routed_experts")
+            else None
+        ),
     )
 
 

@@ -14,6 +14,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 
+from loraplex.api.output import joined_experts
 from loraplex.errors import LoraplexError
 from loraplex_services.gateway.clock import now_s
 from loraplex_services.gateway.request import Tokens
@@ -169,16 +170,18 @@ class TokenStream:
 def merged(batch: list[Tokens]) -> Tokens:
     """Consecutive events of one sequence as one event."""
     first, last = batch[0], batch[-1]
+    prompts = (event.prompt_logprobs for event in batch)
     return Tokens(
         token_ids=tuple(i for event in batch for i in event.token_ids),
         position=first.position,
         logprobs=tuple(entry for event in batch for entry in event.logprobs),
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
-        prompt_logprobs=first.prompt_logprobs,
-        cached_tokens=first.cached_tokens,
+        prompt_logprobs=next((p for p in prompts if p is not None), None),
+        cached_tokens=max(event.cached_tokens for event in batch),
         timings=last.timings,
         worker_id=last.worker_id,
         digests=last.digests,
         pooled=last.pooled,
+        routed_experts=joined_experts(event.routed_experts for event in batch),
     )

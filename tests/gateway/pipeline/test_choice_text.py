@@ -11,6 +11,7 @@ from loraplex.api.output import FinishReason
 from loraplex_services.gateway.pipeline.choice_text import ChoiceText
 from loraplex_services.gateway.request import TextDelta, TextRules, Tokens
 from loraplex_services.gateway.text.detokenize import TokenBytes
+from tests.gateway.scripted_worker import experts_of
 from tests.gateway.tiny_tokenizer import EOS_ID, byte_tokenizer
 
 TOKENS = TokenBytes(byte_tokenizer())
@@ -111,3 +112,12 @@ def test_stop_strings_count_only_after_min_tokens() -> None:
 def test_half_a_character_is_flushed_at_the_end() -> None:
     (text_delta,), _ = _text_deltas(_events([97, 0xC3], [], FinishReason.LENGTH), TextRules())
     assert text_delta.text == "a\ufffd"
+
+
+def test_tokens_after_a_stop_string_take_their_experts_along() -> None:
+    """The experts of position p came with the token after it, so three tokens have two."""
+    choice = ChoiceText(0, TOKENS, TextRules(stop=("c",)))
+    merged = Tokens(tuple(b"abcde"), 0, routed_experts=experts_of(0, 14))  # a prompt of 10
+    text_delta = choice.add(merged)
+    assert text_delta.token_ids == tuple(b"abc")
+    assert text_delta.routed_experts == experts_of(0, 12)
