@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import resource
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -237,6 +238,34 @@ async def test_a_server_does_not_receive_what_a_refused_call_sends(
     await _refusal(upload(parts(), metadata=_key("globex")))
     assert servicer.num_calls == 0
     assert 0 < num_sent < 8, "the window of a call takes four"
+
+
+@pytest.mark.parametrize("method", ["CreateUpload", "UploadPart", "WatchAdapters"])
+async def test_refused_calls_do_not_count_as_open(
+    server: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Also before Python looks for cycles of garbage."""
+    servicer, channel = server
+
+    async def refuse(caller: Caller, num_calls: int) -> None:
+        raise InvalidRequest("no")
+
+    monkeypatch.setattr(call_rates.CallRates, "wait", staticmethod(refuse))
+    stub = registry_pb2_grpc.RegistryServiceStub(channel)
+    requests: dict[str, Any] = {
+        "CreateUpload": pb.CreateUploadRequest(),
+        "UploadPart": [pb.UploadPartRequest()],
+        "WatchAdapters": pb.WatchAdaptersRequest(),
+    }
+    gc.disable()
+    try:
+        for _ in range(limits.MAX_STREAMS_PER_CONNECTION + 50):
+            call = getattr(stub, method)(requests[method], metadata=_key("globex"))
+            refusal = await _refusal(call.read() if method == "WatchAdapters" else call)
+            assert type(refusal) is InvalidRequest, refusal
+    finally:
+        gc.enable()
+    assert servicer.num_calls == 0
 
 
 def test_counts_of_open_calls_do_not_outlive_the_calls() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -97,7 +97,7 @@ def _counted(handler: Any, method: str, shared: _Shared) -> grpc.RpcMethodHandle
     inner = handler.unary_stream or handler.stream_stream
 
     async def written(request: Any, context: Context) -> None:
-        async with shared.opened(method, context):
+        with _status_of_failure(method, context), shared.opened(method):
             if inspect.isasyncgenfunction(inner):
                 async for response in inner(request, context):
                     await context.write(response)
@@ -121,13 +121,12 @@ class _Shared:
     num_open: Counter[str] = field(default_factory=Counter)
     """Streams of methods that need no key, by method."""
 
-    @asynccontextmanager
-    async def opened(self, method: str, context: Context) -> AsyncIterator[None]:
-        """Count such a stream while it is open, or end it if there are too many."""
+    @contextmanager
+    def opened(self, method: str) -> Iterator[None]:
+        """Count such a stream while it is open. Raises ResourceExhausted if there are too many."""
         if self.num_open[method] >= MAX_OPEN_STREAMS:
             why = f"{MAX_OPEN_STREAMS} calls of {method} are open, which is the limit"
-            error = ResourceExhausted(why, reason="TOO_MANY_CALLS", retry_after_s=1.0)
-            await _abort(error, method, context)
+            raise ResourceExhausted(why, reason="TOO_MANY_CALLS", retry_after_s=1.0)
         self.num_open[method] += 1
         try:
             yield
@@ -145,8 +144,8 @@ class _Call:
 
     @asynccontextmanager
     async def admitted(self, context: Context) -> AsyncIterator[None]:
-        """Check who calls and how often, and count the call in the meantime. What is raised within
-        ends the call with its status."""
+        """Check who calls and how often, and count the call in the meantime. Refusals of callers
+        who send too much are raised with a delay."""
         caller = None
         try:
             caller = await _identify(self.method, self.shared.auth, context)
@@ -158,7 +157,7 @@ class _Call:
         except Exception as error:
             is_counted = limits_of(self.method).num_calls > 0
             await self.shared.refusals.delay(error, None if is_counted else caller)
-            await _abort(error, self.method, context)
+            raise
 
     def parsed(self, raw: bytes) -> Any:
         """Raises: ResourceExhausted for a large message, InvalidRequest for a malformed one."""
@@ -198,10 +197,11 @@ def _wrapped_unary(
     inner: Any, call: _Call, *, reads_stream: bool
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def behaviour(_: Any, context: Context) -> Any:
-        async with call.admitted(context):
-            if reads_stream:
-                return await inner(_Requests(call, context), context)
-            return await inner(await call.only_request(context), context)
+        with _status_of_failure(call.method, context):
+            async with call.admitted(context):
+                if reads_stream:
+                    return await inner(_Requests(call, context), context)
+                return await inner(await call.only_request(context), context)
 
     return behaviour
 
@@ -213,11 +213,13 @@ def _wrapped_stream(
         raise TypeError(f"{call.method}: streaming handlers must be async generator functions")
 
     async def behaviour(_: Any, context: Context) -> AsyncIterator[Any]:
-        async with call.admitted(context):
-            request = _Requests(call, context) if reads_stream else await call.only_request(context)
-            async with aclosing(inner(request, context)) as responses:
-                async for response in responses:
-                    yield response
+        with _status_of_failure(call.method, context):
+            async with call.admitted(context):
+                stream = _Requests(call, context)
+                request = stream if reads_stream else await call.only_request(context)
+                async with aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        yield response
 
     return behaviour
 
@@ -241,14 +243,30 @@ def _names_shown(context: Context) -> tuple[str, ...]:
     return tuple(name.decode(errors="replace") for key in keys for name in shown.get(key, ()))
 
 
-async def _abort(error: Exception, method: str, context: Context) -> None:
-    """End the call with the status of `error`. Always raises."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
+@contextmanager
+def _status_of_failure(method: str, context: Context) -> Iterator[None]:
+    """End the call with the status of what is raised within.
+
+    Not with `context.abort`: the exception that it raises and the state of the call refer to each
+    other, so that the call is kept until Python collects such cycles. To gRPC it is open until
+    then, and with 256 open calls, a connection gets no more. No local variable may hold the
+    exception here either.
+    """
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        _set_status(error, method, context)
+
+
+def _set_status(error: Exception, method: str, context: Context) -> None:
     if isinstance(error, NotImplementedError):
         error = Unsupported(f"{method} is not served by this version")
     if not isinstance(error, LoraplexError):
         logger.error("call failed", exc_info=error, extra={"method": method})
         error = LoraplexError("internal error: the server's log has the traceback")
     status = to_status(error)
-    await context.abort(status.code, status.details or "", tuple(status.trailing_metadata or ()))
+    context.set_code(status.code)
+    context.set_details(status.details or "")
+    context.set_trailing_metadata(tuple(status.trailing_metadata or ()))
