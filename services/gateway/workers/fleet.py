@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from loraplex.errors import NotFound, Unavailable
 from loraplex.v1 import worker_pb2
@@ -44,7 +45,7 @@ class Fleet:
         Args:
             workers: `HOST:PORT`, `unix:/path`, or `dns:NAME:PORT` for every address of a name; with
                 TLS, the certificates of these workers contain NAME.
-            base_seen: called when a base appears or comes back with another model.
+            base_seen: called when a base appears or is served otherwise than before.
         """
         self._static = [w for w in workers if not w.startswith("dns:")]
         self._names = [w.removeprefix("dns:").lstrip("/") for w in workers if w.startswith("dns:")]
@@ -57,6 +58,8 @@ class Fleet:
         self._channels = channels
         self._pacer = WakeupPacer()
         self._links: dict[str, tuple[WorkerLink, asyncio.Task[None]]] = {}
+        self._models: dict[str, worker_pb2.GetModelResponse] = {}
+        """What the worker at each address last said of its base, without the tokenizer."""
         self._bases: dict[str, ServedBase] = {}
         self._change = asyncio.Event()
 
@@ -110,7 +113,7 @@ class Fleet:
                 link = WorkerLink(
                     address,
                     self._gateway_id,
-                    model_seen=self._model_seen,
+                    model_seen=partial(self._model_seen, address),
                     changed=self._announce,
                     metadata=self._metadata,
                     channels=self._channels.to_name(name) if name else self._channels,
@@ -122,6 +125,7 @@ class Fleet:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await link.close()
+            self._forget_model(address)
             self._announce()
 
     async def _looked_up(self) -> list[str]:
@@ -142,30 +146,52 @@ class Fleet:
         self._name_of |= dict.fromkeys(addresses, host)
         return addresses
 
-    async def _model_seen(self, message: worker_pb2.GetModelResponse) -> bool:
+    async def _model_seen(self, address: str, message: worker_pb2.GetModelResponse) -> bool:
         """Record a base; returns False if its tokenizer files are needed too."""
         known = self._bases.get(message.base_id)
-        model = base_from_wire(message, time.time())
-        if known is not None and _same(known.model, model):
-            return True
-        if message.tokenizer_digest and not message.tokenizer_files:
+        if known is not None and known.model.tokenizer_digest == message.tokenizer_digest:
+            tokenizer = known.tokenizer
+        elif message.tokenizer_digest and not message.tokenizer_files:
             return False
-        tokenizer = await asyncio.to_thread(_tokenizer, message, self._pool)
-        self._bases[model.base_id] = ServedBase(model, tokenizer)
-        self._base_seen(message)
-        logger.info(
-            "base available", extra={"base": model.base_id, "max_model_len": model.max_model_len}
-        )
+        else:
+            tokenizer = await asyncio.to_thread(_tokenizer, message, self._pool)
+        message.ClearField("tokenizer_files")
+        self._models[address] = message
+        self._serve(message, tokenizer)
         return True
+
+    def _serve(
+        self, message: worker_pb2.GetModelResponse, tokenizer: BaseTokenizer | IdsOnly
+    ) -> None:
+        """Serve a base as one of its workers describes it, within the limits of all of them: any
+        may get a request."""
+        base_id = message.base_id
+        served = worker_pb2.GetModelResponse()
+        served.CopyFrom(message)
+        for each in self._models.values():
+            if each.base_id == base_id:
+                served.max_model_len = min(served.max_model_len, each.max_model_len)
+                served.max_lora_rank = min(served.max_lora_rank, each.max_lora_rank)
+        model, known = base_from_wire(served, time.time()), self._bases.get(base_id)
+        if known is not None:
+            model = replace(model, created_unix_s=known.model.created_unix_s)
+        if known == ServedBase(model, tokenizer):
+            return
+        self._bases[base_id] = ServedBase(model, tokenizer)
+        self._base_seen(served)
+        fields = {"base": base_id, "max_model_len": model.max_model_len}
+        logger.info("base available", extra=fields)
+
+    def _forget_model(self, address: str) -> None:
+        """Serve a base without the limits of a worker that is gone for good."""
+        gone = self._models.pop(address, None)
+        left = [m for m in self._models.values() if gone and m.base_id == gone.base_id]
+        if left:
+            self._serve(left[-1], self._bases[left[-1].base_id].tokenizer)
 
     def _announce(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
-
-
-def _same(known: ServedModel, seen: ServedModel) -> bool:
-    """Whether a base is as it was: only the time at which it was seen may differ."""
-    return replace(seen, created_unix_s=known.created_unix_s) == known
 
 
 def _tokenizer(message: worker_pb2.GetModelResponse, pool: TemplatePool) -> BaseTokenizer | IdsOnly:

@@ -126,6 +126,23 @@ async def test_worker_that_returns_with_larger_adapters_is_registered_again(stac
     await eventually(lambda: stack.registry.bases[-1].max_lora_rank == 512)
 
 
+async def test_a_base_has_the_limits_that_all_its_workers_keep(stack: Stack) -> None:
+    stack.workers = [ScriptedWorker("w0"), ScriptedWorker("w1", max_model_len=32)]
+    stack.workers[0].max_lora_rank = 64
+    await stack.start()
+    for name in ("w1", "w0"):
+        await stack.stop_server(name)
+        await stack.until_ready(1)
+        await stack.start_worker(stack.workers[int(name[1])])
+        await stack.until_ready(2)
+        model = stack.running._fleet.served("base").model
+        assert (model.max_model_len, model.max_lora_rank) == (32, 64)
+    await eventually(lambda: stack.registry.bases[-1].max_lora_rank == 64)
+    await stack.running._fleet._keep([stack.worker_address("w1")])
+    assert stack.running._fleet.served("base").model.max_lora_rank == 256
+    await eventually(lambda: stack.registry.bases[-1].max_lora_rank == 256)
+
+
 async def test_bases_stay_known_while_their_workers_are_away(stack: Stack) -> None:
     await stack.start()
     await stack.stop_server("w0")
