@@ -274,3 +274,34 @@ async def test_a_server_that_checks_no_upload_is_checked_by_the_md5_that_it_answ
     with pytest.raises(ObjectStoreError, match="damaged"):
         await store.put_if_absent("doc", b"data")
     assert not await store.find_upload_check("x")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_damaged", [1, 99])
+async def test_a_document_that_was_damaged_on_its_way_is_written_again_or_does_not_exist(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, num_damaged: int
+) -> None:
+    await probe(store)
+    client = store._once  # type: ignore[attr-defined]
+    put, left = client.put_object, 0
+
+    def damaging(**arguments: object) -> object:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            arguments |= {"Body": b"damaged", "ContentMD5": ""}
+        return put(**arguments)
+
+    monkeypatch.setattr(client, "put_object", damaging)
+    left = num_damaged
+    if num_damaged == 1:
+        etag = await store.put_if_absent("doc", b"first")
+        assert (await store.get("doc")).data == b"first"
+        left = num_damaged
+        await store.put_if_match("doc", b"second", etag)
+        assert (await store.get("doc")).data == b"second"
+        with pytest.raises(PreconditionFailed):
+            await store.put_if_match("doc", b"third", etag)
+        return
+    with pytest.raises(ObjectStoreError, match="damaged"):
+        await store.put_if_absent("doc", b"first")
+    assert await store.head("doc") is None

@@ -104,8 +104,7 @@ class S3Store:
     ) -> str:
         if after is not None:
             await asyncio.shield(after)
-        wanted = f'"{etag}"' if self.quote_etags else etag
-        return await self._run(self._put_conditional, key, data, {"IfMatch": wanted})
+        return await self._run(self._put_conditional, key, data, self._if_match(etag))
 
     def writer(self) -> BlobWriter:
         return _SpooledWriter(self)
@@ -208,11 +207,9 @@ class S3Store:
 
     def _put(self, key: str, data: bytes) -> None:
         answer = self._client.put_object(**self._at(key), Body=data, ContentMD5=_md5(data))
-        try:
-            self._check_stored(key, data, answer["ETag"])
-        except ObjectStoreError:
+        if not self._is_stored(data, answer["ETag"]):
             self._delete(key)
-            raise
+            raise self._damaged(key)
 
     def _find_upload_check(self, key: str) -> bool:
         try:
@@ -224,12 +221,30 @@ class S3Store:
         self._compare_md5 = answer["ETag"].strip('"') == hashlib.md5(b"sent").hexdigest()
         return self._compare_md5
 
-    def _check_stored(self, key: str, data: bytes, etag: str) -> None:
+    def _is_stored(self, data: bytes, etag: str) -> bool:
         digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        if self._compare_md5 and etag.strip('"') != digest:
-            raise ObjectStoreError(f"{self.url}: {key!r} was damaged on its way to the server")
+        return not self._compare_md5 or etag.strip('"') == digest
+
+    def _damaged(self, key: str) -> ObjectStoreError:
+        return ObjectStoreError(f"{self.url}: {key!r} was damaged on its way to the server")
+
+    def _if_match(self, etag: str) -> dict[str, Any]:
+        return {"IfMatch": f'"{etag}"' if self.quote_etags else etag}
 
     def _put_conditional(self, key: str, data: bytes, condition: dict[str, Any]) -> str:
+        """Write under a condition. What was damaged on its way is written again, unless somebody
+        else has replaced it since; nobody may find it after an error if it was to be created."""
+        wanted = condition
+        for _ in range(_ATTEMPTS):
+            etag = self._put_once(key, data, wanted)
+            if self._is_stored(data, etag):
+                return etag
+            wanted = self._if_match(etag)
+        if "IfNoneMatch" in condition:
+            self._delete(key)
+        raise self._damaged(key)
+
+    def _put_once(self, key: str, data: bytes, condition: dict[str, Any]) -> str:
         try:
             answer = self._once.put_object(
                 **self._at(key), Body=data, ContentMD5=_md5(data), **condition
@@ -242,7 +257,6 @@ class S3Store:
             raise
         except BotoCoreError as error:
             return self._read_back(key, data, error)
-        self._check_stored(key, data, answer["ETag"])
         return answer["ETag"].strip('"')
 
     def _read_back(self, key: str, data: bytes, error: Exception) -> str:
@@ -284,7 +298,8 @@ class S3Store:
                     Body=data,
                     ContentMD5=_md5(data),
                 )
-                self._check_stored(key, data, answer["ETag"])
+                if not self._is_stored(data, answer["ETag"]):
+                    raise self._damaged(key)
                 parts.append({"PartNumber": len(parts) + 1, "ETag": answer["ETag"]})
                 data = file.read(PART_BYTES)
             self._client.complete_multipart_upload(
