@@ -81,11 +81,11 @@ async def copy_registry(source: ObjectStore, target: ObjectStore) -> CopyResult:
 
 async def _is_backup(source: ObjectStore) -> bool:
     try:
-        marker = json.loads((await source.get(MARKER)).data)
+        data = (await source.get(MARKER)).data
     except ObjectMissing:
         return False
-    if not marker["complete"]:
-        description = f"{source.url} is an unfinished copy; repeat the backup first"
+    if data != _marker(complete=True):
+        description = f"{source.url} is an unfinished or damaged copy; repeat the backup first"
         raise InvalidRequest.field("FROM", source.url, description)
     return True
 

@@ -144,6 +144,17 @@ async def test_a_damaged_blob_is_named_and_the_copy_cannot_be_restored(
         await copy_registry(copy, open_store(f"file://{tmp_path}/restored"))
 
 
+@pytest.mark.parametrize("marker", [b"", b"{}", b"[1]", b'{"complete": tru'])
+async def test_a_copy_with_a_damaged_marker_cannot_be_restored(
+    registry: Registry, copy: ObjectStore, tmp_path: Path, marker: bytes
+) -> None:
+    await publish(registry, "default/a", 1)
+    await copy_registry(registry.store, copy)
+    await copy.put(backup.MARKER, marker)
+    with pytest.raises(InvalidRequest, match="repeat the backup"):
+        await copy_registry(copy, open_store(f"file://{tmp_path}/restored"))
+
+
 @pytest.mark.hostile
 async def test_a_store_in_use_is_never_overwritten(registry: Registry, copy: ObjectStore) -> None:
     await publish(registry, "default/a", 1)
