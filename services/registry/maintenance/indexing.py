@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loraplex.errors import DataLoss, NotFound
@@ -267,10 +267,13 @@ class _Adapter:
         return [version for version in self.versions if not version.deleted]
 
     def items(self) -> list[Item]:
-        """Index entries, with versions before the tags that point at them."""
+        """Index entries, with versions before the tags that point at them. Tags of earlier builds
+        lack the name as it was first published."""
+        spelling = self.versions[0].spelling if self.versions else ""
+        tags = [replace(tag, spelling=tag.spelling or spelling) for tag in self.tags]
         items = [adapter_item(self.record, self.live)] if self.record is not None else []
         items += [version_item(version, self.record) for version in self.versions]
-        return items + [tag_item(tag) for tag in self.tags]
+        return items + [tag_item(tag) for tag in tags]
 
 
 def _adapters(documents_: Sequence[tuple[str, bytes]]) -> list[_Adapter]:
