@@ -119,7 +119,17 @@ async def _audit(args: argparse.Namespace) -> None:
         by = names.get(entry.actor, entry.actor or "-")
         return moment(entry.time_unix_s), by, entry.action, entry.subject
 
-    show_table(("TIME", "BY", "ACTION", "SUBJECT"), shown, row, as_json=args.json)
+    header = ("TIME", "BY", "ACTION", "SUBJECT")
+    show_table(header, shown, row, as_json=args.json, object_of=_entry_object)
+
+
+def _entry_object(entry: AuditEntry) -> dict[str, Any]:
+    """An entry with the name and the version of the adapter that it is about, if there is one."""
+    path, _, selector = entry.subject.partition(":")
+    name = path.partition("/")[2] or None
+    number = selector.removeprefix("v")
+    version = int(number) if number.isdecimal() and number != selector else None
+    return {"name": name, "version": version, **dataclasses.asdict(entry)}
 
 
 async def _gc(args: argparse.Namespace) -> None:

@@ -261,7 +261,8 @@ def test_tenants_bases_audit_and_upkeep(registry: Any, adapter: Path) -> None:
     base = registry.json("base", "list")
     assert (base["name"], base["digest"]) == ("loraplex-demo", base["fingerprint"])
     entries = [json.loads(line) for line in registry("audit", "--json").stdout.splitlines()]
-    assert any(entry["subject"].startswith("default/audited") for entry in entries)
+    about = {entry["subject"]: (entry["name"], entry["version"]) for entry in entries}
+    assert about["default/audited:v1"] == ("audited", 1) and about["acme"] == (None, None)
     everything = registry("audit", "--json", "--limit", "0").stdout.splitlines()
     assert len(everything) >= len(entries)
     assert registry("audit", "--limit", "1").stdout.split()[:4] == [
