@@ -204,8 +204,11 @@ class AdapterCache:
         return bool(self._prefetches)
 
     def prefetch(self, digest: str) -> None:
-        """Load this adapter as soon as it is on disk and memory is free."""
+        """Load this adapter as soon as it is on disk and memory is free. Undoes `unload` where that
+        waits for a copy or for requests."""
         self._prefetches[digest] = None
+        if (adapter := self._adapters.get(digest)) is not None:
+            adapter.unload = False
         self._note(digest)
 
     def cancel_prefetch(self, digest: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.api.residency import Tier
 from loraplex.api.sampling import SamplingParams
 from loraplex_services.simulate.costs import Costs
 from loraplex_services.simulate.runner import TimedRunner, VirtualClock
@@ -231,3 +232,14 @@ def test_who_asked_for_an_adapter_ahead_hears_of_it_as_soon_as_it_is_copied(
     stage.step(Prefetch(DIGESTS[1], pin=False))
     stage.step()
     assert told == [DIGESTS[1]] and not loads._prefetches
+
+
+def test_an_adapter_that_is_asked_for_again_before_it_is_unloaded_stays() -> None:
+    stage, digest = Stage(load_s=0.03), DIGESTS[0]
+    stage.step(*stage.fetched((digest,)), Prefetch(digest, pin=False))
+    stage.step(UnloadAdapter(digest))
+    stage.step(Prefetch(digest, pin=False))
+    assert stage.engine.cache.tier(digest) == Tier.LOADING, "the first copy has not ended"
+    for _ in range(20):
+        stage.step()
+    assert stage.engine.cache.ready([digest])
