@@ -131,6 +131,8 @@ class GateLinear(BaseLinear):
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end), float32."""
+        if begin == end:
+            return torch.empty(0, self.in_features)
         numbers, width = torch.arange(begin, end), self.out_features // 2
         half, number = numbers // width, numbers % width
         places = (number // TILE_ROWS * 2 + half) * TILE_ROWS + number % TILE_ROWS
