@@ -219,7 +219,8 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UploadPart(self, request_iterator, context):
-        """UploadPart streams bytes of one file from a committed offset on, in chunks of at most 1 MiB.
+        """UploadPart streams bytes of one file from some offset on, in chunks of at most 1 MiB. Bytes that are stored already
+        are skipped, and the call ends where more of them follow. Several calls may send a file at the same time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,8 +56,9 @@ class PublishService(AdminService):
         with refusals_counted():
             async with self._openings.held(access.tenant, "uploads to begin"):
                 session = await self._open_upload(request, access)
+        progress = await self._progress(session)
         return pb.CreateUploadResponse(
-            upload_id=session.upload_id, progress=await self._progress(session)
+            upload_id=session.upload_id, progress=progress, takes_any_order=True
         )
 
     async def _open_upload(self, request: pb.CreateUploadRequest, access: Access) -> UploadSession:

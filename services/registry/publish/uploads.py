@@ -1,7 +1,7 @@
 """Upload sessions, kept in the object store so that any replica can continue them.
 
-A file arrives as parts. A part is named by its offset, size and sha256, so listing the parts of a
-session shows how far it is. The run of bytes from 0 that parts cover without a gap is committed.
+A file arrives as parts, in any order. A part is named by its offset, size and sha256, so listing
+the parts of a session shows how far it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loraplex_services.common.documents import encode
 from loraplex_services.common.objects import ObjectStore
 from loraplex_services.registry import layout
 from loraplex_services.registry.publish.failpoint import failpoint
-from loraplex_services.registry.publish.file_state import FileState, UploadPart, state_of
+from loraplex_services.registry.publish.file_state import FileState, UploadPart
 from loraplex_services.registry.publish.part_writer import MAX_PART_BYTES, PartWriter, damaged
 from loraplex_services.registry.publish.scanning import ArrivingScan, Scans
 from loraplex_services.registry.records import AdapterRecord, SignatureRecord, VersionRecord, now_s
@@ -187,7 +187,7 @@ class Uploads:
             parts.setdefault(int(index), []).append(
                 UploadPart(info.key, int(offset), int(size), sha256)
             )
-        return [state_of(file, parts.get(index, [])) for index, file in enumerate(session.files)]
+        return [FileState(file, parts.get(index, ())) for index, file in enumerate(session.files)]
 
     async def receive(
         self,
@@ -198,21 +198,20 @@ class Uploads:
     ) -> FileState:
         """Store the bytes of one file from `offset` on; returns the state of the file.
 
-        Bytes that arrived before a stream broke are kept. Bytes already committed are skipped.
+        Bytes that arrived before a stream broke are kept. Bytes that are stored already are
+        skipped, and where more of them follow, the rest is not read: no byte is stored twice
+        however many streams follow each other.
 
         Args:
             chunks: (data, crc32 of data) in order.
 
         Raises:
-            InvalidRequest: an unknown path, a gap before `offset`, too much data.
+            InvalidRequest: an unknown path, too much data.
             DataLoss: a chunk does not match its crc32.
         """
         index, state = await self._file_state(session, path)
-        if offset > state.committed_bytes:
-            message = f"leaves a gap: continue from committed byte {state.committed_bytes}"
-            raise InvalidRequest.field("offset", offset, message)
-        skip = state.committed_bytes - offset
-        begin = state.committed_bytes
+        begin, end = state.gap(offset)
+        skip = begin - offset
         scan = _scan_of(state.file) if begin == 0 else None
         writer = PartWriter(self._store, session.upload_id, index, begin, scan)
         try:
@@ -220,16 +219,19 @@ class Uploads:
                 if len(data) > MAX_CHUNK_BYTES:
                     description = "chunks are at most 1 MiB"
                     raise InvalidRequest.field("data", f"{len(data)} bytes", description)
-                if skip:
+                offset += len(data)
+                if offset > state.file.size:
+                    description = "is more than was declared"
+                    raise InvalidRequest.field("data", f"{offset} bytes", description)
+                fresh = data[skip : skip + end - writer.end]
+                if len(fresh) < len(data):
                     if zlib.crc32(data) != crc32:
                         raise damaged()
-                    crc32 = zlib.crc32(data[skip:])
-                fresh, skip = data[skip:], max(0, skip - len(data))
-                if writer.end + len(fresh) > state.file.size:
-                    raise InvalidRequest.field(
-                        "data", f"{writer.end + len(fresh)} bytes", "is more than was declared"
-                    )
+                    crc32 = zlib.crc32(fresh)
+                skip = max(0, skip - len(data))
                 await writer.write(fresh, crc32)
+                if writer.end == end < state.file.size:
+                    break
         finally:
             await writer.finish()
         state = (await self._file_state(session, path))[1]
