@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import hashlib
 import io
+import math
 import secrets
+import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import grpc
 
@@ -20,7 +22,14 @@ from loraplex.api.error_wire import STATUS_LOST
 from loraplex.api.registry import MAX_ONE_CALL_BYTES
 from loraplex.client.channel import CHUNK_BYTES, Channel
 from loraplex.client.progress import Progress, ignore_progress
-from loraplex.errors import Blocked, DataLoss, Unavailable, Unsupported
+from loraplex.errors import (
+    Blocked,
+    DataLoss,
+    LoraplexError,
+    ResourceExhausted,
+    Unavailable,
+    Unsupported,
+)
 from loraplex.v1 import registry_pb2 as pb
 from loraplex.v1 import registry_pb2_grpc
 
@@ -29,6 +38,13 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 FINISH_TIMEOUT_S = 600.0
 """Timeout of the publication, in which the registry reads every tensor of a large adapter."""
 
+MAX_STREAMS = 8
+"""Most streams of one upload: a registry receives no more of one tenant at a time."""
+STREAM_BYTES = 512 << 10
+"""Bytes of one stream that a server receives in one round trip."""
+WANTED_BYTES_PER_S = 100 << 20
+RANGE_BYTES = 16 << 20
+"""Bytes of a file that one stream sends where several send it."""
 _READ_AHEAD_CHUNKS = 8
 _SMALL_BYTES = 64 << 10
 """Hashing this many bytes takes less time than a thread takes to start."""
@@ -71,6 +87,15 @@ class MemoryFile:
 
 
 SentFile = LocalFile | MemoryFile
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """The bytes [begin, end) of a file."""
+
+    file: SentFile
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +184,14 @@ async def upload(
     request = pb.CreateUploadRequest(options=options, files=[each.spec for each in summed])
     crc32s = {each.spec.path: each.crc32s for each in summed}
     session = await _open(channel, request)
+    num_streams = await _num_streams(channel, session, files)
     for pause_s in PAUSES_S:
         try:
-            return await _send(channel, session, files, crc32s, progress)
-        except Unavailable as error:
+            return await _send(channel, session, files, crc32s, progress, num_streams)
+        except (Unavailable, ResourceExhausted) as error:
+            if isinstance(error, ResourceExhausted) and num_streams == 1:
+                raise
+            num_streams = 1
             await asyncio.sleep(error.retry_after_s or pause_s)
         except Blocked as error:
             # A file that the registry had was garbage collected in the meantime: open the upload
@@ -171,7 +200,7 @@ async def upload(
                 raise
         with contextlib.suppress(Unavailable):
             session = await _open(channel, request)
-    return await _send(channel, session, files, crc32s, progress)
+    return await _send(channel, session, files, crc32s, progress, num_streams)
 
 
 async def _publish_in_one_call(
@@ -229,36 +258,57 @@ async def _open(channel: Channel, request: pb.CreateUploadRequest) -> pb.CreateU
     return session
 
 
+async def _num_streams(
+    channel: Channel, session: pb.CreateUploadResponse, files: Sequence[SentFile]
+) -> int:
+    """The number of streams that send as fast as is wanted over a line with this round trip."""
+    most_bytes = max(file.size_bytes for file in files)
+    if not session.takes_any_order or most_bytes <= RANGE_BYTES:
+        return 1
+    check: Any = channel.stub(lambda opened: opened.unary_unary("/grpc.health.v1.Health/Check"))
+    round_trip_s = math.inf
+    with contextlib.suppress(LoraplexError):  # a proxy may not pass it on
+        for _ in range(2):
+            begin_s = time.monotonic()
+            await channel.call(check, b"")
+            round_trip_s = min(round_trip_s, time.monotonic() - begin_s)
+        wanted = math.ceil(round_trip_s * WANTED_BYTES_PER_S / STREAM_BYTES)
+        return min(wanted, MAX_STREAMS)
+    return 1
+
+
 async def _send(
     channel: Channel,
     session: pb.CreateUploadResponse,
     files: Sequence[SentFile],
     crc32s: Mapping[str, Sequence[int]],
     progress: Progress,
+    num_streams: int,
 ) -> pb.FinishUploadResponse:
     """Send the bytes that the session lacks, then publish."""
-    stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
     total_bytes = sum(file.size_bytes for file in files)
-    committed = {p.path: p.committed_bytes for p in session.progress}
-    complete = {p.path for p in session.progress if p.complete}
-    done_bytes = sum(committed.values())
+    done_bytes = sum(each.committed_bytes for each in session.progress)
     progress("upload", done_bytes, total_bytes)
-    for file in files:
-        if file.path in complete:
-            continue
-        call = stub.UploadPart(metadata=channel.metadata)
-        with channel.typed_errors():
-            try:
-                begin = committed.get(file.path, 0)
-                parts = _parts(session.upload_id, file, begin, crc32s[file.path])
-                async for part, num_bytes in parts:
-                    await call.write(part)
-                    done_bytes += num_bytes
-                    progress("upload", done_bytes, total_bytes)
-                await call.done_writing()
-            except (grpc.RpcError, asyncio.InvalidStateError):
-                pass  # The server has already ended the call; its status, below, says why.
-            await call
+
+    def sent(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        progress("upload", done_bytes, total_bytes)
+
+    missing = iter(_missing(session, files, num_streams))
+
+    async def send_some() -> None:
+        for each in missing:
+            await _send_range(channel, session.upload_id, each, crc32s[each.file.path], sent)
+
+    streams = [asyncio.ensure_future(send_some()) for _ in range(num_streams)]
+    try:
+        await asyncio.gather(*streams)
+    finally:
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
     finish = pb.FinishUploadRequest(upload_id=session.upload_id)
     answer: pb.FinishUploadResponse = await channel.call(
         stub.FinishUpload, finish, FINISH_TIMEOUT_S
@@ -266,13 +316,53 @@ async def _send(
     return answer
 
 
+def _missing(
+    session: pb.CreateUploadResponse, files: Sequence[SentFile], num_streams: int
+) -> Iterator[_Range]:
+    """What the session lacks. A file that comes in one stream is checked while it arrives. The
+    others come in ranges that begin at the same places each time, so that a range of which some
+    bytes are stored already is continued."""
+    progress = {each.path: each for each in session.progress}
+    for file in files:
+        known = progress.get(file.path, pb.FileProgress())
+        begin, size = known.committed_bytes, file.size_bytes
+        if known.complete:
+            continue
+        if num_streams == 1 and not begin:
+            yield _Range(file, 0, size)
+            continue
+        while begin < size:
+            end = min(size, (begin // RANGE_BYTES + 1) * RANGE_BYTES)
+            yield _Range(file, begin, end)
+            begin = end
+
+
+async def _send_range(
+    channel: Channel,
+    upload_id: str,
+    sent_range: _Range,
+    crc32s: Sequence[int],
+    sent: Callable[[int], None],
+) -> None:
+    """Send some bytes of a file in one stream, and tell `sent` how many of them are on the way."""
+    call = channel.stub(registry_pb2_grpc.RegistryServiceStub).UploadPart(metadata=channel.metadata)
+    with channel.typed_errors():
+        try:
+            async for part, num_bytes in _parts(upload_id, sent_range, crc32s):
+                await call.write(part)
+                sent(num_bytes)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # The server has already ended the call; its status, below, says why.
+        await call
+
+
 async def _parts(
-    upload_id: str, file: SentFile, offset: int, crc32s: Sequence[int]
+    upload_id: str, sent_range: _Range, crc32s: Sequence[int]
 ) -> AsyncIterator[tuple[pb.UploadPartRequest, int]]:
-    """Yield (message, bytes in it) from `offset` on; at least one, because the first names the
-    file."""
-    names = upload_id, file.path
-    async for chunk in _chunks(file, offset):
+    """Yield (message, bytes in it); at least one, because the first names the file."""
+    names, offset = (upload_id, sent_range.file.path), sent_range.begin
+    async for chunk in _chunks(sent_range):
         index, inside = divmod(offset, CHUNK_BYTES)
         crc32 = zlib.crc32(chunk) if inside or index >= len(crc32s) else crc32s[index]
         part = pb.UploadPartRequest(
@@ -285,15 +375,17 @@ async def _parts(
         yield pb.UploadPartRequest(upload_id=names[0], path=names[1], offset=offset), 0
 
 
-async def _chunks(file: SentFile, offset: int) -> AsyncIterator[bytes]:
-    """Yield the chunks from `offset` on, and read the next ones ahead."""
+async def _chunks(sent_range: _Range) -> AsyncIterator[bytes]:
+    """Yield the chunks, and read the next ones ahead."""
+
+    def read_chunk() -> bytes:
+        return content.read(min(CHUNK_BYTES, sent_range.end - content.tell()))
 
     def read() -> list[bytes]:
-        chunks = iter(lambda: content.read(CHUNK_BYTES), b"")
-        return list(islice(chunks, _READ_AHEAD_CHUNKS))
+        return list(islice(iter(read_chunk, b""), _READ_AHEAD_CHUNKS))
 
-    with file.open() as content:
-        content.seek(offset)
+    with sent_range.file.open() as content:
+        content.seek(sent_range.begin)
         reading = asyncio.ensure_future(asyncio.to_thread(read))
         try:
             while current := await reading:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
 
 from loraplex.client import uploading
+from loraplex.client.channel import CHUNK_BYTES
+from loraplex.client.progress import ignore_progress
 from loraplex.client.publishing import Publication
-from loraplex.errors import DataLoss, InvalidAdapter
+from loraplex.client.uploading import LocalFile, hash_files
+from loraplex.errors import DataLoss, InvalidAdapter, Unavailable
 from loraplex.v1 import registry_pb2 as pb
 from loraplex_services.registry import layout
 from tests.registry.conftest import ServedRegistry
@@ -109,6 +114,34 @@ async def test_chunks_before_a_damaged_one_are_kept(
     parts[3].crc32 ^= 1
     answer = await stub.UploadPart(iter(parts[3:]))
     assert answer.progress.complete
+
+
+async def test_several_streams_send_one_file_and_one_that_breaks_is_made_up_for(
+    served: ServedRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploading, "RANGE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(uploading, "WANTED_BYTES_PER_S", 1 << 50)
+    uploads = served.registry.uploads
+    receive, begun, four_have_begun = uploads.receive, list[int](), asyncio.Event()
+
+    async def breaking(session: Any, path: str, offset: int, chunks: Any) -> Any:
+        begun.append(offset)
+        if len(begun) == 4:
+            four_have_begun.set()
+        await four_have_begun.wait()
+        state = await receive(session, path, offset, chunks)
+        if begun.count(2 * CHUNK_BYTES) == 1 and offset == 2 * CHUNK_BYTES:
+            raise Unavailable("the line is cut", retry_after_s=0.01)
+        return state
+
+    monkeypatch.setattr(uploads, "receive", breaking)
+    data = random.Random(1).randbytes(4 * CHUNK_BYTES + 9)
+    folder = write_folder(tmp_path / "adapter", {CONFIG: b"{}", TENSORS: data})
+    files = [LocalFile(path.name, path, path.stat().st_size) for path in folder.iterdir()]
+    summed = await hash_files(files, ignore_progress)
+    with pytest.raises(InvalidAdapter, match="safetensors"):  # once all bytes are there
+        await uploading.upload(served.client._channel, pb.PublishOptions(name="sql"), files, summed)
+    assert {*begun} >= {0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES}
 
 
 @pytest.mark.parametrize(
