@@ -1,0 +1,51 @@
+"""The bytes of an upload, in whatever pieces and order they come."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex.errors import InvalidRequest
+from loraplex_services.registry import layout
+from loraplex_services.registry.assembly import Registry
+from tests.registry.house import CONFIG, TENSORS, adapter_files, one_chunk, opened
+
+
+async def test_parts_resume_where_a_broken_stream_stopped(registry: Registry) -> None:
+    files = adapter_files(1)
+    session = await opened(registry, "sql", files)
+    await registry.uploads.reopen(session.upload_id, TENSORS)
+    data = files[TENSORS]
+    state = await registry.uploads.receive(session, TENSORS, 0, one_chunk(data[:100]))
+    assert (state.committed_bytes, state.complete) == (100, False)
+    state = await registry.uploads.receive(session, TENSORS, 60, one_chunk(data[60:]))
+    assert state.complete
+    assert (await registry.publisher.finish(session)).version.version == 1
+
+
+async def test_parts_come_in_any_order_and_no_byte_is_stored_twice(registry: Registry) -> None:
+    files = adapter_files(1)
+    session = await opened(registry, "sql", files)
+    await registry.uploads.reopen(session.upload_id, TENSORS)
+    data, receive = files[TENSORS], registry.uploads.receive
+    committed = []
+    for begin, end in ((200, 260), (100, 120), (190, 270), (0, len(data)), (50, len(data))):
+        state = await receive(session, TENSORS, begin, one_chunk(data[begin:end]))
+        committed.append(state.committed_bytes)
+    assert committed == [0, 0, 0, 120, 260]
+    assert not state.complete, "a stream ends where stored bytes follow"
+    with pytest.raises(InvalidRequest, match="more than was declared"):
+        await receive(session, TENSORS, 260, one_chunk(data[260:] + b" "))
+    state = await receive(session, TENSORS, 0, one_chunk(data))
+    assert state.complete
+    prefix = layout.upload_parts(session.upload_id)
+    names = [info.key.rpartition("/")[2] async for info in registry.store.list_objects(prefix)]
+    sizes = [int(name.split("-")[1]) for name in names]
+    assert sum(sizes) == sum(map(len, files.values()))
+    assert (await registry.publisher.finish(session)).version.version == 1
+
+
+async def test_more_bytes_than_declared_are_refused(registry: Registry) -> None:
+    files = adapter_files(1)
+    session = await opened(registry, "sql", files)
+    with pytest.raises(InvalidRequest, match="more than was declared"):
+        await registry.uploads.receive(session, CONFIG, 0, one_chunk(files[CONFIG] + b" "))
