@@ -16,6 +16,7 @@ import hashlib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from loraplex.errors import InvalidRequest
@@ -156,6 +157,12 @@ def check_base_id(base_id: str, *, field: str) -> str:
         f"the id of a base must be 1-{MAX_BASE_ID_CHARS} visible ASCII characters and not begin "
         "with '-', '.' or '/'",
     )
+
+
+def folder_name(path: str) -> str:
+    """The last name of a path: that of a link, not of its target. `.` and `..` are resolved."""
+    absolute = Path(path).absolute()
+    return absolute.resolve().name if absolute.name == ".." else absolute.name
 
 
 def parse_version(text: str, *, field: str = "version", before: str = "") -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.output import moment, short_digest, show, show_table, sized
 from loraplex.cli.parsing import Commands, count
 from loraplex.cli.publish import client_of
+from loraplex.refs import folder_name
 
 if TYPE_CHECKING:
     from loraplex.api.registry import AuditEntry, BaseModel
@@ -75,7 +75,7 @@ def _add_bases(commands: Commands) -> None:
 
 
 async def _base_add(args: argparse.Namespace) -> None:
-    base_id = args.id or Path(args.dir).resolve().name
+    base_id = args.id or folder_name(args.dir)
     async with client_of(args) as client:
         base = await client.admin.add_base(
             args.dir,

@@ -143,6 +143,7 @@ def _num_workers(given: str | None, environ: Mapping[str, str]) -> int:
 
 
 def _model(model: str) -> str:
+    """The model with an absolute path. Links are kept, because a base has the name of the link."""
     if not model:
         raise InvalidRequest.field(
             "--model",
@@ -154,9 +155,9 @@ def _model(model: str) -> str:
         if not (folder / "config.json").is_file() and len([*folder.glob("*.gguf")]) != 1:
             why = "the folder has no config.json; to serve a GGUF file, name one"
             raise InvalidRequest.field("--model", model, why)
-        return str(folder.resolve())
+        return str(folder.absolute())
     if folder.suffix == ".gguf" and folder.is_file():
-        return str(folder.resolve())
+        return str(folder.absolute())
     if model.startswith("s3://") or (_HUB_ID.fullmatch(model) and not folder.parent.is_dir()):
         return model
     raise InvalidRequest.field("--model", model, f"no folder {model}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
-from loraplex.refs import check_base_id
+from loraplex.refs import check_base_id, folder_name
 from loraplex_services.common.security.addresses import is_local
 from loraplex_services.common.security.service_token import read_service_token
 from loraplex_services.common.security.tls import TlsFiles, tls_files
@@ -189,5 +189,5 @@ def _service_token(environ: Mapping[str, str]) -> str:
 def base_id_of(model: str) -> str:
     """Id of a base by default: the hub id as it is, else the last name of the folder or file."""
     if Path(model).exists() or model.startswith(("/", ".", "s3://")):
-        return Path(model.removeprefix("s3://")).resolve().name.removesuffix(".gguf")
+        return folder_name(model.removeprefix("s3://")).removesuffix(".gguf")
     return model

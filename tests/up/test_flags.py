@@ -80,6 +80,16 @@ def test_a_gguf_file_and_a_folder_with_one_are_models(tmp_path: Path) -> None:
         parse(["--model", str(tmp_path)], {})
 
 
+def test_a_link_to_a_model_keeps_its_name(tmp_path: Path) -> None:
+    """The hub's cache has links to files that are named after their digests."""
+    (tmp_path / "0a1b2c").touch()
+    (tmp_path / "base.gguf").symlink_to("0a1b2c")
+    (tmp_path / "current").symlink_to(BASE)
+    for name in ("base.gguf", "current"):
+        link = str(tmp_path / name)
+        assert parse(["--model", link], {}).worker["LORAPLEX_MODEL"] == link
+
+
 @pytest.mark.parametrize("model", ["acme/tiny-llama", "s3://bucket/model"])
 def test_other_models_pass_through(model: str) -> None:
     assert parse(["--model", model], {}).worker["LORAPLEX_MODEL"] == model

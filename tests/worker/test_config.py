@@ -98,6 +98,19 @@ def test_the_base_is_named_after_hub_id_or_folder(tmp_path: Path) -> None:
     assert base_id_of("org/model") == "org/model"
 
 
+def test_the_base_is_named_after_a_link_and_not_after_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "snapshot" / "inner").mkdir(parents=True)
+    (tmp_path / "0a1b2c").touch()
+    (tmp_path / "my-base").symlink_to("snapshot")
+    (tmp_path / "other.gguf").symlink_to("0a1b2c")
+    assert base_id_of(str(tmp_path / "my-base")) == "my-base"
+    assert base_id_of(str(tmp_path / "other.gguf")) == "other"
+    monkeypatch.chdir(tmp_path / "snapshot" / "inner")
+    assert (base_id_of("."), base_id_of("..")) == ("inner", "snapshot")
+
+
 def test_a_base_under_another_name_is_known_by_its_hub_id_too(tmp_path: Path) -> None:
     renamed = {**GOOD, "LORAPLEX_SERVED_MODEL_NAME": "ours"}
     assert from_env(renamed).base_aliases == ("org/model",)

@@ -142,12 +142,12 @@ def find_model(model: str, cache_folder: Path) -> Path:
     """
     path = Path(model)
     if path.is_file() and path.suffix == ".gguf":
-        return _translated(path.resolve(), cache_folder)
+        return _translated(path.absolute(), cache_folder)
     if path.is_dir():
         if (path / "config.json").is_file():
             return path.resolve()
         if len(files := [*path.glob("*.gguf")]) == 1:
-            return _translated(files[0].resolve(), cache_folder)
+            return _translated(files[0].absolute(), cache_folder)
         why = "the folder has no config.json; to serve a GGUF file, name one"
         raise InvalidRequest.field("LORAPLEX_MODEL", model, why)
     if model.startswith(("/", ".")) or model.count("/") != 1:
@@ -157,7 +157,9 @@ def find_model(model: str, cache_folder: Path) -> Path:
 
 def _translated(path: Path, cache_folder: Path) -> Path:
     """The folder that a GGUF file is translated into, once for each state of the file and of the
-    tokenizer next to it. Raises InvalidRequest with the reason of a refusal."""
+    tokenizer next to it. A link, such as those of the hub's cache, is not resolved: its target has
+    neither the file's name nor the tokenizer next to it. Raises InvalidRequest with the reason of a
+    refusal."""
     facts = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns)
         for file in (path, *(path.parent / name for name in TOKENIZER_FILES))

@@ -227,3 +227,15 @@ def test_a_worker_translates_a_file_once_and_passes_on_why_it_cannot(tmp_path):
     with pytest.raises(InvalidRequest, match="to serve a GGUF file, name one"):
         find_model(str(tmp_path), tmp_path / "cache")
     assert len([*(tmp_path / "cache" / "models").iterdir()]) == 1
+
+
+def test_a_link_to_a_file_is_read_with_the_tokenizer_next_to_the_link(tmp_path):
+    """As in the hub's cache, where a snapshot has links to files named after their digests."""
+    (tmp_path / "blobs").mkdir()
+    path = written(tmp_path)
+    path.rename(tmp_path / "blobs" / "0a1b2c")
+    path.symlink_to("blobs/0a1b2c")
+    for model in (path, tmp_path):
+        folder = find_model(str(model), tmp_path / "cache")
+        expected = (tmp_path / "tokenizer.json").read_bytes()
+        assert (folder / "tokenizer.json").read_bytes() == expected
