@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from loraplex.cli.output import moment, show, show_table, sized
 from loraplex.cli.parsing import Commands, count, num_bytes, seconds
 from loraplex.cli.publish import client_of
+from loraplex.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from loraplex.api.registry import ApiKey
@@ -43,7 +44,6 @@ def _add_keys(commands: Commands) -> None:
     parser.add_argument(
         "--ttl",
         type=seconds,
-        default=0.0,
         metavar="TIME",
         help="how long the key is valid (default: forever)",
     )
@@ -149,9 +149,12 @@ async def _keys_create(args: argparse.Namespace) -> None:
     if args.bootstrap:
         await _first_admin_key(args)
         return
+    if args.ttl == 0.0:  # which the registry would take for a key that never expires
+        why = "must be more than 0; leave it out for a key that does not expire"
+        raise InvalidRequest.field("--ttl", "0", why)
     async with client_of(args) as client:
         key, token = await client.admin.create_key(
-            args.tenant, args.scope or ["reader"], args.ttl, args.description
+            args.tenant, args.scope or ["reader"], args.ttl or 0.0, args.description
         )
         if args.tenant and len(await client.admin.keys(args.tenant)) == 1:
             print(f"note: this is the first key of tenant {key.tenant}", file=sys.stderr)

@@ -101,11 +101,19 @@ def _address(environ: Mapping[str, str], name: str, default: str) -> str:
 
 
 def credentials(environ: Mapping[str, str]) -> Credentials:
-    """Credentials from LORAPLEX_API_KEY[_FILE], LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY."""
+    """Credentials from LORAPLEX_API_KEY[_FILE], LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY.
+
+    Raises InvalidRequest naming the variable, and never showing the key.
+    """
     api_key = environ.get("LORAPLEX_API_KEY", "")
     key_file = environ.get("LORAPLEX_API_KEY_FILE", "")
+    source = "LORAPLEX_API_KEY"
     if not api_key and key_file:
-        api_key = _read("LORAPLEX_API_KEY_FILE", key_file)
+        source = "LORAPLEX_API_KEY_FILE"
+        api_key = _read(source, key_file)
+    if not (api_key.isascii() and api_key.isprintable()):
+        why = "must hold one line of visible ASCII characters, as `registry keys create` prints it"
+        raise InvalidRequest.field(source, "...", why)
     return Credentials(
         api_key,
         _existing(environ, "LORAPLEX_CA"),
@@ -126,3 +134,5 @@ def _read(name: str, path: str) -> str:
         return Path(path).read_text().strip()
     except OSError as error:
         raise InvalidRequest.field(name, path, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest.field(name, path, "holds bytes that are not UTF-8") from None

@@ -104,6 +104,12 @@ def test_key_file_that_is_missing_exits_2(offline: Any) -> None:
     assert (code, error["violations"][0]["field"]) == (2, "LORAPLEX_API_KEY_FILE")
 
 
+def test_a_key_without_any_validity_exits_2(offline: Any) -> None:
+    """0 means no limit elsewhere, and would make a key that never expires."""
+    code, error = offline.error("keys", "create", "--ttl", "0s")
+    assert (code, error["violations"][0]["field"]) == (2, "--ttl")
+
+
 def test_gateway_that_is_away_exits_6() -> None:
     command = [sys.executable, "-m", "loraplex.cli.loraplex", "generate", "x", "hello"]
     done = subprocess.run(

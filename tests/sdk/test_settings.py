@@ -46,6 +46,26 @@ def test_missing_file_names_the_variable() -> None:
         settings.credentials({"LORAPLEX_CA": "no/such/file"})
 
 
+@pytest.mark.parametrize("key", ["lpx_a_größe", "lpx_a_b\nlpx_c_d", "lpx_a_\x7f"])
+def test_a_key_that_no_header_can_hold_names_its_variable_and_is_not_shown(
+    tmp_path: Path, key: str
+) -> None:
+    (tmp_path / "key").write_text(key)
+    file = {"LORAPLEX_API_KEY_FILE": str(tmp_path / "key")}
+    for name, environ in (("_KEY", {"LORAPLEX_API_KEY": key}), ("_KEY_FILE", file)):
+        with pytest.raises(
+            InvalidRequest, match=f"LORAPLEX_API{name}: must hold one line"
+        ) as caught:
+            settings.credentials(environ)
+        assert "lpx_" not in str(caught.value)
+
+
+def test_a_key_file_that_is_no_text_names_its_variable(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidRequest, match=r"LORAPLEX_API_KEY_FILE: .*not UTF-8"):
+        settings.credentials({"LORAPLEX_API_KEY_FILE": str(tmp_path / "key")})
+
+
 def test_key_is_not_shown() -> None:
     assert "secret" not in repr(Credentials("lpx_a_secret"))
 
