@@ -14,8 +14,11 @@ from loraplex_services.worker.cache.kv_layout import (
     KvGroup,
     KvGroups,
 )
-from loraplex_services.worker.native.pages import huge_pages
+from loraplex_services.worker.native.pages import PAGE_BYTES, huge_pages, provide
 from loraplex_services.worker.types.extents import count_pages_per_block
+
+AHEAD_BYTES = 16 << 20
+"""Memory that is provided before it is written. Several adapters fit in."""
 
 
 class ArenaBuffer:
@@ -34,6 +37,17 @@ class ArenaBuffer:
         self.pages_per_block = count_pages_per_block(block_bytes)
         self.page_bytes = block_bytes // self.pages_per_block
         self._flat: dict[torch.dtype, Tensor] = {}
+        self._provided_bytes = 0
+        self.provide_after(0)
+
+    def provide_after(self, position: int) -> None:
+        """Have the system provide the memory after a byte before it is written, on a CPU: blocks
+        are first given away in ascending order."""
+        end = min(position + AHEAD_BYTES, self.data.nbytes)
+        begin = max(position - position % PAGE_BYTES, self._provided_bytes)
+        if self.data.device.type == "cpu" and begin < end:
+            self._provided_bytes = min(end + -end % PAGE_BYTES, self.data.nbytes)
+            provide(self.data.view(-1)[begin : self._provided_bytes])
 
     def flat(self, dtype: torch.dtype) -> Tensor:
         """All bytes as one vector of `dtype`; shares memory."""

@@ -158,6 +158,9 @@ class AdapterLoader:
             own = extents.holding(index.num_pages, self._arena.pages_per_block)
             copy_events, expected_s = self._fill(folder, image, own, step_s)
             ready_s = time.perf_counter() - begin_s
+            # After the result: a later copy waits for this, but this one does not.
+            last_byte = max(own, default=0) * self._arena.page_bytes
+            self._copying.submit(self._arena.provide_after, last_byte)
             copied = CopiedImage(
                 folder, index, tuple(own), ready_s + expected_s, ready_s, copy_events
             )
