@@ -287,7 +287,7 @@ async def first_tokens(
     follow_ms: list[float] = []
     async with RegistryClient(registry_address) as registry, InferenceClient(grpc) as gateway:
         trainer = Trainer(adapter, seed=1)
-        await trainer.publish(registry)
+        await _score(gateway, await trainer.publish(registry), [])  # connects the client
         for _ in range(rounds):
             await asyncio.to_thread(trainer.step)
             begin_s = time.perf_counter()
