@@ -387,12 +387,14 @@ class GetModelResponse(_message.Message):
     def __init__(self, base_id: _Optional[str] = ..., geometry: _Optional[_Union[_common_pb2.ModelGeometry, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_files: _Optional[_Iterable[_Union[TokenizerFile, _Mapping]]] = ..., generation_config_json: _Optional[str] = ..., worker_id: _Optional[str] = ..., pad_token_id: _Optional[int] = ..., base_aliases: _Optional[_Iterable[str]] = ..., kernels: _Optional[str] = ..., caps_context: bool = ..., quantization: _Optional[str] = ..., routing_bytes: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("digest", "pin")
+    __slots__ = ("digest", "pin", "when_fetched")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
+    WHEN_FETCHED_FIELD_NUMBER: _ClassVar[int]
     digest: str
     pin: bool
-    def __init__(self, digest: _Optional[str] = ..., pin: bool = ...) -> None: ...
+    when_fetched: bool
+    def __init__(self, digest: _Optional[str] = ..., pin: bool = ..., when_fetched: bool = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("residency",)

@@ -51,6 +51,22 @@ async def test_adapters_are_loaded_pinned_and_unloaded_on_request(worker: Worker
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_load_may_return_before_the_engine_has_the_adapter(worker: WorkerProcess) -> None:
+    first, digest = worker.digests["four"], worker.digests["three"]
+    load = worker_pb2.LoadAdapterRequest(digest=digest, when_fetched=True)
+    async with worker.connected() as stub:
+        await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(digest=first))
+        engine = worker.engine()
+        engine.suspend()
+        try:
+            early = await asyncio.wait_for(stub.LoadAdapter(load), PATIENCE_S)
+        finally:
+            engine.resume()
+        assert early.residency.tier == worker_pb2.ADAPTER_TIER_LOADING
+        whole = await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(digest=digest))
+        assert whole.residency.tier == worker_pb2.ADAPTER_TIER_DEVICE
+
+
 async def test_a_load_that_an_unload_overtakes_ends_with_the_reason(worker: WorkerProcess) -> None:
     digest = worker.digests["three"]
     load = worker_pb2.LoadAdapterRequest(digest=digest, pin=True)

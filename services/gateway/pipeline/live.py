@@ -1,7 +1,7 @@
 """The running requests of this gateway, and what changes them from outside: pauses and tag moves.
 
 A request that follows its tag continues with the new version as soon as the workers that run it
-have loaded that; until then it continues with the old one. Nothing else waits for the load. It
+have fetched that; until then it continues with the old one. Nothing else waits for the load. It
 begins when the version is published, while the registry still moves the tag. New versions of an
 adapter that was just used are loaded in the same way, so that new requests need not wait either."""
 
@@ -59,7 +59,9 @@ class PauseMode(enum.StrEnum):
 class LoadingWorkers(Protocol):
     """The part of the fleet that switches need."""
 
-    async def load(self, address: str, digest: str, timeout_s: float) -> None: ...
+    async def load(
+        self, address: str, digest: str, timeout_s: float, *, when_fetched: bool
+    ) -> None: ...
 
 
 class LiveRequest:
@@ -287,11 +289,15 @@ class LiveRequests:
             self._ahead.discard(scope)
 
     async def _load(self, address: str, digest: str) -> None:
-        """Load an adapter on a worker, once for all requests that wait for it."""
+        """Load an adapter on a worker, once for all requests that wait for it. Its next step can
+        use it: to hear first that the adapter was copied would often take a step longer."""
         loop, key = asyncio.get_running_loop(), (address, digest)
         if loop.time() - (self._loaded_s.get(key) or -LOADED_S) < LOADED_S:
             return
-        await self._loads.wait(key, lambda: self._workers.load(address, digest, LOAD_TIMEOUT_S))
+        await self._loads.wait(
+            key,
+            lambda: self._workers.load(address, digest, LOAD_TIMEOUT_S, when_fetched=True),
+        )
         self._loaded_s.put(key, loop.time())
 
 

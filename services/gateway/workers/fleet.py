@@ -84,12 +84,15 @@ class Fleet:
         link, _ = self._links[address]
         return link.submit(job)
 
-    async def load(self, address: str, digest: str, timeout_s: float) -> None:
-        """Load an adapter on the worker at an address. Raises: LoraplexError."""
+    async def load(
+        self, address: str, digest: str, timeout_s: float, *, when_fetched: bool = False
+    ) -> None:
+        """Load an adapter on the worker at an address: see `WorkerLink.load`. Raises:
+        LoraplexError."""
         if address not in self._links:
             raise Unavailable(f"worker {address} has left")
         link, _ = self._links[address]
-        await link.load(digest, timeout_s)
+        await link.load(digest, timeout_s, when_fetched=when_fetched)
 
     async def next_change(self) -> None:
         """Wait until any view changed."""

@@ -112,11 +112,12 @@ class WorkerLink:
             raise Unavailable(f"worker {self._view.worker_id} is not connected")
         return self._session.submit(job)
 
-    async def load(self, digest: str, timeout_s: float) -> None:
-        """Load an adapter; returns when a step could use it. Raises: LoraplexError."""
+    async def load(self, digest: str, timeout_s: float, *, when_fetched: bool = False) -> None:
+        """Load an adapter; returns when a step could use it, or as `when_fetched` in worker.proto
+        says. Raises: LoraplexError."""
         try:
             await self._stub.LoadAdapter(
-                worker_pb2.LoadAdapterRequest(digest=digest),
+                worker_pb2.LoadAdapterRequest(digest=digest, when_fetched=when_fetched),
                 timeout=timeout_s,
                 metadata=self._metadata,
             )

@@ -15,6 +15,7 @@ from loraplex_services.worker.adapters.fetch.pack_pool import PackPool
 from loraplex_services.worker.adapters.fetch.source import AdapterSource
 from loraplex_services.worker.server.engine_client import EngineClient
 from loraplex_services.worker.server.status import StatusBoard
+from loraplex_services.worker.types.extents import count_pages_per_block
 from loraplex_services.worker.types.messages import (
     AdapterFetched,
     Command,
@@ -46,6 +47,7 @@ class AdapterFetcher:
         self._source, self._disk = source, disk
         self._spawn = spawn
         self._pins: set[str] = set()
+        self._pages_per_block = 1
 
     def lease(self, digests: Iterable[str]) -> None:
         """Keep adapters on disk, whether they are there already or still to be fetched."""
@@ -57,9 +59,14 @@ class AdapterFetcher:
         for digest in digests:
             self._disk.release(digest)
 
-    async def load(self, digest: str, pin: bool) -> AdapterResidency:
+    async def load(self, digest: str, pin: bool, *, when_fetched: bool = False) -> AdapterResidency:
         """Fetch and load an adapter ahead of requests; returns once the device has it. If the
-        engine is lost meanwhile, the next one gets an earlier pin again."""
+        engine is lost meanwhile, the next one gets an earlier pin again.
+
+        Args:
+            when_fetched: return once the engine was told to load it, if there is space for it. The
+                engine hears of later requests after that.
+        """
         was_pinned = digest in self._pins
         self._disk.lease(digest)
         try:
@@ -68,6 +75,8 @@ class AdapterFetcher:
             if pin:
                 self._pins.add(digest)
             self._client.send(_fetched(adapter), Prefetch(digest, pin))
+            if when_fetched and self._has_space(adapter):
+                return replace(self._status.adapter(digest), tier=Tier.LOADING)
             return replace(await self._status.arrival(digest), pinned=digest in self._pins)
         except LoraplexError as error:
             if not (was_pinned and isinstance(error, Unavailable)):
@@ -75,6 +84,12 @@ class AdapterFetcher:
             raise
         finally:
             self._disk.release(digest)
+
+    def _has_space(self, adapter: DiskAdapter) -> bool:
+        """Whether the device surely has space for an adapter whose image is known."""
+        load = self._status.load
+        num_blocks = -(-adapter.num_pages // self._pages_per_block)
+        return 0 < num_blocks < load.free_blocks and not load.is_full
 
     def unpin(self, digest: str) -> None:
         """Release a pin. An adapter that was to be loaded for it, and is not under way, is not."""
@@ -102,6 +117,7 @@ class AdapterFetcher:
         """A new engine has started; no adapter is loaded there yet."""
         pool = PackPool(ready.info.geometry, ready.layout)
         self._source.pack_with(pool)
+        self._pages_per_block = count_pages_per_block(ready.layout.block_bytes)
         self._spawn(pool.warm_up())
         self._status.new_epoch(epoch, self._disk.adapters())
         for digest in self._pins:

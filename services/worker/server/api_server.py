@@ -146,11 +146,11 @@ class ApiServer:
         if self._client.is_up:
             self._client.send(Cancel(key))
 
-    async def load(self, digest: str, pin: bool) -> AdapterResidency:
-        """Fetch and load an adapter ahead of requests; returns once the device has it."""
+    async def load(self, digest: str, pin: bool, *, when_fetched: bool = False) -> AdapterResidency:
+        """Fetch and load an adapter ahead of requests: see `AdapterFetcher.load`."""
         check_digest(digest)
         self._running()
-        return await self._fetcher.load(digest, pin)
+        return await self._fetcher.load(digest, pin, when_fetched=when_fetched)
 
     def unpin(self, digest: str) -> AdapterResidency:
         """Release a pin."""

@@ -117,7 +117,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.LoadAdapterRequest, context: Context
     ) -> worker_pb2.LoadAdapterResponse:
         """Returns when the adapter can be used in the next step."""
-        residency = await self._api.load(request.digest, request.pin)
+        early = request.when_fetched and not request.pin
+        residency = await self._api.load(request.digest, request.pin, when_fetched=early)
         return worker_pb2.LoadAdapterResponse(residency=residency_to_proto(residency))
 
     async def UnloadAdapter(
