@@ -49,7 +49,7 @@ validates configs and headers of up to 64 KiB.
 
 COUNTS = {
     "MAX_STREAMS_PER_CONNECTION": "open calls on one HTTP/2 connection (gRPC)",
-    "MAX_UNREAD_BYTES": "unread data of one gRPC call",
+    "MAX_UNREAD_BYTES": "unread data of one gRPC connection",
     "MAX_WAITING_CALLS": "calls that have arrived at a gRPC server and wait to be taken",
     "MAX_OPEN_STREAMS": "open health watches of one server, and as many calls of reflection",
     "MAX_DESCRIPTION_CHARS": "characters in the description of a key",

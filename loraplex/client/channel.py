@@ -44,6 +44,10 @@ class Channel:
         self._server = server
         self._channel: grpc.aio.Channel | None = None
 
+    def another(self) -> Channel:
+        """One more connection to the same server, for the caller to close."""
+        return Channel(self.address, self._credentials, self._server)
+
     def stub(self, make: Callable[[grpc.aio.Channel], S]) -> S:
         """A stub of the generated class `make` on this channel."""
         if self._channel is None:

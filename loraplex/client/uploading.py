@@ -39,9 +39,10 @@ FINISH_TIMEOUT_S = 600.0
 """Timeout of the publication, in which the registry reads every tensor of a large adapter."""
 
 MAX_STREAMS = 8
-"""Most streams of one upload: a registry receives no more of one tenant at a time."""
-STREAM_BYTES = 512 << 10
-"""Bytes of one stream that a server receives in one round trip."""
+"""Most streams of one upload, each over a connection of its own: a registry receives no more of one
+tenant at a time."""
+CONNECTION_BYTES = 512 << 10
+"""Bytes that a server receives over one connection in one round trip."""
 WANTED_BYTES_PER_S = 100 << 20
 RANGE_BYTES = 16 << 20
 """Bytes of a file that one stream sends where several send it."""
@@ -272,7 +273,7 @@ async def _num_streams(
             begin_s = time.monotonic()
             await channel.call(check, b"")
             round_trip_s = min(round_trip_s, time.monotonic() - begin_s)
-        wanted = math.ceil(round_trip_s * WANTED_BYTES_PER_S / STREAM_BYTES)
+        wanted = math.ceil(round_trip_s * WANTED_BYTES_PER_S / CONNECTION_BYTES)
         return min(wanted, MAX_STREAMS)
     return 1
 
@@ -297,17 +298,20 @@ async def _send(
 
     missing = iter(_missing(session, files, num_streams))
 
-    async def send_some() -> None:
+    async def send_some(connection: Channel) -> None:
         for each in missing:
-            await _send_range(channel, session.upload_id, each, crc32s[each.file.path], sent)
+            await _send_range(connection, session.upload_id, each, crc32s[each.file.path], sent)
 
-    streams = [asyncio.ensure_future(send_some()) for _ in range(num_streams)]
+    others = [channel.another() for _ in range(1, num_streams)]
+    streams = [asyncio.ensure_future(send_some(each)) for each in (channel, *others)]
     try:
         await asyncio.gather(*streams)
     finally:
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+        for each in others:
+            await each.close()
     stub = channel.stub(registry_pb2_grpc.RegistryServiceStub)
     finish = pb.FinishUploadRequest(upload_id=session.upload_id)
     answer: pb.FinishUploadResponse = await channel.call(

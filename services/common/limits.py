@@ -91,8 +91,8 @@ USAGE_CALLS = 20
 MAX_STREAMS_PER_CONNECTION = 256
 """Most open calls of one HTTP/2 connection."""
 MAX_UNREAD_BYTES = 512 * KIB
-"""Bytes of a call that a gRPC server receives before its handler reads them. For a message that the
-handler waits for, it receives up to 1 MiB at a time."""
+"""Bytes of a call, and of all calls of one connection together, that a gRPC server receives before
+handlers read them. For a message that a handler waits for, it receives up to 1 MiB at a time."""
 MAX_WAITING_CALLS = 8000
 """Most calls that wait until a gRPC server takes them. While there are more, it accepts no
 connections and closes those that have made no call with a valid key. Fewer may come through the
