@@ -26,6 +26,7 @@ from loraplex_services.common.objects import probe as probe_module
 from loraplex_services.common.objects.probe import UnsafeStore, probe
 from loraplex_services.registry import layout
 from loraplex_services.registry.access.permissions import Access
+from loraplex_services.registry.api import serving
 from loraplex_services.registry.api.downloads import chunks_of
 from loraplex_services.registry.assembly import Registry
 from loraplex_services.registry.maintenance.gc import Collector
@@ -65,6 +66,28 @@ async def test_a_bucket_that_is_missing_is_named_with_the_way_out(store: ObjectS
     with pytest.raises(ObjectStoreError, match=r"no-such-bucket/house: .*create it, or correct"):
         await missing.put("x", b"1")
     await missing.close()
+
+
+async def test_a_server_that_never_answers_is_named_at_start(
+    monkeypatch: pytest.MonkeyPatch, server: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    held: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    for name, value in {**server, "AWS_ENDPOINT_URL_S3": address}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(serving, "_LATE_S", 0.05)
+    store = open_store("s3://bucket/house")
+    checking = asyncio.create_task(serving._check_store(store))
+    while not caplog.records:
+        await asyncio.sleep(0.01)
+    assert "s3://bucket/house does not answer" in caplog.records[0].problem  # type: ignore[attr-defined]
+    silent.close()
+    for writer in held:
+        writer.close()
+    with pytest.raises(ObjectStoreError):
+        await checking
+    await store.close()
 
 
 async def test_versions_tags_deletion_and_collection(house: Registry) -> None:

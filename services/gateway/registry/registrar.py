@@ -70,8 +70,10 @@ class BaseRegistrar:
         try:
             await self._registry.register_base(base, replace=self._replaces)
         except LoraplexError as error:
-            self._refusal = f"the registry refuses base {base_id!r}: {error.message}"
-            logger.warning("base not registered", extra={"base": base_id, "why": error.message})
+            refusal = f"the registry refuses base {base_id!r}: {error.message}"
+            if refusal != self._refusal:
+                logger.warning("base not registered", extra={"base": base_id, "why": error.message})
+            self._refusal = refusal
             if isinstance(error, AlreadyExists | InvalidRequest):
                 self._on_clash(type(error)(f"{self._refusal} ({_WAY_OUT})"))
             return

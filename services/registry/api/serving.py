@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 
@@ -38,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 1.0
 _START_RETRY_S = 1.0
+_LOG_EVERY = 15
+"""Attempts to start after which the same problem is logged again."""
+_LATE_S = 5.0
+"""Seconds after which a store that has not answered yet is named in the log."""
 
 
 async def serve() -> None:
@@ -108,7 +113,7 @@ async def _metadata_url(config: RegistryConfig, stack: contextlib.AsyncExitStack
 async def _become_ready(config: RegistryConfig, state: RegistryState) -> None:
     """Check the store, update the index, become ready; then run the periodic tasks."""
     registry = state.registry
-    while True:
+    for attempt in itertools.count():
         try:
             await _check_store(registry.store)
             await registry.indexer.start()
@@ -116,8 +121,9 @@ async def _become_ready(config: RegistryConfig, state: RegistryState) -> None:
                 await registry.keys.admit_first_admin(config.admin_key_file)
             break
         except Unavailable as error:
+            if error.message != state.not_ready_reason or attempt % _LOG_EVERY == 0:
+                logger.warning("not ready yet", extra={"problem": error.message})
             state.not_ready_reason = error.message
-            logger.warning("not ready yet", extra={"problem": error.message})
             await asyncio.sleep(_START_RETRY_S)
     state.not_ready_reason = ""
     calm_collector()
@@ -140,5 +146,12 @@ async def _become_ready(config: RegistryConfig, state: RegistryState) -> None:
 
 
 async def _check_store(store: ObjectStore) -> None:
-    await probe(store)
-    await check_layout_number(store, layout.LAYOUT_KEY, layout.LAYOUT_NUMBER)
+    """Raises Unavailable, after minutes if it is connected to something that never answers."""
+    fields = {"problem": f"{store.url} does not answer; check the address, or wait"}
+    loop = asyncio.get_running_loop()
+    late = loop.call_later(_LATE_S, lambda: logger.warning("not ready yet", extra=fields))
+    try:
+        await probe(store)
+        await check_layout_number(store, layout.LAYOUT_KEY, layout.LAYOUT_NUMBER)
+    finally:
+        late.cancel()
