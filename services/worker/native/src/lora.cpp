@@ -283,18 +283,19 @@ LPX_EXPORT void lpx_add_lora(const void* x, int64_t ldx, int64_t num_inputs, voi
     list_uses(work, static_cast<const Run*>(runs), num_runs, site);
     if (work.uses.empty()) return;
     cut(work);
-    sort(work);
+    divide(work);
     const Work& plan = work;
     with_activation(activation_dtype, [&](auto t) {
         using T = decltype(t);
-        const int64_t num_segments = plan.segments.size();
         const auto make = [] { return Thread(kMayTile<T>); };
-        parallel_shares(num_segments, make, [&](Thread& thread, int64_t i) {
+        const auto end_of = [&](int64_t share) { return plan.share_ends[share]; };
+        parallel_shares(plan.share_ends.size(), end_of, make, [&](Thread& thread, int64_t i) {
             const Segment& segment = plan.segments[i];
             const Tile* first = first_tile(plan, i);
             if (first != thread.after) prefetch_all(beginning_of(first));
-            thread.after = i + 1 < num_segments ? first_tile(plan, i + 1) : nullptr;
-            if (i + 1 < num_segments) {
+            const bool is_last = i + 1 == end_of(segment.share);
+            thread.after = is_last ? nullptr : first_tile(plan, i + 1);
+            if (!is_last) {
                 const Segment& next = plan.segments[i + 1];
                 prefetch_rows(static_cast<const T*>(x) + next.begin * ldx, ldx, num_inputs, next);
                 prefetch_rows(static_cast<T*>(y) + next.begin * ldy, ldy, num_outputs, next);
@@ -322,7 +323,7 @@ LPX_EXPORT void lpx_add_lora_embedding(const void* columns, int64_t rank, void* 
             const int64_t begin = i * kTaskRows, end = std::min(begin + kTaskRows, run.end);
             Thread thread(kMayTile<T>);
             Columns<T> in{static_cast<const float*>(columns) + begin * rank, end - begin};
-            add_rows(Segment{begin, end, 0, 1}, &use, in, static_cast<T*>(y) + begin * ldy, ldy,
+            add_rows(Segment{begin, end, 0, 1, 0}, &use, in, static_cast<T*>(y) + begin * ldy, ldy,
                      num_outputs, thread);
         });
     });

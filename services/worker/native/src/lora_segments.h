@@ -43,15 +43,17 @@ struct Use {
     float coef;
 };
 
-// Rows [begin, end) and the adapters that all of them use: uses[first, first + count).
+// Rows [begin, end) and the adapters that all of them use: used[first, first + count). `share` is that of the
+// thread that computes them.
 struct Segment {
-    int64_t begin, end, first, count;
+    int64_t begin, end, first, count, share;
 };
 
 struct Work {
     std::vector<Use> uses;
     std::vector<Use> used;
     std::vector<Segment> segments;
+    std::vector<int64_t> share_ends;
 };
 
 // Sets the uses of a site. Records are scattered in memory, so all are prefetched before any is read.
@@ -103,7 +105,7 @@ inline void cut(Work& work) {
         if (next == INT64_MAX) return;
         const int64_t count = static_cast<int64_t>(work.used.size()) - first;
         for (int64_t begin = row; count > 0 && begin < next; begin += most) {
-            work.segments.push_back({begin, smaller(begin + most, next), first, count});
+            work.segments.push_back({begin, smaller(begin + most, next), first, count, 0});
         }
         row = next;
     }
@@ -113,16 +115,26 @@ inline void cut(Work& work) {
 inline int64_t cost_of(const Segment& segment, const Use* used) {
     int64_t rank = 0;
     for (int64_t i = 0; i < segment.count; ++i) rank += used[segment.first + i].entry->rank;
-    return rank * (kTaskRows + segment.end - segment.begin);
+    return 1 + rank * (kTaskRows + segment.end - segment.begin);
 }
 
-// Large segments first: the other threads would wait for a large one that began last.
-inline void sort(Work& work) {
+// Orders segments by the shares of threads. The largest come first, and each joins the share that has least so
+// far, so that all threads end at about the same time.
+inline void divide(Work& work) {
     const Use* used = work.used.data();
-    std::sort(work.segments.begin(), work.segments.end(),
-              [used](const Segment& a, const Segment& b) {
-                  return cost_of(a, used) > cost_of(b, used);
-              });
+    const auto order = [used](const Segment& a, const Segment& b) {
+        return a.share != b.share ? a.share < b.share : cost_of(a, used) > cost_of(b, used);
+    };
+    std::sort(work.segments.begin(), work.segments.end(), order);
+    int64_t costs[kMaxShares] = {};
+    const int64_t num_shares = shares_of(work.segments.size());
+    for (Segment& segment : work.segments) {
+        segment.share = std::min_element(costs, costs + num_shares) - costs;
+        costs[segment.share] += cost_of(segment, used);
+    }
+    std::sort(work.segments.begin(), work.segments.end(), order);
+    work.share_ends.resize(num_shares);
+    for (size_t i = 0; i < work.segments.size(); ++i) work.share_ends[work.segments[i].share] = i + 1;
 }
 
 }  // namespace lpx

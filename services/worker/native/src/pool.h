@@ -23,35 +23,63 @@ void parallel_for(int64_t num_tasks, const Body& body) {
               num_tasks);
 }
 
-// A share of a loop's tasks, [next, end). On a cache line of its own.
-struct alignas(64) Share {
-    std::atomic<int64_t> next;
-    int64_t end;
+// Tasks [first, end) that are left of a thread's share. On a cache line of its own.
+class alignas(64) Share {
+public:
+    void set(int64_t first, int64_t end) {
+        left_.store(uint64_t(first) << kBits | uint64_t(end), std::memory_order_relaxed);
+    }
+    // The first task for the share's own thread and the last for another, whose next task is then still the
+    // one that it prefetches; -1 if none is left.
+    int64_t take(bool is_own) {
+        uint64_t left = left_.load(std::memory_order_relaxed);
+        for (;;) {
+            const uint64_t first = left >> kBits, end = left & kEnd;
+            if (first >= end) return -1;
+            const uint64_t rest = is_own ? left + (uint64_t(1) << kBits) : left - 1;
+            if (left_.compare_exchange_weak(left, rest, std::memory_order_relaxed)) {
+                return int64_t(is_own ? first : end - 1);
+            }
+        }
+    }
+
+private:
+    static constexpr int kBits = 32;
+    static constexpr uint64_t kEnd = (uint64_t(1) << kBits) - 1;
+    std::atomic<uint64_t> left_;
 };
 
+constexpr int64_t kMaxShares = 256;
+
+// Threads that share a loop of num_tasks tasks.
+inline int64_t shares_of(int64_t num_tasks) {
+    const int64_t most = num_threads() < kMaxShares ? num_threads() : kMaxShares;
+    return num_tasks < most ? num_tasks : most;
+}
+
 // parallel_for for tasks that prefetch what the next one reads: each thread takes a share of neighbouring
-// tasks in order, and then helps with the shares of others. It calls body(state, task) with a state of its
-// own, which it makes first.
-template <class Make, class Body>
-void parallel_shares(int64_t num_tasks, const Make& make, const Body& body) {
-    constexpr int64_t kMaxShares = 256;
+// tasks in order, and then helps with the shares of others. Share i ends before task end_of(i). A thread calls
+// body(state, task) with a state of its own, which it makes first.
+template <class EndOf, class Make, class Body>
+void parallel_shares(int64_t num_shares, const EndOf& end_of, const Make& make, const Body& body) {
     Share shares[kMaxShares];
-    int64_t num_shares = num_threads() < kMaxShares ? num_threads() : kMaxShares;
-    if (num_tasks < num_shares) num_shares = num_tasks;
-    for (int64_t i = 0; i < num_shares; ++i) {
-        shares[i].next.store(num_tasks * i / num_shares, std::memory_order_relaxed);
-        shares[i].end = num_tasks * (i + 1) / num_shares;
-    }
+    for (int64_t i = 0; i < num_shares; ++i) shares[i].set(i == 0 ? 0 : end_of(i - 1), end_of(i));
     parallel_for(num_shares, [&](int64_t own) {
         auto state = make();
         for (int64_t i = 0; i < num_shares; ++i) {
             Share& share = shares[(own + i) % num_shares];
             int64_t task;
-            while ((task = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end) {
-                body(state, task);
-            }
+            while ((task = share.take(i == 0)) >= 0) body(state, task);
         }
     });
+}
+
+// The same with shares of equally many tasks.
+template <class Make, class Body>
+void parallel_shares(int64_t num_tasks, const Make& make, const Body& body) {
+    const int64_t num_shares = shares_of(num_tasks);
+    const auto end_of = [=](int64_t i) { return num_tasks * (i + 1) / num_shares; };
+    parallel_shares(num_shares, end_of, make, body);
 }
 
 // The same without a state.
