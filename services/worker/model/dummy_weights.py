@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from loraplex.errors import Unsupported
-from loraplex_services.worker.model.load import TensorWindow
+from loraplex_services.worker.model.load import StackedRows, TensorWindow
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
@@ -51,24 +52,15 @@ class DummyWeights:
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """There are no files, so adapters that depend on the base's weights are refused."""
-        return _NoRows(parts, num_inputs)
+        return StackedRows(parts, num_inputs, _refuse_to_read)
 
     def finish(self) -> None:
         """Does nothing: no tensor can be left over."""
 
 
-class _NoRows:
-    """Implements `WeightRows` for random weights, of which ranks keep parts."""
-
-    def __init__(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> None:
-        self.in_features = num_inputs
-        self.out_features = sum(rows for _, rows in parts)
-
-    def weight_rows(self, begin: int, end: int) -> Tensor:
-        """Raises Unsupported."""
-        why = (
-            "this adapter depends on the base's weights (DoRA, trained biases or replaced "
-            "weights), which tensor-parallel ranks read from files; take load-format out of "
-            "LORAPLEX_DEBUG"
-        )
-        raise Unsupported.field("load_format", "dummy", why)
+def _refuse_to_read(name: str, num_rows: int, window: TensorWindow) -> NoReturn:
+    why = (
+        "this adapter depends on the base's weights (DoRA, trained biases or replaced weights), "
+        "which tensor-parallel ranks read from files; take load-format out of LORAPLEX_DEBUG"
+    )
+    raise Unsupported.field("load_format", "dummy", why)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,7 +230,13 @@ class Checkpoint:
 
     def rows_in_files(self, parts: Sequence[tuple[str, int]], num_inputs: int) -> WeightRows:
         """See `Weights`; the files are opened again for each read."""
-        return FileRows(self._file_of, parts, num_inputs, self.dtype)
+        return StackedRows(parts, num_inputs, self._read_again)
+
+    def _read_again(self, name: str, num_rows: int, window: TensorWindow) -> Tensor:
+        """Rows in float32, rounded to the model's dtype on the way."""
+        path, inner = self._file_of[name]
+        with safe_open(str(path), framework="pt") as file:
+            return window.cut(file.get_slice(inner)).to(self.dtype).float()
 
     def reopened(self) -> Checkpoint:
         """Open the same files again, for tensors in the host's memory. The caller closes them."""
@@ -254,31 +260,29 @@ class Checkpoint:
             raise InvalidRequest.field(name, "left over", description)
 
 
-class FileRows:
-    """Implements `WeightRows` over files: each call reads what it returns."""
+class StackedRows:
+    """Implements `WeightRows` over weights that are stacked by outputs; each call reads what it
+    returns."""
 
     def __init__(
         self,
-        file_of: Mapping[str, tuple[Path, str]],
         parts: Sequence[tuple[str, int]],
         num_inputs: int,
-        dtype: torch.dtype,
+        read: Callable[[str, int, TensorWindow], Tensor],
     ) -> None:
-        self._file_of = file_of
+        """`read`: float32 rows of a weight, given its name, its number of rows, and which rows."""
         self._parts = parts
-        self._dtype = dtype
+        self._read = read
         self.in_features = num_inputs
         self.out_features = sum(rows for _, rows in parts)
 
     def weight_rows(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end), float32, rounded to the model's dtype on the way."""
-        read = [torch.empty(0, self.in_features)]
-        for name, _, window in parts_of(self._parts, TensorWindow([(begin, end)])):
+        """Rows [begin, end), float32."""
+        rows = [torch.empty(0, self.in_features)]
+        for name, num_rows, window in parts_of(self._parts, TensorWindow([(begin, end)])):
             assert window is not None
-            path, inner = self._file_of[name]
-            with safe_open(str(path), framework="pt") as file:
-                read.append(window.cut(file.get_slice(inner)).to(self._dtype).float())
-        return torch.cat(read)
+            rows.append(self._read(name, num_rows, window))
+        return torch.cat(rows)
 
 
 def _names_in(folder: Path, stored: Iterable[str]) -> dict[str, str]:

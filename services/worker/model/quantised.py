@@ -23,7 +23,7 @@ from loraplex.adapter_format.quantisation import (
 from loraplex.errors import InvalidRequest
 from loraplex_services.worker.model.formats import awq, bitsandbytes, compressed_tensors, gguf, gptq
 from loraplex_services.worker.model.formats.words import ReadWeight
-from loraplex_services.worker.model.load import Checkpoint, TensorWindow, parts_of
+from loraplex_services.worker.model.load import Checkpoint, StackedRows, TensorWindow
 from loraplex_services.worker.ops.linear.coded import CodedWeight
 from loraplex_services.worker.ops.linear.torch import WeightRows
 
@@ -119,7 +119,14 @@ class QuantisedCheckpoint:
             for name, rows in parts
             if self._module_in_codes(name) is None
         }
-        return _CodedRows(self, parts, num_inputs, plain)
+
+        def read(name: str, num_rows: int, window: TensorWindow) -> Tensor:
+            if name in plain:
+                return torch.cat([plain[name].weight_rows(*span) for span in window.rows])
+            coded = self.read_again(name, (num_rows, num_inputs))
+            return coded.outputs(window.rows).dequantised()
+
+        return StackedRows(parts, num_inputs, read)
 
     def read_again(self, name: str, shape: Sequence[int]) -> CodedWeight:
         """A weight in codes, from files that `finish` has closed."""
@@ -141,33 +148,3 @@ class QuantisedCheckpoint:
         if last == "bias" and self._files.has(f"{module}.qweight"):
             return not self._files.stored(name).any()
         return name.endswith(_UNUSED)
-
-
-class _CodedRows:
-    """Implements `WeightRows` over stacked weights in files, some of them in codes."""
-
-    def __init__(
-        self,
-        files: QuantisedCheckpoint,
-        parts: Sequence[tuple[str, int]],
-        num_inputs: int,
-        plain: Mapping[str, WeightRows],
-    ) -> None:
-        """`plain`: the rows of weights that are not in codes, by name."""
-        self._files = files
-        self._parts = parts
-        self._plain = plain
-        self.in_features = num_inputs
-        self.out_features = sum(rows for _, rows in parts)
-
-    def weight_rows(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end), float32."""
-        read = [torch.empty(0, self.in_features)]
-        for name, num_rows, window in parts_of(self._parts, TensorWindow([(begin, end)])):
-            assert window is not None
-            if plain := self._plain.get(name):
-                read += [plain.weight_rows(*span) for span in window.rows]
-            else:
-                coded = self._files.read_again(name, (num_rows, self.in_features))
-                read.append(coded.outputs(window.rows).dequantised())
-        return torch.cat(read)
