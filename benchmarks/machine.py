@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+from argparse import Namespace
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,16 +45,27 @@ def machine_kind(facts: dict[str, Any]) -> str:
     return "-".join([*words[:5], f"{facts['num_cores']}c"])
 
 
-def write_results(name: str, results: dict[str, Any]) -> Path:
-    """Write `results/<machine kind>/<name>.json`; returns its path. Results that say that they are
-    simulated are the same on all machines and go to `results/simulated`."""
+def write_results(name: str, results: dict[str, Any], args: Namespace | None = None) -> Path:
+    """Write `results/<machine kind>/<name>.json`, and print and return its path. Results that say
+    that they are simulated are the same on all machines and go to `results/simulated`.
+
+    Args:
+        args: the options of the run, which are written except for folders.
+    """
     facts = cpu_facts()
+    document: dict[str, Any] = {"measured_on": datetime.now(UTC).date().isoformat()}
+    document["machine"] = facts
+    if not results.get("simulated"):
+        document["load_average_at_end"] = os.getloadavg()
+    if args is not None:
+        options = vars(args).items()
+        document["options"] = {key: val for key, val in options if not isinstance(val, Path)}
     folder = SIMULATED if results.get("simulated") else machine_kind(facts)
     path = RESULTS / folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    today = datetime.now(UTC).date().isoformat()
-    document = {"measured_on": today, "machine": facts, **rounded(results)}
-    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    text = json.dumps(rounded(document | results), indent=2, allow_nan=False)
+    path.write_text(text + "\n")
+    print(f"wrote {path}", flush=True)
     return path
 
 

@@ -9,7 +9,6 @@ is, and writes `results/<machine>/cpu_coded_products.json`.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -68,8 +67,7 @@ def main() -> None:
         for kind, make in kinds.items()
     }
     table = [measure(layers, num_rows) for num_rows in ROWS]
-    facts = {"isa": native.isa, "load_average_at_end": os.getloadavg(), "table": table}
-    print(write_results("cpu_coded_products", facts))
+    write_results("cpu_coded_products", {"isa": native.isa, "table": table})
 
 
 def measure(layers: dict[str, list[list[BaseLinear]]], num_rows: int) -> dict[str, float]:

@@ -18,7 +18,6 @@ worker. Where prompts take so long that no step decodes all requests (a step is 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -197,17 +196,9 @@ def report(
         print("| " + " | ".join(str(row.get(column, "")) for column in columns) + " |")
     load_ms = {name: round(statistics.median(s) * 1e3, 1) for name, s in loads.items()}
     print(f"adapter load, median ms: {load_ms}; limits: {limits}")
-    options = {key: v for key, v in vars(args).items() if key not in ("work_dir", "join")}
-    options["repetitions"] = max(len(sides["loraplex"]) for sides in results.values())
-    facts = {
-        "options": options,
-        "isa": choose_isa(args.cpu_isa),
-        "num_threads": NUM_THREADS,
-        "load_average_at_end": os.getloadavg(),
-        "limits": limits,
-    }
-    path = write_results(args.name, {**facts, "table": rows, "load_ms": load_ms, "runs": results})
-    print(f"wrote {path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else path)
+    args.repetitions = max(len(sides["loraplex"]) for sides in results.values())
+    facts = {"isa": choose_isa(args.cpu_isa), "num_threads": NUM_THREADS, "limits": limits}
+    write_results(args.name, {**facts, "table": rows, "load_ms": load_ms, "runs": results}, args)
 
 
 def case_rate(case: str, num_tokens: int, runs: Sequence[Run]) -> float:

@@ -114,8 +114,8 @@ def main() -> None:
     for name in names:
         lines[name] = measured(FAMILIES[name], args)
         print(name, {key: round(value, 2) for key, value in lines[name]["ratios"].items()})
-        path = write_results("cpu_families", {"options": options_of(args), "families": lines})
-    print(table(lines), f"wrote {path}", sep="\n")
+        write_results("cpu_families", {"families": lines}, args)
+    print(table(lines))
 
 
 def parse_args() -> argparse.Namespace:
@@ -132,11 +132,6 @@ def parse_args() -> argparse.Namespace:
     if unknown:
         parser.error(f"--only: there is no family {', '.join(sorted(unknown))}")
     return args
-
-
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the lines were measured with."""
-    return {key: value for key, value in vars(args).items() if key != "only"}
 
 
 def known_lines() -> dict[str, Any]:

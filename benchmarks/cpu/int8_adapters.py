@@ -140,7 +140,7 @@ def main() -> None:
         print("  ".join(f"{v:.5f}" if isinstance(v, float) else f"{v!s:>12}" for v in row.values()))
     summary = summary_of(rows)
     print(summary)
-    print(write_results("int8_adapters", {**summary, "rows": rows}))
+    write_results("int8_adapters", {**summary, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ whole batch, its ratio, and that of the first tokens, medians over the repetitio
 from __future__ import annotations
 
 import argparse
-import os
 import random
 from pathlib import Path
 
@@ -54,13 +53,7 @@ def main() -> None:
         runs = alternated(sides, prompts_of, 0, args.new_tokens, args.repetitions)
         results[str(num_tokens)] = runs
         report(num_tokens, runs)
-    facts = {
-        "options": {key: value for key, value in vars(args).items() if key != "work_dir"},
-        "isa": choose_isa("auto"),
-        "load_average_at_end": os.getloadavg(),
-        "runs": results,
-    }
-    print(write_results("cpu_kv_dtypes", facts))
+    write_results("cpu_kv_dtypes", {"isa": choose_isa("auto"), "runs": results}, args)
 
 
 def report(num_tokens: int, runs: dict[str, list[Run]]) -> None:

@@ -88,7 +88,7 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
     results = {"limits": limits, "dtype": str(dtype), "table": rows}
-    print("wrote", write_results("lora_ops", results).name)
+    write_results("lora_ops", results)
 
 
 if __name__ == "__main__":

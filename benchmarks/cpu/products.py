@@ -79,8 +79,7 @@ def main() -> None:
     """Measure, print, write."""
     torch.set_num_threads(1)
     table = [row for shape in SHAPES for row in measure(*shape)]
-    path = write_results("cpu_products", {"isa": choose_isa("auto"), "table": table})
-    print("wrote", path.name)
+    write_results("cpu_products", {"isa": choose_isa("auto"), "table": table})
 
 
 if __name__ == "__main__":

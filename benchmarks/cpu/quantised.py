@@ -13,7 +13,6 @@ over the repetitions of the median step. Writes `results/<machine>/<name>.json`.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -73,12 +72,7 @@ def main() -> None:
             runs = alternated(sides, prompts_of, adapters, *amounts)
             results[f"{count}x{adapters}"] = runs
             report(f"{count}x{adapters}", runs)
-    facts = {
-        "options": {key: value for key, value in vars(args).items() if key != "work_dir"},
-        "isa": choose_isa("auto"),
-        "load_average_at_end": os.getloadavg(),
-    }
-    print(write_results(args.name, {**facts, "runs": results}))
+    write_results(args.name, {"isa": choose_isa("auto"), "runs": results}, args)
 
 
 def seeded_prompts(count: int, vocab_size: int, repetition: int) -> list[list[int]]:

@@ -45,7 +45,7 @@ def main() -> None:
         "steps": steps(shape, rows, args),
         "draws": {str(n): draws(n, shape.vocab_size, args.repetitions) for n in rows},
     }
-    write_results("cpu_sampling", {"model": args.model, **results})
+    write_results("cpu_sampling", results, args)
 
 
 def parse_args() -> argparse.Namespace:

@@ -15,7 +15,6 @@ Writes `results/<machine>/cpu_speculation.json`.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,7 @@ def main() -> None:
                     own += [run] if repetition else []
                 assert outputs[0] == outputs[1], "drafts have changed an output"
             results[f"{num_requests} {kind}"] = compare(num_requests, kind, args.new_tokens, runs)
-    results["load_average_at_end"] = os.getloadavg()
-    print(write_results("cpu_speculation", results))
+    write_results("cpu_speculation", results, args)
 
 
 def rows(side: OurEngine, vocab_size: int, repetitions: int) -> dict[str, float]:

@@ -61,7 +61,7 @@ def main() -> None:
         "rss_over_held": round((full["rss_bytes"] - bare["rss_bytes"]) / held_bytes, 3),
     }
     print(table)
-    write_results("cpu_start", {"isa": isa, "dtype": full["dtype"], "table": table})
+    write_results("cpu_start", {"isa": isa, "dtype": full["dtype"], "table": table}, args)
 
 
 def child(role: str) -> dict[str, Any]:

@@ -107,10 +107,8 @@ def main() -> None:
             table += [line(goal, level, measured.get(goal.benchmark)) for goal in GOALS]
             rows[level] = measured
     print_table(table)
-    options = {"model": args.model, "repetitions": args.repetitions, "new_tokens": args.new_tokens}
     name = "cpu_table" if args.model == "135m" else f"cpu_table_{args.model}"
-    facts = {"options": options, "load_average_at_end": os.getloadavg()}
-    print("wrote", write_results(name, {**facts, "table": table, "rows": rows}))
+    write_results(name, {"table": table, "rows": rows}, args)
 
 
 def default_levels() -> list[str]:

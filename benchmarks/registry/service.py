@@ -43,7 +43,7 @@ async def _run(args: argparse.Namespace) -> None:
                 if key != "rounds":
                     print(f"{name:12} {key:32} {value}", flush=True)
         if not args.only:
-            write_results("registry", results)
+            write_results("registry", results, args)
 
 
 def main() -> None:

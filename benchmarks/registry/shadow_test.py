@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trials", type=int, default=2000)
     args = parser.parse_args()
-    result: dict[str, object] = {"simulated": True, "options": vars(args)}
+    result: dict[str, object] = {"simulated": True}
     result["regression of log-probabilities"] = regression(logprobs(-REGRESSION), args.trials)
     result["equal log-probabilities"] = equal(logprobs(0.0), args.trials)
     for won in WON:
@@ -159,7 +159,7 @@ def main() -> None:
         draw = changed(share, share)
         result[f"{share:.1%} lost, {share:.1%} won"] = equal(draw, args.trials)
     print(json.dumps(result, indent=1))
-    write_results("shadow_test", result)
+    write_results("shadow_test", result, args)
 
 
 if __name__ == "__main__":

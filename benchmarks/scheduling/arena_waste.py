@@ -185,7 +185,7 @@ def main() -> None:
                 for kind, shares in waste.items()
             ]
     print_table(["BASE", "TARGETS", "EMPTY OF", *(f"RANK {rank}" for rank in RANKS), "ALL"], rows)
-    print(f"wrote {write_results('arena_waste', {'simulated': True, 'runs': runs})}")
+    write_results("arena_waste", {"simulated": True, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def main() -> None:
     print_table((*head, "LONGEST (s)", "ATTAINED", "SATISFIED"), rows)
     results = {"simulated": True, "capacity_per_s": per_s, "runs": runs}
     name = "clustering" if args.mix == "S2" else f"clustering_{args.mix.lower()}"
-    print(f"wrote {write_results(name, results)}")
+    write_results(name, results, args)
 
 
 if __name__ == "__main__":

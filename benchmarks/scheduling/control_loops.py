@@ -277,7 +277,7 @@ def main() -> None:
             print(f"without {loop}:", ", ".join(changed) or "-", flush=True)
     print_table(("FIGURE", "WITH ALL"), [[key, f"{value:.3f}"] for key, value in with_all.items()])
     results = {"simulated": True, "with_all": with_all, "without": without}
-    print(f"wrote {write_results('control_loops', results)}")
+    write_results("control_loops", results)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def main() -> None:
             rows.append([f"{value:.3g}" for value in run.values()])
     print_table([name.upper().replace("_", " ") for name in runs[0]], rows)
     results = {"simulated": True, **most._asdict(), "slo_s": SLO_S, "runs": runs}
-    print(f"wrote {write_results('early_abort', results)}")
+    write_results("early_abort", results, args)
 
 
 if __name__ == "__main__":

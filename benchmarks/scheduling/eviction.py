@@ -135,8 +135,7 @@ def main() -> None:
         rows = [[o, *(f"{by_place[t, o]:.3f}" for t in TRACES)] for o in ORDERS]
         print_table([title, *(t.upper() for t in TRACES)], rows)
         print()
-    results = {"simulated": True, "seeds": args.seeds, "runs": runs}
-    print(f"wrote {write_results('eviction', results)}")
+    write_results("eviction", {"simulated": True, "runs": runs}, args)
 
 
 if __name__ == "__main__":

@@ -159,7 +159,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Simulate overload.", allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=40.0, help="simulated, after a warm-up")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dry-run", action="store_true", help="write no result")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     per_s = capacity(args.seconds)
@@ -171,8 +170,7 @@ def main() -> None:
         for name, found in (("overload", twice), ("first_flood", first), ("fairness", fair))
     }
     print(results)
-    if not args.dry_run:
-        print(write_results("overload", {"simulated": True, "seconds": args.seconds, **results}))
+    write_results("overload", {"simulated": True, **results}, args)
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def main() -> None:
         lines.append(line)
     print(f"a step of {NUM_RUNNING} rows: {step_s * 1e3:.0f} ms")
     print_table(["KIND", "END A STEP", "NONE WAIT", "100", "1,000"], lines)
-    write_results("plan_cost", {"step_ms": step_s * 1e3, "num_running": NUM_RUNNING, "rows": rows})
+    write_results("plan_cost", {"step_ms": step_s * 1e3, "rows": rows}, args)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def main() -> None:
     head += ("QUEUED (s)", "OF K=0", "NEW (s)", "BLOCKS (s)", "FIRST TOKEN (s)")
     print_table((*head, "COPIES / REQUEST"), rows)
     name = "prefetch_gateway" if args.gateway else "prefetch"
-    print(f"wrote {write_results(name, {'simulated': True, 'runs': runs})}")
+    write_results(name, {"simulated": True, "runs": runs}, args)
 
 
 if __name__ == "__main__":

@@ -109,10 +109,10 @@ def main() -> None:
         [args.vary, "SIDE", "REQ/S", "FIRST (s)", "LATENCY (s)", "ATTAINED", "SATISFIED"],
         rows,
     )
-    setting = {"arrivals": args.arrivals, "seeds": args.seeds, "duration_s": args.duration}
-    results = {"simulated": True, "slo_s": SLO_S, **setting, "runs": runs}
     arena = "_arena" * isinstance(args.lengths, LogNormalLengths)
-    print(f"wrote {write_results(f'sweep_{args.vary}{arena}', results)}")
+    write_results(
+        f"sweep_{args.vary}{arena}", {"simulated": True, "slo_s": SLO_S, "runs": runs}, args
+    )
 
 
 if __name__ == "__main__":

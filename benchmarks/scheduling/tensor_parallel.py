@@ -115,8 +115,7 @@ def main() -> None:
             rows.append([case.name, str(num_gpus), *(f"{n:.0f}" for n in tokens.values())])
             print(*rows[-1], flush=True)
     print_table(["TOKENS/S", "GPUS", *SIDES], rows)
-    results = {"simulated": True, "rate_per_s": args.rate, "runs": runs}
-    print(f"wrote {write_results('tensor_parallel_simulated', results)}")
+    write_results("tensor_parallel_simulated", {"simulated": True, "runs": runs}, args)
 
 
 if __name__ == "__main__":

@@ -185,8 +185,7 @@ def main() -> None:
     ratios = over_splits([run["attained_per_s"] for run in runs])
     print(f"{args.arena // BLOCK_BYTES} blocks; one pool over the others: {rounded(ratios)}")
     name = f"unified_pool_{args.ranks.replace(',', '_')}_{args.arena // BLOCK_BYTES}"
-    results = {"simulated": True, "arena_bytes": args.arena, "seeds": args.seeds, "runs": runs}
-    print(f"wrote {write_results(name, {**results, **ratios})}")
+    write_results(name, {"simulated": True, "runs": runs, **ratios}, args)
 
 
 if __name__ == "__main__":

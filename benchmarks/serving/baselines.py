@@ -178,8 +178,7 @@ def main() -> None:
         rows.append([str(count), *(f"{found.get(n, float('nan')):.2f}" for n in names)])
         print(rows[-1], flush=True)
     print_table(["ADAPTERS", "MERGED", "PADDED", "PACKED", "PEFT"], rows)
-    results = {"model": args.model, "tokens": args.tokens, "rounds": args.rounds, "runs": runs}
-    print(f"wrote {write_results('baselines', results)}")
+    write_results("baselines", {"runs": runs}, args)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,7 @@ def main() -> None:
             print(f"HTTP {rate / over_http_s:.0f} tok/s, in process {rate / in_process_s:.0f}")
     ratio = round(statistics.median(ratios), 3)
     print(f"speed over HTTP / in process: {ratio}")
-    options = {key: value for key, value in vars(args).items() if key != "work_dir"}
-    write_results("cpu_http", {"options": options, "http_over_in_process": ratio, "all": ratios})
+    write_results("cpu_http", {"http_over_in_process": ratio, "all": ratios}, args)
 
 
 def parse_args() -> argparse.Namespace:

@@ -118,8 +118,7 @@ def main() -> None:
             run[f"{name}_over_unbound"] = median_ratio(over, under)
         ratios = [f"{name} {run[f'{name}_over_unbound']:.2f}" for name in FIGURES]
         print(f"{run['max_step_s']} s over no bound: {', '.join(ratios)}")
-    results = {"prompt": args.prompt, "rounds": args.rounds, "runs": runs}
-    print(f"wrote {write_results(f'long_prompts_{shape.name}', results)}")
+    write_results(f"long_prompts_{shape.name}", {"runs": runs}, args)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import argparse
 import gc
 import hashlib
 import json
-import os
 import random
 import statistics
 import time
@@ -298,7 +297,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--probes", type=int, default=200)
     parser.add_argument("--arena-bytes", type=int, default=640 << 20)
-    parser.add_argument("--prepare", action="store_true", help="make the files and stop")
     args = parser.parse_args()
     base = make_base(SMALL, args.work_dir)
     folders = [
@@ -306,8 +304,6 @@ def main() -> None:
         for i in range(args.adapters)
     ]
     bench = make_bench(base, folders, args.arena_bytes)
-    if args.prepare:
-        return
     loads = {shape.name: load_ms(args.work_dir, shape, 16) for shape in (SHAPES["135m"], SMALL)}
     print("load, rank 16 on every linear:", json.dumps(loads), flush=True)
     print(f"{'n':>6} {'tokens/s':>9} {'of n=0':>8} {'predicted':>10} {'of that':>9} {'copies':>7}")
@@ -317,14 +313,12 @@ def main() -> None:
     first = compare_first_tokens(bench, args.adapters, args.probes)
     print("first token, on disk over resident:", json.dumps(first))
     results = {
-        "load_average_at_end": os.getloadavg(),
-        "arena_bytes": args.arena_bytes,
         "counts": rows,
         "base_ratio": base_ratio,
         "first_token": first,
         "load": loads,
     }
-    print(f"wrote {write_results('many_adapters', results)}")
+    write_results("many_adapters", results, args)
 
 
 if __name__ == "__main__":

@@ -209,7 +209,6 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--output", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dry-run", action="store_true", help="write no result")
     args = parser.parse_args()
     base = make_base(SHAPES["135m"], args.work_dir)
     admin = f"lpx_bench_{secrets.token_hex(24)}"
@@ -230,9 +229,7 @@ def main() -> None:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             results = runner.run(run(stack, keys, args))
     print(json.dumps({key: results[key] for key in ("overload", "fairness")}))
-    if not args.dry_run:
-        options = {k: v for k, v in vars(args).items() if k not in ("work_dir", "dry_run")}
-        print(write_results("overload_measured", {"options": options, **results}))
+    write_results("overload_measured", results, args)
 
 
 if __name__ == "__main__":

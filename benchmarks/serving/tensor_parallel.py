@@ -13,7 +13,6 @@ groups. Prints medians of tokens per second and per second of both ranks' proces
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from pathlib import Path
@@ -120,8 +119,7 @@ def main() -> None:
         [side, *(f"{value:.1f}" for value in values.values())] for side, values in sides.items()
     ]
     print_table(["ADAPTERS", "TOKENS/S", "TOKENS/CPU S"], rows)
-    results = {"load_average_at_end": os.getloadavg(), "rounds": args.rounds, "sides": sides}
-    print(f"wrote {write_results('tensor_parallel', results)}")
+    write_results("tensor_parallel", {"sides": sides}, args)
 
 
 if __name__ == "__main__":

@@ -318,7 +318,6 @@ def main() -> int:
     third, last = fleet.memory[len(fleet.memory) // 3], fleet.memory[-1]
     growth = last.total() / third.total() - 1
     results = {
-        "options": vars(args),
         **{key: fleet.counts[key] for key in ("publish", "move back", "delete", "tokens")},
         "answers": len(fleet.answers),
         "versions that answered": len({answer.digest for answer in fleet.answers}),
@@ -334,7 +333,7 @@ def main() -> int:
         },
     }
     print(json.dumps(results, indent=1))
-    print(f"wrote {write_results('thousands', results)}")
+    write_results("thousands", results, args)
     broken = results["failed"] or results["stale"] or compared["wrong tokens"]
     blind = compared["controls told apart"] < 0.9 * NUM_CONTROLS
     return int(bool(broken) or blind or growth > MAX_GROWTH)

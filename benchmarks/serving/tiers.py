@@ -263,7 +263,6 @@ async def measure(
         "rank": RANK,
         "num_adapters": num_adapters,
         "num_sparse": num_sparse,
-        "load_average_at_end": os.getloadavg(),
         "first_token": first,
         "sparse": sparse,
         "bytes": {
@@ -301,7 +300,7 @@ def main() -> None:
         print(f"{name}: median {times['median_ms']:.0f} ms, {times['processor_ms']:.0f} of a core")
     for name, found in results["all"].items():
         print(f"{name}: {found}")
-    print(f"wrote {write_results('tiers', results)}")
+    write_results("tiers", results, args)
 
 
 if __name__ == "__main__":

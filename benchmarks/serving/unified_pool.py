@@ -123,14 +123,13 @@ def main() -> None:
     ]
     rows = [[r["memory"], f"{r['tokens_a_step']:.2f}", f"{r['tokens_per_s']:.0f}"] for r in runs]
     print_table(["MEMORY", "TOKENS/STEP", "TOKENS/S"], rows)
-    sizes = {"blocks": args.blocks, "block_bytes": bench.runner.block_bytes, "ranks": ranks}
-    results: dict[str, Any] = {**sizes, "rounds": args.rounds, "runs": runs}
+    results: dict[str, Any] = {"block_bytes": bench.runner.block_bytes, "runs": runs}
     for figure in ("tokens_a_step", "tokens_per_s"):
         ratios = over_splits([run[figure] for run in runs])
         print(f"one pool over the others, {figure}: {rounded(ratios)}")
         results[figure] = ratios
     name = f"unified_pool_measured_{shape.name}_{args.ranks.replace(',', '_')}_{args.blocks}"
-    print(f"wrote {write_results(name, results)}")
+    write_results(name, results, args)
 
 
 if __name__ == "__main__":

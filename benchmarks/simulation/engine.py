@@ -170,7 +170,7 @@ def ratios(workload: Workload, said: Summary, first: Summary, again: Summary) ->
         "seed": workload.seed,
         "simulated over measured": {name: of(said) / of(first) for name, of in FIGURES.items()},
         "again over measured": {name: of(again) / of(first) for name, of in FIGURES.items()},
-        **{side: dataclasses.asdict(summary) for side, summary in sides.items()},
+        **sides,
     }
 
 
@@ -223,8 +223,8 @@ def main() -> None:
     print(f"fitted {fitted.num_steps} steps, R^2 {fitted.explained:.3f}; simulated over measured:")
     runs = compared(fitted.costs, args, played)
     print_table(["RATE", "RATIO", *(name.upper() for name in FIGURES)], rows_of(runs))
-    results = {"batch": BATCH, "costs": dataclasses.asdict(fitted.costs), "runs": runs}
-    print(f"wrote {write_results('simulated_engine', results)}")
+    results = {"batch": BATCH, "costs": fitted.costs, "runs": runs}
+    write_results("simulated_engine", results, args)
 
 
 if __name__ == "__main__":

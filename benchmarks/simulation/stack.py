@@ -254,8 +254,7 @@ def main() -> None:
     runs = compare(measured, costs)
     rows = [[run["run"], *(f"{ratio:.2f}" for ratio in run["ratios"].values())] for run in runs]
     print_table(["RATE", *(label.upper() for label, _ in FIGURES)], rows)
-    results = {"fit_rate": args.fit_rate, "costs": dataclasses.asdict(costs), "runs": runs}
-    print(f"wrote {write_results('simulated_and_measured', results)}")
+    write_results("simulated_and_measured", {"costs": costs, "runs": runs}, args)
 
 
 if __name__ == "__main__":

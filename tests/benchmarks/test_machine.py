@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ def test_results_are_rounded_and_written_under_the_machine_kind(
     written = json.loads(path.read_text())
     assert written["rows"] == [{"share": 0.333333, "count": 12345678}]
     assert machine.read_results("sample") == written
-    simulated = machine.write_results("sample", {"simulated": True})
+    options = Namespace(tokens=3, work_dir=tmp_path)
+    simulated = machine.write_results("sample", {"simulated": True}, options)
+    assert json.loads(simulated.read_text())["options"] == {"tokens": 3}
     assert simulated.parent == tmp_path / "simulated"
 
 
