@@ -7,6 +7,15 @@ cd "$(dirname "$0")/.."
 generate() { # $1: output folder
     .venv/bin/python -m grpc_tools.protoc -I protos \
         --python_out="$1" --pyi_out="$1" --grpc_python_out="$1" protos/loraplex/v1/*.proto
+    for stub in "$1"/loraplex/v1/*_pb2_grpc.py; do
+        # Half of such a file is a second API for calls, which is marked as experimental. It is the
+        # last part, since a proto has one service at most.
+        awk '/^ # This class is part of an EXPERIMENTAL API/ { exit }
+             !NF { blank = blank "\n"; next }
+             { printf "%s%s\n", blank, $0; blank = "" }' "$stub" >"$stub.cut"
+        mv "$stub.cut" "$stub"
+    done
+    rm "$1/loraplex/v1/common_pb2_grpc.py" # it has no service
 }
 
 case ${1:-} in
