@@ -179,7 +179,12 @@ def _build(
     if isinstance(operators, NativeOperators):
         operators.native.weights.use_huge_pages()
     if isinstance(operators, NativeOperators) and ranks.shard.size == 1:
-        programs = DecodePrograms(operators.native, model.forward_layers, settings.max_num_seqs)
+        programs = DecodePrograms(
+            operators.native,
+            model.forward_layers,
+            settings.max_num_seqs,
+            is_dense=config.moe is None,
+        )
         model.pass_layers = programs.forward
     gc.freeze()  # what stays need not be walked by full collections: 4% of a step's time
     draws = operators.draws

@@ -1,7 +1,8 @@
 """Decode steps and short prompts on CPUs as programs of kernel calls: see `native/program.py`.
 
-There is one program for each number of rows and of sequences, with adapters and without. Steps that
-are not recorded give the same results, more slowly.
+There is one program for each number of rows and of sequences, with adapters and without. Steps with
+prompts are filled up with rows that nothing reads, so that they have few shapes. Steps that are not
+recorded give the same results, more slowly.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from loraplex_services.common.recent import Recent
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
 from loraplex_services.worker.model.decoder import LayersPass
 from loraplex_services.worker.native.bindings import Native
+from loraplex_services.worker.native.isa import AMX
 from loraplex_services.worker.native.program import Program, ProgramMemory
 from loraplex_services.worker.ops.attention.cpu import GroupSequences, NativeAttentionMetadata
 from loraplex_services.worker.ops.lora.records import RUN_WORDS
@@ -24,53 +25,67 @@ from loraplex_services.worker.ops.lora.worklist import LoraBatch
 from loraplex_services.worker.ops.rope.torch import CosSin
 
 Shape = tuple[int, int, bool]
-"""Rows and sequences of a step, and whether it has adapters."""
+"""Rows and sequences of a program, and whether it has adapters."""
 
 MAX_ROWS = 64
 """Rows of a step up to which Python takes a share of it that is worth saving."""
-MAX_PROGRAMS = 512
-"""Programs that are kept. That of 30 layers takes about 30 KB."""
-MAX_SEEN = 4096
-"""Shapes that are remembered."""
+TILE_ROWS, FEW_ROWS = 16, 4
+"""Steps with prompts have a multiple of this many rows: of those that AMX multiplies in the time of
+one, and elsewhere of few."""
 
 
 class DecodePrograms:
     """Computes the layers of a model, by programs where it can."""
 
-    def __init__(self, native: Native, compute: LayersPass, max_rows: int) -> None:
-        """`compute`: the layers in Python; `max_rows`: the most rows of a step."""
+    def __init__(
+        self, native: Native, compute: LayersPass, max_rows: int, *, is_dense: bool
+    ) -> None:
+        """
+        Args:
+            compute: the layers in Python.
+            max_rows: the most rows of a step.
+            is_dense: whether all rows read the same weights. Rows that nothing reads would read
+                other experts' weights, and their routers are given what may not be numbers.
+        """
         self._native = native
+        self._is_dense = is_dense
+        self._row_unit = TILE_ROWS if native.isa == AMX else FEW_ROWS
         self._compute = compute
         self._memory = ProgramMemory(min(max_rows, MAX_ROWS))
         self._inputs = _Inputs(self._memory.max_rows)
-        self._programs: Recent[Shape, Program] = Recent(MAX_PROGRAMS)
-        self._seen: Recent[Shape, bool] = Recent(MAX_SEEN)
+        self._programs: dict[Shape, Program] = {}
+        self._seen: set[Shape] = set()
         """Shapes of steps with prompts that were computed in Python."""
         self._uses_torch: set[bool] = set()
         """Whether steps with adapters, and those without, cannot be recorded."""
 
     def forward(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> Tensor:
         """See `Decoder.forward_layers`."""
-        shape = len(x), len(batch.attention.seq_lens), bool(batch.lora.runs)
+        shape = self._shape(len(x), batch)
         if shape[2] in self._uses_torch or not self._can_record(shape, batch):
             return self._compute(x, rotations, batch)
         program = self._programs.get(shape)
         if program is None and self._is_first(shape):
             return self._compute(x, rotations, batch)
-        self._inputs.write(x, rotations, batch)
-        if program is not None:
-            program.run()
-            return program.result.clone()
-        return self._record(shape, rotations, batch)
+        self._inputs.write(shape[0], x, rotations, batch)
+        if program is None:
+            return self._record(shape, rotations, batch)[: len(x)]
+        program.run()
+        return program.result[: len(x)].clone()
+
+    def _shape(self, num_rows: int, batch: ForwardBatch) -> Shape:
+        num_sequences = len(batch.attention.seq_lens)
+        if num_rows > num_sequences:
+            num_rows += -num_rows % self._row_unit
+        return num_rows, num_sequences, bool(batch.lora.runs)
 
     def _is_first(self, shape: Shape) -> bool:
-        """Whether a shape has prompts and was not seen lately. Mutates: what was seen. There are
-        many such shapes, and most are not worth the time to record them."""
+        """Whether a shape has prompts and was not seen before. Mutates: what was seen. To record
+        takes longer than a step, and many of these shapes come once."""
         num_rows, num_sequences, _ = shape
-        if num_rows == num_sequences or shape in self._seen:
-            return False
-        self._seen.put(shape, True)
-        return True
+        is_first = num_rows > num_sequences and shape not in self._seen
+        self._seen.add(shape)
+        return is_first
 
     def _can_record(self, shape: Shape, batch: ForwardBatch) -> bool:
         """Whether programs have all the inputs."""
@@ -82,7 +97,8 @@ class DecodePrograms:
             and metadata.kv_cache_params.use_cache
             and not metadata.is_dummy_attention
             and batch.routing is None
-            and (batch.states is None or len(batch.states.words) == num_rows == num_sequences)
+            and (num_rows == num_sequences or (self._is_dense and batch.states is None))
+            and (batch.states is None or len(batch.states.words) == num_rows)
             and len(lora.runs) <= num_rows
             and lora.adds_only
         )
@@ -99,7 +115,7 @@ class DecodePrograms:
         if program is None:
             self._uses_torch.add(has_adapters)
         else:
-            self._programs.put(shape, program)
+            self._programs[shape] = program
         return result.clone()
 
 
@@ -114,14 +130,16 @@ class _Inputs:
         self._tensors: list[Tensor] = []
         """Copies of the tensors that `_varying` returns."""
 
-    def write(self, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch) -> None:
-        """Take over the inputs of a step."""
+    def write(
+        self, num_rows: int, x: Tensor, rotations: Sequence[CosSin], batch: ForwardBatch
+    ) -> None:
+        """Take over the inputs of a step, as those of one with `num_rows` rows."""
         varying = _varying(x, rotations, batch)
         if not self._tensors:
             self._tensors = [new.new_empty(self._max_rows, *new.shape[1:]) for new in varying]
         for ours, new in zip(self._tensors, varying, strict=True):
             ours[: len(new)] = new
-        self._write_runs(len(x), batch.lora)
+        self._write_runs(num_rows, batch.lora)
 
     def _write_runs(self, num_rows: int, lora: LoraBatch) -> None:
         """The kernels skip runs without rows."""

@@ -124,10 +124,19 @@ def test_prompts_are_programs_once_a_step_of_their_shape_was_seen(tmp_path, num_
     Compared(runner._model)
     driver.load(1, make_adapter(base, "rank-8-all-linear", tmp_path / "adapter"))
     rng = random.Random(7)
-    for index in range(5):
-        prompt = [rng.randrange(200) for _ in range(9)]
-        driver.run([Job(greedy(f"{index}", prompt, 1), ((1, 1.0),))])
+    for length in (9, 11, 10, 12, 9):  # all are filled up to as many rows
+        prompt = [rng.randrange(200) for _ in range(length)]
+        driver.run([Job(greedy(f"{length}", prompt, 1), ((1, 1.0),))])
     assert [*num_runs.values()] == [3]  # after one in Python and one that is recorded
+
+
+def test_prompts_of_bases_with_experts_stay_in_python(tmp_path, num_runs):
+    base = make_base("mixtral", tmp_path / "base")
+    driver = Driver(runner := parity_runner(base.folder, arena_bytes=64 << 20))
+    Compared(runner._model)
+    for index in range(3):
+        driver.run([Job(greedy(f"{index}", [5, 6, 7], 1))])
+    assert not num_runs
 
 
 def test_adapters_that_replace_weights_stay_in_python(tmp_path, num_runs):
