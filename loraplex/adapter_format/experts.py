@@ -108,6 +108,19 @@ def peft_parameter(name: str) -> str:
     return f"{name}.weight"
 
 
+def parameter_part(name: str) -> tuple[str, str]:
+    """For a linear of a base: the module that LoRA on its parameter makes, and the parameter's name
+    in transformers, where all experts of a layer are one parameter."""
+    match = _LINEAR.fullmatch(name)
+    if match is None:
+        return name, peft_parameter(name)
+    container, parameter = match["container"], _GATE_UP
+    if match["name"] in _DOWN_NAMES:
+        parameter = "down_proj"
+    part = f"{container}.{match['index']}.{parameter}"
+    return part, peft_parameter(f"{container}.{parameter}").removesuffix(".weight")
+
+
 def targets_parameter(config: AdapterConfig, parameter: str) -> bool:
     """Whether `target_parameters` names a parameter, by PEFT's rule."""
     names = config.target_parameters

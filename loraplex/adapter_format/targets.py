@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from loraplex.adapter_format.config import CONFIG_FILE, AdapterConfig
-from loraplex.adapter_format.experts import is_expert, peft_parameter, targets_parameter
+from loraplex.adapter_format.experts import (
+    is_expert,
+    parameter_part,
+    peft_parameter,
+    targets_parameter,
+)
 from loraplex.adapter_format.findings import Findings
 from loraplex.adapter_format.geometry import EMBEDDING, LINEAR, LM_HEAD, Geometry, Module
 from loraplex.adapter_format.module_parts import saves, trains_tokens
@@ -40,11 +45,13 @@ def check_targets(
             if not _is_selected(config, selector, module, base):
                 _refuse_unselected(module, findings)
         linear = [name for name, module in base.items() if module.kind == LINEAR]
+        parts = dict(map(parameter_part, linear)) if config.target_parameters else {}
         if not any(is_expert(name) for name, module in adapted.items() if module.expert is None):
             # Trained with transformers 5, where experts are no linears and no name selects them,
             # be it also that of a linear of a shared expert or of a dense layer.
             linear = [name for name in linear if not is_expert(name)]
         selected = [name for name in linear if selector.selects(name, base[name])]
+        selected += [part for part, name in parts.items() if targets_parameter(config, name)]
         missing = [name for name in selected if name not in adapted]
         if missing and not findings.refusals:
             _note_missing(config, missing, len(selected), findings, allow_missing=allow_missing)
@@ -132,7 +139,10 @@ def _note_missing(
     allow_missing: bool,
 ) -> None:
     count = f"{len(missing)} of {num_selected} modules"
-    what = f"target_modules selects modules that have no tensors, such as {missing[0]}"
+    what = (
+        "target_modules or target_parameters select modules that have no tensors, such as "
+        f"{missing[0]}"
+    )
     if config.init_is_random:
         findings.refuse(
             TENSOR_FILE, count, f"{what}, and init_lora_weights=false would make them random"

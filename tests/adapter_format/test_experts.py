@@ -69,6 +69,18 @@ def test_nesting_that_target_parameters_does_not_explain_is_refused(
     assert problem in found[f"adapter_model.safetensors:{field}"]
 
 
+def test_parameters_without_tensors_are_refused_unless_they_are_allowed() -> None:
+    """As in a file that ends too early: PEFT would leave the experts of the layer as they are."""
+    adapter = Adapter().with_config(target_parameters=[*BOTH, "self_attn.o_proj.weight"])
+    with pytest.raises(InvalidAdapter) as caught:
+        adapter.validate(sparse_geometry())
+    (violation,) = caught.value.violations
+    assert violation.value == f"{2 * NUM_EXPERTS + 2} of {2 * NUM_EXPERTS + 6} modules"
+    assert f"{BASE_CONTAINER}.0.gate_up_proj" in violation.description
+    (warning,) = adapter.validate(sparse_geometry(), allow_missing=True).warnings
+    assert warning.value == violation.value
+
+
 def test_a_stack_of_another_number_of_experts_is_refused() -> None:
     name = f"{CONTAINER}.lora_A.weight"
     adapter = sparse_adapter(BOTH, **{name: Tensor("F32", (RANK, WIDTH))})
