@@ -111,7 +111,7 @@ struct PairRows : HalfRows {
         : HalfRows(g, Kind, rows, stride, g.num_quads() * kQuad, 0) {}
 
     template <int R>
-    void add(const CodedProduct& g, const Block<Kind>& block, int64_t row, float* totals) const {
+    void add(const CodedProduct&, const Block<Kind>& block, int64_t row, float* totals) const {
         const int64_t at = row * num_blocks + block.index;
         for (int first = 0; first < kPanel; first += 2 * kLanes) {
             add_part<R>(block, row, at, first, totals + first);
