@@ -132,10 +132,11 @@ class AdapterFetcher:
             if change.error is None:
                 if tier == Tier.NONE and self._disk.is_leased(digest):
                     self.ensure_loaded(digest)
-            elif tier in (Tier.DISK, Tier.HOST):
+            elif tier in (Tier.DISK, Tier.HOST) and digest in self._pins:
                 # As in `load`, the next engine gets a pin that only this one could not keep.
-                if not isinstance(change.error.to_error(), Unavailable):
+                if not isinstance(error := change.error.to_error(), Unavailable):
                     self._pins.discard(digest)
+                    logger.warning("pin lost", extra={"digest": digest, "reason": error.reason})
 
     async def _fetch(self, digest: str) -> None:
         try:
