@@ -38,9 +38,9 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 FINISH_TIMEOUT_S = 600.0
 """Timeout of the publication, in which the registry reads every tensor of a large adapter."""
 
-MAX_STREAMS = 8
-"""Most streams of one upload, each over a connection of its own: a registry receives no more of one
-tenant at a time."""
+MAX_STREAMS = 6
+"""Most streams of one upload, each over a connection of its own. A registry receives eight of one
+tenant at a time, and others of the tenant, such as small updates, must not wait for these."""
 CONNECTION_BYTES = 512 << 10
 """Bytes that a server receives over one connection in one round trip."""
 WANTED_BYTES_PER_S = 100 << 20
