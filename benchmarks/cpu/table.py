@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks.cpu_model import SHAPES
 from benchmarks.machine import cpu_facts, machine_kind, write_results
 from loraplex_services.worker.config import MAX_STEP_S
-from loraplex_services.worker.native.isa import GENERIC, half_is_fast, host_isas
+from loraplex_services.worker.native.isa import half_is_fast, host_isas
 
 PEER_LIMITS = {
     "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
@@ -93,7 +93,7 @@ GOALS = (
 def main() -> None:
     """Measure each level, print the table, write it."""
     args = parse_args()
-    levels = args.levels.split(",") if args.levels else default_levels()
+    levels = args.levels.split(",") if args.levels else host_isas()
     table: list[dict[str, Any]] = []
     rows: dict[str, dict[str, Rows]] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -109,11 +109,6 @@ def main() -> None:
     print_table(table)
     name = "cpu_table" if args.model == "135m" else f"cpu_table_{args.model}"
     write_results(name, {"table": table, "rows": rows}, args)
-
-
-def default_levels() -> list[str]:
-    """The machine's levels, best first, without the portable one."""
-    return [isa for isa in host_isas() if isa != GENERIC]
 
 
 def run_decode(args: argparse.Namespace, level: str, results: Path) -> Rows:
@@ -226,7 +221,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=tuple(SHAPES), default="135m")
     parser.add_argument("--work-dir", type=Path, required=True, help="keep models here")
     parser.add_argument("--peers", type=Path, help="where install_peers.sh put vLLM")
-    parser.add_argument("--levels", help=f"of {', '.join(default_levels())}; all by default")
+    parser.add_argument("--levels", help=f"of {', '.join(host_isas())}; all by default")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--max-step-s", type=float, default=MAX_STEP_S, help="see cpu.decode")

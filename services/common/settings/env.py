@@ -220,7 +220,7 @@ KV_CACHE_DTYPE = choice_setting(
 )
 CPU_ISA = choice_setting(
     "LORAPLEX_CPU_ISA",
-    "auto amx avx512_bf16 avx512 avx2 neon_bf16 neon generic torch",
+    "auto amx avx512_bf16 avx512 avx2 neon_bf16 neon torch",
     "worker",
     "Instruction set of CPU kernels; `auto` = the best one, `torch` = no compiled kernels.",
 )

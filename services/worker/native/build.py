@@ -23,7 +23,6 @@ from pathlib import Path
 
 from loraplex_services.worker.native.isa import (
     ARM_BF16,
-    GENERIC,
     ISA_FLAGS,
     TORCH,
     choose_isa,
@@ -202,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.all:
         isas = family_isas()
     elif args.best is not None:
-        isas = [isa for isa in host_isas() if isa != GENERIC][: args.best]
+        isas = host_isas()[: args.best]
     tell = partial(print, "native kernels:", flush=True)
     try:
         built = {isa: build_library(isa, tell) for isa in isas if isa != TORCH}

@@ -22,7 +22,7 @@ class Level(NamedTuple):
     flags: tuple[str, ...]
     processors: str
     machines: tuple[str, ...] = _X86_64
-    """Values of `platform.machine()` on which it is chosen automatically."""
+    """Values of `platform.machine()` of the processors."""
     half_wins: bool = False
     """Whether complete steps are faster in bfloat16 than in float32 over half-precision weights."""
     products: str = "float32 vectors"
@@ -63,10 +63,8 @@ LEVELS = {
         attention="dot products",
     ),
     "neon": Level((), "Linux on other aarch64: AWS Graviton 2, Ampere Altra", _AARCH64),
-    "generic": Level(("-O1", "-DLPX_PORTABLE"), "any, only when asked for", ()),
 }
-"""Libraries that can be built, best first for each kind of machine; `generic` is portable C++, slow
-unless the compiler is good at it, and only used when asked for."""
+"""Libraries that can be built, best first for each kind of machine."""
 ISA_FLAGS = {isa: level.flags for isa, level in LEVELS.items()}
 
 _LINUX_NAMES = {
@@ -87,7 +85,7 @@ def _features(flags: tuple[str, ...]) -> set[str]:
 
 
 _NEEDED = {isa: _features(flags) for isa, flags in ISA_FLAGS.items()}
-AMX, GENERIC, TORCH = "amx", "generic", "torch"
+AMX, TORCH = "amx", "torch"
 
 _SYS_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA = 158, 0x1023, 18
 """Linux: a process asks once before it uses tile registers."""
@@ -122,14 +120,13 @@ def _auxiliary_value(key: int) -> int:
 
 
 def family_isas() -> tuple[str, ...]:
-    """Libraries that are chosen automatically on some processor of this machine's family, best
-    first."""
+    """Libraries for processors of this machine's family, best first."""
     return tuple(isa for isa in LEVELS if platform.machine() in LEVELS[isa].machines)
 
 
 def host_isas() -> tuple[str, ...]:
     """Libraries that run here, best first."""
-    isas = (isa for isa in (*family_isas(), GENERIC) if _NEEDED[isa] <= cpu_flags())
+    isas = (isa for isa in family_isas() if _NEEDED[isa] <= cpu_flags())
     return tuple(isa for isa in isas if isa != AMX or may_use_tiles())
 
 
@@ -171,13 +168,11 @@ def choose_isa(wanted: str) -> str:
     Raises:
         InvalidRequest: when this machine cannot run it.
     """
-    hosts = host_isas()
+    hosts = (*host_isas(), TORCH)
     if wanted == "auto":
-        return TORCH if hosts[0] == GENERIC else hosts[0]
-    if wanted == TORCH:
-        return TORCH
+        return hosts[0]
     if wanted not in hosts:
-        known = ", ".join(("auto", *hosts, TORCH))
+        known = ", ".join(("auto", *hosts))
         raise InvalidRequest.field(
             "cpu_isa", wanted, f"is not available on this machine; use {known}"
         )

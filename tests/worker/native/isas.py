@@ -12,7 +12,7 @@ import pytest
 
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.build import build_library, find_compiler
-from loraplex_services.worker.native.isa import GENERIC, LEVELS, family_isas, host_isas
+from loraplex_services.worker.native.isa import LEVELS, family_isas, host_isas
 
 
 def _marks(isa: str) -> list[pytest.MarkDecorator]:
@@ -21,11 +21,10 @@ def _marks(isa: str) -> list[pytest.MarkDecorator]:
     return [] if isa in host_isas()[:2] else [pytest.mark.long]
 
 
-_FAMILY = (*family_isas(), GENERIC)
-ISAS = [pytest.param(isa, marks=_marks(isa)) for isa in _FAMILY]
+ISAS = [pytest.param(isa, marks=_marks(isa)) for isa in family_isas()]
 PAIRED = [
     pytest.param((isa, True), marks=_marks(isa), id=f"{isa}-pairs")
-    for isa in _FAMILY
+    for isa in family_isas()
     if LEVELS[isa].half_wins
 ]
 """The levels with dot products of bfloat16 pairs, for `native_choosing`."""

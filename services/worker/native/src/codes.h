@@ -97,12 +97,6 @@ inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
     const uint16x8_t shifted = vreinterpretq_u16_s16(vshrq_n_s16(codes, 1));
     return widened_halves(vandq_u16(shifted, vdupq_n_u16(uint16_t(kFloat8InHalf))));
 }
-#else
-inline Vec widen_float8(const uint8_t* pairs, bool is_upper) {
-    Vec values;
-    for (int i = 0; i < kLanes; ++i) values.v[i] = widened(float8{pairs[2 * i + is_upper]});
-    return values;
-}
 #endif
 
 // Where the code for input `j` of a quad is: bytes are in the order of inputs 0, 2, 1, 3, so that a word of
@@ -137,12 +131,6 @@ inline Vec decode(const uint8_t* quad, int first, int j) {
         return vcvtq_f32_u32(vandq_u32(vshlq_u32(raw, vdupq_n_s32(-shift)), vdupq_n_u32(kMask)));
     };
     return {values(from), values(from + 16)};
-#else
-    Vec values;
-    for (int i = 0; i < kLanes; ++i) {
-        values.v[i] = static_cast<float>(from[i * kQuad + shift / 8] >> (shift % 8) & kMask);
-    }
-    return values;
 #endif
 }
 

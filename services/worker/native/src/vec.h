@@ -1,12 +1,13 @@
-// One vector of floats: 8 lanes with AVX2, 8 in two registers with NEON, 16 with AVX-512 and in portable
-// C++. Half types widen on load and round to nearest even on store. Float8 widens to 2^-8 of its value: as
+// One vector of floats: 8 lanes with AVX2, 8 in two registers with NEON, 16 with AVX-512. Half types widen on load and round to nearest even on store. Float8 widens to 2^-8 of its value: as
 // half precision, it has the same sign, one bit more of the exponent, and seven more of the mantissa.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__aarch64__) && !defined(LPX_PORTABLE)
+#elif defined(__aarch64__)
 #define LPX_NEON
 #include <arm_neon.h>
+#else
+#error "there are no vectors for this processor"
 #endif
 
 #include <cmath>
@@ -221,87 +222,6 @@ inline void load_pair(const bf16* p, Vec& low, Vec& high) {
            vreinterpretq_f32_u32(vshlq_n_u32(second, 16))};
     high = {vreinterpretq_f32_u32(vandq_u32(first, mask)),
             vreinterpretq_f32_u32(vandq_u32(second, mask))};
-}
-
-#else
-
-constexpr int kLanes = 16;
-using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
-struct Vec {
-    Lanes v;
-};
-inline float widened(bf16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-// In integers: _Float16 is not in every compiler's C++.
-inline float widened(half x) {
-    const uint32_t exponent = x.bits >> 10 & 31, mantissa = x.bits & 0x3ff;
-    const uint32_t sign = uint32_t(x.bits & 0x8000) << 16;
-    float value = static_cast<float>(mantissa) * 0x1p-24f;  // zero and subnormal numbers
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if (exponent != 0) bits = (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
-    bits |= sign;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-inline float widened(int8_t x) { return x; }
-inline float widened(float8 x) {
-    return widened(half{static_cast<uint16_t>((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
-}
-inline Vec zero() { return {Lanes{}}; }
-inline Vec set1(float x) { return {x - Lanes{}}; }
-inline Vec load(const float* p) {
-    Vec a;
-    std::memcpy(&a.v, p, sizeof a.v);
-    return a;
-}
-template <class T>
-inline Vec load(const T* p) {
-    Vec a;
-    for (int i = 0; i < kLanes; ++i) a.v[i] = widened(p[i]);
-    return a;
-}
-inline void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof a.v); }
-inline void store(bf16* p, Vec a) {
-    for (int i = 0; i < kLanes; ++i) {
-        const float value = a.v[i];
-        uint32_t bits;
-        std::memcpy(&bits, &value, sizeof bits);
-        bits = std::isnan(value) ? 0x7fc0u << 16 : bits + 0x7fff + (bits >> 16 & 1);
-        p[i].bits = static_cast<uint16_t>(bits >> 16);
-    }
-}
-inline Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
-inline Vec add(Vec a, Vec b) { return {a.v + b.v}; }
-inline Vec sub(Vec a, Vec b) { return {a.v - b.v}; }
-inline Vec mul(Vec a, Vec b) { return {a.v * b.v}; }
-inline Vec div(Vec a, Vec b) { return {a.v / b.v}; }
-inline Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
-inline Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
-inline Vec round(Vec a) {
-    for (int i = 0; i < kLanes; ++i) a.v[i] = std::nearbyint(a.v[i]);
-    return a;
-}
-// a * 2^n for integral n.
-inline Vec scale2(Vec a, Vec n) {
-    for (int i = 0; i < kLanes; ++i) a.v[i] = std::ldexp(a.v[i], static_cast<int>(n.v[i]));
-    return a;
-}
-inline float sum(Vec a) {
-    float total = 0.0f;
-    for (int i = 0; i < kLanes; ++i) total += a.v[i];
-    return total;
-}
-// Two neighbouring vectors of a weight panel in the panel's order (see gemm.cpp).
-inline void load_pair(const bf16* p, Vec& low, Vec& high) {
-    for (int i = 0; i < kLanes; ++i) {
-        low.v[i] = widened(p[2 * i]);
-        high.v[i] = widened(p[2 * i + 1]);
-    }
 }
 
 #endif
