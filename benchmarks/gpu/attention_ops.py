@@ -46,12 +46,12 @@ class Case:
     """Sequences given as (computed tokens, new tokens)."""
 
     name: str
-    pieces: tuple[tuple[int, int], ...]
+    sequences: tuple[tuple[int, int], ...]
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has one new token."""
-        return all(num == 1 for _, num in self.pieces)
+        return all(num == 1 for _, num in self.sequences)
 
 
 def decode(name: str, lens: Sequence[int]) -> Case:
@@ -89,20 +89,20 @@ class Bench:
             [None] * num_layers, [KvHeads(shape.num_kv_heads, shape.head_dim)] * num_layers, 2
         )
         assert len(groups.groups) == 1, "one block table for all layers"
-        counts = [-(-(start + num) // TOKENS_PER_BLOCK) for start, num in case.pieces]
+        counts = [-(-(start + num) // TOKENS_PER_BLOCK) for start, num in case.sequences]
         arena = ArenaBuffer(sum(counts), groups.block_bytes, device)
         arena.flat(dtype).normal_()
         self.kv = KvBuffer(arena, groups, dtype)
         blocks = iter(torch.randperm(sum(counts)).tolist())
         self.tables = [[next(blocks) for _ in range(count)] for count in counts]
         self.metadata = self._metadata(device)
-        num_tokens = sum(num for _, num in case.pieces)
+        num_tokens = sum(num for _, num in case.sequences)
         self.q = torch.randn(num_tokens, shape.num_heads * shape.head_dim, device=device).to(dtype)
         self.out = torch.empty_like(self.q)
 
     def _metadata(self, device: torch.device) -> TritonAttentionMetadata:
-        lens = [num for _, num in self.case.pieces]
-        positions = [start + i for start, num in self.case.pieces for i in range(num)]
+        lens = [num for _, num in self.case.sequences]
+        positions = [start + i for start, num in self.case.sequences for i in range(num)]
         num_generations = len(lens) if self.case.is_decode else 0
         metadata = TritonAttentionMetadata(
             num_contexts=len(lens) - num_generations,
@@ -112,7 +112,7 @@ class Bench:
             seq_lens=torch.tensor(lens),
             kv_cache_params=KvCacheParams(
                 use_cache=True,
-                num_cached_tokens_per_seq=tuple(start for start, _ in self.case.pieces),
+                num_cached_tokens_per_seq=tuple(start for start, _ in self.case.sequences),
                 block_tables=(self.tables,),
             ),
             kv_cache_manager=self.kv,
@@ -127,7 +127,7 @@ class Bench:
             return self._contexts()
         metadata, device = self.metadata, self.q.device
         tiling = generation_tiling(self.shape, 2)
-        keys = [start + 1 for start, _ in self.case.pieces]
+        keys = [start + 1 for start, _ in self.case.sequences]
         split = work_items.split_limit(len(keys), self.shape.num_kv_heads, device)
         num_items = sum(work_items.max_splits(num, split) for num in keys)
         items = work_items.empty_items(num_items, device)
@@ -149,7 +149,7 @@ class Bench:
         return run
 
     def _contexts(self) -> Callable[[], None]:
-        num_tokens = sum(num for _, num in self.case.pieces)
+        num_tokens = sum(num for _, num in self.case.sequences)
         tiling = context_tiling(self.shape, 2, shared_bytes(self.q.device), num_tokens)
         tiles = self.metadata.context_tiles(tiling.block_queries // self.shape.block_shared)
 
@@ -165,7 +165,7 @@ class Bench:
     def check(self) -> None:
         """Compare the last row of each sequence, which sees the most keys, on the last layer."""
         row = 0
-        for table, (start, num) in zip(self.tables, self.case.pieces, strict=True):
+        for table, (start, num) in zip(self.tables, self.case.sequences, strict=True):
             row += num
             keys, values = (
                 plane[table].transpose(0, 1).flatten(1, 2)[:, : start + num].float()
@@ -181,10 +181,10 @@ class Bench:
         shape = self.shape
         facts = {"case": self.case.name, "microseconds": seconds * 1e6}
         if self.case.is_decode:
-            num_keys = sum(start + 1 for start, _ in self.case.pieces)
+            num_keys = sum(start + 1 for start, _ in self.case.sequences)
             num_bytes = 2 * 2 * num_keys * shape.num_kv_heads * shape.head_dim
             return facts | {"share_of_bandwidth": num_bytes / bytes_per_s / seconds}
-        pairs = sum(num * start + num * (num + 1) / 2 for start, num in self.case.pieces)
+        pairs = sum(num * start + num * (num + 1) / 2 for start, num in self.case.sequences)
         return facts | {"tflops": 4 * pairs * shape.num_heads * shape.head_dim / seconds / 1e12}
 
 

@@ -29,16 +29,16 @@ from loraplex_services.worker.cores import usable_cores
 from loraplex_services.worker.native.pages import huge_pages
 from loraplex_services.worker.types.extents import extent_lengths
 
-PIECE_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20
 """Bytes that one thread reads at a time, that one copy takes to the device, and that an event
-follows. Smaller pieces arrive a little sooner, but each takes Python's lock from the engine's
+follows. Smaller chunks arrive a little sooner, but each takes Python's lock from the engine's
 thread a few times."""
 MAX_READERS = 12
 """Most threads that read one image. One thread reads 84 MB from the page cache in 16 ms next to an
 H200, eight in 3.2 and twelve in 2.7 ms. The GPU copies as many bytes in 1.6 ms."""
 
 
-class Piece(NamedTuple):
+class CopyChunk(NamedTuple):
     """Bytes of an image that are adjacent in pinned memory and in the arena as well."""
 
     begin: int
@@ -50,25 +50,25 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-def cut(lengths: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> list[Piece]:
-    """Pieces of at most PIECE_BYTES, in order.
+def cut(lengths: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> list[CopyChunk]:
+    """Chunks of at most CHUNK_BYTES, in order.
 
     Args:
         lengths, sources, targets: bytes of each extent, and its offsets.
     """
-    pieces: list[Piece] = []
+    chunks: list[CopyChunk] = []
     begin = 0
     for num_bytes, source, target in zip(lengths, sources, targets, strict=True):
         end = begin + num_bytes
-        if pieces:
-            _, last_source, last_target, length = pieces[-1]
+        if chunks:
+            _, last_source, last_target, length = chunks[-1]
             if last_source + length == source and last_target + length == target:
-                begin, source, target, _ = pieces.pop()
+                begin, source, target, _ = chunks.pop()
         while begin < end:
-            piece = Piece(begin, source, target, min(PIECE_BYTES, end - begin))
-            pieces.append(piece)
-            begin, source, target = (offset + piece.num_bytes for offset in piece[:3])
-    return pieces
+            chunk = CopyChunk(begin, source, target, min(CHUNK_BYTES, end - begin))
+            chunks.append(chunk)
+            begin, source, target = (offset + chunk.num_bytes for offset in chunk[:3])
+    return chunks
 
 
 class CopyForecast:
@@ -108,7 +108,7 @@ class PinnedCache:
         )
         self._forecast = CopyForecast()
         self._first: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
-        """Begin and end of the last copy's first piece, and its bytes, until its time is known."""
+        """Begin and end of the last copy's first chunk, and its bytes, until its time is known."""
         self._under_way: dict[Path, torch.cuda.Event] = {}
         """Ends of the last copies."""
         self.stalls = StallTimer(_now)
@@ -144,21 +144,21 @@ class PinnedCache:
         index = self.index_of(folder, image)
         lengths = extent_lengths(index.num_pages, index.num_bytes, self._arena.block_bytes)
         memory, sources, is_here = self._staged(folder, image.sha256, index, lengths)
-        pieces = cut(lengths, sources, self._offsets(first_pages))
+        chunks = cut(lengths, sources, self._offsets(first_pages))
         reads: list[Future[None]] = []
         if not is_here:
             data = memory.numpy().data
             reads = [
                 self._readers.submit(image.read_into, [data[p.source :][: p.num_bytes]], p.begin)
-                for p in pieces
+                for p in chunks
             ]
         try:
             if self._stream is None:
-                self._copy_pieces(memory, pieces, reads)
+                self._copy_chunks(memory, chunks, reads)
                 return None, 0.0
             self._measure()
             with torch.cuda.stream(self._stream):
-                events = self._copy_pieces(memory, pieces, reads, _now)
+                events = self._copy_chunks(memory, chunks, reads, _now)
         except BaseException:
             self._abandon(folder, reads)
             raise
@@ -166,14 +166,14 @@ class PinnedCache:
             return None, 0.0
         self._under_way[folder] = events[-1]
         num_bytes = sum(
-            p.num_bytes for p, event in zip(pieces, events[1:], strict=True) if not event.query()
+            p.num_bytes for p, event in zip(chunks, events[1:], strict=True) if not event.query()
         )
         expected_s = self._forecast.expect(num_bytes, time.perf_counter())
         if expected_s is None or expected_s > step_s:
             self._stream.synchronize()
             self._measure()
             return None, 0.0
-        ends = [p.begin + p.num_bytes for p in pieces]
+        ends = [p.begin + p.num_bytes for p in chunks]
         of_extents = [events[1 + bisect_left(ends, end)] for end in accumulate(lengths)]
         return CopyEvents(index, of_extents, self.stalls), expected_s
 
@@ -212,21 +212,21 @@ class PinnedCache:
         if folder in self._pool:
             self._pool.drop(folder)
 
-    def _copy_pieces(
+    def _copy_chunks(
         self,
         memory: Tensor,
-        pieces: Sequence[Piece],
+        chunks: Sequence[CopyChunk],
         reads: Sequence[Future[None]],
         now: Callable[[], torch.cuda.Event] | None = None,
     ) -> list[torch.cuda.Event]:
-        """Copy each piece as soon as it is read, in the current stream. Raises what a read raised.
+        """Copy each chunk as soon as it is read, in the current stream. Raises what a read raised.
 
         Returns:
             One event before all copies and one after each, made by `now`.
         """
         arena = self._arena.flat(torch.uint8)
-        events = [now()] if now is not None and pieces else []
-        for number, (_, source, target, num_bytes) in enumerate(pieces):
+        events = [now()] if now is not None and chunks else []
+        for number, (_, source, target, num_bytes) in enumerate(chunks):
             if reads:
                 reads[number].result()
             part = memory[source : source + num_bytes]
@@ -238,7 +238,7 @@ class PinnedCache:
         return events
 
     def _measure(self) -> None:
-        """Note the duration of the last copy's first piece if it has ended: the next ones may have
+        """Note the duration of the last copy's first chunk if it has ended: the next ones may have
         waited to be read."""
         if self._first is not None and self._first[1].query():
             begin, end, num_bytes = self._first

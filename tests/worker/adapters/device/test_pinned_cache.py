@@ -48,7 +48,7 @@ def arena():
 
 @pytest.fixture
 def tier(arena, monkeypatch):
-    monkeypatch.setattr(pinned_cache, "PIECE_BYTES", 100)
+    monkeypatch.setattr(pinned_cache, "CHUNK_BYTES", 100)
     return PinnedCache(arena, SLAB_BLOCKS * BLOCK_BYTES)
 
 
@@ -79,7 +79,7 @@ def test_neighbouring_blocks_are_one_copy_where_the_slab_s_are_neighbours(arena,
             sizes.append(source.numel()) or copy(target, source, **kwargs)
         ),
     )
-    monkeypatch.setattr(pinned_cache, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(pinned_cache, "CHUNK_BYTES", 1000)
     blocks = [10, 11, 12, 4, 5, 20]
     tier.copy(A, image, blocks, step_s=0.0)
     assert held(arena, blocks, len(data)) == data
