@@ -166,6 +166,7 @@ class RedisRateLimitStore:
         self._hold: Any = client.register_script(_HOLD)
         self._local = LocalRateLimitStore()
         self._away_until_s = 0.0
+        """When Redis is asked again; 0 = it answered last time."""
 
     @property
     def num_gateways(self) -> int:
@@ -213,9 +214,11 @@ class RedisRateLimitStore:
         """The answer; None if Redis is unavailable."""
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return await call
+                answer = await call
+            self._away_until_s = 0.0
+            return answer
         except (RedisError, OSError) as error:
-            if self.is_shared:
+            if not self._away_until_s:
                 logger.warning(
                     "redis unavailable: limits are applied by this gateway alone",
                     extra={"problem": type(error).__name__},

@@ -173,3 +173,14 @@ async def test_a_metadata_server_that_hangs_is_not_waited_for_long(
     for writer in writers:
         writer.close()
     server.close()
+
+
+async def test_that_the_metadata_server_is_away_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rate_limit_store, "_RETRY_S", 1e-9)
+    owner = RedisRateLimitStore(connect_redis("unix:///nonexistent/socket"), "g0")
+    for _ in range(3):
+        await owner.ask("tokens:t", RATE, 1.0, 0.0, 0.0)
+    assert len(caplog.records) == 1
+    await owner.close()
