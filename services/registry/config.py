@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.security.tls import TlsFiles, tls_files
-from loraplex_services.common.settings import env, switches
+from loraplex_services.common.settings import env, switches, variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class RegistryConfig:
 
 def from_env(environ: Mapping[str, str]) -> RegistryConfig:
     """Raises InvalidRequest naming the variable that is wrong."""
-    state_dir = env.STATE_DIR.read(environ) or default_state_dir(environ)
+    state_dir = env.STATE_DIR.read(environ) or variables.default_state_dir(environ)
     objects_url = env.OBJECTS.read(environ) or (state_dir / "objects").absolute().as_uri()
     listen, service_listen = _listeners(environ)
     return RegistryConfig(
@@ -77,9 +76,3 @@ def _listeners(environ: Mapping[str, str]) -> tuple[str, str]:
         description = f"mtls: needs {env.CA.name}, {env.CERT.name} and {env.KEY.name}"
         raise InvalidRequest.field(env.REGISTRY_LISTEN.name, listen, description)
     return everyone.strip(), services
-
-
-def default_state_dir(environ: Mapping[str, str]) -> Path:
-    """`${XDG_STATE_HOME:-~/.local/state}/loraplex`."""
-    home = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "loraplex"

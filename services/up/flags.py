@@ -166,8 +166,7 @@ def _model(model: str) -> str:
 def _state_dir(given: Path | None, environ: Mapping[str, str]) -> Path:
     if given is not None:
         return Path(os.path.abspath(given.expanduser()))
-    home = environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(home) / "loraplex"
+    return variables.default_state_dir(environ)
 
 
 def _auth(insecure: bool, environ: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from loraplex.errors import InvalidRequest
 from loraplex_services.common.settings import env, switches
@@ -20,6 +21,12 @@ def known_names() -> set[str]:
     """Every variable that some service reads."""
     files = {f"{setting.name}_FILE" for setting in env.ALL_SETTINGS if setting.secret}
     return files | {setting.name for setting in env.ALL_SETTINGS}
+
+
+def default_state_dir(environ: Mapping[str, str]) -> Path:
+    """`${XDG_STATE_HOME:-~/.local/state}/loraplex`."""
+    home = environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "loraplex"
 
 
 def check_switches(environ: Mapping[str, str]) -> None:
