@@ -22,6 +22,10 @@ class RoutingNotes:
         assert layer not in self._chosen, f"layer {layer} chose twice"
         self._chosen[layer] = chosen
 
+    def copy(self, notes: RoutingNotes) -> None:
+        """Take over what another pass noted, whose tensors the next one overwrites."""
+        self._chosen = {layer: chosen.clone() for layer, chosen in notes._chosen.items()}
+
     def of_tokens(self, routing: RoutingShape) -> Tensor:
         """All experts, `[T, layers, k]`, as `RoutedExperts` holds them."""
         first = next(iter(self._chosen.values()))

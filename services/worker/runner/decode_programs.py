@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loraplex_services.worker.layers.forward_batch import ForwardBatch
+from loraplex_services.worker.layers.routing import RoutingNotes
 from loraplex_services.worker.model.decoder import LayersPass
 from loraplex_services.worker.native.bindings import Native
 from loraplex_services.worker.native.isa import AMX
@@ -53,7 +54,8 @@ class DecodePrograms:
         self._compute = compute
         self._memory = ProgramMemory(min(max_rows, MAX_ROWS))
         self._inputs = _Inputs(self._memory.max_rows)
-        self._programs: dict[Shape, Program] = {}
+        self._programs: dict[Shape, tuple[Program, RoutingNotes]] = {}
+        """Each with the experts that a run leaves."""
         self._seen: set[Shape] = set()
         """Shapes of steps with prompts that were computed in Python."""
         self._uses_torch: set[bool] = set()
@@ -64,13 +66,16 @@ class DecodePrograms:
         shape = self._shape(len(x), batch)
         if shape[2] in self._uses_torch or not self._can_record(shape, batch):
             return self._compute(x, rotations, batch)
-        program = self._programs.get(shape)
-        if program is None and self._is_first(shape):
+        recorded = self._programs.get(shape)
+        if recorded is None and self._is_first(shape):
             return self._compute(x, rotations, batch)
         self._inputs.write(shape[0], x, rotations, batch)
-        if program is None:
+        if recorded is None:
             return self._record(shape, rotations, batch)[: len(x)]
+        program, notes = recorded
         program.run()
+        if batch.routing is not None:
+            batch.routing.copy(notes)
         return program.result[: len(x)].clone()
 
     def _shape(self, num_rows: int, batch: ForwardBatch) -> Shape:
@@ -96,7 +101,6 @@ class DecodePrograms:
             and isinstance(metadata, NativeAttentionMetadata)
             and metadata.kv_cache_params.use_cache
             and not metadata.is_dummy_attention
-            and batch.routing is None
             and (num_rows == num_sequences or (self._is_dense and batch.states is None))
             and (batch.states is None or len(batch.states.words) == num_rows)
             and len(lora.runs) <= num_rows
@@ -108,6 +112,8 @@ class DecodePrograms:
         x, fixed_rotations, fixed_batch = self._inputs.read(
             num_rows, num_sequences, rotations, batch
         )
+        notes = RoutingNotes()
+        fixed_batch = replace(fixed_batch, routing=notes)
         self._memory.begin(num_rows)
         result, program = self._native.record(
             lambda: self._compute(x, fixed_rotations, fixed_batch), self._memory
@@ -115,7 +121,9 @@ class DecodePrograms:
         if program is None:
             self._uses_torch.add(has_adapters)
         else:
-            self._programs[shape] = program
+            self._programs[shape] = program, notes
+        if batch.routing is not None:
+            batch.routing.copy(notes)
         return result.clone()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from loraplex.api.output import RoutedExperts, joined_experts
 from loraplex.api.sampling import SamplingParams
+from loraplex_services.worker.runner.decode_programs import DecodePrograms
 from loraplex_services.worker.scheduling import drafts as drafting
 from loraplex_services.worker.types.messages import Command, Submit
 from tests.worker.commands import make_submit
@@ -208,3 +209,18 @@ def test_nothing_is_noted_when_nobody_asks(mixtral: TinyBase) -> None:
     stage.runner.launch = spying
     told(stage, asking("silent", routed_from=None))
     assert plan_rows and not any(plan_rows)
+
+
+def test_steps_that_run_as_programs_say_the_same(mixtral: TinyBase) -> None:
+    """Of one shape, the first step is recorded and the others run, whether they ask or not."""
+    requests = [asking("base"), asking("a", A), asking("b", B, max_tokens=9)]
+    silent = [asking(f"silent {i}", A, routed_from=None) for i in range(3)]
+    plain, recorded = stage_of(mixtral), stage_of(mixtral)
+    if (programs := getattr(plain.runner._model.pass_layers, "__self__", None)) is None or (
+        not isinstance(programs, DecodePrograms)
+    ):
+        pytest.skip("no compiled kernels")
+    plain.runner._model.pass_layers = plain.runner._model.forward_layers
+    expected = told(plain, *requests)
+    told(recorded, *silent)
+    assert told(recorded, *requests) == expected
