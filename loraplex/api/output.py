@@ -123,6 +123,11 @@ class RoutedExperts:
         """Tokens, layers, and active experts, for `numpy.frombuffer(experts, dtype)`."""
         return len(self), self.routing.num_layers, self.routing.num_active
 
+    @property
+    def dtype(self) -> str:
+        """The numbers' type as NumPy names it."""
+        return self.routing.dtype
+
     def between(self, start: int, end: int) -> RoutedExperts:
         """Those of positions [start, end), which are among these."""
         size = self.routing.token_bytes

@@ -73,7 +73,7 @@ def routed_field(asked: RoutingAsked, routed: RoutedExperts | None) -> RoutedFie
     raw: RawExperts = {
         "data": _base64(routed.experts),
         "shape": list(routed.shape),
-        "dtype": routed.routing.dtype,
+        "dtype": routed.dtype,
         "start": routed.start,
     }
     return {"routed_experts": raw}

@@ -89,7 +89,7 @@ def joined(parts: Iterable[RoutedExperts | None]) -> RoutedExperts | None:
 
 def numbers(experts: RoutedExperts | None) -> np.ndarray:
     assert experts is not None
-    return np.frombuffer(experts.experts, experts.routing.dtype).reshape(experts.shape)
+    return np.frombuffer(experts.experts, experts.dtype).reshape(experts.shape)
 
 
 def tokens_of(stage: Stage, submit: Submit) -> list[int]:
