@@ -951,12 +951,14 @@ class UsageEntry(_message.Message):
     def __init__(self, day: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., requests: _Optional[int] = ..., errors: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., duration_ms: _Optional[int] = ...) -> None: ...
 
 class RecordUsageRequest(_message.Message):
-    __slots__ = ("report_id", "entries")
+    __slots__ = ("report_id", "entries", "ephemeral_adapters")
     REPORT_ID_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    EPHEMERAL_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     report_id: str
     entries: _containers.RepeatedCompositeFieldContainer[UsageEntry]
-    def __init__(self, report_id: _Optional[str] = ..., entries: _Optional[_Iterable[_Union[UsageEntry, _Mapping]]] = ...) -> None: ...
+    ephemeral_adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, report_id: _Optional[str] = ..., entries: _Optional[_Iterable[_Union[UsageEntry, _Mapping]]] = ..., ephemeral_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RecordUsageResponse(_message.Message):
     __slots__ = ()

@@ -118,7 +118,7 @@ class Gateway:
             chat_style=config.chat_style,
             tracer=tracer,
         )
-        self._usage_reports = UsageReports(self._registry, self._generation.usage.take)
+        self._usage_reports = UsageReports(self._registry, self._generation.usage)
         self.readiness = Readiness(self._first_missing)
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc_server.RunningServer | None = None

@@ -74,17 +74,17 @@ async def test_the_task_used_least_recently_leaves_and_is_sent_again(tmp_path: P
                 completion = await tasks.complete(task, "hello 12=", GREEDY)
                 assert completion.choices[0].text == "HELLO 12"
 
-            async def reported(number: int, num_requests: int) -> None:
+            async def reported(num_requests: int) -> None:
                 entries: Sequence[UsageEntry] = ()
                 while sum(entry.requests for entry in entries) < num_requests:
                     await asyncio.sleep(0.1)
-                    entries = await registry.usage(model=f"default/task-{number}")
+                    entries = await registry.usage(model="ephemeral")
 
             await answer(sent)
             await answer(replace(sent, task_id=2))
-            await reported(2, 1)
+            await reported(2)
             await answer(LoraTask(1))
-            await reported(1, 2)
+            await reported(3)
             await answer(replace(sent, task_id=3))
             with pytest.raises(NotFound, match="send its weights") as caught:
                 while True:

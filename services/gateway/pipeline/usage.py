@@ -18,7 +18,7 @@ from loraplex_services.gateway.pipeline.history import CANCELLED, OK, LoadHistor
 from loraplex_services.gateway.pipeline.label_limits import OTHER, LabelledCounters
 from loraplex_services.gateway.pipeline.prepared import PreparedRequest
 from loraplex_services.gateway.registry.usage_reports import DailyUsageKey, UsageByKey, UsageCounts
-from loraplex_services.gateway.request import GenerateCall, Target
+from loraplex_services.gateway.request import GenerateCall, RunningAdapter, Target
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class UsageCounter:
 
     def __init__(self) -> None:
         self._counts: dict[DailyUsageKey, UsageCounts] = {}
+        self._ephemeral: set[str] = set()
+        """Ephemeral adapters that were used, as tenant/name, at most `MAX_KEYS`."""
         self._day = ""
         self._known: dict[tuple[str, bool], set[str]] = {}
         """Models that were counted on `_day`, by tenant and whether they are combinations."""
@@ -82,6 +84,7 @@ class UsageCounter:
         _BY_TENANT.count(tenant, shown, tokens)
         if prepared.target.adapters:
             _BY_ADAPTER.count(model, shown, tokens)
+        self._note_ephemeral(tenant, prepared.target)
         counts = self._of(_today(), tenant, _counted_as(prepared.target))
         counts.requests += 1
         counts.errors += is_failure
@@ -102,6 +105,18 @@ class UsageCounter:
         """The counts, which begin again."""
         taken, self._counts = self._counts, {}
         return taken
+
+    def take_ephemeral(self) -> set[str]:
+        """Ephemeral adapters that were used since the last call, as tenant/name."""
+        taken, self._ephemeral = self._ephemeral, set()
+        return taken
+
+    def _note_ephemeral(self, tenant: str, target: Target) -> None:
+        """Requests of other tenants, with whom an adapter is shared, do not keep it."""
+        names = {_name_of(adapter) for adapter in target.adapters if adapter.is_ephemeral}
+        own = {name for name in names if name.startswith(f"{tenant}/")}
+        if len(self._ephemeral) + len(own) <= MAX_KEYS:
+            self._ephemeral |= own
 
     def _of(self, day: str, tenant: str, model: str) -> UsageCounts:
         key = DailyUsageKey(day, tenant, self._limited(day, tenant, model))
@@ -127,9 +142,14 @@ def _counted_as(target: Target) -> str:
     return EPHEMERAL if is_ephemeral else model_of(target)
 
 
+def _name_of(adapter: RunningAdapter) -> str:
+    """tenant/name, without the version."""
+    return adapter.label.rpartition(":")[0]
+
+
 def model_of(target: Target) -> str:
     """Names of the adapters without their versions, or the base."""
-    names = sorted(adapter.label.rpartition(":")[0] for adapter in target.adapters)
+    names = sorted(map(_name_of, target.adapters))
     return COMBINED.join(names) or target.base_id
 
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -51,13 +51,22 @@ class UsageReceiver(Protocol):
         """Add a report, once. Raises: LoraplexError."""
 
 
+class UsageSource(Protocol):
+    """What counts usage."""
+
+    def take(self) -> UsageByKey:
+        """What was counted since the last call."""
+
+    def take_ephemeral(self) -> Collection[str]:
+        """Ephemeral adapters that were used since the last call, as tenant/name."""
+
+
 class UsageReports:
     """Reports of one gateway."""
 
-    def __init__(self, registry: UsageReceiver, take: Callable[[], UsageByKey]) -> None:
-        """`take` returns what was counted since its last call."""
+    def __init__(self, registry: UsageReceiver, usage: UsageSource) -> None:
         self._registry = registry
-        self._take = take
+        self._usage = usage
         self._unsent: registry_pb2.RecordUsageRequest | None = None
 
     async def run(self) -> None:
@@ -69,11 +78,13 @@ class UsageReports:
     async def send(self) -> None:
         """Send what was counted, or the last report again if it may not have arrived."""
         if self._unsent is None:
-            entries = [_entry(key, counts) for key, counts in self._take().items()]
+            entries = [_entry(key, counts) for key, counts in self._usage.take().items()]
             if not entries:
                 return
             report_id = secrets.token_hex(16)
-            self._unsent = registry_pb2.RecordUsageRequest(report_id=report_id, entries=entries)
+            self._unsent = registry_pb2.RecordUsageRequest(
+                report_id=report_id, entries=entries, ephemeral_adapters=self._usage.take_ephemeral()
+            )
         try:
             await self._registry.record_usage(self._unsent)
         except LoraplexError as error:

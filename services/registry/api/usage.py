@@ -30,6 +30,9 @@ def report_from_proto(request: pb.RecordUsageRequest) -> dict[str, Counts]:
         raise InvalidRequest.field(
             "entries", len(request.entries), f"at most {MAX_ENTRIES} entries"
         )
+    if len(request.ephemeral_adapters) > MAX_ENTRIES:
+        num, why = len(request.ephemeral_adapters), f"at most {MAX_ENTRIES} names"
+        raise InvalidRequest.field("ephemeral_adapters", num, why)
     days: dict[str, Counts] = {}
     for entry in request.entries:
         day = _day("entries.day", entry.day).isoformat()
@@ -45,13 +48,15 @@ def report_from_proto(request: pb.RecordUsageRequest) -> dict[str, Counts]:
 
 
 def used_adapters(request: pb.RecordUsageRequest) -> set[str]:
-    """`tenant/name` of those that their own tenant used. A model of several joins these by +."""
-    return {
+    """`tenant/name` of those that their own tenant used. A model of several joins these by +, and
+    entries of gateways do not name ephemeral adapters."""
+    named = {
         scope
         for entry in request.entries
         for scope in entry.model.split("+")
         if scope.startswith(f"{entry.tenant}/")
     }
+    return named | set(request.ephemeral_adapters)
 
 
 def since_from_proto(since: str, today: datetime.date) -> datetime.date:

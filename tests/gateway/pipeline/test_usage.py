@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.v1 import registry_pb2
 from loraplex_services.gateway.pipeline.label_limits import OTHER
 from loraplex_services.gateway.pipeline.usage import (
     EPHEMERAL,
@@ -12,6 +13,7 @@ from loraplex_services.gateway.pipeline.usage import (
     UsageCounter,
     _counted_as,
 )
+from loraplex_services.gateway.registry.usage_reports import UsageReports
 from loraplex_services.gateway.request import RunningAdapter, Target
 
 
@@ -54,3 +56,26 @@ async def test_ephemeral_adapters_are_counted_together() -> None:
     assert _counted_as(Target("base", (lasting, once[0]))) == EPHEMERAL
     assert _counted_as(Target("base", (lasting,))) == "acme/sql"
     assert _counted_as(Target("base")) == "base"
+
+
+async def test_every_ephemeral_adapter_that_was_used_is_reported_by_name() -> None:
+    """Without its name, the registry would delete those first that are used most."""
+    counter, received = UsageCounter(), []
+
+    class Registry:
+        async def record_usage(self, report: registry_pb2.RecordUsageRequest) -> None:
+            received.append(report)
+
+    reports = UsageReports(Registry(), counter)
+    once = [RunningAdapter(f"acme/once-{n}:v1", f"sha256:{n}", is_ephemeral=True) for n in range(2)]
+    lasting = RunningAdapter("acme/sql:v1", "sha256:2")
+    shared = RunningAdapter("acme/shared:v1", "sha256:3", is_ephemeral=True)
+    counter._note_ephemeral("globex", Target("base", (shared,)))
+    for used in ((once[0],), (once[1], lasting), (lasting,)):
+        counter._note_ephemeral("acme", Target("base", used))
+        counter._of("2026-11-03", "acme", _counted_as(Target("base", used))).requests += 1
+    await reports.send()
+    await reports.send()
+    (report,) = received
+    assert sorted(report.ephemeral_adapters) == ["acme/once-0", "acme/once-1"]
+    assert sorted(entry.model for entry in report.entries) == ["acme/sql", EPHEMERAL]

@@ -81,5 +81,6 @@ async def test_without_a_limit_nothing_is_noted(registry: Registry) -> None:
 def test_a_report_names_the_adapters_that_their_own_tenant_used() -> None:
     models = ["acme/a", "acme/b+acme/c", "other/d", "org-base", "acme-2/e"]
     entries = [pb.UsageEntry(day="2026-11-26", tenant="acme", model=model) for model in models]
-    request = pb.RecordUsageRequest(report_id="r", entries=entries)
-    assert used_adapters(request) == {"acme/a", "acme/b", "acme/c"}
+    names = ["acme/once"]
+    request = pb.RecordUsageRequest(report_id="r", entries=entries, ephemeral_adapters=names)
+    assert used_adapters(request) == {"acme/a", "acme/b", "acme/c", "acme/once"}
