@@ -73,5 +73,5 @@ def test_a_context_beyond_the_bases_is_refused_at_the_start(tmp_path: Path) -> N
         command, capture_output=True, text=True, env=clean_environment(), cwd=REPO, timeout=90
     )
     assert done.returncode != 0 and "loraplex ready" not in done.stdout
-    refusal = f"LORAPLEX_MAX_MODEL_LEN: must be at most the context of the base, which is {own}"
+    refusal = f"--max-model-len: must be at most the context of the base, which is {own}"
     assert refusal in done.stderr

@@ -346,6 +346,10 @@ def write_as_linears(base: TinyBase, folder: Path) -> None:
     save_file(written, folder / "adapter_model.safetensors")
     config |= {"target_modules": ["v_proj", *names], "target_parameters": None}
     config |= {"rank_pattern": {}, "alpha_pattern": {}}
+    # The names also select dense layers and shared experts, which PEFT left out with experts fused.
+    others = {name for name, _ in base.model.named_modules() if name.endswith(names)}
+    lacking = [name for name in others if not any(f".{name}." in key for key in written)]
+    config |= {"exclude_modules": sorted(lacking) or None}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
