@@ -2,11 +2,11 @@
 // delta, in place.
 //
 // The batch is cut into segments, rows that the same runs cover, and segments into tasks of a few
-// rows. A task computes A x of its rows, scales it and adds B times it: the adapter's tiles are read
-// from memory once and stay in cache for the task's other rows and for its neighbours. Sums run in
-// one order whatever the segments are, so a row's result does not depend on the batch. Rows and matrices
-// in bfloat16 are multiplied on tiles where the processor has them, and in pairs where it has fast dot
-// products of them; A x is then rounded to bfloat16 as well.
+// rows. A task computes A x of its rows, scales it and adds B times it, to a window of outputs at a time. The
+// adapter's tiles are read from memory once and stay in cache for the task's other rows and for its
+// neighbours. Sums run in one order whatever the segments are, so a row's result does not depend on the
+// batch. Rows and matrices in bfloat16 are multiplied on tiles where the processor has them, and in pairs
+// where it has fast dot products of them; A x is then rounded to bfloat16 as well.
 #include <algorithm>
 
 #include "kernels.h"
@@ -144,19 +144,28 @@ void shrink(Inputs<T>& in, const Tile& tile, float* shrunk, int64_t ld, TileUpda
     });
 }
 
-// y += shrunk B for all tiles of B.
+// Outputs [begin, end) of a site, whose sums a task keeps as floats at the same time.
+struct Window {
+    int64_t begin, end;
+};
+
+// y += shrunk B for all tiles of B in a window, at which y begins. Only tiles of bfloat16 are divided.
 template <class T>
-void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const float* shrunk,
-            Thread& thread) {
+void expand(const Entry& entry, float* y, int64_t ldy, int64_t num_rows, const Window& window,
+            const float* shrunk, Thread& thread) {
     const int64_t ld = entry.rank, num_items = num_rows * entry.rank;
     bf16* narrow = nullptr;
     for (const Tile* tile = entry.b(); tile < entry.b() + entry.num_b; ++tile) {
         if constexpr (kMayTile<T>) {
             if (on_tiles<T>(*tile)) {
-                thread.tiles.expand(y + tile->col_begin, ldy, num_rows, matrix_of(*tile),
-                                    tile->row_end - tile->row_begin,
-                                    tile->col_end - tile->col_begin, shrunk + tile->row_begin, ld,
-                                    following(entry, *tile, thread));
+                const int64_t begin = std::max(tile->col_begin, window.begin);
+                const int64_t end = std::min(tile->col_end, window.end);
+                if (begin >= end) continue;
+                thread.tiles.expand(y + begin - window.begin, ldy, num_rows,
+                                    matrix_of(*tile) + begin - tile->col_begin,
+                                    tile->row_end - tile->row_begin, end - begin,
+                                    tile->col_end - tile->col_begin, tile->col_end - end,
+                                    shrunk + tile->row_begin, ld, following(entry, *tile, thread));
                 continue;
             }
         }
@@ -200,74 +209,103 @@ void shrink(Columns<T>& in, const Entry& entry, float* shrunk, Thread&) {
     std::memcpy(shrunk, in.values, in.num_rows * entry.rank * sizeof(float));
 }
 
+// coef * scale * A x of all adapters of a segment, one after another.
 template <template <class> class In, class T>
-void add_product(const Use& use, In<T>& in, float* y, int64_t ldy, Thread& thread) {
-    const Entry& entry = *use.entry;
-    const int64_t rank = entry.rank, num_rows = in.num_rows;
-    float* shrunk = scratch(0, num_rows * rank);
-    shrink(in, entry, shrunk, thread);
-    for (int64_t row = 0; row < num_rows; ++row) {
-        for (int64_t r = 0; r < rank; ++r) shrunk[row * rank + r] *= entry.scale()[r] * use.coef;
+const float* shrink_all(const Use* begin, const Use* end, In<T>& in, Thread& thread) {
+    int64_t num_ranks = 0;
+    for (const Use* use = begin; use < end; ++use) num_ranks += use->entry->rank;
+    float* const all = scratch(0, in.num_rows * num_ranks);
+    float* shrunk = all;
+    for (const Use* use = begin; use < end; ++use) {
+        const int64_t rank = use->entry->rank;
+        shrink(in, *use->entry, shrunk, thread);
+        for (int64_t row = 0; row < in.num_rows; ++row, shrunk += rank) {
+            for (int64_t r = 0; r < rank; ++r) shrunk[r] *= use->entry->scale()[r] * use->coef;
+        }
     }
-    expand<T>(entry, y, ldy, num_rows, shrunk, thread);
+    return all;
 }
 
-// Calls f(y, value) for each output that the one-row float32 tiles cover, in every row.
+// Calls f(y, value) for each output in a window that the one-row float32 tiles cover, in every row.
 template <class F>
 void each_output(const Tile* tiles, int64_t num_tiles, float* y, int64_t ldy, int64_t num_rows,
-                 const F& f) {
+                 const Window& window, const F& f) {
     for (int64_t i = 0; i < num_tiles; ++i) {
         const Tile& tile = tiles[i];
-        const float* values = reinterpret_cast<const float*>(tile.address);
-        const int64_t n = tile.col_end - tile.col_begin;
+        const float* values = reinterpret_cast<const float*>(tile.address) - tile.col_begin;
+        const int64_t begin = std::max(tile.col_begin, window.begin);
+        const int64_t end = std::min(tile.col_end, window.end);
         for (int64_t row = 0; row < num_rows; ++row) {
-            float* out = y + row * ldy + tile.col_begin;
-            for (int64_t c = 0; c < n; ++c) f(out[c], values[c]);
+            float* out = y + row * ldy;
+            for (int64_t c = begin; c < end; ++c) f(out[c - window.begin], values[c]);
         }
     }
 }
 
-template <template <class> class In, class T>
-void add_segment(const Segment& segment, const Use* used, In<T>& in, float* y, int64_t ldy,
-                 Thread& thread) {
-    const Use* begin = used + segment.first;
-    const Use* end = begin + segment.count;
+// Adds all adapters of a segment to y, where the window begins.
+template <class T>
+void add_window(const Use* begin, const Use* end, const float* shrunk, float* y, int64_t ldy,
+                int64_t num_rows, const Window& window, Thread& thread) {
     for (const Use* use = begin; use < end; ++use) {
-        add_product(*use, in, y, ldy, thread);
-        each_output(use->entry->lora_biases(), use->entry->num_lora_biases, y, ldy, in.num_rows,
+        const Entry& entry = *use->entry;
+        expand<T>(entry, y, ldy, num_rows, window, shrunk, thread);
+        shrunk += num_rows * entry.rank;
+        each_output(entry.lora_biases(), entry.num_lora_biases, y, ldy, num_rows, window,
                     [use](float& out, float bias) { out += use->coef * bias; });
     }
     for (const Use* use = begin; use < end; ++use) {
-        each_output(use->entry->gains(), use->entry->num_gains, y, ldy, in.num_rows,
+        each_output(use->entry->gains(), use->entry->num_gains, y, ldy, num_rows, window,
                     [](float& out, float gain) { out *= gain; });
     }
     for (const Use* use = begin; use < end; ++use) {
-        each_output(use->entry->biases(), use->entry->num_biases, y, ldy, in.num_rows,
+        each_output(use->entry->biases(), use->entry->num_biases, y, ldy, num_rows, window,
                     [](float& out, float bias) { out += bias; });
     }
 }
 
 template <template <class> class In>
-void add_rows(const Segment& segment, const Use* used, In<float>& in, float* y, int64_t ldy, int64_t,
-              Thread& thread) {
-    add_segment(segment, used, in, y, ldy, thread);
+void add_rows(const Segment& segment, const Use* used, In<float>& in, float* y, int64_t ldy,
+              int64_t num_outputs, Thread& thread) {
+    const Use *begin = used + segment.first, *end = begin + segment.count;
+    const float* shrunk = shrink_all(begin, end, in, thread);
+    add_window<float>(begin, end, shrunk, y, ldy, in.num_rows, {0, num_outputs}, thread);
+}
+
+// Outputs of a window: as many as the first-level cache holds for all rows. Few rows need none, and read B in
+// the order of memory.
+inline int64_t window_of(const Use* begin, const Use* end, int64_t num_rows, int64_t num_outputs) {
+    constexpr int64_t kBytes = 24 << 10, kItems = 64;
+    if (num_rows <= TileUpdates::kFewRows) return num_outputs;
+    for (const Use* use = begin; use < end; ++use) {
+        const Entry& entry = *use->entry;
+        for (const Tile* tile = entry.b(); tile < entry.b() + entry.num_b; ++tile) {
+            if (!on_tiles<bf16>(*tile)) return num_outputs;
+        }
+    }
+    return smaller(num_outputs, kBytes / int64_t(sizeof(float)) / num_rows / kItems * kItems);
 }
 
 // bfloat16 rows are summed as floats and rounded once.
 template <template <class> class In>
 void add_rows(const Segment& segment, const Use* used, In<bf16>& in, bf16* y, int64_t ldy,
               int64_t num_outputs, Thread& thread) {
+    const Use *begin = used + segment.first, *end = begin + segment.count;
+    const float* shrunk = shrink_all(begin, end, in, thread);
+    const int64_t width = window_of(begin, end, in.num_rows, num_outputs);
     // No power of two, at which lines of all rows would push each other out of the cache.
-    const int64_t stride = (ceil_div(num_outputs, kLanes) | 1) * kLanes;
+    const int64_t stride = (ceil_div(width, kLanes) | 1) * kLanes;
     float* out = scratch(2, in.num_rows * stride);
-    for (int64_t row = 0; row < in.num_rows; ++row) {
-        widen(y + row * ldy, ldy, 1, num_outputs, out + row * stride);
-    }
-    add_segment(segment, used, in, out, stride, thread);
-    for (int64_t row = 0; row < in.num_rows; ++row) {
-        for (int64_t c = 0; c < num_outputs; c += kLanes) {
-            const int64_t n = num_outputs - c;
-            store_n(y + row * ldy + c, load_n(out + row * stride + c, n), n);
+    for (int64_t first = 0; first < num_outputs; first += width) {
+        const Window window{first, smaller(first + width, num_outputs)};
+        const int64_t n = window.end - first;
+        for (int64_t row = 0; row < in.num_rows; ++row) {
+            widen(y + row * ldy + first, ldy, 1, n, out + row * stride);
+        }
+        add_window<bf16>(begin, end, shrunk, out, stride, in.num_rows, window, thread);
+        for (int64_t row = 0; row < in.num_rows; ++row) {
+            for (int64_t c = 0; c < n; c += kLanes) {
+                store_n(y + row * ldy + first + c, load_n(out + row * stride + c, n - c), n - c);
+            }
         }
     }
 }

@@ -74,9 +74,10 @@ public:
         }
     }
 
-    // y[row] += shrunk[row] B over n columns, for up to kMaxRows rows. `next` is read after B.
+    // y[row] += shrunk[row] B over n columns of ldb, which `left` follow, for up to kMaxRows rows. `next` is read
+    // after B.
     void expand(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b, int64_t n,
-                const float* shrunk, int64_t ld, const Following& next) {
+                int64_t ldb, int64_t left, const float* shrunk, int64_t ld, const Following& next) {
         alignas(64) bf16 factors[kMaxRows * kTileRows];
         for (int64_t r = 0; r < num_b; r += kTileRows) {
             const int64_t count = smaller(num_b - r, kTileRows);
@@ -85,13 +86,15 @@ public:
                 store(factors + row * kTileRows,
                       Vec{_mm512_maskz_loadu_ps(first_lanes(count), from)});
             }
-            const bf16* rows = b + r * n;
-            const int64_t num_steps = ceil_div(n, kTileInputs);
-            Prefetching ahead(after(b, num_b, r + count, n, next), num_steps);
+            const bf16* rows = b + r * ldb;
+            const bool ends = r + count == num_b && left == 0;
+            Prefetching ahead(n == ldb ? after(b, num_b, r + count, n, next)
+                                       : ends ? next : Following{nullptr, 0},
+                              ceil_div(n, kTileInputs));
             const bool in_tiles = num_rows > kFewRows;
             const int64_t whole = in_tiles ? n / kTileInputs * kTileInputs : 0;
-            if (in_tiles) expand_tiles(y, ldy, num_rows, rows, count, n, factors, ahead);
-            if (whole < n) expand_vectors(y, ldy, num_rows, rows, count, whole, n, factors, ahead);
+            if (in_tiles) expand_tiles(y, ldy, num_rows, rows, count, n, ldb, left, factors, ahead);
+            if (whole < n) expand_vectors(y, ldy, num_rows, rows, count, whole, n, ldb, factors, ahead);
         }
     }
 
@@ -246,7 +249,8 @@ private:
 
     // For up to 16 rows of B, over whole tiles of columns.
     void expand_tiles(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b,
-                      int64_t n, const bf16* factors, Prefetching& ahead) {
+                      int64_t n, int64_t ldb, int64_t left, const bf16* factors,
+                      Prefetching& ahead) {
         alignas(64) bf16 strip[kStripColumns * kTileRows];
         const int64_t num_pairs = ceil_div(num_b, 2), rest = num_rows % kTileRows;
         configure_expand(num_pairs, num_rows);
@@ -255,7 +259,12 @@ private:
             const int64_t width = smaller(kStripColumns, end - first);
             for (int64_t column = 0; column < width; column += kTileInputs) {
                 ahead.step();
-                interleave_rows(b + first + column, num_b, n, strip + column * 2 * num_pairs);
+                // The same of the next n columns, which are read after all rows of these.
+                const bf16* later = b + n + first + column;
+                for (int64_t r = 0; first + column < left && r < num_b; ++r) {
+                    __builtin_prefetch(later + r * ldb, 0, 2);
+                }
+                interleave_rows(b + first + column, num_b, ldb, strip + column * 2 * num_pairs);
             }
             before_tiles();
             for (int64_t column = 0; column < width; column += kTileInputs) {
@@ -302,11 +311,11 @@ private:
 
     // The same for any number of columns, [begin, end) of n.
     static void expand_vectors(float* y, int64_t ldy, int64_t num_rows, const bf16* b,
-                               int64_t num_b, int64_t begin, int64_t n, const bf16* factors,
-                               Prefetching& ahead) {
+                               int64_t num_b, int64_t begin, int64_t n, int64_t ldb,
+                               const bf16* factors, Prefetching& ahead) {
         for (int64_t row = 0; row < num_rows; row += kFewRows) {
             with_count<kFewRows>(num_rows - row, [&](auto count) {
-                expand_few<count.value>(y + row * ldy, ldy, b, num_b, begin, n,
+                expand_few<count.value>(y + row * ldy, ldy, b, num_b, begin, n, ldb,
                                         factors + row * kTileRows, ahead);
             });
         }
@@ -326,11 +335,11 @@ namespace lpx {
 constexpr bool kHasUpdateTiles = false;
 struct TileUpdates {
     explicit TileUpdates(bool) {}
-    static constexpr int64_t kMaxRows = INT64_MAX;
+    static constexpr int64_t kMaxRows = INT64_MAX, kFewRows = INT64_MAX;
     void shrink(const bf16* x, int64_t ldx, int64_t num_rows, const bf16* a, int64_t num_a,
                 int64_t n, float* out, int64_t ldout, const Following& next);
     void expand(float* y, int64_t ldy, int64_t num_rows, const bf16* b, int64_t num_b, int64_t n,
-                const float* shrunk, int64_t ld, const Following& next);
+                int64_t ldb, int64_t left, const float* shrunk, int64_t ld, const Following& next);
 };
 inline void prefetch_all(const Following&) {}
 
