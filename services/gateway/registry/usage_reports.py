@@ -83,7 +83,9 @@ class UsageReports:
                 return
             report_id = secrets.token_hex(16)
             self._unsent = registry_pb2.RecordUsageRequest(
-                report_id=report_id, entries=entries, ephemeral_adapters=self._usage.take_ephemeral()
+                report_id=report_id,
+                entries=entries,
+                ephemeral_adapters=self._usage.take_ephemeral(),
             )
         try:
             await self._registry.record_usage(self._unsent)
