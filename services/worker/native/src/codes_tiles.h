@@ -7,9 +7,10 @@
 #pragma once
 #include "codes_digits.h"
 #include "codes_pairs.h"
-#include "tiles_amx.h"
 
 #if defined(__AMX_INT8__)
+#include "tiles_amx.h"
+
 namespace lpx {
 
 // A thread's products. The tile registers are in use from construction to destruction.
