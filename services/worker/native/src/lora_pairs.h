@@ -1,5 +1,6 @@
 // Low-rank updates of bfloat16 rows by bfloat16 matrices, with dot products of pairs.
 #pragma once
+#include "lane_sums.h"
 #include "pairs.h"
 
 namespace lpx {
@@ -11,37 +12,7 @@ constexpr bool kHasPairs = true;
 constexpr int64_t kStreamItems = 2048;
 
 // Vectors of sums that stay in registers.
-constexpr int kSums = kLanes == 16 ? 16 : 8;
-
-#if defined(__AVX512BF16__)
-// The sums of vectors s[0], s[1]..., in order. Lanes are added as `sum` adds them: halves first.
-inline void add_lanes(const Vec (&s)[16], float* sums) {
-    __m512 v[16];
-    // The folds below transpose a 4 x 4 matrix of vectors, so they are given the transposed one.
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) v[i] = s[4 * (i % 4) + i / 4].v;
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-        const __m512 a = v[2 * i], b = v[2 * i + 1];
-        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        const __m512 a = v[2 * i], b = v[2 * i + 1];
-        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    }
-    for (int i = 0; i < 2; ++i) {
-        const __m512 a = v[2 * i], b = v[2 * i + 1];
-        v[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-    }
-    _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88),
-                                         _mm512_shuffle_ps(v[0], v[1], 0xdd)));
-}
-#else
-inline void add_lanes(const Vec (&s)[kSums], float* sums) {
-    for (int i = 0; i < kSums; ++i) sums[i] = sum(s[i]);
-}
-#endif
+constexpr int kSums = kLanes;
 
 // out[x row][A row] += x . A over n columns, for X rows of x and R rows of A.
 template <int X, int R>
@@ -69,7 +40,7 @@ void dot_pairs(const bf16* x, int64_t ldx, const bf16* a, int64_t n, float* out,
     if (k < n) step(k, [left = n - k](const bf16* p) { return load_pairs_n(p, left); });
     float totals[kSums];
     if constexpr (X * R > 4) {
-        add_lanes(sums, totals);
+        store(totals, sums_of(sums));
     } else {
         for (int i = 0; i < X * R; ++i) totals[i] = sum(sums[i]);
     }
@@ -110,7 +81,7 @@ inline void dot_row_pairs(const bf16* x, const bf16* a, int64_t num_a, int64_t n
             sums[r] = total;
         }
         float totals[kSums];
-        add_lanes(sums, totals);
+        store(totals, sums_of(sums));
         for (int64_t r = 0; r < count; ++r) out[first + r] += totals[r];
     }
 }
