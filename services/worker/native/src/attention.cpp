@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "attention_codes.h"
 #include "kernels.h"
+#include "lane_sums.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -18,6 +19,8 @@ namespace {
 
 constexpr int64_t kTaskQueries = 8;
 constexpr int64_t kMaxBlockTokens = 64;
+// Query heads whose sums stay in registers while values pass by.
+constexpr int64_t kValueRows = 3;
 
 // Keys and values lie as [Hkv, block_tokens, D] in a block.
 template <class T, class Stored>
@@ -41,27 +44,36 @@ inline void rescale(const bf16* scales, float factor, int64_t begin, int64_t end
     for (int64_t j = begin; j < end; ++j) values[j] *= widened_scale(scales[j]) * factor;
 }
 
+template <class T>
+void prefetch(const T* p, int64_t num_items) {
+    for (int64_t i = 0; i < num_items; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+}
+
 // Running softmax of one query: the largest score, and the sum of the weights relative to it.
 struct Running {
     float maximum, sum;
 };
 
-// scores[j] = q . keys[j] for j in [begin, end).
+// scores[j] = q . keys[j] for j in [begin, end), and for other tokens of the same vectors.
 template <class T>
-void score(const float* q, const T* keys, int64_t head_dim, int64_t begin, int64_t end,
-           float* scores) {
-    int64_t j = begin;
-    for (; j + 4 <= end; j += 4) {
-        Vec sums[4] = {zero(), zero(), zero(), zero()};
-        for (int64_t d = 0; d < head_dim; d += kLanes) {
+void score(const float* q, const T* keys, int64_t head_dim, int64_t block_tokens, int64_t begin,
+           int64_t end, float* scores) {
+    int64_t j = begin / kLanes * kLanes;
+    for (; j < end && j + kLanes <= block_tokens; j += kLanes) {
+        Vec sums[kLanes];
+#pragma GCC unroll 16
+        for (Vec& total : sums) total = zero();
+        const auto add = [&](int64_t d, auto load_at) {
             const Vec query = load(q + d);
-            const int64_t n = head_dim - d;
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) {
-                sums[i] = fma(query, load_n(keys + (j + i) * head_dim + d, n), sums[i]);
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i) {
+                sums[i] = fma(query, load_at(keys + (j + i) * head_dim + d), sums[i]);
             }
-        }
-        for (int i = 0; i < 4; ++i) scores[j + i] = sum(sums[i]);
+        };
+        int64_t d = 0;
+        for (; d + kLanes <= head_dim; d += kLanes) add(d, [](const T* p) { return load(p); });
+        if (d < head_dim) add(d, [n = head_dim - d](const T* p) { return load_n(p, n); });
+        store(scores + j, sums_of(sums));
     }
     for (; j < end; ++j) {
         Vec total = zero();
@@ -72,19 +84,34 @@ void score(const float* q, const T* keys, int64_t head_dim, int64_t begin, int64
     }
 }
 
-// Turns scores [begin, end) into weights relative to the running maximum; rescales what was summed.
+inline float largest_lane(Vec a) {
+    float lanes[kLanes];
+    store(lanes, a);
+    for (int n = kLanes / 2; n > 0; n /= 2) {
+        for (int i = 0; i < n; ++i) lanes[i] = lanes[i] > lanes[i + n] ? lanes[i] : lanes[i + n];
+    }
+    return lanes[0];
+}
+
+// Turns scores [begin, end) into weights relative to the running maximum; rescales what was summed. Changes
+// scores of the same vectors, which count as minus infinity.
 void weigh(const Layout& l, int64_t begin, int64_t end, float* scores, Running& running, float* out,
            int64_t padded_dim) {
-    float maximum = running.maximum;
-    for (int64_t j = begin; j < end; ++j) {
-        float s = scores[j] * static_cast<float>(l.scale);
-        if (l.softcap != 0) {
-            const float cap = static_cast<float>(l.softcap);
-            s = std::tanh(s / cap) * cap;
-        }
-        scores[j] = s;
-        if (s > maximum) maximum = s;
+    const int64_t first = begin / kLanes * kLanes, last = ceil_div(end, kLanes) * kLanes;
+    if (l.softcap != 0) {
+        const float scale = static_cast<float>(l.scale), cap = static_cast<float>(l.softcap);
+        for (int64_t j = begin; j < end; ++j) scores[j] = std::tanh(scores[j] * scale / cap) * cap;
     }
+    for (int64_t j = first; j < begin; ++j) scores[j] = -INFINITY;
+    for (int64_t j = end; j < last; ++j) scores[j] = -INFINITY;
+    const Vec scale = set1(l.softcap != 0 ? 1.0f : static_cast<float>(l.scale));
+    Vec most = set1(running.maximum);
+    for (int64_t j = first; j < last; j += kLanes) {
+        const Vec s = mul(load(scores + j), scale);
+        store(scores + j, s);
+        most = max(s, most);
+    }
+    const float maximum = largest_lane(most);
     if (maximum > running.maximum) {
         const float factor = std::exp(running.maximum - maximum);
         running.sum *= factor;
@@ -93,36 +120,59 @@ void weigh(const Layout& l, int64_t begin, int64_t end, float* scores, Running& 
         }
         running.maximum = maximum;
     }
-    for (int64_t j = begin; j < end; j += kLanes) {
-        const int64_t n = end - j;
-        store_n(scores + j, exp(sub(load_n(scores + j, n), set1(maximum))), n);
+    Vec total = zero();
+    for (int64_t j = first; j < last; j += kLanes) {
+        const Vec weight = exp(sub(load(scores + j), set1(maximum)));
+        store(scores + j, weight);
+        total = add(total, weight);
     }
-    for (int64_t j = begin; j < end; ++j) running.sum += scores[j];
+    running.sum += sum(total);
 }
 
-// out += sum of weights[j] * values[j] for j in [begin, end).
-template <class T>
-void gather(const float* weights, const T* values, int64_t head_dim, int64_t begin, int64_t end,
-            float* out) {
-    int64_t d = 0;
-    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
-        Vec sums[4];
-        for (int i = 0; i < 4; ++i) sums[i] = load(out + d + i * kLanes);
-        for (int64_t j = begin; j < end; ++j) {
-            const Vec weight = set1(weights[j]);
-            const T* value = values + j * head_dim + d;
+// V vectors of R rows of out += sum of weights[row][j] * values[j] for j in [begin, end).
+template <int R, int V, class T>
+void gather_vectors(const float (*weights)[kMaxBlockTokens], const T* values, int64_t head_dim,
+                    int64_t begin, int64_t end, int64_t left, float* out, int64_t stride) {
+    Vec sums[R][V];
+    for (int r = 0; r < R; ++r) {
+        for (int i = 0; i < V; ++i) sums[r][i] = load(out + r * stride + i * kLanes);
+    }
+    for (int64_t j = begin; j < end; ++j) {
+#pragma GCC unroll 8
+        for (int i = 0; i < V; ++i) {
+            const T* from = values + j * head_dim + i * kLanes;
+            const Vec value = V > 1 ? load(from) : load_n(from, left);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) sums[i] = fma(weight, load(value + i * kLanes), sums[i]);
+            for (int r = 0; r < R; ++r) sums[r][i] = fma(set1(weights[r][j]), value, sums[r][i]);
         }
-        for (int i = 0; i < 4; ++i) store(out + d + i * kLanes, sums[i]);
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int i = 0; i < V; ++i) store(out + r * stride + i * kLanes, sums[r][i]);
+    }
+}
+
+// The same for all dimensions.
+template <int R, class T>
+void gather(const float (*weights)[kMaxBlockTokens], const T* values, int64_t head_dim, int64_t begin,
+            int64_t end, float* out, int64_t stride) {
+    constexpr int V = R == 1 ? 64 / kLanes : 4;  // enough sums that none waits for the one before
+    int64_t d = 0;
+    for (; d + V * kLanes <= head_dim; d += V * kLanes) {
+        gather_vectors<R, V>(weights, values + d, head_dim, begin, end, 0, out + d, stride);
     }
     for (; d < head_dim; d += kLanes) {
-        Vec total = load(out + d);
-        for (int64_t j = begin; j < end; ++j) {
-            const Vec value = load_n(values + j * head_dim + d, head_dim - d);
-            total = fma(set1(weights[j]), value, total);
-        }
-        store(out + d, total);
+        gather_vectors<R, 1>(weights, values + d, head_dim, begin, end, head_dim - d, out + d, stride);
+    }
+}
+
+template <class T>
+void gather_rows(int64_t num_rows, const float (*weights)[kMaxBlockTokens], const T* values,
+                 int64_t head_dim, int64_t begin, int64_t end, float* out, int64_t stride) {
+    static_assert(kValueRows == 3, "cases");
+    switch (num_rows) {
+        case 1: return gather<1>(weights, values, head_dim, begin, end, out, stride);
+        case 2: return gather<2>(weights, values, head_dim, begin, end, out, stride);
+        default: return gather<3>(weights, values, head_dim, begin, end, out, stride);
     }
 }
 
@@ -153,20 +203,35 @@ void attend(const AttentionCall<T, Stored>& call, const Sequence& sequence, int6
     for (int64_t block = oldest / l.block_tokens; block * l.block_tokens < high; ++block) {
         const int64_t begin = block * l.block_tokens;
         const int64_t id = block_of(sequence, block);
-        const int64_t offset = id * l.block_stride + head * l.block_tokens * l.head_dim;
-        for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t items = l.block_tokens * l.head_dim;
+        const int64_t offset = id * l.block_stride + head * items;
+        if (begin + l.block_tokens < high) {
+            const int64_t next = block_of(sequence, block + 1) * l.block_stride + head * items;
+            prefetch(call.keys + next, items);
+            prefetch(call.values + next, items);
+        }
+        for (int64_t row = 0, count; row < num_rows; row += count) {
+            count = smaller(kValueRows, group - row % group);
             const Seen seen = seen_by(l, sequence, low + row / group);
             const int64_t from = seen.begin > begin ? seen.begin - begin : 0;
-            const int64_t to = seen.end - begin < l.block_tokens ? seen.end - begin : l.block_tokens;
+            const int64_t to = smaller(seen.end - begin, l.block_tokens);
             if (from >= to) continue;
-            float scores[kMaxBlockTokens];
+            alignas(64) float weights[kValueRows][kMaxBlockTokens];
             float* out = outputs + row * padded;
-            score(queries + row * padded, call.keys + offset, l.head_dim, from, to, scores);
-            constexpr float kFactor = factor_of(Stored());
-            if (l.key_scales) rescale(scale_at(l, l.key_scales, id, head, 0), kFactor, from, to, scores);
-            weigh(l, from, to, scores, running[row], out, padded);
-            if (l.key_scales) rescale(scale_at(l, l.value_scales, id, head, 0), kFactor, from, to, scores);
-            gather(scores, call.values + offset, l.head_dim, from, to, out);
+            for (int64_t i = 0; i < count; ++i) {
+                float* scores = weights[i];
+                score(queries + (row + i) * padded, call.keys + offset, l.head_dim, l.block_tokens, from,
+                      to, scores);
+                constexpr float kFactor = factor_of(Stored());
+                if (l.key_scales) {
+                    rescale(scale_at(l, l.key_scales, id, head, 0), kFactor, from, to, scores);
+                }
+                weigh(l, from, to, scores, running[row + i], out + i * padded, padded);
+                if (l.key_scales) {
+                    rescale(scale_at(l, l.value_scales, id, head, 0), kFactor, from, to, scores);
+                }
+            }
+            gather_rows(count, weights, call.values + offset, l.head_dim, from, to, out, padded);
         }
     }
     for (int64_t row = 0; row < num_rows; ++row) {
